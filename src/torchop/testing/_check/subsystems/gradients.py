@@ -86,19 +86,20 @@ def saved_tensors_are_watched(op: Any, args: Any, kwargs: Any) -> None:
     """Where arguments or results are written before backward, it raises, or is not affected."""
     function, inputs = probes.as_function(op, args, kwargs)
     expected = probes.gradients(function, inputs)
-    for what in ("the arguments", "the results"):
+    for what in ("arguments", "results"):
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         passed = [leaf.clone() for leaf in leaves]
         results = function(*passed)
         total = probes.weighted_sum([result.clone() for result in results])
+        written = {"arguments": passed, "results": results}[what]
         with torch.no_grad():
-            for tensor in filter(probes.is_plain, passed if "arguments" in what else results):
+            for tensor in filter(probes.is_plain, written):
                 tensor.mul_(0.5).add_(1)
         try:
             actual = torch.autograd.grad(total, leaves, allow_unused=True)
         except RuntimeError:
             continue  # a tensor that was saved has been modified
-        probes.assert_same(actual, expected, f"gradients after {what} were written")
+        probes.assert_same(actual, expected, f"gradients after the {what} were written")
 
 
 def checkpoints_the_same(op: Any, args: Any, kwargs: Any) -> None:
