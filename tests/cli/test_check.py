@@ -186,11 +186,14 @@ def test_a_budget_is_for_each_operator(run, write, namespace):
     [
         (["no_such_package"], "no_such_package cannot be imported: ModuleNotFoundError"),
         (["no_such::*"], "no registered operator matches"),
-        (["mylib.py"], "'mylib.py' is no name of a module; write the name by which it is imported"),
+        (
+            ["mylib.py"],
+            "'mylib.py' is not the name of a module; write the name by which it is imported",
+        ),
         (["./src/mylib/ops.py"], "such as mylib.ops\n"),
         (["/home/me/mylib.py"], "such as mylib\n"),
-        (["."], "'.' is no name of a module"),
-        ([""], "'' is no name of a module"),
+        (["."], "'.' is not the name of a module"),
+        ([""], "'' is not the name of a module"),
         (["aten::.*"], "no regular expression: write 'aten::*'."),
         (["(aten|prims)::sin"], "no regular expression: write 'mylib::*' or 'mylib::sca?e'."),
         (["json"], "json registers no operator that can be recognized as its own; name them"),

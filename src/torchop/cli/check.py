@@ -279,7 +279,7 @@ def _mapping(place: str, what: str) -> Mapping[str, Any]:
     value = getattr(importlib.import_module(module), attribute)
     mapping = value() if callable(value) else value
     if not isinstance(mapping, Mapping):
-        raise TypeError(f"it is no mapping of {what}: {type(mapping).__name__}")
+        raise TypeError(f"it is not a mapping of {what}: {type(mapping).__name__}")
     return mapping
 
 

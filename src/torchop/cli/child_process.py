@@ -180,7 +180,7 @@ def import_all(modules: Iterable[str]) -> None:
             names = [path.name] if path.is_absolute() else path.parts
             name = ".".join(part for part in names if part.isidentifier() and part != "src")
             raise click.ClickException(
-                f"{short_repr(module)} is no name of a module; write the name by which it is "
+                f"{short_repr(module)} is not the name of a module; write the name by which it is "
                 f"imported, such as {name or 'mypkg'}"
             )
         try:
