@@ -200,6 +200,33 @@ _only_float32.register_autograd(
 right(_only_float32, two)
 
 # --------------------------------------------------------------------------------------------------
+# Indices, integers and random numbers, for which a variant may ask more than an operator promises
+
+
+def put_rows(cache: Tensor, rows: Tensor, places: Tensor) -> None:
+    cache.index_copy_(0, places, rows)
+
+
+right(
+    define("put_rows", put_rows, mutates_args={"cache"}),
+    lambda: [(torch.zeros(6, 3), torch.randn(2, 3), torch.tensor([1, 4]))],
+)
+
+
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+right(define("halved", halved), lambda: [(torch.arange(6).view(2, 3),)])
+
+
+def dropped(x: Tensor) -> Tensor:
+    return x * (torch.rand(x.shape, device=x.device) > 0.5)
+
+
+right(define("dropped", dropped, tags=torch.Tag.nondeterministic_seeded), one)
+
+# --------------------------------------------------------------------------------------------------
 # Results that compilers do not know
 
 

@@ -171,14 +171,22 @@ def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -
         raise AssertionError(f"the call changes {name}{values}, which other code relies on.")
 
 
-def ignores_default_dtype(op: Any, args: Any, kwargs: Any) -> None:
-    """The call does the same if another dtype is the default."""
-    expected = probes.outcome_of_copies(op, args, kwargs)
+def ignores_default_dtype(op: Any, args: Any, kwargs: Any, draws: bool = False) -> None:
+    """The call does the same if another dtype is the default.
+
+    What it `draws` differs, because there are other numbers for each dtype in which they are drawn.
+    """
+
+    def call() -> Any:
+        results = probes.outcome_of_copies(op, args, kwargs)
+        return probes.mapped(results, torch.zeros_like) if draws else results
+
+    expected = call()
     before = torch.get_default_dtype()
     for dtype in (torch.float64, torch.float16):
         torch.set_default_dtype(dtype)
         try:
-            actual = probes.outcome_of_copies(op, args, kwargs)
+            actual = call()
         finally:
             torch.set_default_dtype(before)
         what = f"with the default dtype {dtype}"
@@ -272,9 +280,11 @@ def process(subject: Subject, details: Details) -> Iterator[Case]:
 def default_dtype(subject: Subject, details: Details) -> Iterator[Case]:
     """Does a call do the same whatever the default dtype is?"""
     for example in subject.accepted(most=1):
-        if not example.tensors:
-            raise CannotCheck("no argument is a tensor, of which results could have the dtype")
-        yield Case("the example", ignores_default_dtype, example)
+        if not any(t.is_floating_point() or t.is_complex() for t in example.tensors):
+            # As of PyTorch's own operators: half of an integer is of the default dtype.
+            raise CannotCheck("no argument has a dtype that results in floating point could have")
+        options = {"draws": True} if subject.is_random else {}
+        yield Case("the example", ignores_default_dtype, example, options=options)
 
 
 CHECKS = family("contracts", schema, repeated, state, kept, leaks, process, default_dtype)

@@ -22,6 +22,11 @@ def has_fixed_values(tensor: Tensor, example: Example) -> bool:
     return is_sorted(tensor) or int(tensor.sum()) in _sizes_of_others(tensor, example)
 
 
+def are_distinct(tensor: Tensor) -> bool:
+    """Whether a tensor may hold the indices at which an operator writes, each of them once."""
+    return _has_integers(tensor) and tensor.dim() == 1 and len(tensor.unique()) == len(tensor) > 1
+
+
 def with_valid_integers(before: Example, after: Example, changes: Mapping[int, int]) -> Example:
     """A resized example, with integers that are as valid as those before.
 

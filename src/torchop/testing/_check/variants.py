@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchop.testing._check.relations import has_fixed_values, with_valid_integers
+from torchop.testing._check.relations import are_distinct, has_fixed_values, with_valid_integers
 from torchop.testing._check.subject import Arrangement, CannotCheck, Example
 from torchop.testing.probes import is_plain, negative_view, rolled_elements
 
@@ -212,12 +212,17 @@ _MOST_ELEMENTS = 2**19  # of all tensors of an example together, so that a call 
 
 
 def larger_sizes(example: Example, new_sizes: Sequence[int] = BLOCKS) -> list[dict[int, int]]:
-    """Changes of one size each to a little more than what blocks of a kernel often have."""
+    """Changes of one size each to a little more than what blocks of a kernel often have.
+
+    The number of distinct indices is none of them: there would be more indices than places.
+    """
+    fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
     return [
         {size: new}
         for size in sizes(example)
         for new in new_sizes
         if 0 < size < new
+        and size not in fixed
         and sum(_grown(t.shape, size, new) for t in example.tensors) <= _MOST_ELEMENTS
     ]
 
