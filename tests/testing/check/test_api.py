@@ -410,6 +410,13 @@ def test_running_survives_what_exits_and_what_cannot_be_printed(namespace: str) 
     assert transposed.message == "the call raised SystemExit, which ends a program"
 
 
+@pytest.mark.parametrize("budget", [-1, float("nan")])
+def test_a_budget_in_which_nothing_runs_is_refused(namespace: str, budget: float) -> None:
+    op = torchop.custom_op(f"{namespace}::op", _double, mutates_args=())
+    with pytest.raises(ValueError, match=rf"budget={budget}\): no check would run, and none"):
+        check(op, EXAMPLE, budget=budget)
+
+
 def test_whole_run_is_quick_and_complete(namespace: str) -> None:
     """Everything but Inductor, whose process starts compilers."""
     op = torchop.custom_op(f"{namespace}::whole", _double, mutates_args=())

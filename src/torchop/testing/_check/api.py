@@ -64,7 +64,8 @@ def check(
         OpCheckError: a check failed; the message is the report.
         TypeError: an example has another form, or is not a call of the operator; or `expected` is
             no dict, or `budget` no number.
-        ValueError: an example has no data, or `only` or `expected` names no check.
+        ValueError: an example has no data, `only` or `expected` names no check, or `budget` is
+            below 0.
 
     Example:
         >>> import torch, torchop

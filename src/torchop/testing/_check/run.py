@@ -216,6 +216,11 @@ class Budget:
             raise TypeError(
                 f"check(..., budget={short_repr(seconds)}): budget is a number of seconds, or None."
             )
+        if seconds is not None and not seconds >= 0:  # nan, too
+            raise ValueError(
+                f"check(..., budget={seconds}): no check would run, and none would fail. Pass a "
+                "number of seconds, or None."
+            )
         self._seconds, self._spent = seconds, spent
 
     def run(self, check: Check) -> Result:
