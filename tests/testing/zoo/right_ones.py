@@ -16,28 +16,16 @@ from tests.testing.zoo.specimen import (
     image,
     one,
     positive,
+    product,
+    product_gradients,
     right,
     rows_and_weights,
+    save,
     two,
 )
 
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*[value for value in inputs if isinstance(value, Tensor)])
-
-
-def product(x: Tensor, y: Tensor) -> Tensor:
-    return x * y
-
-
 _product = define("product", product)
-_product.register_autograd(
-    lambda ctx, g: (
-        (g * ctx.saved_tensors[1]).sum_to_size(ctx.saved_tensors[0].shape),
-        (g * ctx.saved_tensors[0]).sum_to_size(ctx.saved_tensors[1].shape),
-    ),
-    setup_context=_save,
-)
+_product.register_autograd(product_gradients, setup_context=save)
 _product.register_vmap("sequential")
 right(_product, two)
 
@@ -54,7 +42,7 @@ _sin = define(
     fake=lambda x: torch.empty(x.shape, dtype=x.dtype),
     device_types="cpu",
 )
-_sin.register_autograd(lambda ctx, g: g * ctx.saved_tensors[0].cos(), setup_context=_save)
+_sin.register_autograd(lambda ctx, g: g * ctx.saved_tensors[0].cos(), setup_context=save)
 _sin.register_jvp(
     lambda ctx, t: t * ctx.saved_tensors[0].cos(),
     setup_context=lambda ctx, inputs, output: ctx.save_for_forward(*inputs),
@@ -87,7 +75,7 @@ _norms.register_autograd(
     lambda ctx, g: (
         g.unsqueeze(-1) * ctx.saved_tensors[0] / row_norms(ctx.saved_tensors[0])[..., None]
     ),
-    setup_context=_save,
+    setup_context=save,
 )
 _norms.register_sharding("... d -> ...")
 right(_norms, positive)
@@ -134,7 +122,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _quantized = define("quantized", quantized)
-_quantized.register_autograd(lambda ctx, _, g: g * ctx.saved_tensors[0].sign(), setup_context=_save)
+_quantized.register_autograd(lambda ctx, _, g: g * ctx.saved_tensors[0].sign(), setup_context=save)
 right(_quantized, one)
 
 
@@ -283,7 +271,7 @@ def outer(x: Tensor, y: Tensor) -> Tensor:
 
 _outer = define("outer", outer)
 _outer.register_autograd(
-    lambda ctx, g: (g @ ctx.saved_tensors[1], g.t() @ ctx.saved_tensors[0]), setup_context=_save
+    lambda ctx, g: (g @ ctx.saved_tensors[1], g.t() @ ctx.saved_tensors[0]), setup_context=save
 )
 _outer.register_vmap("sequential")
 right(_outer, lambda: [(torch.randn(3), torch.randn(4))])

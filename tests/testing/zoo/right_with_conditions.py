@@ -7,13 +7,21 @@ A kernel need not take every layout, its integers may be offsets or indices, and
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tests.testing.zoo.specimen import define, like, one, raw, right, two
+from tests.testing.zoo.specimen import (
+    define,
+    like,
+    one,
+    product_gradients,
+    raw,
+    right,
+    save,
+    two,
+)
 from tests.testing.zoo.wrong_memory import LIBRARY
 
 # --------------------------------------------------------------------------------------------------
@@ -160,12 +168,8 @@ def stock_sine(x: Tensor) -> Tensor:
     return x.contiguous().sin()
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 stock_sine.register_fake(like)
-stock_sine.register_autograd(lambda ctx, g: g * ctx.saved_tensors[0].cos(), setup_context=_save)
+stock_sine.register_autograd(lambda ctx, g: g * ctx.saved_tensors[0].cos(), setup_context=save)
 right("zoo::stock_sine", one)
 
 
@@ -190,13 +194,7 @@ def only_float32(x: Tensor, y: Tensor) -> Tensor:
 
 
 _only_float32 = define("only_float32", only_float32)
-_only_float32.register_autograd(
-    lambda ctx, g: (
-        (g * ctx.saved_tensors[1]).sum_to_size(ctx.saved_tensors[0].shape),
-        (g * ctx.saved_tensors[0]).sum_to_size(ctx.saved_tensors[1].shape),
-    ),
-    setup_context=_save,
-)
+_only_float32.register_autograd(product_gradients, setup_context=save)
 right(_only_float32, two)
 
 # --------------------------------------------------------------------------------------------------

@@ -64,6 +64,21 @@ def raw(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
 
 
+def save(ctx: Any, inputs: Any, output: Any) -> None:
+    """A setup_context that saves the tensors among the inputs."""
+    ctx.save_for_backward(*[value for value in inputs if isinstance(value, Tensor)])
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return x * y
+
+
+def product_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of a product, also of tensors that were broadcast."""
+    x, y = ctx.saved_tensors
+    return (grad * y).sum_to_size(x.shape), (grad * x).sum_to_size(y.shape)
+
+
 # --------------------------------------------------------------------------------------------------
 # Examples: always the same numbers
 

@@ -10,7 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.testing.zoo.specimen import define, like, one, two, wrong
+from tests.testing.zoo.specimen import (
+    define,
+    like,
+    one,
+    product,
+    product_gradients,
+    save,
+    two,
+    wrong,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Results that share memory in some layouts
@@ -43,19 +52,11 @@ wrong("zoo::stock_aliases_contiguous", "contracts.schema", one)
 # Gradients
 
 
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    return x * y
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.x, ctx.y = inputs
 
 
-_keeps_inputs = define("keeps_inputs_on_ctx", _product)
+_keeps_inputs = define("keeps_inputs_on_ctx", product)
 _keeps_inputs.register_autograd(
     lambda ctx, g: ((g * ctx.y).sum_to_size(ctx.x.shape), (g * ctx.x).sum_to_size(ctx.y.shape)),
     setup_context=_keep,
@@ -70,8 +71,8 @@ def _none_without_first(ctx: Any, g: Tensor) -> Any:
     return (g * y).sum_to_size(x.shape), (g * x).sum_to_size(y.shape)
 
 
-_second_alone = define("forgets_second_alone", _product)
-_second_alone.register_autograd(_none_without_first, setup_context=_save)
+_second_alone = define("forgets_second_alone", product)
+_second_alone.register_autograd(_none_without_first, setup_context=save)
 wrong(_second_alone, "subsystems.needs_input_grad", two)
 
 
@@ -87,7 +88,7 @@ _float_only.register_autograd(
         (2 * g * ctx.saved_tensors[1]).sum_to_size(ctx.saved_tensors[0].shape),
         (g * ctx.saved_tensors[0]).sum_to_size(ctx.saved_tensors[1].shape),
     ),
-    setup_context=_save,
+    setup_context=save,
 )
 wrong(_float_only, "subsystems.gradcheck", two)
 
@@ -99,25 +100,15 @@ def _leak(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-_leaks_in_setup = define("leaks_in_setup", _product)
-_leaks_in_setup.register_autograd(
-    lambda ctx, g: (
-        (g * ctx.saved_tensors[1]).sum_to_size(ctx.saved_tensors[0].shape),
-        (g * ctx.saved_tensors[0]).sum_to_size(ctx.saved_tensors[1].shape),
-    ),
-    setup_context=_leak,
-)
+_leaks_in_setup = define("leaks_in_setup", product)
+_leaks_in_setup.register_autograd(product_gradients, setup_context=_leak)
 wrong(_leaks_in_setup, "contracts.leaks", two)
 
 # --------------------------------------------------------------------------------------------------
 # Batches
 
 
-def rows_times(x: Tensor, y: Tensor) -> Tensor:
-    return x * y
-
-
-_middle = define("batches_ends_alone", rows_times)
+_middle = define("batches_ends_alone", product)
 
 
 def _batched(info: Any, in_dims: Any, x: Tensor, y: Tensor) -> Any:

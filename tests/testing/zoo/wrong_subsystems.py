@@ -14,6 +14,7 @@ from tests.testing.zoo.specimen import (
     one,
     positive,
     rows_and_weights,
+    save,
     two,
     wrong,
 )
@@ -83,10 +84,6 @@ wrong(_named("fakes_symbols", fake=_symbolic), "subsystems.fake_symbols", one)
 # Gradients
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*[value for value in inputs if isinstance(value, Tensor)])
-
-
 def _exp(x: Tensor) -> Tensor:
     return x.exp()
 
@@ -95,7 +92,7 @@ def _differentiable(
     name: str, backward: Any, function: Any = _exp, schema: str = "", **o: Any
 ) -> Any:
     op = _named(name, function, schema or "(Tensor x) -> Tensor", **o)
-    op.register_autograd(backward, setup_context=_save)
+    op.register_autograd(backward, setup_context=save)
     return op
 
 
@@ -188,7 +185,7 @@ _backward_of_cube = define(
 )
 _backward_of_cube.register_autograd(
     lambda ctx, gg: (3 * gg * ctx.saved_tensors[1] ** 2, 3 * gg * ctx.saved_tensors[0]),
-    setup_context=_save,
+    setup_context=save,
 )
 wrong(
     _differentiable(
