@@ -136,14 +136,15 @@ def environment() -> dict[str, str | int]:
 def console() -> Console:
     """Where a benchmark prints: in a pipe or a dumb terminal too, there without colours."""
     # Where nobody tells a width, rich assumes 80 columns and breaks the tables.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 132)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def table(title: str, *columns: str) -> Table:
     """A table whose first column holds names and whose others hold numbers."""
     first, *others = columns
     result = Table(title=title, title_justify="left", title_style="bold")
-    result.add_column(first)
+    # On a loaded machine the numbers get longer, and would break the names.
+    result.add_column(first, no_wrap=True)
     for column in others:
         result.add_column(column, justify="right")
     return result
