@@ -47,7 +47,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import _harness
 import torchop
 from _harness import Bar, Call
-from torchop._compat.dtensor_registry import clear_caches
+from torchop._compat.dtensor import clear_caches
 
 LOCAL, RULE, EXPERIMENTAL, STOCK, ATEN, MAP = (
     "local",

@@ -19,7 +19,7 @@ from torch._library.simple_registry import SimpleOperatorEntry
 from torch._library.simple_registry import singleton as _rules_registry
 from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 
-from torchop._compat import dtensor, dtensor_registry, operators, torch_ops
+from torchop._compat import dtensor, operators, torch_ops
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._compat.settings import Setting
 
@@ -150,7 +150,7 @@ def forget(names: Iterable[Name]) -> None:
         before_definition(namespace, name, overload)
         forget_entry(namespace, name, overload)
     if dtensor.is_imported():
-        dtensor_registry.clear_caches()  # by the address of an operator, which another may get
+        dtensor.clear_caches()  # by the address of an operator, which another may get
 
 
 def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:

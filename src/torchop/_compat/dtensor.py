@@ -1,62 +1,17 @@
-"""DTensor: whether it is in use, and calls on it as sharding rules see them."""
+"""DTensor: whether it is in use, and what it remembers of operators."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from torchop._compat import import_hooks
-from torchop._compat.classes import OpOverload
-from torchop._compat.classes import tree_leaves as tree_leaves
+from torchop._compat.classes import tree_leaves
 
 _MODULE = "torch.distributed.tensor"
-
-
-class Row(NamedTuple):
-    """Placements of all results and inputs of a call, on one dimension of a mesh.
-
-    `reduction` says how results are combined whose parts were computed on the ranks, if they are.
-    """
-
-    results: list[Any]
-    inputs: list[Any]
-    reduction: str | None = None
-
-
-class TensorInfo(NamedTuple):
-    """What is known of a tensor, or of a result, before a call: that of all ranks together."""
-
-    shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    dtype: torch.dtype
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-
-class Input(NamedTuple):
-    """One tensor of a call, and the number of the argument that holds it."""
-
-    argument: int
-    info: TensorInfo
-    is_written: bool
-
-
-class Call(NamedTuple):
-    """A call as rules see it, with a `TensorInfo` in the place of each tensor."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: list[Input]
-    results: list[TensorInfo]
-    mesh: Any
-
-
-Rows = Callable[[Call], Sequence[Row]]
 
 
 def when_imported(callback: Callable[[], None]) -> None:
@@ -79,54 +34,21 @@ def has_dtensors(values: Any) -> bool:
     return any(isinstance(value, DTensor) for value in tree_leaves(values))
 
 
-def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor; a plain tensor as it is."""
-    return value.full_tensor() if has_dtensors(value) else value  # type: ignore[attr-defined]
-
-
-def is_one(size: Any) -> bool:
-    """Whether a size is 1, as far as it is known; compilers add no guard for the question."""
-    if isinstance(size, int):
-        return size == 1
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return bool(guard_or_false(size == 1))
-
-
-def same_size(left: Any, right: Any) -> bool:
-    """Whether two sizes may be the same."""
-    if isinstance(left, int) and isinstance(right, int):
-        return left == right
-    from torch.fx.experimental.symbolic_shapes import guard_or_true
-
-    return bool(guard_or_true(left == right))
-
-
-def holds_tensors(argument: Any) -> bool:
-    """Whether an argument of a schema is a tensor, or a list of tensors."""
-    return "Tensor" in str(argument.real_type)
-
-
-def is_written(argument: Any) -> bool:
-    """Whether the schema says that an operator writes into an argument."""
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def first_hashed(op: OpOverload, unhashed: Sequence[str]) -> int | None:
-    """The number of the first positional argument that goes into the key; all behind it do."""
-    for index, argument in enumerate(op._schema.arguments):
-        is_hashed = not holds_tensors(argument) and argument.name not in unhashed
-        if is_hashed and not argument.kwarg_only:
-            return index
-    return None
-
-
 def is_mixed(error: Exception) -> bool:
     """Whether this is what DTensor raises for a call with plain tensors too."""
     return "got mixed torch.Tensor and DTensor" in str(error)
 
 
-def has_process_group() -> bool:
-    """Whether this process is a rank of a program, or simulates some."""
-    module = sys.modules.get("torch.distributed")
-    return module is not None and module.is_available() and module.is_initialized()
+def propagator() -> Any:
+    """What decides where the tensors of a call have to be, one for the process."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor._op_dispatcher.sharding_propagator
+
+
+def clear_caches() -> None:
+    """Forgets what this thread has propagated: calls ask the strategies again."""
+    propagator().propagate_op_sharding.cache.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()

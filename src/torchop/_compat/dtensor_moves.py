@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from torchop._compat.dtensor import Row
+from torchop._compat.dtensor_calls import Row
 
 Placements: TypeAlias = tuple[Any, ...]  # of one tensor, for each dimension of the mesh
 Combination: TypeAlias = tuple[Row, ...]  # a row for each dimension of the mesh

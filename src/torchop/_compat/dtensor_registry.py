@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from torchop._compat.classes import OpOverload
-from torchop._compat.dtensor import Row, Rows, first_hashed, holds_tensors, is_written
+from torchop._compat.dtensor import clear_caches, propagator
+from torchop._compat.dtensor_calls import Row, Rows, first_hashed, holds_tensors, is_written
 from torchop._compat.dtensor_strategies import (
     Moving,
     cheapest,
     decisive_specs,
     op_specs,
-    propagator,
     results_of_spec,
     rows_of,
 )
@@ -148,14 +148,6 @@ _REGISTRIES = (
     "op_single_dim_strategy_funcs",
     "op_to_schema_info_for_single_dim_strategy",
 )
-
-
-def clear_caches() -> None:
-    """Forgets what this thread has propagated: calls ask the strategies again."""
-    propagator().propagate_op_sharding.cache.cache_clear()
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear is not None:
-        clear()
 
 
 def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
@@ -328,13 +320,8 @@ def as_dtensor(
 
 def explain_missing(explain: Callable[[OpOverload], Exception | None]) -> None:
     """Has DTensor raise what `explain` returns of an operator that it cannot shard."""
-    from torch.distributed.tensor import DTensor
-
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    name = "propagate_op_sharding_non_cached"
-    propagate = getattr(propagator, name)
-    if getattr(propagate, "__module__", None) == __name__:
-        return
+    engine = propagator()
+    propagate = engine.propagate_op_sharding_non_cached
 
     def propagate_op_sharding(op_schema: Any) -> Any:
         try:
@@ -347,4 +334,4 @@ def explain_missing(explain: Callable[[OpOverload], Exception | None]) -> None:
                 raise
             raise explained from error
 
-    setattr(propagator, name, propagate_op_sharding)
+    engine.propagate_op_sharding_non_cached = propagate_op_sharding

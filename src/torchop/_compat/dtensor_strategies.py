@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from torchop._compat.classes import OpOverload, tree_leaves
-from torchop._compat.dtensor import Call, Input, Row, Rows, TensorInfo, is_written
+from torchop._compat.dtensor import propagator
+from torchop._compat.dtensor_calls import Call, Input, Row, Rows, TensorInfo, is_written
 from torchop._compat.dtensor_moves import Combination, Inputs, placements_of
 from torchop._errors import ShardingError, short_repr
 
@@ -119,13 +120,6 @@ def _keywords(op_schema: Any) -> list[Any]:
     return [v for v in op_schema.kwargs_schema.values() if isinstance(v, DTensorSpec)]
 
 
-def propagator() -> Any:
-    """What decides where the tensors of a call have to be, one for the process."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor._op_dispatcher.sharding_propagator
-
-
 def _question(op: OpOverload, rows: Rows, op_schema: Any) -> tuple[Call, Inputs, Sequence[Row]]:
     """The call that DTensor asks about, its tensors, and what a rule accepts for them."""
     call, strategies = _call(op, op_schema)
@@ -192,17 +186,14 @@ def remember_results() -> None:
     It keeps them to itself, and fake kernels are most of what deciding costs.
     """
     engine = propagator()
-    name = "_propagate_tensor_meta_non_cached"
-    ask = getattr(engine, name)
-    if getattr(ask, "__module__", None) == __name__:
-        return
+    ask = engine._propagate_tensor_meta_non_cached
 
     def ask_and_remember(op_schema: Any) -> Any:
         results = ask(op_schema)
         _last.op_schema, _last.results = op_schema, results
         return results
 
-    setattr(engine, name, ask_and_remember)
+    engine._propagate_tensor_meta_non_cached = ask_and_remember
 
 
 def _results(op_schema: Any) -> Any:

@@ -89,6 +89,12 @@ def _on_each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
         return LocalTensor({rank: function(rank, part.clone()) for rank, part in parts.items()})
 
 
+def has_process_group() -> bool:
+    """Whether this process is a rank of a program, or simulates some."""
+    module = sys.modules.get("torch.distributed")
+    return module is not None and module.is_available() and module.is_initialized()
+
+
 def are_simulated() -> bool:
     """Whether what runs in this thread stands for what all ranks do."""
     module = sys.modules.get("torch.distributed._local_tensor")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchop import CustomOp, OpCheckError, checking
-from torchop._compat import dtensor, optests
+from torchop._compat import optests, simulated_ranks
 from torchop._rules.user.examples import make_examples
 from torchop._rules.user.sharding import SHARDING
 from torchop.extend import Form, Operator, OpLike, OpOverload, short_repr
@@ -204,7 +204,7 @@ def _is_exact(value: Any) -> bool:
 def _checks(test_utils: str | Sequence[str], op: OpOverload) -> tuple[str, ...]:
     all_checks = (*optests.opcheck_tests(), _SHARDING)
     if test_utils in ("ALL", DEFAULT_TEST_UTILS):
-        can_simulate = SHARDING.has(op) and not dtensor.has_process_group()
+        can_simulate = SHARDING.has(op) and not simulated_ranks.has_process_group()
         checks = all_checks[:-1] if test_utils == "ALL" else DEFAULT_TEST_UTILS
         return (*checks, _SHARDING) if can_simulate else checks
     checks = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)

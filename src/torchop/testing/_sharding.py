@@ -8,7 +8,7 @@ import math
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -222,7 +222,9 @@ class _Call:
         default = _TOLERANCES.get(right.element_size(), 0.0) if is_inexact else 0.0
         atol, rtol = (default if each is None else each for each in self.tolerances)
         try:
-            whole = simulated_ranks.whole(dtensor.full_tensor(value))
+            if placements is not None:
+                value = cast(Any, value).full_tensor()
+            whole = simulated_ranks.whole(value)
             torch.testing.assert_close(whole, right, atol=atol, rtol=rtol, equal_nan=True)
         except AssertionError as error:
             return f"{where}: {short_text(error)}"
@@ -274,11 +276,9 @@ def _mesh(shape: Sequence[int], device: str, backend: str | None) -> Iterator[An
     if dist.is_available() and dist.is_initialized() and not simulated_ranks.are_simulated():
         from torch.distributed.device_mesh import init_device_mesh  # for start-up time
 
-        from torchop._compat import dtensor_registry  # for start-up time
-
         # DTensor's earlier decisions may name an equal mesh, which a compiler takes for another one
         # ("Node tangents_2 was invalid, but is output", also for PyTorch's own operators).
-        dtensor_registry.clear_caches()
+        dtensor.clear_caches()
         yield init_device_mesh(device, tuple(shape))
     elif backend is not None:
         raise ValueError(

@@ -18,7 +18,8 @@ from torch.distributed.tensor._sharding_prop import _select_min_cost_strategy
 import torchop
 from tests.strategies import stable
 from torchop._compat import dtensor_moves, simulated_ranks
-from torchop._compat.dtensor_strategies import Moving, decisive_specs, op_specs, propagator
+from torchop._compat.dtensor import propagator
+from torchop._compat.dtensor_strategies import Moving, decisive_specs, op_specs
 from torchop._rules.user.sharding.rule import SHARDING
 
 # The arguments of an operator, its rule, and the shapes that the tensors of a call may have.

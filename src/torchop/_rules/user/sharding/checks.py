@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchop._compat.dtensor import first_hashed
+from torchop._compat.dtensor_calls import first_hashed
 from torchop._errors import ShardingRuleError
 from torchop._rules.user.sharding.notation import ANY, Operand, Sharding
 from torchop.extend import Argument, OpOverload, Schema, short_repr

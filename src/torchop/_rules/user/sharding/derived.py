@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchop._compat.dtensor import Call, Input, Row
+from torchop._compat.dtensor_calls import Call, Input, Row
 from torchop._errors import ShardingError
 from torchop.extend import OpOverload
 

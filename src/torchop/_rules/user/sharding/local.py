@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from torchop._compat import dtensor, dtensor_registry, simulated_ranks
-from torchop._compat.dtensor import Row
+from torchop._compat.classes import tree_leaves
+from torchop._compat.dtensor_calls import Row
 from torchop._compat.dtensor_registry import Registration
 from torchop._errors import ShardingError
 from torchop._rules.user.sharding.derived import (
@@ -52,13 +53,13 @@ class LocalCall:
         )
         # For each tensor, the placements of its gradient; None for a plain tensor.
         inputs_placed = zip(*(gradients_of_inputs(row) for row in rows), strict=True)
-        tensors = [t for t in dtensor.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         self._inputs_placed = [
             placements if dtensor.has_dtensors(tensor) else None
             for tensor, placements in zip(tensors, inputs_placed, strict=True)
         ]
         # For each tensor, the shape on this rank, and that of the whole with its strides.
-        local = dtensor.tree_leaves((shards.args, shards.kwargs))
+        local = tree_leaves((shards.args, shards.kwargs))
         self._shapes = [
             (tensor.shape, spec.tensor_meta.shape, spec.tensor_meta.stride)
             for tensor, spec in zip(

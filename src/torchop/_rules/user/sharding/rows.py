@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from torchop._compat.dtensor import Row, is_one, same_size
+from torchop._compat.dtensor_calls import Row, is_one, same_size
 from torchop._errors import ShardingError
 from torchop._rules.user.sharding.notation import ANY, UNNAMED, Operand, Sharding, spaced
 from torchop.extend import short_repr

@@ -8,7 +8,7 @@ from typing import Any
 import torch.library
 
 from torchop._compat import dtensor, dtensor_registry, dtensor_strategies
-from torchop._compat.dtensor import Call, Row
+from torchop._compat.dtensor_calls import Call, Row, holds_tensors
 from torchop._compat.dtensor_registry import Registration
 from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, ShardingError, ShardingRuleError
@@ -68,7 +68,7 @@ def rows_of(op: OpOverload, rule: Sharding, call: Call) -> list[Row]:
     from torchop._rules.user.sharding.rows import Tensors, rows  # most programs have no DTensors
 
     arguments = op._schema.arguments
-    holders = [index for index, a in enumerate(arguments) if dtensor.holds_tensors(a)]
+    holders = [index for index, a in enumerate(arguments) if holds_tensors(a)]
     tensors = [Tensors(holders.index(i.argument), i.info.shape, i.is_written) for i in call.inputs]
     return rows(op.name(), rule, tensors, [result.shape for result in call.results])
 
