@@ -8,7 +8,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.library
@@ -138,13 +138,41 @@ class _End(_Once):
     __slots__ = ()
 
 
+class _Contents(NamedTuple):
+    """What lives in a library. Not the library itself, which could not be collected then."""
+
+    m: Any
+    handles: list[Any]
+    defined: set[str]
+    implemented: set[str]
+
+    def end(self) -> None:
+        names = [operators.parts(qualname) for qualname in self.defined]
+        deregistration.retire_existing(names, gone_with_library)
+        for place, handle in enumerate(self.handles):
+            if not isinstance(handle, _Once):  # PyTorch's own fail when they are destroyed again
+                self.handles[place] = _OnceForStock(handle.destroy)
+        for handle in self.handles:
+            handle.destroy()
+        if self.m is not None:
+            self.m.reset()
+        # PyTorch would remove the names when it finalizes the library. By then, other libraries may
+        # have defined them again; and `kept_packet` keeps their packets in `torch.ops`.
+        torch.library._defs.difference_update(self.defined)
+        torch.library._impls.difference_update(self.implemented)
+        if not _is_exiting:
+            free_kernels(self.implemented)
+            deregistration.forget(names)
+        self.defined.clear()
+        self.implemented.clear()
+
+
 def follow(library: torch.library.Library) -> None:
     """Has a library end as `end` does it, also where PyTorch destroys or collects it."""
     handles = library._registration_handles
     if not (handles and isinstance(handles[0], _End)):
-        # Not the library, which could not be collected then.
-        parts = library.m, handles, library._op_defs, library._op_impls
-        handles.insert(0, cast(Any, _End(functools.partial(_end, *parts))))
+        contents = _Contents(library.m, handles, library._op_defs, library._op_impls)
+        handles.insert(0, cast(Any, _End(contents.end)))
 
 
 def end(library: torch.library.Library) -> None:
@@ -154,27 +182,6 @@ def end(library: torch.library.Library) -> None:
     """
     follow(library)
     library._registration_handles[0].destroy()
-
-
-def _end(m: Any, handles: list[Any], defined: set[str], implemented: set[str]) -> None:
-    names = [operators.parts(qualname) for qualname in defined]
-    deregistration.retire_existing(names, gone_with_library)
-    for place, handle in enumerate(handles):
-        if not isinstance(handle, _Once):  # PyTorch's own fail when they are destroyed again
-            handles[place] = _OnceForStock(handle.destroy)
-    for handle in handles:
-        handle.destroy()
-    if m is not None:
-        m.reset()
-    # PyTorch would remove the names when it finalizes the library. By then, other libraries may
-    # have defined them again; and `kept_packet` keeps their packets in `torch.ops`.
-    torch.library._defs.difference_update(defined)
-    torch.library._impls.difference_update(implemented)
-    if not _is_exiting:
-        free_kernels(implemented)
-        deregistration.forget(names)
-    defined.clear()
-    implemented.clear()
 
 
 def gone_with_library(name: str) -> str:
