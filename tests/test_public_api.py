@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import inspect
 import re
 import types
@@ -32,6 +32,7 @@ PUBLIC = {
     "torchop.export": torchop.export.__all__,
     "torchop.compat": torchop.compat.__all__,
     "torchop.extend": torchop.extend.__all__,
+    "torchop.preconditions": torchop.preconditions.__all__,
 }
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
 # Taken from PyTorch as they are, with the docstrings they have there, if any.
@@ -39,8 +40,7 @@ PYTORCHS_OWN = {"CustomOpDef", "EffectType", "OpOverload", "fallthrough_kernel",
 
 
 def find(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    return functools.reduce(getattr, name.split(".")[1:], torchop)  # all are found like that
 
 
 def is_function(name: str) -> bool:

@@ -29,6 +29,7 @@ from torchop._rules.fake.rule import impl_abstract, register_fake
 from torchop._rules.kernels.rule import register_kernel
 from torchop._rules.torch_dispatch import register_torch_dispatch
 from torchop._rules.user.inverse import inverse, right_inverse
+from torchop._rules.user.preconditions import preconditions as preconditions
 from torchop._rules.user.sharding import register_sharding, sharding
 from torchop._rules.vmap.rule import register_vmap
 from torchop._schema.infer import infer_schema

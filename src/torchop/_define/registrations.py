@@ -69,5 +69,6 @@ class Registrations(Handle):
     register_checkpoint_policy = checkpoint_policy.register_checkpoint_policy
     register_sharding = sharding.register_sharding
     register_onnx = onnx.register_onnx
+    register_preconditions = examples.preconditions.register_preconditions
     register_examples = examples.register_examples
     examples = examples.make_examples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch.library
 
 from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError
+from torchop._rules.user import preconditions as preconditions  # for the table of registrations
+from torchop._rules.user.preconditions.base import Unfit
 from torchop._schema.callables import Function, check_signature
 from torchop.extend import Operator, OpLike, OpOverload, short_repr
 
@@ -24,10 +27,18 @@ class _ExamplesRule(Rule[Callable[[], Iterable[Any]]]):
         return checked
 
     def missing(self, op: OpOverload) -> Callable[[], Iterable[Any]]:
+        problem = ""
+        if preconditions.PRECONDITIONS.has(op) and not Operator(op, "examples").takes_structures:
+            try:
+                examples = preconditions.PRECONDITIONS.lookup(op).generated()
+            except Unfit as error:
+                problem = f" Its preconditions are not enough to make some: {error}."
+            else:
+                return lambda: copy.deepcopy(examples)
         raise MissingRuleError(
-            f"{op.name()} has no examples. Pass sample inputs, or register a function that yields "
-            "them as tuples of arguments: op.register_examples(fn), in the class form the member "
-            "'examples'."
+            f"{op.name()} has no examples.{problem} Pass sample inputs, or register a function "
+            "that yields them as tuples of arguments: op.register_examples(fn), in the class form "
+            "the member 'examples'."
         )
 
 
@@ -54,7 +65,7 @@ def register_examples(
 
 
 def make_examples(op: OpLike) -> list[Example]:
-    """Makes the sample inputs that were registered.
+    """Makes the sample inputs that were registered, or that the preconditions are enough for.
 
     Returns:
         For each example the positional arguments, a tuple, and those by keyword, a dict.
@@ -62,6 +73,7 @@ def make_examples(op: OpLike) -> list[Example]:
     Raises:
         MissingRuleError: none were registered.
         RuleSignatureError: a `TypeError`: one of them is not a call of the operator.
+        ValueError: one of them breaks the preconditions (`register_preconditions`).
     """
     examples = EXAMPLES.lookup(op)()
     overload = Operator(op, "examples").overload
@@ -91,4 +103,13 @@ def _example(op: OpOverload, index: int, example: Any) -> Example:
             f"{op.name()}: example {index} is not a call of the operator, which takes {signature}: "
             f"{error}."
         ) from None
+    if preconditions.PRECONDITIONS.has(op):
+        called = Operator(Operator(op, "examples").handle or op, "examples")
+        declared = preconditions.PRECONDITIONS.lookup(op)
+        problem = declared.problem(declared.arguments(*called.flat_arguments(args, kwargs)))
+        if problem is not None:
+            raise ValueError(
+                f"{op.name()}: example {index} breaks the preconditions: {problem}. Change it, or "
+                "what register_preconditions says."
+            )
     return args, kwargs

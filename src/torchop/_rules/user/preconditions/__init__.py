@@ -1,0 +1,68 @@
+"""Preconditions: what a caller of an operator may pass, for tests, strategies and documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.library
+
+from torchop._core.user_rule import Rule
+from torchop._errors import MissingRuleError, RuleSignatureError
+from torchop._rules.user.preconditions.declared import Preconditions
+from torchop._schema.callables import Registered
+from torchop.extend import Operator, OpLike, OpOverload, short_repr
+
+
+class _PreconditionsRule(Rule[Preconditions]):
+    """What is valid, by argument of the schema."""
+
+    def validate(self, op: OpOverload, value: Any) -> Preconditions:
+        if not isinstance(value, Mapping):
+            raise RuleSignatureError(
+                f"{op.name()}: preconditions are a dict from names of arguments to what is valid "
+                "for them, such as {'index': torchop.preconditions.Indices('table')}; got "
+                f"{short_repr(value)}."
+            )
+        return Preconditions(op.name(), Operator(op, self.name).schema, value)
+
+    def missing(self, op: OpOverload) -> Preconditions:
+        raise MissingRuleError(
+            f"{op.name()} has no preconditions. Say what a caller may pass: "
+            "op.register_preconditions({'x': ...}), in the class form the member 'preconditions'."
+        )
+
+    def of_derived(self, op: OpOverload, kind: str, origin: OpOverload, value: Any) -> Any:
+        return value if kind in ("inplace", "out") else NotImplemented
+
+
+PRECONDITIONS = _PreconditionsRule("preconditions")
+
+
+def register_preconditions(
+    op: OpLike,
+    preconditions: Registered | None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Registered:
+    """Registers what a caller may pass, which calls do not check.
+
+    `torchop.testing.check` then tries nothing else, and reports where the operator refuses what is
+    allowed. `torchop.testing.inputs` generates such arguments, and if they say enough, so does
+    `CustomOp.examples`.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        preconditions: a dict from names of arguments to what is valid for each, or a tuple of
+            that: a constraint of `torch.distributions.constraints` for its numbers, a word of
+            `torchop.preconditions`, or a function whose parameters are named as arguments, and
+            which returns whether they are valid.
+        lib: the library whose lifetime the registration shares; by default it stays as long as
+            the operator.
+
+    Returns:
+        `preconditions`.
+    """
+    return PRECONDITIONS.register(op, preconditions, lib=lib)

@@ -1,0 +1,327 @@
+"""Preconditions: all that was declared of one operator, and the arguments that fulfil it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions.constraints import Constraint
+
+from torchop._errors import RuleSignatureError, nearest
+from torchop._rules.user.preconditions.base import (
+    Arguments,
+    Precondition,
+    Satisfies,
+    Unfit,
+    with_size,
+)
+from torchop._rules.user.preconditions.preconditions import Contiguous, Dtype, OneOf, Shape
+from torchop._rules.user.preconditions.relations import Indices, Lengths, Like, Offsets
+from torchop.extend import Argument, Schema, short_repr, short_text, values_by_name
+
+_OF_TENSORS = (Contiguous, Dtype, Like, Shape)
+_OF_INTEGERS = (Indices, Lengths, Offsets)
+_ATTEMPTS = 20
+
+
+class Preconditions:
+    """What is valid for the arguments of one operator.
+
+    Args:
+        name: the operator, for messages.
+        schema: its schema.
+        declared: by argument a word, a constraint of `torch.distributions`, or a function of
+            arguments; or several of these.
+    """
+
+    def __init__(self, name: str, schema: Schema, declared: Mapping[str, Any]) -> None:
+        self._schema = schema
+        self.by_argument: dict[str, list[Precondition]] = {}
+        self.functions: list[tuple[str, Callable[..., Any], list[str]]] = []
+        known = {argument.name: argument for argument in schema.arguments}
+        for argument, value in declared.items():
+            _check_known(f"{name}: the preconditions", argument, known)
+            words = self.by_argument.setdefault(argument, [])
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                what = f"{name}: the precondition {short_repr(item)} of {argument!r}"
+                item = Satisfies(item) if isinstance(item, Constraint) else item
+                if isinstance(item, Precondition):
+                    _check_word(what, item, known[argument], known)
+                    words.append(item)
+                elif callable(item) and not isinstance(item, type):
+                    names = list(inspect.signature(item).parameters)
+                    for each in names:
+                        _check_known(what, each, known)
+                    self.functions.append((argument, item, names))
+                else:
+                    raise RuleSignatureError(
+                        f"{what} is none: use a constraint of torch.distributions.constraints, a "
+                        "word of torchop.preconditions, or a function whose parameters are named "
+                        "as arguments of the operator, and which returns a bool."
+                    )
+            _check_range(f"{name}: the preconditions of {argument!r}", words)
+
+    def arguments(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, with defaults."""
+        return {**self._defaults(), **values_by_name(self._schema, tuple(args), kwargs)}
+
+    def problem(self, arguments: Arguments) -> str | None:
+        """Which precondition does not hold; None if all do."""
+        sizes: dict[str, tuple[int, str]] = {
+            name: (value, name) for name, value in arguments.items() if isinstance(value, int)
+        }
+        for name, word in self._words(arguments):
+            for part in _parts(arguments[name], word):
+                try:
+                    problem = word.problem(part, arguments)
+                except Unfit as error:
+                    problem = str(error)
+                if problem is not None:
+                    return f"{name!r} is not valid, because {problem}"
+                for dim, size in word.named(part).items() if isinstance(word, Shape) else ():
+                    other, where = sizes.setdefault(dim, (size, name))
+                    if other != size:
+                        return f"the size {dim!r} is {other} in {where!r}, and {size} in {name!r}"
+        for name, function, names in self.functions:
+            try:
+                if function(**{each: arguments[each] for each in names}):
+                    continue
+                problem = "returns False"
+            except Exception as error:  # the author's function, of arguments it is not for
+                problem = f"raises {type(error).__name__}: {short_text(error)}"
+            return f"{name!r} is not valid, because the function of {', '.join(names)} {problem}"
+        return None
+
+    def fitted(self, arguments: Arguments) -> dict[str, Any]:
+        """Valid arguments near these.
+
+        Raises:
+            Unfit: there are none.
+        """
+        made = dict(arguments)
+        for _ in range(2):  # one argument may be fitted to another that comes later
+            for name, word in self._words(made):
+                value = made[name]
+                parts = [word.fitted(part, made) for part in _parts(value, word)]
+                made[name] = _joined(value, word, parts)
+        problem = self.problem(made)
+        if problem is not None:
+            raise Unfit(problem)
+        return made
+
+    def limits(self, arguments: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Arguments at the limits of what is valid, each with words for it."""
+        for name, word in self._words(arguments):
+            value = arguments[name]
+            changes: list[tuple[str, dict[str, Any]]] = []
+            if isinstance(word, Shape):
+                for dim in word.named(value):
+                    sizes = dict.fromkeys((word.least, 1))
+                    changes += [(f"{dim} = {n}", self._resized(arguments, dim, n)) for n in sizes]
+            elif not _holds_tensors(value):
+                (part,) = _parts(value, word)
+                for limit in word.limits(part, arguments):
+                    changed = {**arguments, name: _joined(value, word, [limit])}
+                    changes.append((f"{name} at a limit of {word}", changed))
+            for words, changed in changes:
+                try:
+                    yield words, self.fitted(changed)
+                except Unfit:
+                    continue
+
+    def generated(self) -> list[dict[str, Any]]:
+        """Examples, made from nothing but the declaration.
+
+        Raises:
+            Unfit: it says too little.
+        """
+        one = self._generated_one()
+        choices = [(n, w) for n, w in self._words(one) if isinstance(w, OneOf)]
+        others = [(n, each) for n, word in choices for each in word.values if each != one[n]]
+        return [one, *(self.fitted({**one, name: value}) for name, value in others)]
+
+    def _generated_one(self) -> dict[str, Any]:
+        problem = ""
+        for seed in range(_ATTEMPTS):
+            generator = torch.Generator().manual_seed(seed)
+            sizes: dict[str, int] = {}
+            made: dict[str, Any] = {}
+            later = sorted(self._schema.arguments, key=self._is_like)
+            for argument in later:
+                value = self._value(argument, sizes, made, generator)
+                if value is not None:
+                    made[argument.name] = value
+            ordered = {a.name: made[a.name] for a in self._schema.arguments if a.name in made}
+            try:
+                return self.fitted({**self._defaults(), **ordered})
+            except Unfit as error:
+                problem = str(error)
+        raise Unfit(problem)
+
+    def _is_like(self, argument: Argument) -> bool:
+        return any(isinstance(word, Like) for word in self.by_argument.get(argument.name, ()))
+
+    def _defaults(self) -> dict[str, Any]:
+        return {a.name: a.default for a in self._schema.arguments if a.has_default}
+
+    def _value(
+        self,
+        argument: Argument,
+        sizes: dict[str, int],
+        made: dict[str, Any],
+        generator: torch.Generator,
+    ) -> Any:
+        """A value of an argument, which may have to be fitted; None for the default."""
+        words = self.by_argument.get(argument.name, [])
+        if argument.kind.removeprefix("Optional[").removesuffix("]") == "Tensor" and words:
+            like = next((made.get(w.of) for w in words if isinstance(w, Like)), None)
+            shape = next((w for w in words if isinstance(w, Shape)), None)
+            if shape is not None:
+                for dim in shape.dims:
+                    # Distinct, so that a variant can change one of them.
+                    size = max(3 + len(sizes), shape.least)
+                    sizes.setdefault(str(dim), dim if isinstance(dim, int) else size)
+                lengths = [sizes[str(dim)] for dim in shape.dims]
+            elif isinstance(like, Tensor):
+                lengths = [*like.shape]
+            else:
+                raise Unfit(f"nothing says which shape {argument.name!r} has: add a Shape")
+            dtypes = next((w.dtypes for w in words if isinstance(w, Dtype)), None)
+            discrete = any(_is_of_integers(word) for word in words)
+            dtype = dtypes[0] if dtypes else torch.int64 if discrete else torch.float32
+            return random_tensor(lengths, dtype, words, made, generator)
+        if argument.has_default:
+            return None
+        if argument.name in sizes:
+            return sizes[argument.name]
+        for word in words:
+            if isinstance(word, OneOf):
+                return word.values[0]
+        if argument.kind in ("int", "float", "bool") and words:
+            return {"int": int, "float": float, "bool": bool}[argument.kind](1)
+        raise Unfit(f"too little is declared of {argument.name!r}")
+
+    def _resized(self, arguments: Arguments, dim: str, size: int) -> dict[str, Any]:
+        """The arguments with another size wherever it is named."""
+        made = dict(arguments)
+        if isinstance(made.get(dim), int):
+            made[dim] = size
+        for name, word in self._words(arguments):
+            for place, each in enumerate(word.dims if isinstance(word, Shape) else ()):
+                if each == dim:
+                    parts = [with_size(part, place, size) for part in _parts(made[name], word)]
+                    made[name] = _joined(made[name], word, parts)
+        return made
+
+    def _words(self, arguments: Arguments) -> Iterator[tuple[str, Precondition]]:
+        """The words that are about something: not about what is None, as a default may be."""
+        for name, words in self.by_argument.items():
+            for word in words:
+                if all(arguments.get(each) is not None for each in (name, *word.others)):
+                    yield name, word
+
+    def texts(self) -> dict[str, str]:
+        """What is declared, in words, by argument."""
+        texts = {name: [*map(repr, words)] for name, words in self.by_argument.items()}
+        for name, function, names in self.functions:
+            text = inspect.getdoc(function) or f"a function of {', '.join(names)}"
+            texts[name].append(text.partition("\n")[0])
+        return {name: "; ".join(items) for name, items in texts.items()}
+
+
+def random_tensor(
+    shape: Iterable[int],
+    dtype: torch.dtype,
+    words: Iterable[Precondition],
+    arguments: Arguments,
+    generator: torch.Generator,
+) -> Tensor:
+    """A tensor of random numbers within the bounds of these words."""
+    low, high = bounds(words, torch.zeros((), dtype=dtype), arguments)
+    if dtype.is_floating_point and low is None and high is None:
+        return torch.randn([*shape], generator=generator).to(dtype)
+    low = (high - 2 if high is not None else 0) if low is None else low
+    high = low + 2 if high is None else high
+    share = torch.rand([*shape], generator=generator, dtype=torch.double)
+    spread = high - low if dtype.is_floating_point else max(high - low + 1, 0)
+    made = low + share * spread
+    return (made if dtype.is_floating_point else made.floor()).to(dtype)
+
+
+def bounds(words: Iterable[Precondition], value: Any, arguments: Arguments) -> tuple[Any, Any]:
+    """The smallest and the largest number that all of these words allow; None for no bound."""
+    lows, highs = [], []
+    for word in words:
+        if all(arguments.get(each) is not None for each in word.others):
+            low, high = word.bounds(value, arguments)
+            lows += [] if low is None else [low]
+            highs += [] if high is None else [high]
+    return max(lows, default=None), min(highs, default=None)
+
+
+def _is_of_integers(word: Precondition) -> bool:
+    discrete = isinstance(word, Satisfies) and word.constraint.is_discrete
+    return discrete or isinstance(word, _OF_INTEGERS)
+
+
+def _check_known(what: str, name: Any, known: Mapping[str, Argument]) -> None:
+    if name not in known:
+        raise RuleSignatureError(
+            f"{what}: the operator has no argument {name!r}{nearest(name, known)}. It takes "
+            f"{', '.join(known)}."
+        )
+
+
+def _check_word(
+    what: str, word: Precondition, argument: Argument, known: Mapping[str, Argument]
+) -> None:
+    for other in word.others:
+        _check_known(what, other, known)
+        if other == argument.name:
+            raise RuleSignatureError(f"{what} relates the argument to itself.")
+        if isinstance(word, Like) and not known[other].holds_tensors:
+            raise RuleSignatureError(f"{what}: {other!r} is of type {known[other].kind}.")
+    numbers = ("int", "float", "bool", "number", "complex")
+    is_number = any(kind in argument.kind for kind in numbers)
+    expected = "tensors" if isinstance(word, _OF_TENSORS) else "tensors and numbers"
+    fits = argument.holds_tensors or (is_number and expected != "tensors")
+    if not fits and not isinstance(word, OneOf):
+        raise RuleSignatureError(
+            f"{what}: that is about {expected}, and the argument is of type {argument.kind}."
+        )
+
+
+def _check_range(what: str, words: Iterable[Precondition]) -> None:
+    constraints = [word for word in words if isinstance(word, Satisfies)]
+    is_discrete = any(_is_of_integers(word) for word in constraints)
+    number = torch.zeros((), dtype=torch.int64 if is_discrete else torch.double)
+    low, high = bounds(constraints, number, {})
+    if low is not None and high is not None and low > high:
+        raise ValueError(
+            f"{what} contradict each other, because no number is at least {low} and at most "
+            f"{high}: {', '.join(map(repr, constraints))}."
+        )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether it is a list of tensors, each of which has to be valid."""
+    return isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value)
+
+
+def _parts(value: Any, word: Precondition) -> list[Any]:
+    """What a word is asked about: each of several tensors, or numbers as a tensor."""
+    if isinstance(word, OneOf):
+        return [value]
+    if _holds_tensors(value):
+        return [item for item in value if isinstance(item, Tensor)]
+    return [value if isinstance(value, Tensor) else torch.tensor(value)]
+
+
+def _joined(value: Any, word: Precondition, parts: list[Any]) -> Any:
+    """A value with other parts, of the same form."""
+    if isinstance(word, OneOf) or isinstance(value, Tensor):
+        return parts[0]
+    return type(value)(parts) if _holds_tensors(value) else parts[0].tolist()
