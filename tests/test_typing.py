@@ -22,6 +22,7 @@ SAMPLES = Path(__file__).parent / "typing"
 class Report(NamedTuple):
     """What a checker said of the samples: errors and revealed types, by file and line."""
 
+    checker: str
     errors: dict[tuple[str, int], str]
     revealed: dict[tuple[str, int], str]
 
@@ -35,7 +36,7 @@ def run_mypy(cache: Path, scratch: Path) -> Report:
         "--disable-error-code=empty-body",  # the samples are signatures
         str(SAMPLES),
     )
-    report = Report({}, {})
+    report = Report("mypy", {}, {})
     for line in output.splitlines():
         message = json.loads(line)
         place = (Path(message["file"]).name, message["line"])
@@ -54,7 +55,7 @@ def run_basedpyright(cache: Path, scratch: Path) -> Report:
         *("basedpyright", "--outputjson", "--project", str(scratch)),
         *("--pythonpath", sys.executable),
     )
-    report = Report({}, {})
+    report = Report("basedpyright", {}, {})
     for message in json.loads(output)["generalDiagnostics"]:
         place = (Path(message["file"]).name, message["range"]["start"]["line"] + 1)
         if message["severity"] == "error":
@@ -116,6 +117,17 @@ def test_a_decorated_class_is_an_operator(report: Report) -> None:
     assert errors.keys() == marked("decorated.py", "ERROR").keys(), errors
 
 
+def test_lambdas_need_no_types(report: Report) -> None:
+    assert errors_in("strict.py", report) == {}
+
+
+def test_wrong_calls_of_a_family_are_errors_for_mypy(report: Report) -> None:
+    # A type cannot make a parameter of a function optional, so others accept every call.
+    expected = marked("families.py", "ERROR") if report.checker == "mypy" else {}
+    errors = errors_in("families.py", report)
+    assert errors.keys() == expected.keys(), errors
+
+
 def test_a_handle_has_the_parameters_and_the_result_of_its_function(report: Report) -> None:
     revealed = {place: normalized(text) for place, text in report.revealed.items()}
     assert revealed == marked("accepted.py", "IS")
@@ -141,5 +153,7 @@ def test_types_are_compared_in_one_spelling(text: str) -> None:
 
 def test_there_are_samples_to_check() -> None:
     assert len(marked("rejected.py", "ERROR")) > 30
-    assert len(marked("accepted.py", "IS")) == 6
+    assert len(marked("accepted.py", "IS")) == 8
+    assert len(marked("families.py", "ERROR")) > 5
+    assert (SAMPLES / "strict.py").read_text().count("lambda ") > 10
     assert (SAMPLES / "accepted.py").read_text().count("assert_type(") > 30

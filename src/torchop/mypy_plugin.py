@@ -1,25 +1,42 @@
-"""torchop.mypy_plugin: tells mypy that `torchop.operator` turns a class into an operator.
+"""torchop.mypy_plugin: tells mypy what `torchop.operator` and `torchop.out_op` make.
 
 By itself, mypy ignores class decorators. In the configuration, `plugins = torchop.mypy_plugin`
 makes it see an operator: calls have the parameters and the result of `forward`, and attributes are
 those of `CustomOp`. Other checkers need no plugin, and neither does `torchop.operator(name)(cls)`.
+
+Calls of a family that `torchop.out_op` made have the parameters of its kernel, where callers may
+leave out the outputs, and its result is these. No type says so, because a ParamSpec cannot make a
+parameter optional: without the plugin, calls that leave outputs out may pass anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from mypy.nodes import ARG_STAR, ARG_STAR2, Decorator, FuncDef, TypeInfo
-from mypy.plugin import ClassDefContext, FunctionSigContext, Plugin
-from mypy.types import AnyType, CallableType, FunctionLike, TypeOfAny, get_proper_type
+from mypy.nodes import ARG_NAMED, ARG_NAMED_OPT, ARG_STAR, ARG_STAR2, Decorator, FuncDef, TypeInfo
+from mypy.plugin import ClassDefContext, FunctionSigContext, MethodSigContext, Plugin
+from mypy.types import (
+    AnyType,
+    CallableType,
+    FunctionLike,
+    Instance,
+    NoneType,
+    Parameters,
+    TupleType,
+    TypeOfAny,
+    UnionType,
+    get_proper_type,
+)
 
 _DECORATOR = "torchop._define.class_form.operator"
 _HANDLE = "torchop._define.handle.CustomOp"
+_FAMILY_CALL = "torchop._define.out_op.OperatorFamily.__call__"
+_TENSOR = "torch._tensor.Tensor"
 _MARK = "torchop"
 
 
 class OperatorPlugin(Plugin):
-    """Gives decorated classes the type of operators."""
+    """Gives decorated classes the type of operators, and calls of families their signature."""
 
     def get_class_decorator_hook_2(self, fullname: str) -> Callable[[ClassDefContext], bool] | None:
         return _mark if fullname in (_DECORATOR, "torchop.operator") else None
@@ -33,6 +50,11 @@ class OperatorPlugin(Plugin):
             return None
         operator = node
         return lambda context: _call_signature(operator, context)
+
+    def get_method_signature_hook(
+        self, fullname: str
+    ) -> Callable[[MethodSigContext], FunctionLike] | None:
+        return _family_signature if fullname == _FAMILY_CALL else None
 
 
 def plugin(version: str) -> type[Plugin]:
@@ -70,4 +92,25 @@ def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> Function
         arg_kinds=[ARG_STAR, ARG_STAR2],
         arg_names=[None, None],
         ret_type=any_type,
+    )
+
+
+def _family_signature(context: MethodSigContext) -> FunctionLike:
+    """The signature of the kernel, whose outputs callers may leave out, and which returns them."""
+    default = context.default_signature
+    family = get_proper_type(context.type)
+    kernel = get_proper_type(family.args[0]) if isinstance(family, Instance) else None
+    if not isinstance(kernel, Parameters) or kernel.is_ellipsis_args:
+        return default
+    types = [get_proper_type(argument) for argument in kernel.arg_types]
+    kinds = list(kernel.arg_kinds)
+    outputs = []
+    for place, (kind, type_) in enumerate(zip(kinds, types, strict=True)):
+        if kind == ARG_NAMED and isinstance(type_, Instance) and type_.type.fullname == _TENSOR:
+            outputs.append(type_)
+            kinds[place], types[place] = ARG_NAMED_OPT, UnionType([type_, NoneType()])
+    several = context.api.named_generic_type("builtins.tuple", [AnyType(TypeOfAny.special_form)])
+    result = outputs[0] if len(outputs) == 1 else TupleType([*outputs], several)
+    return default.copy_modified(
+        arg_types=types, arg_kinds=kinds, arg_names=kernel.arg_names, ret_type=result
     )

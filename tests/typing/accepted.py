@@ -168,9 +168,24 @@ assert_type(rule_function(x, 1), bool)
 def sin(x: Tensor, *, out: Tensor) -> None: ...
 
 
-assert_type(sin, torchop.OperatorFamily)
+@torchop.out_op("typed::split", allocate=lambda x, n: (x.new_empty(n), x.new_empty(n)))
+def halves(x: Tensor, n: int = 1, *, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+def half(x: Tensor, *, rounded: bool = False, out: Tensor) -> Tensor: ...
+
+
+half_op = torchop.out_op("typed::half", half, like="x")
+reveal_type(sin)  # IS: OperatorFamily[[x: Tensor, *, out: Tensor], Any]
+reveal_type(half_op.out)  # IS: CustomOp[[x: Tensor, *, rounded: bool=, out: Tensor], Tensor]
 assert_type(sin.inplace, torchop.CustomOp[..., Any] | None)
 sin(x, out=x)
+sin(x=x, out=None)
+assert_type(half_op(x, rounded=True), Tensor)
+assert_type(half_op(x, out=x), Tensor)
+assert_type(half_op.functional(x), Tensor)
+assert_type(halves(x, 3), tuple[Tensor, Tensor])
+assert_type(halves(n=1, x=x, low=x, high=x), tuple[Tensor, Tensor])
 assert_type(scale.derive_out(outputs=["y"]), torchop.CustomOp[..., Any])
 scale_or_out = torchop.maybe_out(scale, scale.derive_out())
 assert_type(scale_or_out(x, 3.0, out=x), Tensor)

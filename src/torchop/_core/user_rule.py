@@ -23,7 +23,7 @@ from torchop._core.observers import check_arguments
 from torchop._core.registry import OpLike, overload_of, resolve
 from torchop._errors import MissingRuleError, RuleNameError, nearest, short_repr, users_place
 from torchop._schema import naming
-from torchop._schema.callables import Registered, decorator_or_call
+from torchop._schema.callables import Lambda, Registered, decorator_or_call
 
 Value = TypeVar("Value")
 
@@ -208,7 +208,7 @@ class Rule(Generic[Value]):
     def register(
         self,
         op: OpLike,
-        value: Registered | None = None,
+        value: Registered | Lambda | None = None,
         /,
         *,
         lib: torch.library.Library | None = None,

@@ -26,7 +26,7 @@ from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.vmap.rule import VmapRule
-from torchop._schema.callables import Registered
+from torchop._schema.callables import Lambda, Registered
 from torchop._schema.forms import Form
 from torchop._schema.signatures import annotations_of
 from torchop._schema.structure import described
@@ -194,7 +194,9 @@ class CustomOp(Registrations, Generic[P, R]):
 
     source: str | None = None
 
-    def register(self, rule: str, value: Registered | None = None, /, **options: Any) -> Registered:
+    def register(
+        self, rule: str, value: Registered | Lambda | None = None, /, **options: Any
+    ) -> Registered:
         """Registers a value under a `torchop.Rule`.
 
         `op.register("cost", fn)` is also written `op.register_cost(fn)`.

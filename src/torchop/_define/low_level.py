@@ -21,7 +21,7 @@ from torchop._define.library import (
     local_name,
 )
 from torchop._errors import SchemaError, short_repr, short_text, warn
-from torchop._schema.callables import Decorator, Function, decorator_or_call
+from torchop._schema.callables import Decorator, Function, Lambda, decorator_or_call
 from torchop._schema.naming import OpName
 
 _NAMELESS = re.compile(r"\(.*\) -> .*")
@@ -106,7 +106,7 @@ def define(
 def impl(
     qualname: OpLike,
     types: str | Sequence[str],
-    func: Function | None = None,
+    func: Function | Lambda | None = None,
     *,
     lib: torch.library.Library | None = None,
 ) -> Function: ...
@@ -121,7 +121,7 @@ def impl(
 def impl(
     qualname: OpLike | torch.library.Library,
     types: str | Sequence[str],
-    func: Function | str | None = None,
+    func: Function | Lambda | str | None = None,
     dispatch_key: str = "",
     *,
     lib: torch.library.Library | None = None,
@@ -161,7 +161,7 @@ def impl(
         for key in dict.fromkeys(keys):
             _implement_in(library, op.local, function, key)
 
-    return decorator_or_call(register, cast("Function | None", func))
+    return decorator_or_call(register, cast("Function | Lambda | None", func))
 
 
 def _key_of_kernel(op: OpLike, kind: object) -> str:

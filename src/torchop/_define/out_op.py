@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Generic, overload
 
 import torch.library
 from torch import Tensor
+from typing_extensions import ParamSpec, TypeVar  # those of Python 3.12 have no defaults
 
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
@@ -27,6 +28,7 @@ from torchop._rules.kernels.rule import DeviceTypes, fitted_kernel, known_device
 from torchop._schema import signatures, types
 from torchop._schema.callables import (
     Function,
+    Lambda,
     check_callable,
     check_no_generator,
     check_signature,
@@ -38,6 +40,8 @@ from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
 Kernel = Callable[..., Any]
+P = ParamSpec("P", default=...)
+R = TypeVar("R", default=Any)  # what a kernel returns; its outputs may be one tensor or several
 
 
 @overload
@@ -47,29 +51,29 @@ def out_op(
     /,
     *,
     like: str | None = None,
-    allocate: Callable[..., Any] | None = None,
+    allocate: Function | Lambda | None = None,
     inplace: bool = False,
     elementwise: bool = False,
     device_types: DeviceTypes = None,
     tags: Tags = None,
     lib: torch.library.Library | None = None,
-) -> Callable[[Kernel], OperatorFamily]: ...
+) -> Callable[[Callable[P, R | None]], OperatorFamily[P, R]]: ...
 
 
 @overload
 def out_op(
     name: str,
-    fn: Kernel,
+    fn: Callable[P, R | None],
     /,
     *,
     like: str | None = None,
-    allocate: Callable[..., Any] | None = None,
+    allocate: Function | Lambda | None = None,
     inplace: bool = False,
     elementwise: bool = False,
     device_types: DeviceTypes = None,
     tags: Tags = None,
     lib: torch.library.Library | None = None,
-) -> OperatorFamily: ...
+) -> OperatorFamily[P, R]: ...
 
 
 def out_op(
@@ -78,7 +82,7 @@ def out_op(
     /,
     *,
     like: str | None = None,
-    allocate: Callable[..., Any] | None = None,
+    allocate: Function | Lambda | None = None,
     inplace: bool = False,
     elementwise: bool = False,
     device_types: DeviceTypes = None,
@@ -271,7 +275,7 @@ def _place(name: OpName, schema: Schema, like: str) -> int:
     return places[like]
 
 
-class OperatorFamily:
+class OperatorFamily(Generic[P, R]):
     """The forms of one operator, made from one kernel by `torchop.out_op`.
 
     A call runs the functional operator or, with `out=`, the operator that writes into `out`.
@@ -295,8 +299,8 @@ class OperatorFamily:
 
     def __init__(
         self,
-        functional: CustomOp[..., Any],
-        out: CustomOp[..., Any],
+        functional: CustomOp[..., R],
+        out: CustomOp[P, R],
         inplace: CustomOp[..., Any] | None,
         kernels: WritingKernels,
     ) -> None:
@@ -304,10 +308,14 @@ class OperatorFamily:
         self.out = out
         self.inplace = inplace
         self._kernels = kernels
-        self._function = maybe_out(functional, out)
+        self._function: Callable[..., R] = maybe_out(functional, out)
         for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__signature__"):
             setattr(self, attribute, getattr(self._function, attribute))
 
+    @overload
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def __call__(self, /, *args: Any, **kwargs: Any) -> R: ...
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
@@ -316,7 +324,9 @@ class OperatorFamily:
         names = ", ".join(member.name for member in members if member is not None)
         return f"<torchop.OperatorFamily {names}>"
 
-    def register_kernel(self, device_types: DeviceTypes, fn: Function | None = None, /) -> Function:
+    def register_kernel(
+        self, device_types: DeviceTypes, fn: Function | Lambda | None = None, /
+    ) -> Function:
         """Registers a kernel that writes into its outputs, for all forms on some device types.
 
         A form can have a kernel of its own: `family.functional.register_kernel("cuda", ...)`.
@@ -336,7 +346,11 @@ class OperatorFamily:
                 )
 
     def register_autograd(
-        self, backward: Function | None = None, /, *, setup_context: SetupContext | None = None
+        self,
+        backward: Function | Lambda | None = None,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
     ) -> Function:
         """Registers the backward formula; see `torchop.register_autograd`.
 

@@ -17,7 +17,7 @@ from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import short_repr
 from torchop._rules.functionalization.rule import FunctionalizationRule
-from torchop._schema.callables import Function, check_signature, decorator_or_call
+from torchop._schema.callables import Function, Lambda, check_signature, decorator_or_call
 
 _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
@@ -81,7 +81,7 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
 def register_torch_dispatch(
     op: OpLike,
     torch_dispatch_class: type,
-    func: Function | None = None,
+    func: Function | Lambda | None = None,
     /,
     *,
     lib: torch.library.Library | None = None,

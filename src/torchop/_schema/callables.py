@@ -141,6 +141,16 @@ def keyword_only(function: Decorated) -> Decorated:
     return cast(Decorated, checked)
 
 
+class Lambda:
+    """The type that a lambda is read with: its parameters are Any. There are no such objects.
+
+    A type variable alone gives a lambda's parameters no type, which Pyright reports in its strict
+    mode. So the argument is `Function | Lambda`: the one keeps the type, the other gives it.
+    """
+
+    def __call__(self, _0: Any, _1: Any, _2: Any, _3: Any, _4: Any, _5: Any, /) -> Any: ...
+
+
 class Decorator(Protocol):
     """Registers the function that it decorates, and returns it."""
 
@@ -148,15 +158,15 @@ class Decorator(Protocol):
 
 
 # The function that a user registers. Where they pass none, type checkers take the default of the
-# type variable: the result of `register_fake(op)` is a decorator. So one signature,
-# `(..., func: Function | None = None) -> Function`, says what otherwise takes two overloads.
+# type variable: the result of `register_fake(op)` is a decorator. So one signature, `(..., func:
+# Function | Lambda | None = None) -> Function`, says what otherwise takes two overloads.
 Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
 # The same where a user may register what is no function.
 Registered = TypeVar("Registered", default=Decorator)
 
 
 def decorator_or_call(
-    register: Callable[[Registered], object], value: Registered | None
+    register: Callable[[Registered], object], value: Registered | Lambda | None
 ) -> Registered:
     """Registers `value` and returns it; without one, returns the decorator that does."""
 
@@ -164,4 +174,4 @@ def decorator_or_call(
         register(decorated)
         return decorated
 
-    return decorate(value) if value is not None else cast(Registered, decorate)
+    return cast(Registered, decorate) if value is None else decorate(cast(Registered, value))

@@ -9,7 +9,10 @@ from torchop._errors import short_repr
 from torchop._rules.autograd.forward_mode import Tangents
 from torchop._schema.callables import setup_caller
 
-SetupContext = Callable[..., Any]
+# The last one covers the others, which give the parameters of a lambda a type.
+SetupContext = (
+    Callable[[Any, Any, Any], Any] | Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
+)
 
 # Each is called with `(op, args, kwargs)`. If there are tensors such as DTensors among these, it
 # makes the call on the plain tensors inside them; otherwise it returns None. The object that it

@@ -21,6 +21,7 @@ from torchop._rules.autograd.formula import STRATEGIES, Formula, SetupContext, S
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.callables import (
     Function,
+    Lambda,
     check_setup_context,
     check_signature,
     decorator_or_call,
@@ -31,7 +32,7 @@ from torchop._schema.callables import (
 @keyword_only
 def register_autograd(
     op: OpLike,
-    backward: Function | None = None,
+    backward: Function | Lambda | None = None,
     /,
     *,
     setup_context: SetupContext | None = None,
@@ -102,7 +103,7 @@ def register_autograd(
 @keyword_only
 def register_jvp(
     op: OpLike,
-    jvp: Function | None = None,
+    jvp: Function | Lambda | None = None,
     /,
     *,
     setup_context: SetupContext | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch.library
@@ -20,7 +20,7 @@ from torchop._errors import FakeKernelError, InliningError, RuleSignatureError, 
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, innermost, running
 from torchop._rules.fake.errors import data_was_read, missing_fake, returns_nothing, source_of
-from torchop._schema.callables import Function, decorator_or_call
+from torchop._schema.callables import Function, Lambda, decorator_or_call
 from torchop._schema.defaults import bind, fitted
 from torchop._schema.forms import Form
 
@@ -271,7 +271,7 @@ def _outputs(result: Any) -> Iterator[torch.Tensor]:
 @overload
 def register_fake(
     op: OpLike,
-    func: Function | None = None,
+    func: Function | Lambda | None = None,
     /,
     *,
     lib: torch.library.Library | None = None,
@@ -286,7 +286,7 @@ def register_fake(
     /,
     *,
     like: Like = None,
-    shape: Shape = None,
+    shape: Function | Lambda | Sequence[Callable[..., Any] | None] | None = None,
     dtype: DType = None,
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
@@ -296,7 +296,7 @@ def register_fake(
 
 def register_fake(
     op: OpLike,
-    func: Function | None = None,
+    func: Function | Lambda | None = None,
     /,
     *,
     like: Like = None,
@@ -368,7 +368,7 @@ def register_fake(
 
 def impl_abstract(
     qualname: OpLike,
-    func: Function | None = None,
+    func: Function | Lambda | None = None,
     *,
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,

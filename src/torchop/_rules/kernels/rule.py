@@ -31,6 +31,7 @@ from torchop._rules.kernels.refusal import EVERY_DEVICE, Refusals, refuse
 from torchop._rules.mutation.rule import MutationRule
 from torchop._schema.callables import (
     Function,
+    Lambda,
     check_no_generator,
     decorator_or_call,
 )
@@ -357,7 +358,7 @@ def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
 def register_kernel(
     op: OpLike,
     device_types: DeviceTypes,
-    func: Function | None = None,
+    func: Function | Lambda | None = None,
     /,
     *,
     lib: torch.library.Library | None = None,

@@ -16,7 +16,7 @@ from torchop._compat import checkpointing, registries
 from torchop._core.user_rule import Rule
 from torchop._errors import ResultError, RuleSignatureError
 from torchop._rules.checkpoint_modes import Decision, Policy, in_checkpoint
-from torchop._schema.callables import Registered
+from torchop._schema.callables import Lambda, Registered
 from torchop.extend import OpLike, OpOverload, observer, short_repr
 
 _WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
@@ -77,7 +77,7 @@ CHECKPOINT_POLICY = _CheckpointPolicyRule("checkpoint_policy")
 
 def register_checkpoint_policy(
     op: OpLike,
-    policy: Registered | None = None,
+    policy: Registered | Lambda | None = None,
     /,
     *,
     lib: torch.library.Library | None = None,

@@ -12,7 +12,7 @@ from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError
 from torchop._rules.user import preconditions as preconditions  # for the table of registrations
 from torchop._rules.user.preconditions.base import Unfit
-from torchop._schema.callables import Function, check_signature
+from torchop._schema.callables import Function, Lambda, check_signature
 from torchop.extend import Operator, OpLike, OpOverload, short_repr
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,7 +46,7 @@ EXAMPLES = _ExamplesRule("examples")
 
 
 def register_examples(
-    op: OpLike, fn: Function | None = None, /, *, lib: torch.library.Library | None = None
+    op: OpLike, fn: Function | Lambda | None = None, /, *, lib: torch.library.Library | None = None
 ) -> Function:
     """Registers sample inputs, which `opcheck` uses if you pass none.
 

@@ -11,7 +11,7 @@ from torchop._compat import classes, flop_counter
 from torchop._compat.flop_counter import Count
 from torchop._core.user_rule import Rule
 from torchop._errors import ResultError
-from torchop._schema.callables import Function
+from torchop._schema.callables import Function, Lambda
 from torchop.extend import OpLike, OpOverload, observer, short_repr
 
 
@@ -59,7 +59,7 @@ FLOP_FORMULA = _FlopFormulaRule("flop_formula")
 
 def register_flop_formula(
     op: OpLike,
-    fn: Function | None = None,
+    fn: Function | Lambda | None = None,
     /,
     *,
     get_raw: bool = False,

@@ -11,7 +11,7 @@ import torch.library
 
 from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError
-from torchop._schema.callables import Function
+from torchop._schema.callables import Function, Lambda
 from torchop.extend import Operator, OpLike, OpOverload, check_arguments, short_repr
 
 __all__ = ["inverse", "right_inverse"]  # which torchop offers
@@ -69,7 +69,7 @@ RIGHT_INVERSE = _InverseRule("right_inverse")
 
 
 def register_inverse(
-    op: OpLike, fn: Function | None = None, /, *, lib: torch.library.Library | None = None
+    op: OpLike, fn: Function | Lambda | None = None, /, *, lib: torch.library.Library | None = None
 ) -> Function:
     """Registers the inverse of the operator, for `torchop.inverse`.
 
@@ -88,7 +88,7 @@ def register_inverse(
 
 
 def register_right_inverse(
-    op: OpLike, fn: Function | None = None, /, *, lib: torch.library.Library | None = None
+    op: OpLike, fn: Function | Lambda | None = None, /, *, lib: torch.library.Library | None = None
 ) -> Function:
     """Registers a right inverse, which the operator undoes, for `torchop.right_inverse`.
 

@@ -9,7 +9,7 @@ import torch.library
 
 from torchop._core.user_rule import Rule
 from torchop._errors import add_note
-from torchop._schema.callables import Function
+from torchop._schema.callables import Function, Lambda
 from torchop.extend import Operator, OpLike, OpOverload, observer
 
 
@@ -36,7 +36,7 @@ ONNX = _OnnxRule("onnx")
 
 
 def register_onnx(
-    op: OpLike, fn: Function | None = None, /, *, lib: torch.library.Library | None = None
+    op: OpLike, fn: Function | Lambda | None = None, /, *, lib: torch.library.Library | None = None
 ) -> Function:
     """Registers the operator in terms of ONNX, for `torchop.export.onnx`.
 

@@ -13,7 +13,7 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import ResultError, RuleSignatureError, add_note, short_repr
 from torchop._rules.vmap.sequential import map_call
-from torchop._schema.callables import Function, decorator_or_call
+from torchop._schema.callables import Function, Lambda, decorator_or_call
 from torchop._schema.defaults import bind, fitted
 
 _LEADING = ("info", "in_dims")
@@ -168,14 +168,18 @@ def register_vmap(
 
 @overload
 def register_vmap(
-    op: OpLike, /, func: Function | None = None, *, lib: torch.library.Library | None = None
+    op: OpLike,
+    /,
+    func: Function | Lambda | None = None,
+    *,
+    lib: torch.library.Library | None = None,
 ) -> Function: ...
 
 
 def register_vmap(
     op: OpLike,
     /,
-    func: Function | Literal["sequential"] | None = None,
+    func: Function | Lambda | Literal["sequential"] | None = None,
     *,
     lib: torch.library.Library | None = None,
 ) -> Function | None:

@@ -16,7 +16,7 @@ from torchop._rules.autograd.formula import plain_calls
 from torchop._rules.user.sharding import checks
 from torchop._rules.user.sharding.derived import OF_DERIVED, ShardingRule
 from torchop._rules.user.sharding.notation import Sharding
-from torchop._schema.callables import Registered
+from torchop._schema.callables import Lambda, Registered
 from torchop.extend import Operator, OpLike, OpOverload, Schema, observer, short_repr, short_text
 
 Linear = Sequence["int | str | tuple[int | str, ...]"]
@@ -213,7 +213,7 @@ def _explained(op: OpOverload) -> Exception | None:
 
 def register_sharding(
     op: OpLike,
-    rule: Registered | None = None,
+    rule: Registered | Lambda | None = None,
     /,
     *,
     whole: str = "",
