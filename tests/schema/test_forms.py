@@ -230,15 +230,20 @@ def _tuple_of_one(x: Tensor, *, out: Tensor) -> tuple[Tensor]:
 @pytest.mark.parametrize(
     ("function", "mutated", "tag", "message"),
     [
-        (_keyword_only, ("x",), INPLACE, "requires a positional Tensor"),
-        (_number_first, ("x",), INPLACE, "first positional argument to be a Tensor"),
-        (add_, ("y",), INPLACE, "requires mutates_args to name the first"),
-        (add_, (), INPLACE, r"mutates_args=\('x',\); got \(\)"),
-        (add_, "unknown", INPLACE, "requires mutates_args to name the first"),
-        (_returns_nothing, ("x",), INPLACE, "requires the return annotation Tensor"),
-        (sin_out, (), OUT, "at least one mutable keyword-only Tensor"),
-        (_optional_out, ("out",), OUT, "only supports mutable arguments of type Tensor"),
-        (_positional_out, ("out",), OUT, "keyword-only"),
+        (_keyword_only, ("x",), INPLACE, r"the first one must be a Tensor\(a!\)"),
+        (_number_first, ("x",), INPLACE, "first positional argument .n. is not a Tensor"),
+        (add_, ("y",), INPLACE, r"nothing else: write mutates_args=\(.x.,\)"),
+        (add_, (), INPLACE, r"write mutates_args=\(.x.,\)"),
+        (add_, "unknown", INPLACE, r"nothing else: write mutates_args=\(.x.,\)"),
+        (
+            _returns_nothing,
+            ("x",),
+            INPLACE,
+            "requires the return annotation torch.Tensor, .*got None",
+        ),
+        (sin_out, (), OUT, "at least one keyword-only Tensor in mutates_args"),
+        (_optional_out, ("out",), OUT, "only supports Tensor as mutable arguments"),
+        (_positional_out, ("out",), OUT, r"keyword-only, and out is not; move it behind"),
         (_tuple_of_one, ("out",), OUT, "requires the return annotation torch.Tensor"),
     ],
 )
@@ -264,7 +269,7 @@ def test_signature_of_another_form_is_refused(
         ("(Tensor[] x) -> Tensor[]", (), INPLACE, "is not a Tensor"),
         ("(Tensor x, Tensor(a!) out) -> Tensor(a!)", ("out",), OUT, "keyword-only"),
         ("(Tensor x, *, int(a!) out) -> int(a!)", ("out",), OUT, "only supports Tensor"),
-        ("(Tensor x) -> Tensor", (), OUT, "at least one"),
+        ("(Tensor x) -> Tensor", (), OUT, "at least one keyword-only Tensor"),
         (
             "(*, Tensor(a!) o, Tensor(b!) p) -> (Tensor(b!), Tensor(a!))",
             ("o", "p"),
@@ -388,7 +393,8 @@ def test_tensor_that_defaults_to_none_is_optional(namespace: str, tag: torch.Tag
         return out
 
     function, mutated = (first, "x") if tag is INPLACE else (out, "out")
-    with pytest.raises(ValueError, match=rf"'{mutated}' is Optional\[torch.Tensor\]"):
+    message = "'x' is not a Tensor but Opt" if tag is INPLACE else "out is not: Opt"
+    with pytest.raises(ValueError, match=rf"{message}ional\[Tensor\]"):
         torchop.custom_op(f"{namespace}::op", function, mutates_args=(mutated,), tags=tag)
 
 

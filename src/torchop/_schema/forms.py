@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchop._compat.classes import FunctionSchema, Tag
-from torchop._errors import SchemaError, short_repr
+from torchop._errors import SchemaError
 from torchop._schema import types
 from torchop._schema.text import numbered_alias, write_results, written_tensor
 
@@ -71,68 +71,31 @@ def form_of_schema(parsed: FunctionSchema) -> Form:
 def infer_return(
     form: Form, where: str, signature: inspect.Signature, mutated: Sequence[str] | None
 ) -> str | None:
-    """The return type of an operator of a form, which is aliases; None if the form is plain."""
+    """The return type of an operator of a form, which is aliases; None if the form is plain.
+
+    Whether the schema with this return is of the form, `check_form` finds out.
+    """
     if form is Form.PLAIN:
         return None
-    infer = _inplace_return if form is Form.INPLACE else _out_return
-    return infer(where, signature, mutated)
+    written = [
+        index
+        for index, parameter in enumerate(signature.parameters.values())
+        if (index == 0 if form is Form.INPLACE else _is_written(parameter, mutated))
+    ]
+    count = len(written)
+    if count and not returns_tensors(signature.return_annotation, count):
+        expected = torch.Tensor if count == 1 else tuple[(torch.Tensor,) * count]  # type: ignore[misc]
+        raise SchemaError(
+            f"{where}: {form.value} requires the return annotation {types.spell(expected)}, for it "
+            f"returns what it writes into; got {types.spell(signature.return_annotation)}."
+        )
+    return write_results([written_tensor(numbered_alias(index)) for index in written])
 
 
-def _inplace_return(where: str, signature: inspect.Signature, mutated: Sequence[str] | None) -> str:
-    """An alias of the first argument."""
-    first = next(iter(signature.parameters.values()), None)
-    if first is None or first.kind is first.KEYWORD_ONLY:
-        raise SchemaError(f"{where}: torch.Tag.inplace requires a positional Tensor argument.")
-    if first.annotation is not torch.Tensor or first.default is None:
-        raise SchemaError(
-            f"{where}: torch.Tag.inplace requires the first positional argument to be a Tensor; "
-            f"{first.name!r} is {_spell(first)}."
-        )
-    if mutated is None or set(mutated) != {first.name}:
-        raise SchemaError(
-            f"{where}: torch.Tag.inplace requires mutates_args to name the first positional "
-            f"argument alone, mutates_args=({first.name!r},); got "
-            f"{'unknown' if mutated is None else short_repr(mutated)}."
-        )
-    if signature.return_annotation is not torch.Tensor:
-        raise SchemaError(
-            f"{where}: torch.Tag.inplace requires the return annotation Tensor, for it returns its "
-            f"first argument; got {types.spell(signature.return_annotation)}."
-        )
-    return written_tensor(numbered_alias(0))
-
-
-def _out_return(where: str, signature: inspect.Signature, mutated: Sequence[str] | None) -> str:
-    """An alias of each output, in their order."""
-    aliases = []
-    for index, parameter in enumerate(signature.parameters.values()):
-        is_tensor = "Tensor" in (types.argument_type(parameter.annotation) or "")
-        if not (is_tensor if mutated is None else parameter.name in mutated):
-            continue
-        if parameter.kind is not parameter.KEYWORD_ONLY:
-            raise SchemaError(
-                f"{where}: torch.Tag.out requires mutable arguments to be keyword-only; move "
-                f"{parameter.name!r} behind a '*'."
-            )
-        if parameter.annotation is not torch.Tensor or parameter.default is None:
-            raise SchemaError(
-                f"{where}: torch.Tag.out only supports mutable arguments of type Tensor; "
-                f"{parameter.name!r} is {_spell(parameter)}."
-            )
-        aliases.append(written_tensor(numbered_alias(index)))
-    if not aliases:
-        raise SchemaError(
-            f"{where}: torch.Tag.out requires at least one mutable keyword-only Tensor; name it in "
-            "mutates_args."
-        )
-    if not returns_tensors(signature.return_annotation, len(aliases)):
-        expected = torch.Tensor if len(aliases) == 1 else tuple[(torch.Tensor,) * len(aliases)]  # type: ignore[misc]
-        raise SchemaError(
-            f"{where}: torch.Tag.out requires the return annotation {types.spell(expected)}, for "
-            f"it returns its {len(aliases)} mutable arguments; got "
-            f"{types.spell(signature.return_annotation)}."
-        )
-    return write_results(aliases)
+def _is_written(parameter: inspect.Parameter, mutated: Sequence[str] | None) -> bool:
+    if mutated is None:
+        return "Tensor" in (types.argument_type(parameter.annotation) or "")
+    return parameter.name in mutated
 
 
 def returns_tensors(annotation: Any, count: int) -> bool:
@@ -144,11 +107,6 @@ def returns_tensors(annotation: Any, count: int) -> bool:
         typing.get_origin(annotation) is tuple
         and typing.get_args(annotation) == (torch.Tensor,) * count
     )
-
-
-def _spell(parameter: inspect.Parameter) -> str:
-    spelled = types.spell(parameter.annotation)
-    return f"Optional[{spelled}]" if parameter.annotation is torch.Tensor else spelled
 
 
 def check_form(name: object, form: Form, parsed: FunctionSchema) -> None:
@@ -169,21 +127,30 @@ def _inplace_problem(parsed: FunctionSchema, mutable: Sequence[Any]) -> str | No
     if first is None or first.kwarg_only:
         return "it has no positional argument; the first one must be a Tensor(a!)"
     if str(first.real_type) != "Tensor":
-        return f"its first positional argument {first.name!r} is not a Tensor"
+        kind = first.real_type
+        return f"its first positional argument {first.name!r} is not a Tensor but {kind}"
     if [argument.name for argument in mutable] != [first.name]:
-        return f"it must mutate its first positional argument {first.name!r}, and nothing else"
+        return (
+            f"it must mutate its first positional argument {first.name!r}, and nothing else: write "
+            f"mutates_args=({first.name!r},)"
+        )
     return None
 
 
 def _out_problem(mutable: Sequence[Any]) -> str | None:
     if not mutable:
-        return "it mutates no argument; at least one is required"
+        return "it mutates no argument; name at least one keyword-only Tensor in mutates_args"
     positional = [argument.name for argument in mutable if not argument.kwarg_only]
     if positional:
-        return f"its mutable arguments must be keyword-only, and {', '.join(positional)} is not"
-    others = [argument.name for argument in mutable if str(argument.real_type) != "Tensor"]
-    if others:
-        return f"it only supports Tensor as mutable arguments, and {', '.join(others)} is not"
+        names = ", ".join(positional)
+        return (
+            f"its mutable arguments must be keyword-only, and {names} is not; move it behind a '*'"
+        )
+    for argument in mutable:
+        if str(kind := argument.real_type) != "Tensor":
+            return (
+                f"it only supports Tensor as mutable arguments, and {argument.name} is not: {kind}"
+            )
     return None
 
 

@@ -10,7 +10,7 @@ from torchop._compat import schemas
 from torchop._compat.classes import Tag
 from torchop._errors import SchemaError, short_repr, short_text
 from torchop._schema import defaults, signatures, types
-from torchop._schema.forms import form_of, infer_return
+from torchop._schema.forms import Form, check_form, form_of, infer_return
 from torchop._schema.text import numbered_alias, with_write, write
 
 UNKNOWN = "unknown"
@@ -62,7 +62,10 @@ def infer_schema(
             parameters.append("*")
         parameters.append(_argument(where, index, parameter, mutated, prototype_function))
     returns = infer_return(form, where, signature, mutated) or _returns(where, signature)
-    return f"{op_name or ''}{write(parameters, returns)}"
+    text = write(parameters, returns)
+    if form is not Form.PLAIN:
+        check_form(where, form, schemas.parse(f"f{text}"))
+    return f"{op_name or ''}{text}"
 
 
 def mutated_names(mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
