@@ -46,9 +46,16 @@ def process_library(namespace: str) -> Any:
 
 
 def check_library(what: object, lib: torch.library.Library | None) -> None:
-    """Refuses what is neither a library nor None."""
-    if lib is not None and not isinstance(lib, torch.library.Library):
+    """Refuses what is neither an open library nor None."""
+    if lib is None:
+        return
+    if not isinstance(lib, torch.library.Library):
         raise TypeError(f"{what}: lib expects a Library, got {type(lib).__name__}.")
+    if lib.m is None:
+        raise OperatorGoneError(
+            f"{what}: the Library object passed as lib has been destroyed: nothing can be defined "
+            "in it, or registered through it, any more."
+        )
 
 
 def check_callers_library(name: OpName, lib: torch.library.Library | None) -> None:
@@ -56,11 +63,6 @@ def check_callers_library(name: OpName, lib: torch.library.Library | None) -> No
     check_library(name, lib)
     if lib is None:
         return
-    if lib.m is None:
-        raise OperatorGoneError(
-            f"{name}: the Library object passed as lib has been destroyed: nothing can be defined "
-            "in it any more."
-        )
     if lib.kind == "IMPL":
         raise ValueError(
             f"{name}: lib has the kind IMPL, which cannot define operators; use DEF or FRAGMENT."

@@ -54,11 +54,6 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
     if definition is not None and (lib is None or lib is definition.callers_library):
         definition.check_defined()
         return definition
-    if lib is not None and lib.m is None:
-        raise OperatorGoneError(
-            f"{caller}({name}): the Library object passed as lib has been destroyed: nothing can "
-            "be registered through it any more."
-        )
     with registration_lock:
         return _in_library(name, process_library(name.namespace) if lib is None else lib)
 
