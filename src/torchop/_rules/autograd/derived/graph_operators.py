@@ -30,7 +30,7 @@ from torchop._rules.autograd.derived.replay import (
     ambient_state,
     packed_size,
 )
-from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
+from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors
 from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.checkpoint_modes import standing_for
@@ -254,7 +254,9 @@ def _through_rule(
     ]
     batched_dims = [0 if need else dim for dim, need in zip(dims, needed, strict=True)]
     returns = definition.schema.returns
-    rule_dims = structured(definition.schema.positional, args, batched_dims)
+    in_places, _ = call.with_tensors(batched_dims)
+    pairs = zip(definition.schema.positional, in_places, strict=False)
+    rule_dims = tuple(dim if argument.holds_tensors else None for argument, dim in pairs)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The outputs of the rule, with the elements in front."""

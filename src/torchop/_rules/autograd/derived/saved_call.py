@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchop._core.call import Call, replace_all
-from torchop._schema.schema import Argument
 
 
 class _Placeholder:
@@ -24,8 +23,8 @@ class SavedCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
-        """The arguments, with these tensors in place of the placeholders."""
+    def with_tensors(self, tensors: Sequence[Any]) -> Call:
+        """The arguments, with these tensors, or what there is for each, in place of those."""
         rest = iter(tensors)
         return replace_all(self.args, self.kwargs, _Placeholder, lambda _: next(rest))
 
@@ -52,17 +51,3 @@ def of_each_tensor(values: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
         elif isinstance(value, Tensor):
             flat.append(entry)
     return flat
-
-
-def structured(
-    arguments: Sequence[Argument], args: Sequence[Any], flat: Sequence[Any]
-) -> tuple[Any, ...]:
-    """The values of `flat`, one for each tensor of `args`, in the structure of `args`."""
-    rest = iter(flat)
-
-    def place(argument: Argument, value: Any) -> Any:
-        if argument.is_tensor_list and value is not None:
-            return [next(rest) if isinstance(item, Tensor) else None for item in value]
-        return next(rest) if isinstance(value, Tensor) else None
-
-    return tuple(map(place, arguments, args))
