@@ -16,7 +16,7 @@ from torchop._accelerate.patterns import (
     is_match,
     why_nothing_to_accelerate,
 )
-from torchop._compat import libraries, logs, registries
+from torchop._compat import foreign_operators, logs, registries
 from torchop._core.lock import registration_lock
 from torchop._core.registry import own_definition
 from torchop._native import switch
@@ -176,7 +176,7 @@ def accelerate(*patterns: str) -> Acceleration:
         with registration_lock:
             _active.append(acceleration)
             if _stop_watching is None:
-                _stop_watching = libraries.watch_definitions(_defined)
+                _stop_watching = foreign_operators.watch_definitions(_defined)
             switch.request(_adopt_all)
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)
@@ -199,7 +199,7 @@ def why_not(name: OpName) -> str | None:
         if name not in defined_names():
             return None
         library = registries.published_library(str(name))
-        if _is_ours(library or libraries.defining_libraries().get(str(name))):
+        if _is_ours(library or foreign_operators.defining_libraries().get(str(name))):
             return None
         if not _is_wanted(name):
             return f"it is not accelerated; torchop.accelerate({str(name)!r}) does that"
@@ -216,7 +216,7 @@ def _adopt_all() -> None:
         return
     wanted = filter(_is_wanted, defined_names())
     matching = {name: registries.published_library(str(name)) for name in wanted}
-    defining = libraries.defining_libraries() if None in matching.values() else {}
+    defining = foreign_operators.defining_libraries() if None in matching.values() else {}
     for name, library in matching.items():
         _adopt(name, library or defining.get(str(name)))
 

@@ -16,9 +16,8 @@ import torch
 from torchop._accelerate import gradients
 from torchop._compat import (
     dispatch,
+    foreign_operators,
     libraries,
-    overload_functions,
-    registries,
     stock_kernels,
     torch_ops,
 )
@@ -50,7 +49,7 @@ class Kernels(NamedTuple):
 
     def returned_parameters(self, schema: Schema) -> tuple[int, ...]:
         """The positions of the parameters that `custom_op` requires a kernel to return."""
-        must_return = self.stock and registries.returns_what_it_writes(self.stock.definition)
+        must_return = self.stock and foreign_operators.returns_what_it_writes(self.stock.definition)
         return mutated_parameters(schema) if must_return else ()
 
     def finish(
@@ -63,8 +62,8 @@ class Kernels(NamedTuple):
         """
         convert = _conversion(str(name), schema)
         check = _unchecked if self.stock is None else self.stock.check
-        if overload_functions.is_dispatched_in_python(overload):
-            if not overload_functions.enters_in_cpp(overload):
+        if foreign_operators.is_dispatched_in_python(overload):
+            if not foreign_operators.enters_in_cpp(overload):
                 return check, convert
             return lambda args, kwargs, result: convert(check(args, kwargs, result)), None
         if self.stock is None:

@@ -16,7 +16,13 @@ import torch
 from torchop import CustomOpDef
 from torchop._accelerate import gradients
 from torchop._accelerate.kernels import Kernels, find_kernels, version_counter
-from torchop._compat import libraries, operators, overload_functions, registries, torch_ops
+from torchop._compat import (
+    foreign_operators,
+    libraries,
+    operators,
+    overload_functions,
+    torch_ops,
+)
 from torchop._core.lock import registration_lock
 from torchop._native import low_level, switch
 from torchop._native.extension import api
@@ -50,7 +56,7 @@ class ForeignCalls(NativeCalls):
         self._overload = overload
         self._library = library
         self._take_calls(overload)
-        overload_functions.when_exchanged(overload, self._take_exchanged)
+        foreign_operators.when_exchanged(overload, self._take_exchanged)
         if library is not None:
             libraries.on_close(library, self.release)
 
@@ -60,8 +66,8 @@ class ForeignCalls(NativeCalls):
             if adopted.get(self.name) is not self:
                 return
             del adopted[self.name]
-            overload_functions.forget_exchange(self._overload)
-            overload_functions.take_back_function(self._overload, self._native.Operator, self.entry)
+            foreign_operators.forget_exchange(self._overload)
+            foreign_operators.take_back_function(self._overload, self._native.Operator, self.entry)
             if self._library is not None:
                 libraries.forget_hook(self._library, self.release)
             self.problem = "it is not accelerated any more"
@@ -80,7 +86,7 @@ class ForeignCalls(NativeCalls):
             kernels, self.problem = find_kernels(native, name, overload)
         autograd_kernel, gradient, sources = gradients.find(native, name, overload, schema)
         finish, convert = kernels.finish(name, schema, overload)
-        sources = (*kernels.sources, *sources, *overload_functions.dispatcher_source(overload))
+        sources = (*kernels.sources, *sources, *foreign_operators.dispatcher_source(overload))
         plan = self._plan(
             kernels=kernels.pairs,
             own_kernels=(autograd_kernel, version_counter(native, name, overload), None),
@@ -134,5 +140,5 @@ low_level.release_hooks.append(release)
 
 @functools.cache
 def _shorten_handle_calls(native: Any) -> None:
-    if registries.handle_calls_forward() and overload_functions.forwarding_classes():
+    if foreign_operators.handle_calls_forward() and overload_functions.forwarding_classes():
         native.shorten_handle_calls(CustomOpDef)

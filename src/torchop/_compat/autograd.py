@@ -157,11 +157,6 @@ def is_dual_level() -> bool:
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
 
 
-def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation follows this tensor; only asked at a dual level."""
-    return unpack_dual(tensor)[1] is not None
-
-
 _DUAL_LEVEL = 0  # PyTorch has no other yet: transforms inside transforms wrap tensors instead
 
 

@@ -72,7 +72,7 @@ _cached: dict[tuple[str, str, str], list[Any]] = {}
 
 def before_definition(namespace: str, name: str, overload: str) -> None:
     """Forgets an earlier operator of the name, whoever defined and ended it."""
-    forget_signature(namespace, name, overload)
+    _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)  # which FX made
     # Unless the dispatcher may still point to the overload.
     if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
         del _cached[key]
@@ -219,11 +219,6 @@ _FUNCTIONS = (
     ("torch.utils._python_dispatch", "get_alias_info"),
     ("torch._functorch._aot_autograd.runtime_wrappers", "_is_fsdp_all_gather_copy_in"),
 )
-
-
-def forget_signature(namespace: str, name: str, overload: str) -> None:
-    """Forgets the signature that FX made of a schema."""
-    _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)
 
 
 def forget_entry(namespace: str, name: str, overload: str) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -231,44 +229,6 @@ _is_exiting = False
 def _exit() -> None:
     global _is_exiting
     _is_exiting = True
-
-
-def defining_libraries() -> dict[str, torch.library.Library]:
-    """The library that defined each operator, by the operator's name, if it still exists.
-
-    PyTorch keeps no list of libraries, but each has a finalizer. A search through all objects would
-    take some 50 ms, and miss those that `gc.freeze` hides.
-    """
-    finalizers: Any = weakref.finalize
-    defining: dict[str, torch.library.Library] = {}
-    for finalizer in tuple(finalizers._registry):
-        library: Any = (finalizer.peek() or (None,))[0]
-        # Not isinstance, for which a lazy proxy would load its object.
-        if issubclass(type(library), torch.library.Library):
-            defining.update(dict.fromkeys(library._op_defs, library))
-    return defining
-
-
-def watch_definitions(
-    on_defined: Callable[[torch.library.Library, str], None],
-) -> registries.RegistrationHook:
-    """Calls `on_defined(library, name)` after each definition by a library; returns the undoing."""
-
-    @functools.wraps(torch.library.Library.define)
-    def define(self: Any, schema: str, *args: Any, **kwargs: Any) -> Any:
-        result = before(self, schema, *args, **kwargs)
-        on_defined(self, f"{self.ns}::{schema.split('(')[0].strip()}")
-        return result
-
-    cls: Any = torch.library.Library
-    before = cls.define
-    cls.define = define
-
-    def stop() -> None:
-        if cls.define is define:
-            cls.define = before
-
-    return stop
 
 
 @contextlib.contextmanager

@@ -10,9 +10,6 @@ import torch
 
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 
-_EXCHANGE = "_enable_pyobj_dispatch"
-_DISPATCHER = "_pyobj_dispatcher"
-
 
 def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
     """Makes an overload, and its packet, call an entry of the native call path.
@@ -23,7 +20,7 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
     function = overload._op
     if is_cpp_function(function):
         overload._op = operator(overload, entry, function)
-        _follow_overloads(overload._overloadpacket, operator)
+        follow_overloads(overload._overloadpacket, operator)
     return function
 
 
@@ -33,68 +30,12 @@ def is_cpp_function(function: Any) -> bool:
     return isinstance(function, BuiltinFunctionType) or type(function).__module__ == "torch._C"
 
 
-def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
-    """Calls `hook` after PyTorch puts another function into an overload; at most once.
-
-    On 2.15, `custom_op` does that after it has defined the operator, which then dispatches without
-    leaving Python.
-    """
-    exchange = getattr(overload, _EXCHANGE, None)
-    if exchange is None or is_dispatched_in_python(overload):
-        return
-
-    def exchange_and_tell(*args: Any, **kwargs: Any) -> None:
-        forget_exchange(overload)
-        exchange(*args, **kwargs)
-        hook()
-
-    vars(overload)[_EXCHANGE] = exchange_and_tell
-
-
-def is_dispatched_in_python(overload: OpOverload) -> bool:
-    """Whether PyTorch dispatches calls of an overload without leaving Python.
-
-    It can since 2.14, and does it with the operators of `torch.library.custom_op`. Calls of the
-    packet, calls with keywords and those of `enters_in_cpp` come to the dispatcher in C++, and
-    leave it at their first kernel in Python.
-    """
-    return getattr(overload, _DISPATCHER, None) is not None
-
-
-def enters_in_cpp(overload: OpOverload) -> bool:
-    """Whether every call comes to the dispatcher in C++, as it takes more than plain tensors."""
-    return not all(
-        str(argument.type) in ("Tensor", "List[Tensor]") for argument in overload._schema.arguments
-    )
-
-
-def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
-    """Where that was read, as the source of a plan: (dictionary, key, value)."""
-    attributes = vars(overload)
-    if _DISPATCHER not in attributes:
-        return ()
-    return ((attributes, _DISPATCHER, attributes[_DISPATCHER]),)
-
-
-def forget_exchange(overload: OpOverload) -> None:
-    """Undoes `when_exchanged`."""
-    vars(overload).pop(_EXCHANGE, None)
-
-
-def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:
-    """Undoes `replace_function`, if nobody has replaced the function since."""
-    function = overload._op
-    if isinstance(function, operator) and function.entry is entry:
-        overload._op = function.dispatch
-    _follow_overloads(overload._overloadpacket, operator)
-
-
 # The namespaces in which PyTorch takes a number for a tensor. There, a plan that refuses a number
 # does not show that PyTorch would try the next overload.
 _NUMBERS_AS_TENSORS = frozenset({"aten", "prims", "nvprims"})
 
 
-def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
+def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     """Makes a packet call its overloads natively, in the order in which PyTorch tries them.
 
     From the first overload that is not native, the packet's C++ function chooses.

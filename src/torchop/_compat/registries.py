@@ -47,17 +47,6 @@ def published_function(qualname: str) -> Callable[..., Any] | None:
     return None if handle is None else handle._init_fn
 
 
-def returns_what_it_writes(handle: CustomOpDef) -> bool:
-    """Whether `custom_op` requires an operator to return what it mutates."""
-    return getattr(handle, "_is_inplace", False) or getattr(handle, "_is_out", False)
-
-
-def handle_calls_forward() -> bool:
-    """Whether calling a handle of torch.library only calls its overload."""
-    code = getattr(vars(CustomOpDef)["__call__"], "__code__", None)
-    return getattr(code, "co_names", None) == ("_opoverload",)
-
-
 RegistrationHook = Callable[[], None]
 
 

@@ -88,8 +88,11 @@ def _materialized(ctx: ForwardContext, primal: Any, tangent: Tensor | None) -> T
 
 
 def has_tangents(values: Sequence[Any]) -> bool:
-    """Whether a tensor among the values, or in a list among them, has a tangent."""
-    return any(autograd.has_tangent(tensor) for tensor in tensors_in(values))
+    """Whether a tensor among the values, or in a list among them, has a tangent.
+
+    This is only asked at a dual level.
+    """
+    return any(autograd.unpack_dual(tensor)[1] is not None for tensor in tensors_in(values))
 
 
 def differentiate(
