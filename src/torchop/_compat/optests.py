@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import _prims_common
+from torch._library.simple_registry import singleton
 
+from torchop._compat import registries
 from torchop._compat.classes import tree_map_only
 
 
@@ -53,6 +56,28 @@ def _comparing_strides(check: Callable[..., Any]) -> Callable[..., Any]:
             return check(*args, **kwargs)
 
     return checked
+
+
+@contextlib.contextmanager
+def default_device_of_fake(qualname: str, device: str) -> Iterator[None]:
+    """Runs the fake kernel of an operator where this device is the default one.
+
+    PyTorch leaves a mode such as `torch.device` before it runs the kernel.
+    """
+    kernel = singleton.find(qualname).fake_impl.kernel
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        with torch.device(device):
+            return kernel(*args, **kwargs)
+
+    registration = registries.FakeRegistration(qualname, fake, __name__)
+    if kernel is not None:
+        registration.push()
+    try:
+        yield
+    finally:
+        if kernel is not None:
+            registration.remove()
 
 
 class PassingTensor(torch.Tensor):

@@ -117,7 +117,7 @@ def check(
     request = _Request(selection.modules, **options)
     reports, unchecked = _check(selection.operators, request)
     for each in reports:
-        click.echo(str(each) if verbose else _in_short(each))
+        click.echo(str(each) if verbose else each.in_short())
     for problem in unchecked:
         click.echo(f"not checked: {problem}")
     failed = sum(not each.ok for each in reports)
@@ -152,14 +152,6 @@ def _check(operators: Sequence[str], request: _Request) -> tuple[list[CheckRepor
             except NotCheckedError as error:
                 unchecked.append(str(error))
     return reports, unchecked
-
-
-def _in_short(report: CheckReport) -> str:
-    lines = [report.summary()]
-    for failure in report.failures:
-        lines += ["", f"FAILED {failure.check}: {failure.message}", ""]
-        lines += [f"    {line}".rstrip() for line in failure.program.splitlines()]
-    return "\n".join(lines)
 
 
 def _check_operator(op: str, request: _Request, progress: _Progress) -> CheckReport:
@@ -222,7 +214,9 @@ def _crash(check: str, problem: str, folder: Path) -> Result:
         innermost = [line.strip() for line in traceback.splitlines() if "File " in line][:3]
         wrote = " ".join([wrote, traceback.partition("\n")[0], *innermost]).strip()
     message = f"{label or 'before the first call'}: it {problem}."
-    return Result(check, "failed", f"{message} It wrote: {wrote}" if wrote else message, text)
+    if wrote:
+        message += f" It wrote: {wrote}"
+    return Result(check, "failed", message, text, cause=f"the call {problem}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ import gc
 import locale
 import os
 import random
+import struct
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +32,14 @@ def _numpy_state() -> Any:
 
 def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _is_flushing() -> bool:
+    """Whether denormal numbers are zero in this thread, for which PyTorch has no function."""
+    return sys.float_info.min * _HALF == 0.0
+
+
+_HALF = 0.5  # a name, as Python would multiply two constants when it compiles
 
 
 def _set_environment(variables: dict[str, str]) -> None:
@@ -57,6 +67,7 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
     ),
+    "torch.set_flush_denormal()": (_is_flushing, torch.set_flush_denormal),
     "gc.isenabled()": (gc.isenabled, lambda was_on: gc.enable() if was_on else gc.disable()),
     "locale.setlocale(LC_ALL)": (
         functools.partial(locale.setlocale, locale.LC_ALL),
@@ -135,6 +146,37 @@ if hasattr(os, "register_at_fork"):  # which Windows has not
 def forks() -> int:
     """How often this process has forked."""
     return _forks[0]
+
+
+def set_decimal_comma() -> None:
+    """Sets a locale whose decimal point is a comma.
+
+    Containers have none, so it is written: the tables of glibc are the numbers of a category, of
+    its items, and of their places, and then the items.
+
+    Raises:
+        NotImplementedError: the C library takes none.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchop-") as folder, contextlib.suppress(OSError):
+        os.mkdir(f"{folder}/comma")
+        items = (b",\0\0\0", b"\0" * 4, b"\x7f\0\0\0", b",\0\0\0", b"\0" * 4, b"UTF-8\0")
+        places = [32 + 4 * place for place in range(6)]
+        head = struct.pack("=8I", 0x20031115 ^ locale.LC_NUMERIC, 6, *places)
+        with open(f"{folder}/comma/LC_NUMERIC", "wb") as file:
+            file.write(head + b"".join(items))
+        os.environ["LOCPATH"] = folder
+        for name in ("comma", "de_DE.UTF-8", "fr_FR.UTF-8"):
+            with contextlib.suppress(locale.Error):
+                locale.setlocale(locale.LC_NUMERIC, name)
+                return
+    raise NotImplementedError("the C library has no locale whose decimal point is a comma")
+
+
+def open_files() -> int:
+    """How many files this process has open; 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/dev/fd"))
+    return 0
 
 
 def allocated_bytes() -> int:

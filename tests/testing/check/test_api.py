@@ -344,8 +344,12 @@ def test_structured_arguments_are_checked(namespace: str) -> None:
     report = check(op, example, only="memory", reference=kernel)
     assert report.ok
     assert len([r for r in report.results if r.outcome == "passed"]) > 10
+    overload = getattr(torch.ops, namespace).structured.default
+    flat = ((example[0], torch.ones(3)), {"scale_factor": 2.0})
+    for named, passed in ((op, example), (str(op.name), example), (overload, flat)):
+        assert check(named, passed, only="memory.transposed").results[0].outcome == "passed"
     op.register_examples(lambda: [example])
-    for named in (op, str(op.name), getattr(torch.ops, namespace).structured.default):
+    for named in (op, str(op.name), overload):
         assert check(named, only="memory.transposed").results[0].outcome == "passed"
         assert torchop.opcheck(named, test_utils="test_schema") == {"test_schema": "SUCCESS"}
 

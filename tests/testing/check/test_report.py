@@ -56,6 +56,28 @@ def test_text_tells_what_failed_and_what_was_not_done() -> None:
         assert part in text
 
 
+def test_failures_of_one_cause_are_told_together() -> None:
+    same = {"cause": "IndexError: out of range"}
+    report = made(
+        results=(
+            Result("memory.gaps", "failed", "with gaps", "first(x)", **same),
+            Result("memory.empty", "failed", "of 0", "other(x)"),
+            Result("memory.single", "failed", "of 1", "second(x)", **same),
+        )
+    )
+    text = report.in_short()
+    assert text.splitlines()[1] == (
+        "  one cause of 2 failures, IndexError: out of range: memory.gaps, memory.single"
+    )
+    assert "FAILED memory.single: of 1 (The cause is that of memory.gaps.)" in text
+    assert "first(x)" in text
+    assert "other(x)" in text
+    assert "second(x)" not in text
+    assert [failure.program for failure in report.failures][-1] == "second(x)"
+    assert "one cause" in str(report)
+    assert "one cause" not in made().in_short()
+
+
 def test_failures_are_those_that_were_not_expected() -> None:
     report = made()
     assert not report.ok

@@ -4,6 +4,7 @@
 """
 
 from tests.testing.zoo import (
+    neighbours,
     right_ones,
     right_with_conditions,
     wrong_contracts,
@@ -17,6 +18,7 @@ __all__ = [
     "RIGHT",
     "WRONG",
     "Specimen",
+    "neighbours",
     "right_ones",
     "right_with_conditions",
     "wrong_contracts",

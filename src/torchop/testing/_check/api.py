@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +80,8 @@ def check(
         torchop.OpCheckError: docs::flat_sum: 1 failed ...
 
     Programs that the process compiled before are compiled again when they run next. If a kernel
-    ends the process or never returns, `check` does so too.
+    ends the process or never returns, `check` does so too; Python's traceback of a crash names the
+    check.
 
     The idea of the checks of layouts and dtypes is PyTorch's OpInfo.
     """
@@ -94,11 +97,25 @@ def check(
         rtol=rtol,
         atol=atol,
     )
-    results = [left.run(each) for each in checks]
+    with _crashes_told():
+        results = [left.run(each) for each in checks]
     report = report_of(checks, results, time.perf_counter() - started)
     if raise_exception and not report.ok:
         raise optests.opcheck_error(OpCheckError)(str(report))
     return report
+
+
+@contextlib.contextmanager
+def _crashes_told() -> Iterator[None]:
+    """Where a kernel ends the process, Python writes where, in which the check is named."""
+    was_enabled = faulthandler.is_enabled()
+    if not was_enabled:
+        faulthandler.enable(2, all_threads=False)
+    try:
+        yield
+    finally:
+        if not was_enabled:
+            faulthandler.disable()
 
 
 def report_of(checks: Sequence[Check], results: Sequence[Result], seconds: float) -> CheckReport:

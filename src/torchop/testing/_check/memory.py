@@ -13,11 +13,13 @@ from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
 from torchop.testing._check.variants import (
+    BLOCKS,
     WRITABLE,
     all_and_each,
     each_resized,
     in_layout,
     larger_sizes,
+    resized,
     sizes,
     sizes_changed,
 )
@@ -96,6 +98,23 @@ def counts_beyond_int32(op: Any, args: Any, kwargs: Any, elements: int = 2**31) 
         if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] == count:
             ends, expected = [one[:4], one[-4:]], [other[:4], other[-4:]]
             probes.assert_same(ends, expected, f"the ends of result {index} of {count} rows")
+
+
+def repeats_its_rows(
+    op: Any, args: Any, kwargs: Any, size: int, new: int, **tolerances: Any
+) -> None:
+    """Where an input repeats its rows up to another size, a result repeats its own."""
+    few = probes.outcome_of_copies(op, args, kwargs)
+    actual = probes.outcome(op, *resized(Example(args, kwargs), {size: new}))
+    expected = probes.mapped(few, lambda tensor: _repeated(tensor, size, new))
+    probes.assert_same(actual, expected, f"with {new} in place of {size}", **tolerances)
+
+
+def _repeated(tensor: torch.Tensor, size: int, new: int) -> torch.Tensor:
+    index = torch.arange(new, device=tensor.device) % size
+    for dim in (dim for dim, present in enumerate(tensor.shape) if present == size):
+        tensor = tensor.index_select(dim, index)
+    return tensor
 
 
 # --------------------------------------------------------------------------------------------------
@@ -202,7 +221,7 @@ def zero_dim(subject: Subject, details: Details) -> Iterator[Case]:
     """The same on tensors without a dimension?"""
     for example in subject.accepted():
         tensors = example.tensors
-        places = [p for p, t in enumerate(tensors) if t.dim() and t.numel()]
+        places = [p for p, t in enumerate(tensors) if probes.is_plain(t) and t.dim() and t.numel()]
         for chosen in all_and_each(places):
             changed = [t.flatten()[0].clone() if p in chosen else t for p, t in enumerate(tensors)]
             label = f"{_which(chosen, places)} without a dimension"
@@ -259,6 +278,43 @@ def blocks(subject: Subject, details: Details) -> Iterator[Case]:
     raise CannotCheck("no tensor has a dimension that may be larger")
 
 
+def many_rows(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does it do with many rows what it does with a few?
+
+    It is asked only if a few more rows give what the same rows gave.
+    """
+    subject.needs_fixed_results()
+    for example in subject.accepted(most=1):
+        for size in sizes(example):
+            # An odd number of rows, because 65,536 is a multiple of an even one.
+            odd = {size: size - 1 if size > 2 else 3} if size % 2 == 0 else {}
+            for change, smaller in each_resized(example, odd, {}):
+                count = change.get(size, size)
+                if count > 1 and _repeats_its_rows(subject, smaller, count):
+                    for new in BLOCKS:
+                        if {count: new} in larger_sizes(smaller):
+                            options = {"size": count, "new": new, **subject.tolerances}
+                            label = sizes_changed({count: new})
+                            yield Case(label, repeats_its_rows, smaller, options=options)
+                    break
+    raise CannotCheck("no result has rows, each of which is that of rows of the arguments")
+
+
+def _repeats_its_rows(subject: Subject, example: Example, size: int) -> bool:
+    if subject.refusal(example) is not None:
+        return False
+    args, kwargs = example
+    results = probes.tensors_of(probes.outcome_of_copies(subject.op, args, kwargs))
+    if not any(size in result.shape for result in results):
+        return False
+    try:
+        for new in (2 * size, 3 * size + 1):
+            repeats_its_rows(subject.op, args, kwargs, size, new, **subject.tolerances)
+    except Exception:
+        return False
+    return True
+
+
 _QUESTIONS = {
     "contiguous": "Does it read or write behind the end of a contiguous tensor?",
     "transposed": "Does it respect strides: the same on dense tensors that are not contiguous?",
@@ -279,6 +335,6 @@ CHECKS = (
     *family("memory", conjugate, mixed, odd_strides),
     CheckKind("memory.empty", "The same with 0 elements?", functools.partial(_sized, 0)),
     CheckKind("memory.single", "The same with 1 element?", functools.partial(_sized, 1)),
-    *family("memory", zero_dim, written_expanded, uninitialized, blocks),
+    *family("memory", zero_dim, written_expanded, uninitialized, blocks, many_rows),
     *family("memory", large, is_costly=True, on_request=True),
 )

@@ -68,6 +68,8 @@ class Result:
         cases: how many variants were tried.
         refused: how many of these the operator refused with an exception.
         details: more results of the check, such as a table of dtypes.
+        cause: the exception of the kernel behind a failure, or the end of the process; empty if it
+            is neither.
 
     Example:
         >>> import torch, torchop
@@ -85,6 +87,7 @@ class Result:
     cases: int = 0
     refused: int = 0
     details: Mapping[str, Any] = field(default_factory=dict)
+    cause: str = ""
 
     @property
     def family(self) -> str:
@@ -186,11 +189,31 @@ class CheckReport:
         if self.seconds:
             costs = ", ".join(f"{r.check} {r.seconds:.2f} s" for r in costly)
             lines.append(f"  most of the time: {costs}")
-        for failure in self.failures:
-            lines += ["", f"FAILED {failure.check}: {failure.message}"]
-            if failure.program:
-                lines += ["", *(f"    {line}".rstrip() for line in failure.program.splitlines())]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._failures_in_words()])
+
+    def in_short(self) -> str:
+        """What failed, as text."""
+        return "\n".join([self.summary(), *self._failures_in_words()])
+
+    def _failures_in_words(self) -> list[str]:
+        """Each failure with its program; of several with one cause, that of the first alone."""
+        failed = [result for result in self.results if result.outcome == "failed"]
+        checks: dict[str, list[str]] = {}
+        for result in failed:
+            checks.setdefault(result.cause, []).append(result.check)
+        together = {cause: names for cause, names in checks.items() if cause and len(names) > 1}
+        lines = [
+            f"  one cause of {len(names)} failures, {cause}: {', '.join(names)}"
+            for cause, names in together.items()
+        ]
+        for result in failed:
+            first = together.get(result.cause, [result.check])[0]
+            lines += ["", f"FAILED {result.check}: {result.message}"]
+            if result.check != first:
+                lines[-1] += f" (The cause is that of {first}.)"
+            elif result.program:
+                lines += ["", *(f"    {line}".rstrip() for line in result.program.splitlines())]
+        return lines
 
     def _repr_html_(self) -> str:
         """Tables for notebooks: what did not pass, and, folded, what did."""

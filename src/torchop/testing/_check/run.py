@@ -8,14 +8,25 @@ import fnmatch
 import logging
 import math
 import time
+import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torchop import OpCheckError
 from torchop._accelerate import patterns as operator_patterns
 from torchop.extend import OpLike, OpName, short_repr
-from torchop.testing._check import contracts, dtypes, memory, program, sharing, values
+from torchop.testing._check import (
+    contracts,
+    dtypes,
+    integers,
+    memory,
+    program,
+    sharing,
+    surroundings,
+    values,
+)
 from torchop.testing._check.kinds import CheckKind, Details
 from torchop.testing._check.report import Outcome, Result
 from torchop.testing._check.shrink import shrunk
@@ -37,7 +48,7 @@ _LONGEST_MESSAGE = 1200
 def kinds() -> tuple[CheckKind, ...]:
     """All checks there are, the cheap ones first."""
     # Contracts first: what others call an operator with may stay in its state.
-    families = (contracts, memory, dtypes, values, sharing)
+    families = (contracts, surroundings, memory, dtypes, values, integers, sharing)
     subsystems = (gradients, transforms, contexts, compilers)
     every = [kind for family in (*families, *subsystems) for kind in family.CHECKS]
     return tuple(sorted(every, key=lambda kind: kind.is_costly))
@@ -155,7 +166,7 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
     try:
         with warnings.catch_warnings(), _unlogged(), restored():
             warnings.simplefilter("ignore")  # of calls made to see whether they are refused
-            outcome, message, text = run.outcome()
+            outcome, message, text = _named(run.outcome, f"{check.name} of {check.subject}")()
     except CannotCheck as error:
         outcome, message, text = "cannot be done", str(error), ""
     except _OutOfTime:
@@ -176,8 +187,15 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         run.cases,
         run.refused,
         run.details,
+        run.cause,
     )
     return as_expected(result, check.expected)
+
+
+def _named(method: Any, name: str) -> Callable[[], Any]:
+    """The method under another name, which is in the traceback that Python writes if it crashes."""
+    code = method.__func__.__code__.replace(co_name=name)
+    return types.MethodType(types.FunctionType(code, globals()), method.__self__)
 
 
 def as_expected(result: Result, expected: Expectation | None) -> Result:
@@ -259,6 +277,7 @@ class _Run:
         self.subject = check.subject
         self.cases = self.refused = 0
         self.details: Details = {}
+        self.cause = ""
 
     def outcome(self) -> tuple[Outcome, str, str]:
         _ = self.subject.first_calls  # before any other, so that a later one can be compared
@@ -332,6 +351,11 @@ class _Run:
             seconds = min(3.0, self.end - time.perf_counter())
             case = shrunk(case, self._again, seconds)
             error = self._again(case) or error
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        if not isinstance(root, (AssertionError, OpCheckError)):
+            self.cause = reason(root)
         message = f"{case.label}: {type(error).__name__}: {_cut(text_of(error))}"
         if isinstance(error, AssertionError):
             message = _cut(text_of(error))

@@ -84,11 +84,14 @@ def _pairs(
     """Each two tensors; with `with_written`, one of them is written, and the other only read."""
     for sharing, example in itertools.product(sharings, subject.accepted()):
         written = subject.written_places(example)
+        in_lists = _places_in_lists(example)
         pairs = itertools.permutations(range(len(example.tensors)), 2)
         for left, right in itertools.islice(pairs, 12):
             counts = len({left, right} & written)
             if counts != int(with_written) or (with_written and left not in written):
                 continue
+            if with_written and {left, right} & in_lists:
+                continue  # as of an optimizer's parameters: each has memory of its own
             arrange = functools.partial(_share, sharing, left, right)
             label = f"tensors {left} and {right} {_WORDS[sharing]}"
             if with_written and sharing is not _interleaved:
@@ -99,6 +102,13 @@ def _pairs(
     raise CannotCheck(
         "nothing is written" if with_written else "no call has two tensors that are only read"
     )
+
+
+def _places_in_lists(example: Example) -> set[int]:
+    """The places, among the tensors of an example, of those that are passed in lists."""
+    arguments = [*example.args, *example.kwargs.values()]
+    is_in_list = [isinstance(a, list) for a in arguments for _ in probes.tensors_of(a)]
+    return {place for place, is_listed in enumerate(is_in_list) if is_listed}
 
 
 _KINDS = {

@@ -125,9 +125,12 @@ class Subject:
         atol: float | None = None,
     ) -> None:
         self.operator = Operator(op, "check")
-        if not examples and self.operator.handle is not None:
+        pairs = [_pair(example) for example in examples] if examples else make_examples(op)
+        if self.operator.handle is not None:
+            handle = Operator(self.operator.handle, "check")
             # Registered examples are calls of the handle, also where the operator is named.
-            self.operator = Operator(self.operator.handle, "check")
+            if not examples or all(_is_call(handle, *pair) for pair in pairs):
+                self.operator = handle
         self.name = str(self.operator)
         self.schema = self.operator.schema
         self.op = self.operator.overload
@@ -138,7 +141,6 @@ class Subject:
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
         # The check that found a call which breaks the contract, as others would find it again.
         self.broken_in: str | None = None
-        pairs = [_pair(example) for example in examples] if examples else make_examples(op)
         self.originals = [self._original(*pair) for pair in pairs]
         # Detached and contiguous: how tensors lie in memory is for the checks to choose.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
@@ -345,6 +347,15 @@ def _pair(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if len(example) == 2 and isinstance(example[0], (tuple, list)) and isinstance(example[1], dict):
         return tuple(example[0]), dict(example[1])
     return tuple(example), {}
+
+
+def _is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether these are arguments of a handle whose function takes what no schema can hold."""
+    try:
+        handle.flat_arguments(args, kwargs)
+    except Exception:
+        return False
+    return handle.takes_structures
 
 
 def _single(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details
 from torchop.testing._check.memory import comparison
 from torchop.testing._check.subject import CannotCheck, Case, Subject
@@ -43,7 +44,8 @@ def _values(words: str, choice: Choice, subject: Subject, details: Details) -> I
     """Such values in each floating-point tensor; integers may be indices, and stay as they are."""
     for example in subject.accepted():
         for place, tensor in enumerate(example.tensors):
-            if not tensor.dtype.is_floating_point or not tensor.numel() or tensor.numel() > 4096:
+            is_float = tensor.dtype.is_floating_point and probes.is_plain(tensor)
+            if not is_float or not 0 < tensor.numel() <= 4096:
                 continue
             numbers = choice(torch.finfo(tensor.dtype))
             for step, amount in ((2, "with"), (1, "full of")):

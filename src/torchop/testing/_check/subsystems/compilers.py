@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from torchop._compat import fake_tensors
+from torchop._compat import fake_tensors, optests
 from torchop.extend import Form
 from torchop.testing import probes
+from torchop.testing._check.integers import by_name
 from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.subject import Arrangement, CannotCheck, Case, Example, Subject, reason
 from torchop.testing._check.subsystems.gradients import requiring_grad, trainable_example
@@ -127,7 +128,8 @@ def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
 def fakes_on_the_device(op: Any, args: Any, kwargs: Any) -> None:
     """The fake kernel returns floating-point tensors on the device of its arguments.
 
-    There need be no such device, as fake tensors have no memory.
+    There need be no such device, as fake tensors have no memory. One that it makes for the host,
+    whatever device is the default, is there on purpose.
     """
     device = "cuda"
     with fake_tensors.new_fake_mode():
@@ -137,12 +139,15 @@ def fakes_on_the_device(op: Any, args: Any, kwargs: Any) -> None:
         )
         try:
             results = probes.tensors_of(probes.leaves(op(*moved[0], **moved[1])))
+            with optests.default_device_of_fake(op.name(), device):
+                others = probes.tensors_of(probes.leaves(op(*moved[0], **moved[1])))
         except RuntimeError as error:
             if "not linked with support for" in str(error):
                 raise NotImplementedError(f"this PyTorch knows no {device}") from None
             raise
-    for index, result in enumerate(results):
-        if result.is_floating_point() and result.device.type != device:
+    for index, (result, other) in enumerate(zip(results, others, strict=True)):
+        is_left = result.device.type != device and other.device.type == device
+        if result.is_floating_point() and is_left:
             raise AssertionError(
                 f"result {index} of the fake kernel is on {result.device} for arguments on "
                 f"{device}. Make it with device=x.device, or x.new_empty(...)."
@@ -176,6 +181,11 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
         changes += larger_sizes(example, BLOCKS[:1])
         for change, resized in each_resized(example, *changes):
             yield check(sizes_changed(change), resized)
+        named = by_name(subject, example)
+        for name, value in named.kwargs.items():
+            for number in {0, -1, value + 1} - {value} if type(value) is int else ():
+                changed = Example((), {**named.kwargs, name: number})
+                yield check(f"{name}={number}", changed)
 
 
 def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:

@@ -28,23 +28,27 @@ from torchop.testing._sharding import check_sharding
 
 
 def runs_in_threads(op: Any, args: Any, kwargs: Any, seconds: float = 8.0) -> None:
-    """Two threads that call at once get the same results as one, and return."""
-    expected = probes.outcome_of_copies(op, args, kwargs)
+    """Two threads that call at once, with other values, get the same results as one, and return."""
+    calls = [(args, kwargs), probes.mapped((args, kwargs), _other_values)]
+    try:
+        pairs = [(call, probes.outcome_of_copies(op, *call)) for call in calls]
+    except Exception:  # it refuses the other values
+        pairs = [(calls[0], probes.outcome_of_copies(op, args, kwargs))] * 2
     problems: list[BaseException] = []
     start = threading.Barrier(2)
 
-    def call() -> None:
+    def call(arguments: Any, expected: Any) -> None:
         try:
             start.wait(seconds)
             for _ in range(25):
-                call_args, call_kwargs = probes.copies((args, kwargs))
+                call_args, call_kwargs = probes.copies(arguments)
                 result = probes.leaves(op(*call_args, **call_kwargs))
                 right = expected[: len(result)]  # without what is written
                 probes.assert_same(result, right, "in two threads", rtol=0, atol=0)
         except BaseException as error:
             problems.append(error)
 
-    threads = [threading.Thread(target=call, daemon=True) for _ in range(2)]
+    threads = [threading.Thread(target=call, args=pair, daemon=True) for pair in pairs]
     for thread in threads:
         thread.start()
     end = time.monotonic() + seconds
@@ -54,6 +58,10 @@ def runs_in_threads(op: Any, args: Any, kwargs: Any, seconds: float = 8.0) -> No
         raise AssertionError(f"a thread did not return from its calls within {seconds:g} s.")
     if problems:
         raise AssertionError(f"in two threads at once: {problems[0]!r}")
+
+
+def _other_values(tensor: torch.Tensor) -> torch.Tensor:
+    return probes.rolled_elements(tensor, 1) if probes.is_plain(tensor) else tensor
 
 
 def runs_in_autocast(op: Any, args: Any, kwargs: Any) -> None:

@@ -1,0 +1,122 @@
+"""Checks of what results must not depend on: default dtype, denormals, locale, environment."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from torchop.testing import probes
+from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing._check.subject import CannotCheck, Case, Subject
+from torchop.testing.process_state import restored, set_decimal_comma
+
+# Such a variable is left as it is, because a kernel may make what it names.
+_ENDS_OF_PATHS = ("DIR", "PATH", "HOME", "FILE", "ROOT", "FOLDER", "CACHE")
+
+
+def ignores_surroundings(
+    op: Any, args: Any, kwargs: Any, kind: str, draws: bool = False, **tolerances: Any
+) -> None:
+    """The call does the same in other surroundings of a kind, such as another locale.
+
+    What it `draws` may differ, because there are other numbers for each dtype in which they are
+    drawn.
+    """
+
+    def call() -> Any:
+        results = probes.outcome_of_copies(op, args, kwargs)
+        return probes.mapped(results, torch.zeros_like) if draws else results
+
+    _, changes_of, is_exact = _SURROUNDINGS[kind]
+    expected = call()
+    for words, change in changes_of(call):
+        try:
+            with restored():
+                change()
+                actual = call()
+        except Exception:
+            if kind == "environment":
+                continue  # a value that the operator refuses
+            raise
+        limits = {"rtol": 0, "atol": 0} if is_exact else tolerances
+        probes.assert_same(actual, expected, f"with {words}", **limits)
+
+
+_Changes = Iterator[tuple[str, Callable[[], object]]]
+
+
+def _default_dtypes(call: Callable[[], Any]) -> _Changes:
+    for dtype in (torch.float64, torch.float16):
+        yield f"the default dtype {dtype}", functools.partial(torch.set_default_dtype, dtype)
+
+
+def _flushing(call: Callable[[], Any]) -> _Changes:
+    def flush() -> None:
+        if not torch.set_flush_denormal(True):
+            raise NotImplementedError("this processor cannot flush denormal numbers to zero")
+
+    yield "torch.set_flush_denormal(True)", flush
+
+
+def _locales(call: Callable[[], Any]) -> _Changes:
+    yield "a locale whose decimal point is a comma", set_decimal_comma
+
+
+def _environments(call: Callable[[], Any]) -> _Changes:
+    """Without any variable, which C may read, and with other values of those that Python reads."""
+    read: dict[str, None] = {}
+    environment: Any = type(os.environ)
+    get = environment.__getitem__
+
+    def reading(variables: Any, name: str) -> Any:
+        read.setdefault(name)
+        return get(variables, name)
+
+    with mock.patch.object(environment, "__getitem__", reading):
+        call()
+    yield "an empty environment", os.environ.clear
+    for name in read:
+        if name not in os.environ and not name.upper().endswith(_ENDS_OF_PATHS):
+            for value in ("1", "0"):
+                yield (
+                    f"{name}={value} in the environment",
+                    functools.partial(os.environ.__setitem__, name, value),
+                )
+
+
+# The question of each check, what is changed for it, and whether results are the same to the bit.
+_SURROUNDINGS: dict[str, tuple[str, Callable[[Callable[[], Any]], _Changes], bool]] = {
+    "default_dtype": (
+        "Does a call do the same whatever the default dtype is?",
+        _default_dtypes,
+        True,
+    ),
+    "flush_denormal": (
+        "Does it do the same where the processor takes denormal numbers for zero?",
+        _flushing,
+        False,
+    ),
+    "locale": ("Does it do the same whatever the locale is?", _locales, False),
+    "environment": ("Does it do the same whatever the environment is?", _environments, False),
+}
+
+
+def _cases(kind: str, subject: Subject, details: Details) -> Iterator[Case]:
+    for example in subject.accepted(most=1):
+        is_float = any(t.is_floating_point() or t.is_complex() for t in example.tensors)
+        if kind in ("default_dtype", "flush_denormal") and not is_float:
+            # As of PyTorch's own operators: half of an integer is of the default dtype.
+            raise CannotCheck("no argument has a dtype that results in floating point could have")
+        options = {"kind": kind, "draws": subject.is_random, **subject.tolerances}
+        yield Case("the example", ignores_surroundings, example, options=options)
+
+
+CHECKS = tuple(
+    CheckKind(f"contracts.{kind}", question, functools.partial(_cases, kind))
+    for kind, (question, _, _) in _SURROUNDINGS.items()
+)

@@ -1,0 +1,386 @@
+"""Wrong operators, each with a right one beside it that wants the same and goes about it rightly.
+
+What sets the two apart is what their surroundings, their integers and other threads do to them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.releases import of_form
+from tests.testing.zoo.specimen import define, like, one, right, two, wrong
+
+_C = ctypes.CDLL(None)
+_C.strtod.restype = ctypes.c_double
+_C.getenv.restype = ctypes.c_char_p
+
+# --------------------------------------------------------------------------------------------------
+# Surroundings: numbers too small to be normal, the locale, the environment
+
+
+def scales_through_denormals(x: Tensor) -> Tensor:
+    """Its intermediate results are zero on a processor that flushes denormal numbers."""
+    return x.float().contiguous() * 1e-30 * 1e-10 * 1e30 * 1e10
+
+
+wrong(
+    define(
+        "scales_through_denormals",
+        scales_through_denormals,
+        fake=lambda x: torch.empty(x.shape, dtype=torch.float32, device=x.device),
+    ),
+    "contracts.flush_denormal",
+    one,
+)
+
+
+def decays(x: Tensor) -> Tensor:
+    """Its results are denormal, and may as well be zero."""
+    if not x.is_floating_point():
+        raise TypeError(f"decays takes floating-point tensors, got {x.dtype}")
+    return (x - 100).contiguous().exp()
+
+
+right(define("decays", decays), one)
+
+
+def turns_denormals_off(x: Tensor) -> Tensor:
+    torch.set_flush_denormal(True)
+    return x.contiguous() + 1
+
+
+wrong(define("turns_denormals_off", turns_denormals_off, fake=like), "contracts.process", one)
+
+
+def scaled_by_text(x: Tensor, factor: str) -> Tensor:
+    """The C library reads "1.5" as 1 where a comma is the decimal point."""
+    return x.contiguous() * _C.strtod(factor.encode(), None)
+
+
+def _with_text() -> list[Any]:
+    return [(torch.ones(2, 3), "1.5")]
+
+
+def _like_first(x: Tensor, *others: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+wrong(
+    define("scaled_by_text", scaled_by_text, fake=_like_first),
+    "contracts.locale",
+    _with_text,
+)
+
+
+def scaled_by_python(x: Tensor, factor: str) -> Tensor:
+    if not x.is_floating_point():
+        raise TypeError(f"scaled_by_python takes floating-point tensors, got {x.dtype}")
+    return x.contiguous() * float(factor)
+
+
+right(define("scaled_by_python", scaled_by_python, fake=_like_first), _with_text)
+
+
+def scaled_by_environment(x: Tensor) -> Tensor:
+    return x.contiguous() * (3 if os.environ.get("ZOO_FAST") else 2)
+
+
+wrong(
+    define("scaled_by_environment", scaled_by_environment, fake=like), "contracts.environment", one
+)
+
+
+def scaled_by_c_environment(x: Tensor) -> Tensor:
+    return x.contiguous() * (3 if _C.getenv(b"PATH") else 2)
+
+
+wrong(
+    define("scaled_by_c_environment", scaled_by_c_environment, fake=like),
+    "contracts.environment",
+    one,
+)
+_TOLD: set[str] = set()
+
+
+def tells_if_asked(x: Tensor) -> Tensor:
+    """A variable says whether it tells what it does, which changes no result."""
+    if x.dtype is torch.bool:
+        raise TypeError("tells_if_asked takes numbers")
+    if os.environ.get("ZOO_VERBOSE"):
+        _TOLD.add("tells_if_asked")
+    return x.contiguous() * 2
+
+
+right(define("tells_if_asked", tells_if_asked, fake=like), one)
+
+# --------------------------------------------------------------------------------------------------
+# Threads, files
+
+
+_STATIC = ctypes.create_string_buffer(2**20)
+
+
+def through_static_buffer(x: Tensor) -> Tensor:
+    """Other threads run while C does, and write into the same buffer."""
+    return _through(_STATIC, x)
+
+
+def _through(buffer: Any, x: Tensor) -> Tensor:
+    x = x.contiguous()
+    size = min(x.nbytes, 2**20)
+    result = x.clone()
+    ctypes.memmove(buffer, x.data_ptr(), size)
+    _C.usleep(50)
+    ctypes.memmove(result.data_ptr(), buffer, size)
+    return result
+
+
+wrong(define("through_static_buffer", through_static_buffer, fake=like), "subsystems.threads", one)
+_OWN = threading.local()
+
+
+def through_own_buffer(x: Tensor) -> Tensor:
+    if not hasattr(_OWN, "buffer"):
+        _OWN.buffer = ctypes.create_string_buffer(2**20)
+    return _through(_OWN.buffer, x)
+
+
+right(define("through_own_buffer", through_own_buffer, fake=like), one)
+_DESCRIPTORS: list[int] = []
+
+
+def leaves_a_descriptor(x: Tensor) -> Tensor:
+    """What it leaves is an object of the system alone."""
+    _DESCRIPTORS.append(os.open(os.devnull, os.O_RDONLY))
+    if len(_DESCRIPTORS) > 600:  # of the 1,024 that a process may have
+        while _DESCRIPTORS:
+            os.close(_DESCRIPTORS.pop())
+    return x.contiguous() + 1
+
+
+wrong(define("leaves_a_descriptor", leaves_a_descriptor, fake=like), "contracts.leaks", one)
+
+
+def opens_and_closes(x: Tensor) -> Tensor:
+    with open(os.devnull):
+        return x * 2
+
+
+right(define("opens_and_closes", opens_and_closes), one)
+
+# --------------------------------------------------------------------------------------------------
+# Integers
+
+
+def next_ids(ids: Tensor) -> Tensor:
+    return (ids.contiguous().int() + 1).to(ids.dtype)
+
+
+def _ids() -> list[Any]:
+    return [(torch.tensor([[3, 1, 4], [1, 5, 9]]),)]
+
+
+wrong(define("next_ids", next_ids, fake=like), "values.int32", _ids)
+
+
+def buckets(ids: Tensor) -> Tensor:
+    """Takes a few bits of each number, and few numbers."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise TypeError(f"buckets takes integers, got {ids.dtype}")
+    return (ids.contiguous() * 2654435761 >> 7) & 0xFF if ids.dtype is torch.int64 else ids.clone()
+
+
+right(define("buckets", buckets, fake=like), _ids)
+
+
+def shifted_by(x: Tensor, steps: int) -> Tensor:
+    return x.contiguous() + ctypes.c_int32(steps).value
+
+
+def _with_steps() -> list[Any]:
+    return [(torch.arange(6).view(2, 3), 5)]
+
+
+wrong(define("shifted_by", shifted_by, fake=_like_first), "values.int32", _with_steps)
+
+
+def rolled_by(x: Tensor, steps: int) -> Tensor:
+    return x.contiguous().roll(steps)
+
+
+right(define("rolled_by", rolled_by, fake=_like_first), _with_steps)
+
+
+def reversed_along(x: Tensor, dim: int) -> Tensor:
+    """Takes what is below 0 for 0."""
+    return x.contiguous().flip(max(dim, 0))
+
+
+wrong(
+    define("reversed_along", reversed_along, fake=_like_first),
+    "values.negative_dim",
+    lambda: [(torch.arange(6.0).view(2, 3), 1)],
+)
+
+
+def reversed_from(x: Tensor, dim: int) -> Tensor:
+    if not 0 <= dim < x.dim():
+        raise IndexError(f"dim is {dim}, and must be from 0 to {x.dim() - 1}")
+    return x.contiguous().flip(dim)
+
+
+right(
+    define("reversed_from", reversed_from, fake=_like_first),
+    lambda: [(torch.arange(6.0).view(2, 3), 1)],
+)
+
+
+def repeated(x: Tensor, times: int) -> Tensor:
+    return x.repeat(times, *[1] * (x.dim() - 1))
+
+
+def _with_times() -> list[Any]:
+    return [(torch.arange(6.0).view(3, 2), 2)]
+
+
+wrong(
+    define(
+        "fakes_repeated_once",
+        repeated,
+        schema="(Tensor x, int times) -> Tensor",
+        fake=lambda x, times: x.new_empty(x.shape[0] * max(times, 1), *x.shape[1:]),
+    ),
+    "subsystems.fake",
+    _with_times,
+)
+right(define("repeated", repeated), _with_times)
+
+# --------------------------------------------------------------------------------------------------
+# Many rows
+
+
+def numbers_rows_in_16_bits(x: Tensor) -> Tensor:
+    rows = torch.arange(len(x)).to(torch.uint16).long()
+    return x.contiguous().index_select(0, rows) + 1
+
+
+wrong(
+    define("numbers_rows_in_16_bits", numbers_rows_in_16_bits, fake=like), "memory.many_rows", one
+)
+
+
+def leaves_rows_zero(x: Tensor) -> Tensor:
+    """A grid of at most 65,535 rows; those behind it are zeros."""
+    result = torch.zeros(x.shape, dtype=x.dtype)
+    result[:65535] = x[:65535] + 1
+    return result
+
+
+wrong(define("leaves_rows_zero", leaves_rows_zero, fake=like), "memory.many_rows", one)
+
+
+def ranked(x: Tensor) -> Tensor:
+    """What a row becomes depends on how many there are."""
+    return x.argsort(dim=0, stable=True).contiguous()
+
+
+right(
+    define("ranked", ranked, fake=lambda x: torch.empty(x.shape, dtype=torch.long)),
+    lambda: [(torch.arange(12.0).view(3, 4),)],
+)
+
+# --------------------------------------------------------------------------------------------------
+# State
+
+
+@functools.cache
+def _table(size: int) -> Tensor:
+    return torch.arange(size, dtype=torch.double).cos()
+
+
+def times_table(x: Tensor) -> Tensor:
+    """What it keeps is right for every call."""
+    if not x.is_floating_point() or not x.dim():
+        raise TypeError("times_table takes floating-point tensors with a dimension")
+    return x.contiguous() * _table(x.shape[-1]).to(x.dtype)
+
+
+right(define("times_table", times_table, fake=like, device_types="cpu"), one)
+
+# --------------------------------------------------------------------------------------------------
+# Right ones that were blamed: results for the host, lists, in-place forms, sparse arguments
+
+
+def sum_for_host(x: Tensor) -> Tensor:
+    return x.detach().double().sum().cpu()
+
+
+right(
+    define(
+        "sum_for_host",
+        sum_for_host,
+        fake=lambda x: torch.empty((), dtype=torch.double, device="cpu"),
+    ),
+    one,
+)
+
+
+def momentum_step(
+    params: Sequence[Tensor], grads: Sequence[Tensor], moments: Sequence[Tensor]
+) -> None:
+    for param, grad, moment in zip(params, grads, moments, strict=True):
+        moment.mul_(0.9).add_(grad)
+        param.sub_(0.1 * moment)
+
+
+right(
+    define("momentum_step", momentum_step, mutates_args={"params", "moments"}),
+    lambda: [
+        (
+            [torch.ones(2, 3), torch.ones(4)],
+            [torch.full((2, 3), 0.5), torch.arange(4.0)],
+            [torch.zeros(2, 3), torch.ones(4)],
+        )
+    ],
+)
+
+
+def _size(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.size = inputs[1].shape
+
+
+def add_twice_(x: Tensor, y: Tensor) -> Tensor:
+    return x.add_(y, alpha=2)
+
+
+_add_twice_ = define(
+    "add_twice_",
+    add_twice_,
+    mutates_args={"x"},
+    fake=None,
+    **of_form("inplace", "(Tensor(a!) x, Tensor y) -> Tensor(a!)"),
+)
+_add_twice_.register_autograd(
+    lambda ctx, g: (g, (2 * g).sum_to_size(ctx.size)), setup_context=_size
+)
+right(_add_twice_, two)
+
+
+def sparse_row_sums(x: Tensor) -> Tensor:
+    if x.layout is not torch.sparse_coo or not x.is_floating_point():
+        raise TypeError("sparse_row_sums takes sparse tensors of floating-point numbers")
+    return x.to_dense().sum(1)
+
+
+right(
+    define("sparse_row_sums", sparse_row_sums, fake=lambda x: x.to_dense().new_empty(x.shape[0])),
+    lambda: [(torch.tensor([[0.0, 1.0, 0.0], [2.0, 0.0, 0.5]]).to_sparse(),)],
+)
