@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import click
 import torch
@@ -184,12 +184,33 @@ def import_all(modules: Iterable[str]) -> None:
                 f"imported, such as {name or 'mypkg'}"
             )
         try:
-            importlib.import_module(module)
+            with _exit_is_told(module):
+                importlib.import_module(module)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, and what pytest skips a module with
             problem = f"{short_text(module)} cannot be imported: {first_line(error)}"
             raise click.ClickException(problem + _raised_at(error)) from None
+
+
+@contextlib.contextmanager
+def _exit_is_told(module: str) -> Iterator[None]:
+    """Has `os._exit` say where a module calls it: no exception and no `atexit` would tell."""
+    leave, process = os._exit, os.getpid()
+
+    def tell(status: int = 0) -> NoReturn:
+        if os.getpid() != process:  # one that the module forked
+            leave(status)
+        place = sys._getframe(1)
+        problem = f"it calls os._exit({status}) ({place.f_code.co_filename}:{place.f_lineno})"
+        click.echo(f"Error: {short_text(module)} cannot be imported: {problem}", err=True)
+        leave(1)  # 0 would say that the command did its work
+
+    os._exit = tell
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _raised_at(error: BaseException) -> str:
