@@ -234,3 +234,43 @@ def test_mistakes_are_told_before_anything_is_checked(run, write, namespace):
     outcome = run("check", f"{namespace}::*", "--import", module, "--examples", f"{module}:NONE")
     assert outcome.code == 1
     assert f"--examples {module}:NONE: AttributeError" in outcome.err
+
+
+MUTATED = """
+import torch, torchop
+
+@torchop.custom_op("NAMESPACE::half", mutates_args=())
+def half(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+half.register_examples(lambda: [(torch.ones(3),)])
+RIGHT = {"NAMESPACE::*": lambda x: x * 0.5}
+"""
+
+
+def test_what_no_check_notices_is_shown(run, write, namespace, tmp_path):
+    module = write("operators", MUTATED)
+    arguments = (f"{namespace}::half", "--import", module, "-k", "memory.given", "--mutate")
+    outcome = run("check", *arguments, "--json", str(tmp_path / "out.json"))
+    assert outcome.code == 1
+    assert f"{namespace}::half: 2 changes: 2 survived (" in outcome.out
+    assert "    +    return x * 2\n" in outcome.out
+    (report,) = json.loads((tmp_path / "out.json").read_text())
+    assert [v["outcome"] for v in report["verdicts"]] == ["survived", "survived"]
+    outcome = run("check", *arguments, "--reference", f"{module}:RIGHT")
+    assert outcome.code == 0
+    assert f"{namespace}::half: 2 changes: 2 noticed (" in outcome.out
+
+
+def test_mistakes_about_changes_are_told(run, write, namespace, tmp_path):
+    module = write("operators", MUTATED)
+    arguments = (f"{namespace}::half", "--import", module, "--mutate")
+    outcome = run("check", *arguments, "--expected", f"{module}:RIGHT")
+    assert outcome.code == 2
+    assert "takes no --report or --expected" in outcome.err
+    outcome = run("check", *arguments, "--reference", f"{module}:NONE")
+    assert outcome.code == 1
+    assert f"--reference {module}:NONE: AttributeError" in outcome.err
+    outcome = run("check", *arguments, "-k", "sideways")
+    assert outcome.code == 1
+    assert "no check has such a name" in outcome.out

@@ -63,7 +63,7 @@ def _modules_of(op: OpName) -> set[str]:
     # The files in which it was defined, or got its fake kernel. One of C++ is no module's.
     sites = operators.registration_site(op.packet, op.overload), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
-    names = set(map(_module_of, _functions(op)))
+    names = set(map(_module_of, functions_of(op)))
     newest = next(reversed(sys.modules))
     by_file = _modules_by_file(len(sys.modules), newest, id(sys.modules.get(newest)))
     return names.union(*(by_file.get(file, ()) for file in files))
@@ -83,7 +83,7 @@ def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[s
     return by_file
 
 
-def _functions(op: OpName) -> Iterator[Callable[..., Any]]:
+def functions_of(op: OpName) -> Iterator[Callable[..., Any]]:
     """The Python functions of an operator that can be read: of `custom_op`, and its kernels."""
     function = registries.published_function(str(op))
     if function is not None:

@@ -5,7 +5,9 @@ Each operator is checked in a process of its own, so that a crash is a finding.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -25,6 +27,7 @@ from torchop import MissingRuleError
 from torchop._accelerate import patterns
 from torchop._compat import on_demand
 from torchop.cli.child_process import ChildError, answers, first_line, preload
+from torchop.cli.mutation import mutate_operators
 from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import OpName, short_text
 from torchop.testing import CheckReport, Result
@@ -53,6 +56,7 @@ class _Request(NamedTuple):
 
     modules: tuple[str, ...]  # what it imports
     examples: str | None  # "module:name" of examples by operator
+    reference: str | None  # "module:name" of references by operator
     expected: str | None  # "module:name" of the failures that are known
     only: tuple[str, ...]  # names of checks; none stands for all
     seed: int
@@ -82,6 +86,9 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) ->
 @click.option("--seed", default=0, show_default=True, help="The seed of random inputs.")
 @click.option("--examples", metavar="MODULE:NAME", help="A dict from operators to their examples.")
 @click.option(
+    "--reference", metavar="MODULE:NAME", help="A dict from operators to functions that are right."
+)
+@click.option(
     "--expected", metavar="MODULE:NAME", help="A dict from checks that may fail to reasons."
 )
 @click.option(
@@ -96,9 +103,15 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) ->
 )
 @file_to_write("--report", help="Write a page of HTML.")
 @file_to_write("--json", "json_path", help="Write JSON.")
+@click.option("--mutate", is_flag=True, help="Change the operators; tell what no check notices.")
 @click.option("-v", "--verbose", is_flag=True, help="Show checks that did not fail, too.")
 def check(
-    selection: Selection, report: Path | None, json_path: Path | None, verbose: bool, **options: Any
+    selection: Selection,
+    report: Path | None,
+    json_path: Path | None,
+    mutate: bool,
+    verbose: bool,
+    **options: Any,
 ) -> None:
     """Checks operators on inputs that their authors did not try.
 
@@ -111,10 +124,16 @@ def check(
     and passes does.
 
     The exit code is 0 if no check failed, and 1 if one did or no operator has examples.
+
+    --mutate changes the operators' Python functions in small ways instead, one at a time, and shows
+    the changes that no check notices. The budget is then for all changes of one operator, and the
+    exit code is 1 if a change survived.
     """
     if report is not None:
         require("jinja2", "--report")  # before the checks run, which take minutes
     request = _Request(selection.modules, **options)
+    if mutate:
+        sys.exit(not _mutate(selection.operators, request, report, json_path))
     reports, unchecked = _check(selection.operators, request)
     for each in reports:
         click.echo(str(each) if verbose else each.in_short())
@@ -130,6 +149,22 @@ def check(
         values = [each.to_dict() for each in reports]
         json_path.write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
     sys.exit(0 if reports and not failed else 1)
+
+
+def _mutate(
+    operators: Sequence[str], request: _Request, report: Path | None, json_path: Path | None
+) -> bool:
+    if report is not None or request.expected is not None:
+        raise click.UsageError("--mutate prints what survives, and takes no --report or --expected")
+    return mutate_operators(
+        operators,
+        functools.partial(_examples_of, request),
+        functools.partial(_reference_of, request),
+        request.budget,
+        json_path,
+        seed=request.seed,
+        only=request.only or None,
+    )
 
 
 def _check(operators: Sequence[str], request: _Request) -> tuple[list[CheckReport], list[str]]:
@@ -233,21 +268,19 @@ def _messages(
         spent: the seconds of the budget that are spent.
         folder: where the call is written that is tried, for the case that it ends the process.
     """
-    examples: tuple[Any, ...] = ()
+    examples, reference = _examples_of(request, op), _reference_of(request, op)
     expected: Mapping[str, str] | None = None
-    try:
-        option = f"--examples {request.examples}"
-        if request.examples is not None:
-            by_pattern = _mapping(request.examples, "operators to examples")
-            examples = tuple(patterns.value_for(OpName.parse(op), by_pattern) or ())
-        option = f"--expected {request.expected}"
-        if request.expected is not None:
+    if request.expected is not None:
+        with _of_option(f"--expected {request.expected}"):
             expected = expected_for(op, _mapping(request.expected, "checks to reasons"))
-    except Exception as error:
-        raise click.ClickException(f"{option}: {first_line(error)}") from None
     try:
         checks = plan_checks(
-            op, examples, seed=request.seed, only=request.only or None, expected=expected
+            op,
+            examples,
+            reference=reference,
+            seed=request.seed,
+            only=request.only or None,
+            expected=expected,
         )
     except MissingRuleError:
         raise NotCheckedError(
@@ -263,6 +296,33 @@ def _messages(
             yield "check", check.name
             yield "result", budget.run(written)
     yield "costs", call_costs(checks[0].subject)
+
+
+def _examples_of(request: _Request, op: str) -> tuple[Any, ...]:
+    """The examples that --examples has of an operator; none without it."""
+    if request.examples is None:
+        return ()
+    with _of_option(f"--examples {request.examples}"):
+        by_pattern = _mapping(request.examples, "operators to examples")
+        return tuple(patterns.value_for(OpName.parse(op), by_pattern) or ())
+
+
+def _reference_of(request: _Request, op: str) -> Any:
+    """The function that --reference has for an operator; None without one."""
+    if request.reference is None:
+        return None
+    with _of_option(f"--reference {request.reference}"):
+        by_pattern = _mapping(request.reference, "operators to functions")
+        return patterns.value_for(OpName.parse(op), by_pattern)
+
+
+@contextlib.contextmanager
+def _of_option(option: str) -> Iterator[None]:
+    """A block whose errors are the user's, in what an option names."""
+    try:
+        yield
+    except Exception as error:
+        raise click.ClickException(f"{option}: {first_line(error)}") from None
 
 
 def _mapping(place: str, what: str) -> Mapping[str, Any]:

@@ -1,9 +1,11 @@
-"""Checks of operators: opcheck, check and check_sharding."""
+"""Checks of operators: opcheck, check, mutate and check_sharding."""
 
 from torchop import OpCheckError
 from torchop.testing._check.api import check
 from torchop.testing._check.report import CheckReport, Failure, Result
 from torchop.testing._communication import Collective, communication
+from torchop.testing._mutate.api import mutate
+from torchop.testing._mutate.report import MutationReport
 from torchop.testing._opcheck import opcheck
 from torchop.testing._sharding import ShardingReport, check_sharding
 
@@ -11,11 +13,13 @@ __all__ = [
     "CheckReport",
     "Collective",
     "Failure",
+    "MutationReport",
     "OpCheckError",
     "Result",
     "ShardingReport",
     "check",
     "check_sharding",
     "communication",
+    "mutate",
     "opcheck",
 ]

@@ -1,0 +1,109 @@
+"""The Python functions that an operator consists of, as their authors wrote them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torchop._compat import registries
+from torchop._inspect.registrant import functions_of
+from torchop.extend import Operator
+
+# Where a handle, torchop's or PyTorch's, keeps what was registered, and what that is.
+_ROLES = {
+    "_init_fn": "kernel",
+    "_backend_fns": "kernel",
+    "_abstract_fn": "fake kernel",
+    "_backward_fn": "backward",
+    "_setup_context_fn": "setup_context",
+    "_vmap_fn": "vmap rule",
+}
+# Their functions stand between those of authors, such as what a decorator returns.
+_OF_OTHERS = {"torch", "torchop", *sys.stdlib_module_names}
+
+
+def authored_functions(operator: Operator) -> dict[types.FunctionType, str]:
+    """The functions of kernels and rules, and of their helpers in the same file, with their roles.
+
+    A function with two roles has the first one: a fake kernel that runs the kernel is a kernel.
+    """
+    found: dict[types.FunctionType, str] = {}
+    for role, registered in _registered(operator):
+        for function in _authored(registered, set()):
+            found.setdefault(function, role)
+    helpers = list(found)
+    for function in helpers:
+        for helper in _called_by(function):
+            if helper not in found:
+                found[helper] = f"called by the {found[function]}"
+                helpers.append(helper)  # which may have helpers, too
+    return found
+
+
+def _registered(operator: Operator) -> Iterator[tuple[str, Any]]:
+    handle = registries.published_handle(str(operator))
+    if handle is None:
+        yield from (("kernel", function) for function in functions_of(operator.name))
+        return
+    for attribute, role in _ROLES.items():
+        value = getattr(handle, attribute, None)
+        yield from ((role, each) for each in (value.values() if type(value) is dict else [value]))
+    definition = getattr(handle, "_definition", None)
+    for rule in () if definition is None else definition.rules.values():
+        yield from (("rule", part) for part in rule.cache_parts())
+
+
+def _authored(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:
+    """The functions of authors that a function is, or that it holds on to."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        parts = (value.__func__,)
+    elif isinstance(value, types.FunctionType):
+        # Not its __module__, which functools.wraps copies. A doctest has the name of its module.
+        package = str(value.__globals__.get("__name__")).partition(".")[0]
+        if package not in _OF_OTHERS or value.__code__.co_filename.startswith("<doctest"):
+            yield value
+        parts = tuple(_cells(value))
+    elif isinstance(value, tuple):
+        parts = value
+    else:
+        call = vars(type(value)).get("__call__")
+        parts = (call,) if isinstance(call, types.FunctionType) else ()
+    for part in parts:
+        if callable(part) or isinstance(part, tuple):
+            yield from _authored(part, seen)
+
+
+def _cells(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # empty so far
+            continue
+        if isinstance(value, (functools.partial, types.MethodType, types.FunctionType)):
+            yield value
+
+
+def _called_by(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """The functions of the same file that a function names."""
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        if (
+            isinstance(value, types.FunctionType)
+            and value.__code__.co_filename == function.__code__.co_filename
+        ):
+            yield value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

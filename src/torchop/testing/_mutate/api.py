@@ -1,0 +1,225 @@
+"""mutate: changes an operator's functions one by one, and asks `check` whether it notices."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import multiprocessing
+import random
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torchop._compat import on_demand
+from torchop.extend import Operator, OpLike
+from torchop.testing._authored import authored_functions
+from torchop.testing._check.run import Budget
+from torchop.testing._mutate.child import Ended, forked
+from torchop.testing._mutate.installing import CannotChangeError, Mutant, mutants_of
+from torchop.testing._mutate.judging import Message, judge
+from torchop.testing._mutate.report import MutationReport, Verdict
+
+# Seconds that a check gets with a change, and how often what it takes without one.
+_LEAST_SECONDS, _TIMES_AS_LONG = 5.0, 10.0
+_TO_START = 300.0  # seconds for the first check without a change, which may compile something
+_Changed = tuple[types.FunctionType, types.CodeType]
+# Called with how many changes are judged, of how many.
+Progress = Callable[[int, int], None]
+
+
+def mutate(
+    op: OpLike,
+    *examples: Any,
+    reference: Callable[..., Any] | None = None,
+    seed: int = 0,
+    budget: float | None = None,
+    only: str | Sequence[str] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> MutationReport:
+    """Changes an operator's functions in small ways, and tells which changes no check notices.
+
+    A change that is not noticed is a mistake that you could make, too: your examples, or the
+    `reference`, do not show it. Functions are changed that are written in Python: kernels, fake
+    kernels, formulas, vmap rules, and their helpers in the same file. One thing is changed at a
+    time: an operator such as `+`, a comparison, a number, a condition, the order of arguments, a
+    statement or a call such as `.contiguous()` that is left out, a gradient that becomes None.
+
+    Each change is made in a fork of the process, which may crash or hang; the process itself is not
+    changed. The checks run up to the first that fails. First come those that have noticed most
+    changes for the time that they take.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        examples: calls, as `check` takes them. Without any, the registered examples are used.
+        reference: a function that is called like the operator, and returns or writes the right
+            values. Without one, nothing tells whether the values of a kernel are right.
+        seed: the seed of random inputs, and of the order of the changes.
+        budget: seconds after which no further change is made.
+        only: the checks to run, as in `check`. By default, those that do not compile programs.
+        rtol: the relative tolerance of comparisons.
+        atol: the absolute tolerance of comparisons.
+
+    Returns:
+        A `MutationReport`, which prints itself, with a diff of each change that was not noticed.
+
+    Raises:
+        MissingRuleError: there are no examples, neither passed nor registered.
+        RuntimeError: the operator ends the process without a change, or fails all checks; or the
+            platform has no `fork`.
+        TypeError, ValueError: as `check` does.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::halve", mutates_args=())
+        ... def halve(x: torch.Tensor) -> torch.Tensor:
+        ...     return x / 2
+        >>> report = torchop.testing.mutate(halve, (torch.ones(2, 3),), only="memory.transposed")
+        >>> [(verdict.mutant.change, verdict.outcome) for verdict in report.verdicts]
+        [('/ to *', 'survived'), ('2 to 3', 'survived')]
+
+    The idea is mutation testing, as mutmut and cosmic-ray do it for the tests of a project.
+    """
+    options = {"reference": reference, "seed": seed, "only": only, "rtol": rtol, "atol": atol}
+    return run(op, lambda: examples, options, budget)
+
+
+def run(
+    op: OpLike,
+    make_examples: Callable[[], Sequence[Any]],
+    options: dict[str, Any],
+    budget: float | None = None,
+    progress: Progress = lambda done, total: None,
+) -> MutationReport:
+    """Does what `mutate` does, with examples that only the forks make."""
+    Budget(budget)  # raises if it is no budget
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise RuntimeError("mutate needs os.fork, which this platform has not: use Linux or macOS.")
+    operator = Operator(op, "mutate")
+    end = time.perf_counter() + (math.inf if budget is None else budget)
+    started = time.perf_counter()
+    on_demand.import_dynamo()  # once for all forks
+    changes: list[tuple[Mutant, _Changed]] = []
+    refused = {}
+    for function, role in authored_functions(operator).items():
+        try:
+            for mutant, code in mutants_of(function, role):
+                changes.append((mutant, (function, code)))
+        except CannotChangeError as error:
+            refused[f"{function.__qualname__} ({role})"] = str(error)
+    if not changes and not refused:
+        refused["the operator"] = "it has no function in Python"
+    jury = _Jury(operator, op, make_examples, options)
+    verdicts: dict[int, Verdict] = {}
+    # By chance: what a budget leaves out is of no one function.
+    places = random.Random(options["seed"]).sample(range(len(changes)), len(changes))
+    for number, place in enumerate(places):
+        progress(number, len(places))
+        mutant, changed = changes[place]
+        late = time.perf_counter() > end
+        verdicts[place] = Verdict(mutant, "not run") if late else jury.verdict(mutant, changed)
+    return MutationReport(
+        str(operator),
+        tuple(verdicts[place] for place in sorted(verdicts)),
+        refused,
+        tuple(jury.failing),
+        options["seed"],
+        time.perf_counter() - started,
+    )
+
+
+class _Jury:
+    """The checks that pass without a change, and what they have noticed so far."""
+
+    def __init__(
+        self,
+        operator: Operator,
+        op: OpLike,
+        make_examples: Callable[[], Sequence[Any]],
+        options: dict[str, Any],
+    ) -> None:
+        def run_checks(*more: Any) -> Iterator[Message]:
+            return judge(op, make_examples(), options, *more)
+
+        self._judge = run_checks
+        self._seconds: dict[str, float] = {}
+        self.failing: list[str] = []
+        messages: list[Message] = []
+        current = "the start"
+        with forked(self._judge) as receive:
+            while (message := receive(_TO_START)) is not None:
+                if isinstance(message, Ended):
+                    how = f"ended the process, {message}" if message else "did not come back"
+                    raise RuntimeError(
+                        f"mutate({operator}): without a change, it {how}, in {current}. Repair "
+                        "that first, or leave the check out with only=."
+                    )
+                if message.kind == "error":
+                    raise message.value
+                current = message.name
+                messages.append(message)
+        for name in messages.pop().value:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)  # here, so that no other fork has to
+        results = [each.value for each in messages if each.kind == "result"]
+        for result in results:
+            if result.outcome == "passed":
+                self._seconds[result.check] = result.seconds
+            elif result.outcome == "failed":
+                self.failing.append(result.check)
+        if not self._seconds:
+            why = "; ".join(f"{r.check}: {r.outcome}: {r.message}" for r in results[:1])
+            raise RuntimeError(
+                f"mutate({operator}): no check passes without a change, so that none can notice "
+                f"one. {why}"
+            )
+        self._calls = messages[-1].value
+        # Calls with results that are not the same each time tell nothing.
+        with forked(lambda: self._judge([])) as receive:
+            while isinstance(message := receive(_TO_START), Message):
+                if message.kind == "calls":
+                    again = message.value
+                    self._calls = {k: v for k, v in self._calls.items() if again.get(k) == v}
+        self._tried = dict.fromkeys(self._seconds, 0)
+        self._noticed = dict.fromkeys(self._seconds, 0)
+
+    def verdict(self, mutant: Mutant, changed: _Changed) -> Verdict:
+        order = sorted(self._seconds, key=self._worth, reverse=True)
+        check, calls = "", {}
+        with forked(lambda: self._judge(order, changed)) as receive:
+            while True:
+                limit = _LEAST_SECONDS + _TIMES_AS_LONG * self._seconds.get(check, 1.0)
+                message = receive(limit)
+                if isinstance(message, Ended):
+                    check = check or "the start"
+                    if not message:
+                        return Verdict(mutant, "timed out", check, f"it took over {limit:.0f} s")
+                    self._count(check, noticed=True)
+                    return Verdict(mutant, "killed", check, f"it ended the process, {message}")
+                if message is None:
+                    break
+                if message.kind == "error":  # such as examples that the function itself makes
+                    return Verdict(mutant, "killed", "the start", str(message.value))
+                check = message.name
+                if message.kind == "calls":
+                    calls = message.value
+                elif message.kind == "result":
+                    failed = message.value.outcome == "failed"
+                    self._count(check, noticed=failed)
+                    if failed:
+                        return Verdict(mutant, "killed", check, message.value.message)
+        same = all(calls.get(name) == digest for name, digest in self._calls.items())
+        return Verdict(mutant, "equal" if same else "survived")
+
+    def _worth(self, check: str) -> float:
+        """How many changes a check is expected to notice in a second."""
+        share = (self._noticed[check] + 1) / (self._tried[check] + 2)
+        return share / (self._seconds[check] + 0.001)
+
+    def _count(self, check: str, noticed: bool) -> None:
+        if check in self._tried:
+            self._tried[check] += 1
+            self._noticed[check] += noticed

@@ -1,0 +1,157 @@
+"""What the child processes do: they run checks, and say what calls come to."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from torchop.testing import probes
+from torchop.testing._check.run import Check, kinds, plan_checks, run_check
+from torchop.testing._check.subject import CannotCheck, Example, Subject
+from torchop.testing._mutate.installing import installed
+from torchop.testing.process_state import restored, seed_torch
+
+# The families whose checks try inputs, and not uses.
+_OF_INPUTS = {"memory", "dtypes", "values", "sharing"}
+
+
+class Message(NamedTuple):
+    """What a child says.
+
+    Attributes:
+        kind: that a check starts, its result, what calls came to, which modules are imported, or an
+            error of the caller's.
+        name: the name of the check.
+        value: a `Result`, the digests of the calls, the names of the modules, or the exception.
+    """
+
+    kind: Literal["check", "result", "calls", "modules", "error"]
+    name: str
+    value: Any = None
+
+
+def judge(
+    op: Any,
+    examples: Sequence[Any],
+    options: dict[str, Any],
+    order: Sequence[str] | None = None,
+    changed: tuple[types.FunctionType, types.CodeType] | None = None,
+) -> Iterator[Message]:
+    """Runs checks, and then the calls.
+
+    Args:
+        order: the names of the checks to run, up to the first that fails; None for all that are not
+            costly, to their end, or for those that the options choose.
+        changed: a function, and the code that it has meanwhile.
+    """
+    with contextlib.nullcontext() if changed is None else installed(*changed):
+        try:
+            checks = plan_checks(op, examples, **options)
+        except Exception as error:
+            yield Message("error", "", error)
+            return
+        for check in _in_order(checks, order, options):
+            yield Message("check", check.name)
+            result = run_check(check)
+            yield Message("result", check.name, result)
+            if order is not None and result.outcome == "failed":
+                return
+        yield Message("check", "the calls that are compared to the bit")
+        yield Message("calls", "", digests(checks[0].subject))
+        yield Message("modules", "", [name for name in sys.modules if name.startswith("torch.")])
+
+
+def _in_order(
+    checks: list[Check], order: Sequence[str] | None, options: dict[str, Any]
+) -> list[Check]:
+    if order is None:
+        return [c for c in checks if options.get("only") is not None or not c.kind.is_costly]
+    by_name = {check.name: check for check in checks}
+    return [by_name[name] for name in order if name in by_name]
+
+
+def digests(subject: Subject) -> dict[str, str]:
+    """What each call of the checks of inputs comes to, to the bit, and its fake kernel, gradients.
+
+    Returns:
+        Digests by the name of the check, and the number of the call.
+    """
+    found = {}
+    for kind in kinds():
+        if kind.is_costly or kind.on_request or kind.name.partition(".")[0] not in _OF_INPUTS:
+            continue
+        with contextlib.suppress(Exception):  # why there are no more cases
+            for number, case in enumerate(kind.cases(subject, {})):
+                try:
+                    example, _ = case.arguments()
+                except CannotCheck:
+                    continue
+                found[f"{kind.name} {number}"] = _digest(subject, example)
+    for number, example in enumerate(subject.examples):
+        found[f"vmap {number}"] = _text(lambda each=example: _batched(subject, each))
+    return found
+
+
+def _digest(subject: Subject, example: Example) -> str:
+    def call() -> Any:
+        with torch.no_grad():
+            return probes.outcome(subject.op, *example.copy())
+
+    def gradients() -> Any:
+        changed = example.copy().map(
+            lambda t: t.requires_grad_() if t.is_floating_point() or t.is_complex() else t
+        )
+        function, inputs = probes.as_function(subject.op, *changed)
+        return probes.gradients(function, inputs)
+
+    # On meta tensors, because those of FakeTensor take ten times as long.
+    described = example.map(
+        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    )
+    texts = [_text(call), _text(lambda: subject.op(*described.args, **described.kwargs))]
+    if subject.has_autograd_kernel and not subject.schema.is_mutable:
+        texts.append(_text(gradients))
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+def _batched(subject: Subject, example: Example) -> Any:
+    subject.needs_vmap()
+    function, tensors = probes.on_tensors(subject.op, *example.copy())
+    batches = [torch.stack([t, t.flip(0) if t.dim() else t]) for t in tensors]
+    together = torch.func.vmap(lambda *each: tuple(probes.tensors_of(function(*each))))(*batches)
+    last = [batch.movedim(0, -1) for batch in batches]
+    return together, torch.func.vmap(
+        lambda *each: tuple(probes.tensors_of(function(*each))), in_dims=-1
+    )(*last)
+
+
+def _text(call: Any) -> str:
+    """What a call comes to, as text that is another one if a bit of it is."""
+    try:
+        with restored():
+            seed_torch(0)
+            results = probes.leaves(call())
+    except Exception as error:
+        return type(error).__name__
+    return "; ".join(map(_bits, results))
+
+
+def _bits(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    what = f"{value.dtype} {value.device} {list(value.shape)}"
+    if value.layout is not torch.strided:
+        return f"{what} {value.layout}"
+    what += f" {value.stride()}"
+    try:
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        data = plain.flatten().view(torch.uint8).numpy().tobytes()
+        return f"{what} {hashlib.sha256(data).hexdigest()}"
+    except Exception:  # fake tensors, and others without numbers
+        return what

@@ -1,0 +1,138 @@
+"""What became of the changes: as text, and in JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torchop.testing._check.report import environment
+from torchop.testing._mutate.installing import Mutant
+
+Fate = Literal["killed", "timed out", "survived", "equal", "not run"]
+_IN_WORDS: dict[Fate, str] = {
+    "killed": "noticed",
+    "timed out": "timed out",
+    "survived": "survived",
+    "equal": "without effect",
+    "not run": "not run",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one change.
+
+    Attributes:
+        mutant: the change.
+        outcome: `"killed"`: a check failed; `"timed out"`: a check took too long; `"survived"`: no
+            check failed, though calls come to something else; `"equal"`: no check failed, and all
+            calls that were compared come to the same, to the bit, so that it may change nothing;
+            `"not run"`: the budget was spent before.
+        check: the check that failed or took too long.
+        message: what it said.
+    """
+
+    mutant: Mutant
+    outcome: Fate
+    check: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class MutationReport:
+    """Which changes of an operator's functions are noticed. Print it.
+
+    Attributes:
+        op: the name of the operator.
+        verdicts: what became of each change, in the order of the source.
+        refused: the functions that cannot be changed, with the reason for each.
+        failing: the checks that fail without a change, and so notice none.
+        seed: the seed of the generated inputs.
+        seconds: how long it took.
+        environment: versions and devices.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::one_more", mutates_args=())
+        ... def one_more(x: torch.Tensor) -> torch.Tensor:
+        ...     return x + 1
+        >>> report = torchop.testing.mutate(
+        ...     one_more, (torch.ones(2),), reference=lambda x: 1 + x, only="memory.given"
+        ... )
+        >>> report.survivors, report.by_check()
+        ([], {'memory.given': 2})
+    """
+
+    op: str
+    verdicts: tuple[Verdict, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    failing: tuple[str, ...] = ()
+    seed: int = 0
+    seconds: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=environment)
+
+    def with_outcome(self, outcome: Fate) -> list[Verdict]:
+        """The changes with an outcome."""
+        return [verdict for verdict in self.verdicts if verdict.outcome == outcome]
+
+    @property
+    def survivors(self) -> list[Verdict]:
+        """The changes that no check noticed, though calls come to something else."""
+        return self.with_outcome("survived")
+
+    def summary(self) -> str:
+        """One line: how many changes have each outcome."""
+        counts = [
+            f"{n} {word}" for fate, word in _IN_WORDS.items() if (n := len(self.with_outcome(fate)))
+        ]
+        counted = ", ".join(counts) or "nothing to change"
+        return f"{self.op}: {len(self.verdicts)} changes: {counted} ({self.seconds:.1f} s)"
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        for fate, heading in (
+            ("survived", "SURVIVED, though calls come to something else"),
+            ("equal", "WITHOUT EFFECT on any call that was compared"),
+        ):
+            for verdict in self.verdicts:
+                if verdict.outcome == fate:
+                    mutant = verdict.mutant
+                    place = f"{mutant.file}:{mutant.line}"
+                    lines += ["", f"{heading}: {mutant.change}, in the {mutant.role}, {place}"]
+                    lines += [f"    {line}".rstrip() for line in mutant.diff.splitlines()[2:]]
+        by_check = self.by_check()
+        if by_check:
+            noticed = ", ".join(f"{check} {count}" for check, count in by_check.items())
+            lines += ["", f"noticed by: {noticed}"]
+        if self.failing:
+            lines.append(f"fail without a change, and notice none: {', '.join(self.failing)}")
+        lines += [f"not changed: {name}: {reason}" for name, reason in self.refused.items()]
+        if any(v.mutant.role == "kernel" for v in (*self.survivors, *self.with_outcome("equal"))):
+            lines.append(
+                "A kernel is compared with itself unless there is a reference: pass reference=, or "
+                "--reference."
+            )
+        return "\n".join(lines)
+
+    def by_check(self) -> dict[str, int]:
+        """How many changes each check noticed, most first."""
+        names = [verdict.check for verdict in self.with_outcome("killed")]
+        return {
+            name: names.count(name) for name in sorted(set(names), key=lambda n: -names.count(n))
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values: what `to_json` writes."""
+        return {"format": 1, **asdict(self)}
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as JSON.
+
+        Args:
+            path: the file, which is replaced.
+        """
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
