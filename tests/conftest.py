@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import logging
 import os
 import re
 import sys
@@ -67,6 +68,10 @@ LONGEST = (
     "subsystems/test_compile_aliases.py",
     "test_newcomer.py",
 )
+
+# pytest listens to all loggers that do not propagate. PyTorch writes each graph of a compile as
+# text, which is a tenth of the compile, as soon as somebody listens to this one.
+logging.getLogger("torch.__trace").propagate = True
 
 _numbers = itertools.count()
 
