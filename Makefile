@@ -47,7 +47,7 @@ matrix:
 	$(PYTHON) tools/environment.py $(RELEASE) $(MATRIX)
 	$(MATRIX)/torch-$(RELEASE)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# The C++ sources, with the headers of every Python on the machine.
+# The C++ sources, with the headers of every Python on the machine, and for a PyTorch to come.
 interpreters: $(STAMP)
 	$(BIN)/python tools/interpreters.py
 

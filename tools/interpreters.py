@@ -1,20 +1,25 @@
-"""Do the C++ sources compile with the headers of every Python on this machine?
+"""Do the C++ sources compile with every Python on this machine, and for a PyTorch to come?
 
     python tools/interpreters.py [PYTHON ...]
 
 Without arguments, those are asked that are in the PATH or that pyenv has, of the versions that
 torchop supports. PyTorch's headers are those of this environment's PyTorch: they do not depend on
 the version of Python. Nothing is linked, so no other PyTorch is needed.
+
+A PyTorch to come is one whose nodes of autograd nobody knows: the sources then leave out what goes
+around them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -52,25 +57,68 @@ def headers(programs: list[str]) -> dict[tuple[int, ...], Path]:
 
 def compiles(include: Path) -> bool:
     """Whether the sources compile with these headers of Python; the compiler says why not."""
-    torch_headers = Path(torch.__file__).parent / "include"
-    folders = [torch_headers, torch_headers / "torch" / "csrc" / "api" / "include", include]
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder, "call_path.cpp")
-        whole.write_text("".join(f'#include "{file}"\n' for file in sorted(CSRC.glob("*.cpp"))))
-        command = [*find_compiler().command, *compile_flags(), "-Wall", "-Werror", "-fsyntax-only"]
-        for path in folders:
-            command += ["-isystem", str(path)]
-        return subprocess.run([*command, str(whole)], check=False).returncode == 0
+        whole.write_text(including(file.name for file in sorted(CSRC.glob("*.cpp"))))
+        return compiler(include, "-Wall", "-Werror", "-fsyntax-only", str(whole))
+
+
+def compiles_without_nodes(include: Path) -> bool:
+    """Whether they compile where the nodes of autograd are not known, and define what is declared.
+
+    What is missing would be noticed when the extension is loaded, with a release nobody has seen.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        whole, compiled = Path(folder, "whole.cpp"), Path(folder, "whole.o")
+        whole.write_text(including(("autograd.cpp", "gradients.cpp", "plan.cpp")))
+        unknown = ("-UTORCHOP_KNOWS_NODES", "-DTORCHOP_KNOWS_NODES=0")
+        if not compiler(include, *unknown, "-O0", "-c", str(whole), "-o", str(compiled)):
+            return False
+        symbols = compiled.read_bytes()
+    mangled = {name: f"_ZN7torchop{len(name)}{name}E" for name in declared()}
+    missing = [name for name, symbol in mangled.items() if symbol.encode() not in symbols]
+    print("".join(f"{name} is declared, and not defined\n" for name in missing), end="")
+    return not missing
+
+
+def declared() -> list[str]:
+    """The functions of the headers that are not defined in them."""
+    names: list[str] = []
+    for header in ("autograd.h", "gradients.h"):
+        text = (CSRC / header).read_text()
+        found = re.findall(r"^(?!inline)\w[\w *]*?(\w+)\([^;{]*\);$", text, re.MULTILINE)
+        assert found, f"{header} declares no function that this program understands"
+        names += found
+    return names
+
+
+def including(files: Iterable[str]) -> str:
+    return "".join(f'#include "{CSRC / file}"\n' for file in files)
+
+
+def compiler(include: Path, *arguments: str) -> bool:
+    """Whether the compiler accepts its arguments; it says why not."""
+    torch_headers = Path(torch.__file__).parent / "include"
+    command = [*find_compiler().command, *compile_flags()]
+    for path in (torch_headers, torch_headers / "torch" / "csrc" / "api" / "include", include):
+        command += ["-isystem", str(path)]
+    return subprocess.run([*command, *arguments], check=False).returncode == 0
 
 
 def main(programs: list[str]) -> int:
     failed = 0
-    for version, include in headers(programs or interpreters()).items():
-        passed = compiles(include)
-        failed += not passed
-        name = ".".join(map(str, version))
-        print(f"{'pass' if passed else 'FAIL'}  Python {name}: {include}", flush=True)
+    folders = headers(programs or interpreters())
+    for version, include in folders.items():
+        failed += report(compiles(include), f"Python {'.'.join(map(str, version))}: {include}")
+    newest = list(folders.values())[-1]
+    failed += report(compiles_without_nodes(newest), "a PyTorch whose nodes are not known")
     return 1 if failed else 0
+
+
+def report(passed: bool, what: str) -> bool:
+    """Prints how it ended, and returns whether it failed."""
+    print(f"{'pass' if passed else 'FAIL'}  {what}", flush=True)
+    return not passed
 
 
 if __name__ == "__main__":

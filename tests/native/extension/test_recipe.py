@@ -100,25 +100,6 @@ def test_flags_tell_whether_the_nodes_of_autograd_are_known(
     assert (unknown_nodes() is None) == bool(known)
 
 
-def test_sources_compile_where_the_nodes_of_autograd_are_not_known(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    flags = include_flags()
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
-    whole = tmp_path / "whole.cpp"
-    whole.write_text('#include "autograd.cpp"\n#include "gradients.cpp"\n#include "plan.cpp"\n')
-    command = [*find_compiler().command, *compile_flags(), *flags, f"-I{CSRC}", "-O0", "-c"]
-    subprocess.run([*command, str(whole), "-o", str(tmp_path / "whole.o")], check=True)
-    # What is missing would be noticed when the extension is loaded, by a release nobody has seen.
-    symbols = (tmp_path / "whole.o").read_bytes()
-    for header in ("autograd.h", "gradients.h"):
-        text = (CSRC / header).read_text()
-        names = re.findall(r"^(?!inline)\w[\w *]*?(\w+)\([^;{]*\);$", text, re.MULTILINE)
-        assert names
-        for name in names:
-            assert f"_ZN7torchop{len(name)}{name}E".encode() in symbols, name
-
-
 def test_headers_are_where_the_flags_say() -> None:
     folders = [Path(flag) for flag in include_flags() if flag != "-isystem"]
     assert any((folder / "Python.h").is_file() for folder in folders)
