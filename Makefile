@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* benchmarks/*.cpp)
 
+# Images of containers often set it. Each program of the tests would compile the modules of torchop,
+# and pytest all of its own.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo introduction newcomer test test-all device zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	realworld-vllm \
