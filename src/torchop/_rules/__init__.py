@@ -15,7 +15,7 @@ from torchop._rules.effect import EffectRule
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.functionalization.rule import FunctionalizationRule
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.mutation.rule import ConjugationRule, MutationRule
+from torchop._rules.mutation.rule import MutationRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.vmap.rule import VmapRule
 
@@ -29,6 +29,5 @@ RULES: tuple[type[CompiledRule[Any]], ...] = (
     TorchDispatchRule,
     EffectRule,
     FunctionalizationRule,
-    ConjugationRule,
 )
 definition.kinds = RULES

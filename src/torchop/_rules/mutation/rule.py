@@ -61,7 +61,10 @@ class Mutated(NamedTuple):
 
 
 class MutationRule(CompiledRule["Mutated | None"]):
-    """Increments the versions of the arguments that are mutable in the schema."""
+    """Increments the versions of the arguments that are mutable in the schema.
+
+    It also hands an operator that mutates the values behind conjugate and negated views.
+    """
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:
@@ -71,10 +74,12 @@ class MutationRule(CompiledRule["Mutated | None"]):
         definition = self.definition
         if definition.schema.is_view:
             libraries.install_view_tracking(definition.library, definition.name.local)
-        else:
-            definition.implement(
-                "ADInplaceOrView", _version_counter_kernel(definition), with_keyset=True
-            )
+            return
+        definition.implement(
+            "ADInplaceOrView", _version_counter_kernel(definition), with_keyset=True
+        )
+        for key in dispatch.MATH_BIT_KEYS:
+            definition.implement(key, _resolving_kernel(definition), with_keyset=True)
 
     def compile(self) -> Mutated | None:
         schema = self.definition.schema
@@ -100,22 +105,6 @@ def _version_counter_kernel(definition: Definition) -> Callable[..., Any]:
         return dispatch.redispatch(definition.overload, keyset, args, kwargs)
 
     return kernel
-
-
-class ConjugationRule(CompiledRule[None]):
-    """Hands an operator that mutates the values behind conjugate and negated views."""
-
-    @classmethod
-    def is_installed_on(cls, declaration: Declaration) -> bool:
-        return declaration.schema.is_mutable
-
-    def install(self) -> None:
-        definition = self.definition
-        for key in dispatch.MATH_BIT_KEYS:
-            definition.implement(key, _resolving_kernel(definition), with_keyset=True)
-
-    def compile(self) -> None:
-        return None
 
 
 def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
