@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import torchop
 from torchop._inspect.registrant import in_dispatcher, place_of
-from torchop.cli.selection import Selection, selecting
+from torchop.cli.selection import Selection, console, selecting
 from torchop.extend import Operator
 
 
@@ -49,10 +48,7 @@ def catalogue(selection: Selection, checked: Path | None, as_json: bool) -> None
     if as_json:
         click.echo(json.dumps([entry._asdict() for entry in entries], indent=1))
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=10_000)  # a file or a program does not want lines broken
-    console.print(_table(entries, with_checked=checked is not None))
+    console().print(_table(entries, with_checked=checked is not None))
 
 
 def _table(entries: list[Entry], with_checked: bool) -> Table:

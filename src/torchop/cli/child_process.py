@@ -28,6 +28,7 @@ import click
 import torch
 
 from torchop.extend import short_repr, short_text
+from torchop.testing.process_state import set_environment
 
 START_LIMIT = 600.0  # seconds, for the imports of all the modules
 # Bytes of the output of a child: more is thrown away, as a kernel that prints is called often.
@@ -163,13 +164,7 @@ def _environment_of_server() -> Iterator[None]:
     try:
         yield
     finally:
-        _set_environment(before)
-
-
-def _set_environment(environment: Mapping[str, str]) -> None:
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
+        set_environment(before)
 
 
 def import_all(modules: Iterable[str]) -> None:
@@ -244,7 +239,7 @@ def _run(
     output: Path | None,
 ) -> None:
     torch.set_num_threads(threads)
-    _set_environment(environment)  # not the server's
+    set_environment(environment)  # not the server's
     os.setpgid(0, 0)  # so that what it starts can be ended with it
     if sys.platform == "linux":  # where it hangs, it is to end with the server, and that with us
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -26,7 +25,7 @@ import torchop
 from torchop import NativeUnavailableError
 from torchop._native.extension import api as native
 from torchop._native.extension import files, recipe, worker
-from torchop.cli.selection import require
+from torchop.cli.selection import console, require
 
 _METADATA = """\
 Metadata-Version: 2.1
@@ -217,12 +216,10 @@ def _print(found: dict[str, str], verdict: str) -> None:
     table.columns[1].overflow = "fold"  # a path is copied whole
     for what, text in found.items():
         table.add_row(what, Text(text))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=10_000)  # a file or a program does not want lines broken
-    console.print(table)
-    console.print()
-    console.print(Text(verdict), soft_wrap=True)
+    printer = console()
+    printer.print(table)
+    printer.print()
+    printer.print(Text(verdict), soft_wrap=True)
 
 
 def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from rich.console import Console
 
 from torchop._accelerate import patterns
 from torchop._compat import on_demand
@@ -50,6 +51,12 @@ def require(package: str, what: str) -> None:
     """Raises click.ClickException if something needs a package that is not installed."""
     if importlib.util.find_spec(package) is None:
         raise click.ClickException(f"{what} needs {package}: {installing('cli')}")
+
+
+def console() -> Console:
+    """Where a command prints; a file or a program does not want lines broken."""
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=10_000)
 
 
 def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -15,7 +15,7 @@ import random
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ def _is_flushing() -> bool:
 _HALF = 0.5  # a name, as Python would multiply two constants when it compiles
 
 
-def _set_environment(variables: dict[str, str]) -> None:
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Makes these the environment variables, and removes all others."""
     for added in os.environ.keys() - variables.keys():
         del os.environ[added]
     os.environ.update(variables)
@@ -74,7 +75,7 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         functools.partial(locale.setlocale, locale.LC_ALL),
     ),
     "os.getcwd()": (os.getcwd, os.chdir),
-    "os.environ": (lambda: dict(os.environ), _set_environment),
+    "os.environ": (lambda: dict(os.environ), set_environment),
     "random.getstate()": (random.getstate, random.setstate),
     "torch.get_rng_state()": (lambda: torch.get_rng_state().tolist(), None),
     "numpy.random.get_state()": (_numpy_state, lambda state: _numpy_random().set_state(state)),
