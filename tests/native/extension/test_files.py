@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -324,6 +325,11 @@ PyMODINIT_FUNC PyInit__call_path() {
 """
 
 
+def with_digest(file: Path) -> None:
+    """Says of a file that a compiler made just this."""
+    worker.digest_file(file).write_text(hashlib.sha256(file.read_bytes()).hexdigest())
+
+
 @pytest.mark.usefixtures("cache_folder")
 class TestLoad:
     def test_extension_becomes_a_module_of_ours(self, built: Path) -> None:
@@ -338,7 +344,8 @@ class TestLoad:
     def test_damaged_file_is_unusable(self, tmp_path: Path) -> None:
         file = tmp_path / "damaged.so"
         file.write_text("this is no ELF file, " * 10)
-        with pytest.raises(files.UnusableFileError, match="damaged"):
+        with_digest(file)
+        with pytest.raises(files.UnusableFileError, match=r"damaged.so: "):
             files.load(file)
         assert files.MODULE not in sys.modules
 
@@ -346,11 +353,18 @@ class TestLoad:
         """Loading it would end the process, so this test would not merely fail."""
         file = tmp_path / "half.so"
         whole = built.read_bytes()
+        shutil.copy(worker.digest_file(built), worker.digest_file(file))
         file.write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(files.UnusableFileError, match=r"half.so is damaged: its end is"):
+        with pytest.raises(files.UnusableFileError, match=r"half.so is damaged: its digest is not"):
             files.load(file)
         shutil.copy(built, file)
         assert files.load(file).__file__ == str(file)
+
+    def test_file_without_its_digest_is_unusable(self, built: Path, tmp_path: Path) -> None:
+        file = tmp_path / "bare.so"
+        shutil.copy(built, file)
+        with pytest.raises(files.UnusableFileError, match=r"no digest. Copy bare.so.digest, which"):
+            files.load(file)
 
     def test_file_that_is_not_what_was_compiled_is_unusable(
         self, built: Path, tmp_path: Path
@@ -373,8 +387,8 @@ class TestLoad:
         """Even if the file is replaced in between."""
         check = files._check_contents
 
-        def check_and_replace(file: Path, descriptor: int, *, needs_digest: bool) -> None:
-            check(file, descriptor, needs_digest=needs_digest)
+        def check_and_replace(file: Path, descriptor: int) -> None:
+            check(file, descriptor)
             (tmp_path / "other").write_text("something else")
             os.replace(tmp_path / "other", file)
 
@@ -405,6 +419,7 @@ class TestLoad:
         modules = []
         for name in ("one.so", "two.so"):
             shutil.copy(built, tmp_path / name)
+            with_digest(tmp_path / name)
             monkeypatch.delitem(sys.modules, files.MODULE, raising=False)
             modules.append(files.load(tmp_path / name))
         assert [module.__file__ for module in modules] == [
@@ -416,6 +431,7 @@ class TestLoad:
     def test_empty_file_is_unusable(self, tmp_path: Path) -> None:
         file = tmp_path / "empty.so"
         file.touch()
+        with_digest(file)
         with pytest.raises(files.UnusableFileError, match=r"empty.so: file too short"):
             files.load(file)
 

@@ -12,7 +12,6 @@ import functools
 import importlib.util
 import os
 import stat
-import struct
 import sys
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
@@ -159,7 +158,7 @@ def check_private(path: Path) -> None:
 def load(file: Path, *, cached: bool = False) -> ModuleType:
     """Loads the extension from a file; a second time, returns what it loaded the first time.
 
-    In the cache, it must be private and have its digest. An exception of the extension itself,
+    It must have its digest, and in the cache be private. An exception of the extension itself,
     which may refuse this PyTorch, is raised as it is.
     """
     loaded = sys.modules.get(MODULE)
@@ -173,7 +172,7 @@ def load(file: Path, *, cached: bool = False) -> ModuleType:
     try:
         if cached:
             _check_status(file, os.fstat(descriptor))
-        _check_contents(file, descriptor, needs_digest=cached)
+        _check_contents(file, descriptor)
         path = f"/proc/self/fd/{descriptor}"
         if not os.path.exists(path):
             path = str(file)
@@ -201,30 +200,20 @@ def load(file: Path, *, cached: bool = False) -> ModuleType:
     return module
 
 
-def _check_contents(file: Path, descriptor: int, *, needs_digest: bool) -> None:
+def _check_contents(file: Path, descriptor: int) -> None:
     """Checks that the file is what the compiler made.
 
     The dynamic linker checks nothing: it maps the file, and the process dies when it touches a
     missing page, or runs what is not code.
     """
     expected = worker.expected_digest(file)
-    if expected is None and needs_digest:
-        raise UnusableFileError(f"{file} may be damaged: it has no digest")
-    if expected is not None and worker.digest(descriptor) != expected:
+    if expected is None:
+        raise UnusableFileError(
+            f"{file} may be damaged: it has no digest. Copy {worker.digest_file(file).name}, which "
+            "the build wrote beside it, too"
+        )
+    if worker.digest(descriptor) != expected:
         raise UnusableFileError(f"{file} is damaged: its digest is not that of the compiled file")
-    if _is_cut_off(descriptor):
-        raise UnusableFileError(f"{file} is damaged: its end is missing")
-
-
-def _is_cut_off(descriptor: int) -> bool:
-    """Whether an ELF file is shorter than its header says."""
-    header = os.pread(descriptor, 64, 0)
-    size = os.fstat(descriptor).st_size
-    if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
-        return False  # not an ELF file of 64 bits, little-endian: the linker will say what it is
-    (sections,) = struct.unpack_from("<Q", header, 40)
-    size_of_entry, entries = struct.unpack_from("<HH", header, 58)
-    return size < int(sections) + int(size_of_entry) * int(entries)
 
 
 def _check_status(path: Path, info: os.stat_result) -> None:
