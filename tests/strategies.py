@@ -270,6 +270,18 @@ def _written(parameter: Parameter) -> str:
 # --------------------------------------------------------------------------------------------------
 # What a schema cannot express
 
+
+def what_to_write(near: str) -> str:
+    """How a message begins that says what to write instead."""
+    if near.startswith("Tensor, "):  # no type is near, so it names all
+        return f"supported are {near}"
+    return (
+        f"pass {near}"
+        if near == "one argument per field"
+        else f"the nearest supported type is: {near}"
+    )
+
+
 # An annotation, and what to write instead.
 UNSUPPORTED_TYPES: dict[str, str] = {
     "dict[str, Tensor]": "one argument per field",
@@ -386,8 +398,7 @@ def unsupported(draw: DrawFn) -> Unsupported:
     if reason == "type":
         annotation, near = draw(st.sampled_from(list(UNSUPPORTED_TYPES.items())))
         written = f"{name}: {annotation}"
-        near = f"nearest supported type is: {near}"
-        return signature(written, parameter, "unsupported type", near)
+        return signature(written, parameter, "unsupported type", what_to_write(near))
     if reason == "default":
         annotation, default, problem = draw(st.sampled_from(UNSUPPORTED_DEFAULTS))
         written = f"{name}: {annotation} = default"

@@ -149,7 +149,7 @@ def result_without_annotation(n: str) -> None:
         return x.clone()
 
 
-@mistake(ValueError, cause="unsupported default tensor([1.])", fix="default to None, and make it")
+@mistake(ValueError, cause="unsupported default tensor([1.])", fix="use the default None, and make")
 def tensor_as_default(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args=())
     def f(x: Tensor, weight: Tensor = torch.ones(1)) -> Tensor:  # noqa: B008  (the mistake)

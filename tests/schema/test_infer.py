@@ -207,9 +207,9 @@ def test_an_unsupported_type_is_refused_with_the_nearest_one(annotation: str) ->
     near = strategies.UNSUPPORTED_TYPES[annotation]
     with pytest.raises(SchemaError, match=r"generated\.crop: parameter 'box' ") as caught:
         torchop.infer_schema(function, mutates_args=())
-    found, _, suggested = str(caught.value).partition("; the nearest supported type is: ")
+    found, _, suggested = str(caught.value).partition("; ")
     assert "unsupported type " in found
-    assert suggested.startswith(near)
+    assert suggested.startswith(strategies.what_to_write(near))
 
 
 @pytest.mark.parametrize(("annotation", "default", "problem"), strategies.UNSUPPORTED_DEFAULTS)
@@ -265,6 +265,7 @@ def test_mutates_args_that_names_no_tensor_is_refused(
         define(*arguments, mutates_args=mutates_args)
     message = str(caught.value)
     assert [word for word in words if word not in message] == []
+    assert message.startswith((f"{namespace}::f: ", f"{writes.__module__}.writes: "))
     assert len(message) < 400
     assert operators.overload_names(f"{namespace}::f") == []
 
@@ -299,3 +300,10 @@ def test_pytorch_has_nothing_to_log_of_an_enum(caplog: pytest.LogCaptureFixture)
     finally:
         log.removeHandler(caplog.handler)
     assert caplog.messages == []
+
+
+def test_an_iterator_and_a_string_reach_the_definition_of_an_operator(namespace: str) -> None:
+    op = torchop.custom_op(f"{namespace}::f", writes, mutates_args=iter(["a"]))
+    assert "Tensor(a0!) a" in str(op.schema)
+    with pytest.raises(SchemaError, match=rf"^{namespace}::g: mutates_args='a': expected a seq"):
+        torchop.custom_op(f"{namespace}::g", writes, mutates_args="a")

@@ -261,8 +261,8 @@ def _function(
         template = next(iter(kernels.values()))
     else:
         raise OperatorClassError(
-            f"{what} has kernels for {', '.join(kernels)}, but no signature that all of them have. "
-            "Add the static function 'signature', with annotations, or the string 'schema'."
+            f"{what} has kernels for {', '.join(kernels)}, but nothing says which signature they "
+            "have. Add the static function 'signature', with annotations, or the string 'schema'."
         )
 
     def no_kernel(*args: Any, **kwargs: Any) -> Any:

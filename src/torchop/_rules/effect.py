@@ -171,8 +171,8 @@ def check_not_traced(name: OpName, declared: Declared) -> None:
         warn(
             f"{name}: a compiler has already traced the operator with the effect that is removed "
             "now. PyTorch finds compiled code by the operator's name, so graphs that were compiled "
-            "before still keep every call, in order. torch.compiler.reset() has functions compiled "
-            "anew in this process, where no cache on disk has the graph.",
+            "before still keep every call, in order. torch.compiler.reset() makes this process "
+            "compile functions anew, unless a cache on disk has the graph.",
             UserWarning,
         )
         return

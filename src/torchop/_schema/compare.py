@@ -17,13 +17,13 @@ from torchop._schema.schema import Argument, Schema
 def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:
     """Refuses a schema that mutates other arguments than `mutates_args` names."""
     tensors = {a.name for a in schema.arguments if a.holds_tensors}
-    mutated = infer.mutated_names(mutates_args)
+    mutated = infer.mutated_names(name, mutates_args)
     names = tensors if mutated is None else set(mutated)
     if names != set(schema.mutated):
         raise SchemaError(
             f"{name}: mutates_args={short_repr(mutates_args)} and "
             f"schema={short_repr(schema.text)} disagree: by the "
-            f"schema the op mutates {infer.spell_names(schema.mutated)}. Make them say the same."
+            f"schema, the operator mutates {infer.spell_names(schema.mutated)}. Change one of them."
         )
 
 

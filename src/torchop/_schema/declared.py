@@ -11,7 +11,7 @@ from torchop._errors import SchemaError, short_repr, short_text
 from torchop._schema import compare
 from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, check_form, form_of, form_of_schema
-from torchop._schema.infer import infer_schema
+from torchop._schema.infer import UNKNOWN, infer_schema, mutated_names
 from torchop._schema.naming import OpName
 from torchop._schema.optional_out import check_maybe_out
 from torchop._schema.schema import Schema
@@ -32,6 +32,9 @@ def declared_schema(
 ) -> tuple[Schema, Callable[..., Any], Convention]:
     """The schema, the function that takes its arguments, and how the author's are called."""
     refusal = None
+    if schema is None:
+        names = mutated_names(str(name), mutates_args)  # once, because it may be an iterator
+        mutates_args = UNKNOWN if names is None else names
     try:
         parsed = make_schema(name, function, mutates_args, tags, schema)
     except SchemaError as error:
@@ -87,8 +90,8 @@ def make_schema(
     # Most schemas need no look at their arguments.
     if text.count(",") >= MAX_ARGUMENTS and len(parsed.arguments) > MAX_ARGUMENTS:
         raise SchemaError(
-            f"{name}: the schema has {len(parsed.arguments)} arguments, of which PyTorch takes at "
-            f"most {MAX_ARGUMENTS}; a structure has one for each field. Put values of one type "
+            f"{name}: the schema has {len(parsed.arguments)} arguments, but PyTorch takes at most "
+            f"{MAX_ARGUMENTS}. Each field of a structure is an argument, so put values of one type "
             "into a list or a dict."
         )
     form = form_of(tags)

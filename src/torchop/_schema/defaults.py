@@ -34,8 +34,8 @@ def render(value: Any, schema_type: str) -> str:
         return f"[{', '.join(_render_single(entry, item) for entry in value)}]"
     if base not in _RENDERERS:
         raise SchemaError(
-            f"a schema has no way to write a default of type {base}; default to None, and make it "
-            "inside"
+            f"a schema cannot hold a default of type {base}; use the default None, and make the "
+            "value in the function"
         )
     return _render_single(value, base)
 
@@ -60,7 +60,7 @@ def _float(value: float) -> str:
         raise SchemaError("expected a float of 64 bits") from None
     if not math.isfinite(value):
         raise SchemaError(
-            "a schema cannot write inf or nan; default to None, and replace it inside"
+            "a schema cannot hold inf or nan; use the default None, and replace it in the function"
         )
     if 0 < abs(value) < sys.float_info.min:
         # The parser takes the underflow for an error, and says no more than "stod".

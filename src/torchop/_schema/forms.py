@@ -86,8 +86,9 @@ def infer_return(
     if count and not returns_tensors(signature.return_annotation, count):
         expected = torch.Tensor if count == 1 else tuple[(torch.Tensor,) * count]  # type: ignore[misc]
         raise SchemaError(
-            f"{where}: {form.value} requires the return annotation {types.spell(expected)}, for it "
-            f"returns what it writes into; got {types.spell(signature.return_annotation)}."
+            f"{where}: {form.value} requires the return annotation {types.spell(expected)}, "
+            "because it returns what it writes into; got "
+            f"{types.spell(signature.return_annotation)}."
         )
     return write_results([written_tensor(numbered_alias(index)) for index in written])
 

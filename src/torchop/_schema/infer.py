@@ -52,7 +52,7 @@ def infer_schema(
     """
     signature = signatures.readable_signature(prototype_function)
     where = signatures.spell_function(prototype_function)
-    mutated = mutated_names(mutates_args)
+    mutated = mutated_names(where, mutates_args)
     form = form_of((tags,) if isinstance(tags, Tag) else tags or ())
     if mutated:
         _check_mutated(where, mutated, signature)
@@ -68,28 +68,29 @@ def infer_schema(
     return f"{op_name or ''}{text}"
 
 
-def mutated_names(mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
+def mutated_names(where: str, mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
     """The names in `mutates_args`; None means `"unknown"`, every tensor argument."""
     if isinstance(mutates_args, str):
         if mutates_args == UNKNOWN:
             return None
         raise SchemaError(
-            f"mutates_args={short_repr(mutates_args)}: expected a sequence of argument names, or "
-            "the string 'unknown'; for one argument write "
+            f"{where}: mutates_args={short_repr(mutates_args)}: expected a sequence of argument "
+            "names, or the string 'unknown'; for one argument write "
             f"mutates_args=({short_repr(mutates_args)},)."
         )
     try:
         names = tuple(mutates_args)
     except TypeError:
         raise TypeError(
-            f"mutates_args={short_repr(mutates_args)}: expected a sequence of argument names, "
-            "or the string 'unknown'; for a function that mutates nothing write mutates_args=()."
+            f"{where}: mutates_args={short_repr(mutates_args)}: expected a sequence of argument "
+            "names, or the string 'unknown'; for a function that mutates nothing write "
+            "mutates_args=()."
         ) from None
     for name in names:
         if not isinstance(name, str):
             raise SchemaError(
-                f"mutates_args holds {short_repr(name)}; expected the names of arguments, as "
-                "strings."
+                f"{where}: mutates_args holds {short_repr(name)}; expected the names of arguments, "
+                "as strings."
             )
     return names
 

@@ -127,8 +127,8 @@ def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
         )
     if text in attributes:
         return (
-            "is an attribute of the object that torch.ops would hang the operator on, so it could "
-            f"never be reached there; choose another {part}"
+            "is an attribute of the object of torch.ops that would hold the operator, so the "
+            f"operator could not be reached there; choose another {part}"
         )
     return None
 

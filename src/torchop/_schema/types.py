@@ -44,6 +44,7 @@ SUPPORTED = (
     "Tensor, int, float, bool, str, torch.types.Number, torch.dtype, torch.device, "
     "a list of tensors or numbers, or Optional of these"
 )
+ONE_PER_FIELD = "one argument per field"
 RETURNABLE = "Tensor, list[Tensor], int, float, bool, torch.types.Number, a tuple of these, or None"
 
 
@@ -174,6 +175,8 @@ def instead(annotation: Any, supported: str) -> str:
         )
     if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
         return "an operator takes no modules: pass the tensors that it needs, such as the weight"
+    if supported in (SUPPORTED, ONE_PER_FIELD):
+        return f"supported are {SUPPORTED}" if supported == SUPPORTED else f"pass {ONE_PER_FIELD}"
     return f"the nearest supported type is: {supported}"
 
 
@@ -181,7 +184,7 @@ def nearest(annotation: Any) -> str:
     """What to write instead of an annotation that a schema cannot express."""
     inner, optional = strip_optional(annotation)
     if has_fields(inner):
-        return "one argument per field"
+        return ONE_PER_FIELD
     supported = _nearest(inner)
     if supported is None:
         return SUPPORTED

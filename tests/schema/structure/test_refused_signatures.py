@@ -84,7 +84,7 @@ def wrong_return(x: Tensor, cfg: Frozen) -> object: ...
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "many fields": (too_many, "the schema has 65 arguments, of which PyTorch takes at most 64"),
+    "many fields": (too_many, "the schema has 65 arguments, but PyTorch takes at most 64"),
     "collision": (collides, r"'cfg.scale' and 'cfg_scale' would both be the argument 'cfg_scale'"),
     "collision with a flag": (
         flag_collides,

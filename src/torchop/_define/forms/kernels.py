@@ -234,8 +234,8 @@ class WritingKernels:
         if returned is not None and list(map(id, tensors)) != list(map(id, outputs)):
             raise ResultError(
                 f"{self.name}: the kernel must write into {', '.join(self.outputs)} and return "
-                f"that, or None, but returned {spell_result(returned)}, which is lost. Copy it "
-                "into the output."
+                f"that, or None, but returned {spell_result(returned)}, which no caller gets. Copy "
+                "it into the output."
             )
         return outputs if len(outputs) > 1 else outputs[0]
 

@@ -28,8 +28,8 @@ struct Entry {
 
 extern PyTypeObject* entry_type;
 extern PyTypeObject* operator_type;
-// What a call is told to that the dispatcher gets, the first for its reason; nullptr if nobody
-// reads the log.
+// Called with the first call that the dispatcher gets for a reason; nullptr if nobody reads the
+// log.
 extern PyObject* observer;
 
 // Calls an operator: natively, or by `dispatch` (the entry's, if it is nullptr) with unchanged

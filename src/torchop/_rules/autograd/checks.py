@@ -133,7 +133,7 @@ def _non_functional_problem(definition: Definition) -> str | None:
     if not schema.returns:
         return (
             "it returns nothing, so nothing can have a gradient; in the in-place form "
-            "(torch.Tag.inplace), an operator returns what it writes, which can"
+            "(torch.Tag.inplace), an operator returns what it writes, and that can have one"
         )
     if schema.returns_written:
         # Releases before the tag have no in-place form in libraries.

@@ -170,7 +170,7 @@ class FakeRule(CompiledRule[Fake]):
         if dispatch.has_kernel(str(self.definition), "CompositeImplicitAutograd"):
             raise RuntimeError(
                 f"register_fake: {self.definition} has a CompositeImplicitAutograd kernel, so it "
-                "decomposes into other operators and needs no fake kernel; theirs are used."
+                "decomposes into other operators. Their fake kernels are used, so it needs none."
             )
 
     @compilers.never_traced

@@ -56,7 +56,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         if definition.schema.is_view:
             raise RuntimeError(
                 f"{definition} returns views, and the vmap rule {SEQUENTIAL!r} stacks the results "
-                "of the elements, so that they would be copies. Register a function, which can "
+                "of the elements, so they would be copies. Register a function, which can "
                 f"return a view of the whole batch. Got {definition.schema}."
             )
 

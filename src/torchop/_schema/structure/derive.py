@@ -44,7 +44,7 @@ def derive_structure(
     parameters = [_parameter(builder, where, p) for p in signature.parameters.values()]
     leaves = [leaf for parameter in parameters for leaf in parameter.node.leaves()]
     _check_names(op, leaves)
-    mutated = _mutated(op, leaves, mutated_names(mutates_args))
+    mutated = _mutated(op, leaves, mutated_names(op, mutates_args))
     if infer_return(form_of(tags), where, signature, mutated) is None:
         result, returns = _result(op, where, signature)
     else:

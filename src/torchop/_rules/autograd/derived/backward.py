@@ -183,9 +183,9 @@ class DerivedFormula(Formula):
         # The effect may be declared after the formula was derived.
         if self.definition.plan[EffectRule] not in (None, "none"):
             raise DerivedFormulaError(
-                f"{self.definition} has an effect by now, and its derived formula would let it "
-                "happen again when the body runs again. Register another one, with "
-                "register_autograd."
+                f"{self.definition} got an effect after its formula was derived, and the effect "
+                "would happen again in this backward, because it runs the body again. Write the "
+                "formula with register_autograd."
             )
 
 

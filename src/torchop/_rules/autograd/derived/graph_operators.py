@@ -131,9 +131,10 @@ class TrainingForm:
         """Refuses an operator that draws random numbers, where the backward cannot repeat them."""
         if self.draws_numbers:
             raise DerivedFormulaError(
-                f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded, and a "
-                "compiler cannot tell its backward inside torch.vmap which numbers it drew. "
-                "Compile without vmap, or write the formula with register_autograd."
+                f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded, and "
+                "inside torch.vmap, a compiler cannot pass the state of the generator from its "
+                "forward to its backward. Compile without vmap, or write the formula with "
+                "register_autograd."
             )
 
     @compilers.never_traced
@@ -148,8 +149,8 @@ class TrainingForm:
         if not state.are_plain:
             raise DerivedFormulaError(
                 f"{definition}: its derived formula runs the body again in the backward, but "
-                "nothing in this graph keeps that autocast is on here, or another default "
-                f"dtype or device than in a new process. {_IN_CUDA_GRAPH}"
+                "the graph does not record that autocast is on, or that the default dtype or "
+                f"device was changed. {_IN_CUDA_GRAPH}"
             )
         with RefusingDraws(definition, _IN_CUDA_GRAPH):
             result = definition.overload(*args, **kwargs)
