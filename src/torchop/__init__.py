@@ -26,7 +26,8 @@ from torchop._rules.autograd.register import register_autograd, register_jvp
 from torchop._rules.effect import register_effect
 from torchop._rules.fake.context import get_ctx
 from torchop._rules.fake.rule import impl_abstract, register_fake
-from torchop._rules.kernels.rule import register_kernel
+from torchop._rules.kernels.priority import priority, set_priority
+from torchop._rules.kernels.register import register_kernel
 from torchop._rules.torch_dispatch import register_torch_dispatch
 from torchop._rules.user.inverse import inverse, right_inverse
 from torchop._rules.user.preconditions import preconditions as preconditions
@@ -46,6 +47,7 @@ if typing.TYPE_CHECKING:
     from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
     from torchop._inspect.explain import Explanation, explain
     from torchop._inspect.get_kernel import get_kernel
+    from torchop._inspect.providers import Provided, providers
     from torchop._inspect.record import Recorded, record
     from torchop.testing import opcheck
 
@@ -63,6 +65,7 @@ _LATE = {
     "_inspect.call_record": ("CallRecord", "TensorRecord", "TypeRecord"),
     "_inspect.explain": ("Explanation", "explain"),
     "_inspect.get_kernel": ("get_kernel",),
+    "_inspect.providers": ("Provided", "providers"),
     "_inspect.record": ("Recorded", "record"),
     "testing": ("opcheck",),
 }
@@ -119,6 +122,11 @@ __all__ = [
     "right_inverse",
     "register_sharding",
     "sharding",
+    # several kernels of one operator
+    "priority",
+    "set_priority",
+    "providers",
+    "Provided",
     # testing and asking
     "opcheck",
     "checking",

@@ -42,6 +42,9 @@ __all__ = [
     "OperatorGoneError",
     "OperatorNameError",
     "OperatorNotFoundError",
+    "ProviderError",
+    "ProviderNameError",
+    "ProviderWarning",
     "RecordingError",
     "RedefinitionWarning",
     "ResultError",
@@ -226,6 +229,14 @@ class OperatorClassError(TypeError):
     """A class does not describe an operator: a member is no rule, not static, or missing."""
 
 
+class ProviderError(RuntimeError):
+    """No provider of a strict order can run a call, or what a provider says of calls is wrong."""
+
+
+class ProviderNameError(ValueError):
+    """An operator has no provider of this name, or the name is not allowed."""
+
+
 class RuleNameError(ValueError):
     """There is no rule of this name, or the name is not allowed."""
 
@@ -248,6 +259,10 @@ class MissingEffectWarning(UserWarning):
 
 class RedefinitionWarning(UserWarning):
     """An operator was defined again, from another place."""
+
+
+class ProviderWarning(UserWarning):
+    """A provider that an order asks for is passed by."""
 
 
 class SchemaWarning(UserWarning):

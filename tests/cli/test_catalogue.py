@@ -106,7 +106,16 @@ def test_explanations_in_json(run, listed, namespace):
         "(x=float32[4] on cpu, factor=0.5)",
     ]
     for each in explained:
-        assert list(each) == ["op", "call", "native", "reason", "keys", "kernels"]
+        assert list(each) == [
+            "op",
+            "call",
+            "native",
+            "reason",
+            "keys",
+            "kernels",
+            "provider",
+            "passed_by",
+        ]
         assert each["op"] == f"{namespace}::scale"
     (each,) = json.loads(run("explain", *scale, "--call", "torch.ones(2).to_sparse()").out)
     assert each["native"] is False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -53,6 +54,26 @@ def new_fake_mode() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that has the shape, strides, dtype and device of another one, but no data.
+
+    For a tensor that has no strides, the tensor itself.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor
+    mode = getattr(_thread, "mode", None)
+    if mode is None:
+        mode = _thread.mode = FakeTensorMode()
+    # Not from_tensor, which makes views of bases, and takes ten times as long.
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    made = FakeTensor(mode, meta, tensor.device)
+    torch._C._set_throw_on_mutable_data_ptr(made)  # else it is 0, with a warning
+    return made
+
+
+_thread = threading.local()  # a mode is entered by operators on its tensors, in one thread
 
 
 def check_symbols(mode: Any, results: object) -> None:
@@ -125,7 +146,7 @@ _PHRASES = (
 )
 
 
-def reads_data(error: Exception, op: OpOverload) -> bool:
+def reads_data(error: Exception, op: OpOverload | None) -> bool:
     """Whether `error` came from reading data; the context's own refusals of `op` do not count."""
     if isinstance(error, DATA_DEPENDENT_ERRORS):
         return getattr(error, "func", None) is not op

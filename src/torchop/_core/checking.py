@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torchop._compat import compilers
+from torchop._core.blocks import Block
 from torchop._core.lock import registration_lock
 from torchop._core.snapshot import Snapshot
 from torchop._schema.schema import Schema
 from torchop._schema.structure import values
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # This costs nothing while nobody uses it, because the plan then contains the plain kernel. The
 # first block in the process makes all plans stale, so they are compiled again with a checking
 # kernel. The end of the last block does the same.
 
 
-class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a function)
+class checking(Block):  # noqa: N801  (called like a function)
     """Checks in each call that an operator only mutates the arguments that its schema names.
 
     It compares the inputs of a kernel before and after it runs, bit for bit, except those that the
@@ -56,20 +53,6 @@ class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a funct
 
     def __init__(self) -> None:
         self._entered: list[list[checking]] = []
-
-    def __call__(self, function: _Function) -> _Function:
-        kinds = (
-            inspect.isgeneratorfunction,
-            inspect.iscoroutinefunction,
-            inspect.isasyncgenfunction,
-        )
-        if any(kind(function) for kind in kinds):
-            raise TypeError(
-                f"checking() cannot decorate {getattr(function, '__qualname__', function)}, "
-                "because it is a generator or coroutine function, whose body runs after the call. "
-                "Write `with torchop.checking():` inside it."
-            )
-        return super().__call__(function)
 
     def _recreate_cm(self) -> checking:
         return checking()  # a decorated function may run in several threads at once

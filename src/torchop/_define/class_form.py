@@ -77,7 +77,10 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     - `examples`: yields sample inputs, each a tuple of arguments or a dict by name, for `opcheck`.
     - `inverse`, `checkpoint_policy`, and every other `torchop.Rule`, by its name: those that the
       reference lists, yours, and those of any package.
-    - `mutates_args` (none by default), `schema`, `tags`, `effects`, `compile`: as in `custom_op`.
+    - `providers`: a dict of kernels beside these, by provider, each a dict of the arguments of
+      `register_kernel`, with `device_types` and `function`.
+    - `mutates_args` (none by default), `schema`, `tags`, `effects`, `compile`, `priority`: as in
+      `custom_op`.
 
     Returns:
         A decorator, whose result is the `CustomOp`.

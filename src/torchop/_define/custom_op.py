@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.library
@@ -18,7 +18,9 @@ from torchop._errors import Place, short_text, users_place
 from torchop._rules import inlining
 from torchop._rules.effect import Effect, declared_effect
 from torchop._rules.inlining import Compile
-from torchop._rules.kernels.rule import DeviceTypes, known_devices
+from torchop._rules.kernels.devices import DeviceTypes, known_devices
+from torchop._rules.kernels.priority import checked_order
+from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.declared import Tags, checked_tags, declared_schema
 from torchop._schema.forms import Form, form_tags
@@ -42,6 +44,7 @@ def custom_op(
     tags: Tags = None,
     effects: Effect = None,
     compile: Compile = "opaque",
+    priority: Sequence[str] = (),
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]: ...
 
@@ -58,6 +61,7 @@ def custom_op(
     tags: Tags = None,
     effects: Effect = None,
     compile: Compile = "opaque",
+    priority: Sequence[str] = (),
     lib: torch.library.Library | None = None,
 ) -> CustomOp[P, R]: ...
 
@@ -73,6 +77,7 @@ def custom_op(
     tags: Tags = None,
     effects: Effect = None,
     compile: Compile = "opaque",
+    priority: Sequence[str] = (),
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
     """Turns a function into an operator, as a decorator or as a call.
@@ -97,6 +102,8 @@ def custom_op(
             A mapping such as `{"inductor": "inline"}` chooses the backends. The function is then
             also the fake kernel, until you register another one. Exported programs still hold the
             operator, and gradients use the registered formula.
+        priority: names of providers, whose kernels are registered later: those that run in place
+            of the function where they can, the first one first. See `register_kernel`.
         lib: the library that the operator lives in; by default it lives as long as the process.
 
     Returns:
@@ -143,6 +150,7 @@ def custom_op(
             tags=tags,
             effects=effects,
             compile=compile,
+            priority=priority,
             lib=lib,
             place=place,
         )
@@ -160,6 +168,7 @@ def define_function(
     tags: Tags = None,
     effects: Effect = None,
     compile: Compile = "opaque",
+    priority: Sequence[str] = (),
     lib: torch.library.Library | None = None,
     place: Place | None = None,
     is_lenient: bool = False,
@@ -178,6 +187,7 @@ def define_function(
     check_no_generator(what, function, parsed)
     effect = declared_effect(name, effects, parsed, convention)
     inlined = inlining.check_compile(name, compile, effect)
+    order = checked_order(f"{name}: priority", priority)
     declaration = Declaration(
         name,
         parsed,
@@ -194,6 +204,8 @@ def define_function(
         definition = define(declaration, lib)
         if inlined is not None:
             inlining.install(definition, inlined)
+        if order:
+            definition.rule(KernelRule).set_priority(order, [None])
         handle: CustomOp[P, R] = definition.handle
         return handle
 

@@ -14,6 +14,7 @@ import torch
 from torchop._compat import dispatch
 from torchop._core.user_rule import reserved_names, rule_names
 from torchop._define.handle import CustomOp
+from torchop._errors import OperatorClassError, short_repr
 from torchop._rules.autograd.formula import Derived
 
 # Registers a member, given the handle, its value, and all members of the class.
@@ -65,6 +66,23 @@ def _register_torch_dispatch(
     return None
 
 
+def _register_providers(
+    op: CustomOp[..., Any], providers: Any, members: Mapping[str, Any]
+) -> object:
+    for name, options in providers.items():
+        if not isinstance(options, Mapping) or not {"device_types", "function"} <= options.keys():
+            raise OperatorClassError(
+                f"{op.name}: the member 'providers' has a dict for each provider, with "
+                "device_types, function and what else register_kernel takes, such as "
+                "{'triton': {'device_types': 'cuda', 'function': kernel}}; got "
+                f"{short_repr(options)} for {short_repr(name)}."
+            )
+        options = dict(options)
+        devices, kernel = options.pop("device_types"), options.pop("function")
+        op.register_kernel(devices, getattr(kernel, "__func__", kernel), provider=name, **options)
+    return None
+
+
 def _form(method: str, what: str) -> Member:
     def derive(op: CustomOp[..., Any], name: Any, members: Mapping[str, Any]) -> object:
         return name is False or getattr(op, method)(None if name is True else name)
@@ -106,6 +124,11 @@ MEMBERS: Mapping[str, Member] = {
         "a dtype, or a dict of dtypes by device type",
         lambda value: isinstance(value, (torch.dtype, Mapping)),
     ),
+    "providers": Member(
+        _register_providers,
+        "a dict with a dict of the arguments of register_kernel for each provider",
+        lambda value: isinstance(value, Mapping),
+    ),
     "torch_dispatch": Member(
         _register_torch_dispatch,
         "a dict of functions by mode or Tensor subclass",
@@ -115,7 +138,7 @@ MEMBERS: Mapping[str, Member] = {
     "out": _form("derive_out", "operator with out="),
 }
 # What custom_op is called with, under the same names.
-ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile")
+ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority")
 
 
 def is_device_type(name: str) -> bool:

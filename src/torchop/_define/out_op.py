@@ -24,7 +24,8 @@ from torchop._define.handle import CustomOp
 from torchop._define.maybe_out import maybe_out
 from torchop._errors import SchemaError, short_repr, users_place
 from torchop._rules.autograd.formula import SetupContext
-from torchop._rules.kernels.rule import DeviceTypes, fitted_kernel, known_devices
+from torchop._rules.kernels.devices import DeviceTypes, known_devices
+from torchop._rules.kernels.rule import fitted_kernel
 from torchop._schema import signatures, types
 from torchop._schema.callables import (
     Function,

@@ -13,7 +13,7 @@ from torchop._core.registry import Handle
 from torchop._rules import autocast, effect, torch_dispatch
 from torchop._rules.autograd import register as autograd
 from torchop._rules.fake import rule as fake
-from torchop._rules.kernels import rule as kernels
+from torchop._rules.kernels import register as kernels
 from torchop._rules.user import checkpoint_policy, examples, flop_formula, inverse, onnx, sharding
 from torchop._rules.vmap import rule as vmap
 
@@ -40,6 +40,8 @@ class Registrations(Handle):
 
     @SameAs(kernels.register_kernel)
     def register_kernel(self) -> None: ...
+
+    set_priority = kernels.set_priority
 
     @SameAs(fake.register_fake)
     def register_fake(self) -> None: ...

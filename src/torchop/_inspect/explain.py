@@ -14,8 +14,9 @@ from torchop._inspect.reasons import Call
 from torchop._native import switch
 from torchop._native.extension import api
 from torchop._native.reasons import Reason
+from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.rule import KernelRule
-from torchop.extend import OpLike
+from torchop.extend import OpLike, values_by_name
 
 
 class Explanation(NamedTuple):
@@ -29,6 +30,9 @@ class Explanation(NamedTuple):
             in which the dispatcher looks at them.
         kernels: what runs, outermost first: the steps of a native call, or the kernels that the
             dispatcher has at each key. Each of these decides whether it calls the next one.
+        provider: the provider whose kernel computes the result, `"reference"` for those that are
+            registered without one; None for an operator without providers.
+        passed_by: why each of the other providers does not, as text.
 
     Example:
         >>> import torch, torchop
@@ -45,20 +49,27 @@ class Explanation(NamedTuple):
     reason: str
     keys: tuple[str, ...]
     kernels: tuple[str, ...]
+    provider: str | None = None
+    passed_by: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         way = "native" if self.native else "through the dispatcher"
         lines = [f"{self.op}: {way}, because {self.reason}", f"keys: {', '.join(self.keys)}"]
         lines += [f"{index}. {kernel}" for index, kernel in enumerate(self.kernels, 1)]
+        lines += [] if self.provider is None else [f"provider: {self.provider}"]
+        lines += [f"passed by: {text}" for text in self.passed_by]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         """A list for notebooks: what runs, in its order."""
         import html  # late, for start-up time
 
-        heading, keys = map(html.escape, str(self).splitlines()[:2])
+        lines = list(map(html.escape, str(self).splitlines()))
         kernels = "".join(f"<li>{html.escape(kernel)}</li>" for kernel in self.kernels)
-        return f"<p><b>{heading}</b><br>{keys}</p><ol>{kernels}</ol>"
+        rest = "<br>".join(lines[2 + len(self.kernels) :])
+        return (
+            f"<p><b>{lines[0]}</b><br>{lines[1]}</p><ol>{kernels}</ol>{rest and f'<p>{rest}</p>'}"
+        )
 
 
 def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
@@ -71,8 +82,8 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
         kwargs: its keyword arguments.
 
     Returns:
-        The first condition that sends the call to the dispatcher, the dispatch keys, and the
-        kernels in the order in which they run.
+        The first condition that sends the call to the dispatcher, the dispatch keys, the kernels
+        in the order in which they run, and which provider computes the result.
 
     Raises:
         OperatorGoneError: the handle's operator was replaced or closed.
@@ -101,16 +112,35 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     schema = find_schema(name) if definition is None else definition.schema
     call = Call(name, definition, schema, args, kwargs)
     keys = dispatch.keys_of_call(call.tensors)
-    reason, kernels = _decision(call)
+    provider, passed_by, chosen = _chosen(call)
+    reason, kernels = _decision(call, chosen)
     native = kernels is not None
     if kernels is None:
         table = dispatch.kernel_table(str(name))
         kernels = tuple(f"{key}: {table[key]}" for key in keys if key in table)
-    return Explanation(str(name), native, reason, tuple(keys), kernels)
+    return Explanation(str(name), native, reason, tuple(keys), kernels, provider, passed_by)
 
 
-def _decision(call: Call) -> tuple[str, tuple[str, ...] | None]:
-    """The reason, and the kernels if the call is native."""
+def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:
+    """The provider of a call, why the others are passed by, and the function."""
+    definition = call.definition
+    if definition is None:
+        return None, (), None
+    definition.check_defined()
+    device = backend_select.requested_device(call.schema, call.args, call.kwargs)
+    device = device or next((tensor.device.type for tensor in call.tensors), "cpu")
+    choice = definition.rule(KernelRule).choice(device)
+    if choice is None:
+        return None, (), None
+    values = values_by_name(call.schema, call.args, call.kwargs)
+    arguments = tuple(values.get(a.name, a.default) for a in call.schema.positional)
+    keywords = {a.name: values.get(a.name, a.default) for a in call.schema.keyword_only}
+    provider, passed_by, function = choice.explain(arguments, keywords)
+    return provider, tuple(f"{name}: {why}" for name, why in passed_by.items()), function
+
+
+def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:
+    """The reason, and the kernels if the call is native; `chosen` is that of a provider."""
     definition = call.definition
     if definition is not None:
         definition.check_defined()
@@ -138,7 +168,7 @@ def _decision(call: Call) -> tuple[str, tuple[str, ...] | None]:
         kernels.append("autograd: PyTorch's fallback, which notes that there is no formula")
     if counts_versions:
         kernels.append(f"versions: counts those of {', '.join(call.schema.mutated)}")
-    kernels.append(f"kernel: {_where(function)}")
+    kernels.append(f"kernel: {_where(chosen or function)}")
     return reason.text, tuple(kernels)
 
 

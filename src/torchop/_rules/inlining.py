@@ -20,6 +20,7 @@ from torchop._errors import InliningError, short_repr, short_text
 from torchop._rules.effect import Declared, functionalize_unless_dropped
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.functionalization.rule import FunctionalizationRule, functionalizing
+from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
@@ -92,7 +93,8 @@ def install(definition: Definition, inlined: Inlined) -> None:
 
 def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
     """The device of a tensor among the arguments for which a kernel is registered."""
-    installed = definition.rule(KernelRule).installed
+    kernels = definition.rule(KernelRule)
+    installed = {key for key, device in kernels.installed.items() if device in kernels.functions}
     devices = (tensor.device.type for tensor in tensors_in(tuple(args)))
     return next((d for d in devices if dispatch.dispatch_key_name(d) in installed), None)
 
@@ -136,7 +138,8 @@ def _hook(definition: Definition, inlined: Inlined, body: Callable[..., Any]) ->
         if not all(map(tracing.is_traceable_type, types)):
             return NotImplemented  # the subclass may handle the operator
         with mode:
-            result = check_result(body(*args, **(kwargs or {})), definition, "function")
+            traced = _chosen(definition, args, kwargs or {}) or body
+            result = check_result(traced(*args, **(kwargs or {})), definition, "function")
         if schema.form is not Form.PLAIN:
             check_returned_arguments(definition, schema, args, kwargs or {}, result)
         elif not schema.is_view:
@@ -144,6 +147,20 @@ def _hook(definition: Definition, inlined: Inlined, body: Callable[..., Any]) ->
         return result
 
     return functionalize
+
+
+def _chosen(
+    definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+    """The kernel of the provider that the call would choose; None where the reference runs.
+
+    Where the answer of a provider depends on a size that is a symbol, it becomes a guard.
+    """
+    device = backend_select.requested_device(definition.schema, args, kwargs)
+    device = device or next((t.device.type for t in tensors_in((*args, *kwargs.values()))), "cpu")
+    choice = definition.rule(KernelRule).choice(device)
+    provider = choice and choice.trace(*definition.schema.fill_defaults(args, kwargs))
+    return provider and bind(provider.function, definition.schema)
 
 
 def _check_fresh(

@@ -13,6 +13,7 @@ from torchop.cli.catalogue import catalogue
 from torchop.cli.check import check
 from torchop.cli.native import build, doctor
 from torchop.cli.new import new
+from torchop.cli.providers import providers
 from torchop.cli.record import record
 from torchop.cli.schema import schema
 from torchop.cli.stubs import stubs
@@ -41,6 +42,7 @@ COMMANDS = (
     doctor,
     explain,
     new,
+    providers,
     record,
     schema,
     stubs,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from rich.text import Text
 
 import torchop
 from torchop._inspect.registrant import in_dispatcher, place_of
-from torchop.cli.selection import Selection, console, selecting
+from torchop.cli.selection import Selection, console, selecting, short_place
 from torchop.extend import Operator
 
 
@@ -92,13 +91,6 @@ def entry_of(op: str) -> Entry:
     kernels, rules = operator.kernels, operator.rules
     if operator.handle is None:
         kernels, rules = in_dispatcher(operator)
-    where = _short(place_of(operator) or "unknown")
+    where = short_place(place_of(operator) or "unknown")
     has_examples = torchop.get_rule("examples").has(op)
     return Entry(op, operator.schema.text, kernels, rules, where, has_examples)
-
-
-def _short(place: str) -> str:
-    """A place, relative to the present folder if it is inside."""
-    file, separator, line = place.rpartition(":")
-    relative = os.path.relpath(file) if os.path.isabs(file) else file
-    return f"{file if relative.startswith('..') else relative}{separator}{line}"

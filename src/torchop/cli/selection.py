@@ -77,6 +77,13 @@ def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Call
     return click.option(*names, type=kind, callback=checked, help=help)
 
 
+def short_place(place: str) -> str:
+    """A place, relative to the present folder if it is inside."""
+    file, separator, line = place.rpartition(":")
+    relative = os.path.relpath(file) if os.path.isabs(file) else file
+    return f"{file if relative.startswith('..') else relative}{separator}{line}"
+
+
 def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
     """Imports packages, and finds their operators.
 

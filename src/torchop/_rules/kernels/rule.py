@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.library
 
-from torchop._compat import compilers, dispatch, fake_tensors, registries
+from torchop._compat import compilers, dispatch, fake_tensors, libraries, registries
 from torchop._core.checking import checked
 from torchop._core.contract import (
     ResultCheck,
@@ -23,25 +24,23 @@ from torchop._core.contract import (
 from torchop._core.declaration import Declaration, Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
-from torchop._core.registry import OpLike, resolve
-from torchop._errors import AliasError, ArgumentError, short_repr, warn
+from torchop._errors import AliasError, ArgumentError, warn
 from torchop._rules.fake.rule import FakeRule
-from torchop._rules.kernels import backend_select
+from torchop._rules.kernels import backend_select, priority
+from torchop._rules.kernels.choice import Choice
+from torchop._rules.kernels.devices import DeviceTypes, device_key, device_list
+from torchop._rules.kernels.offers import NO_OFFERS, Offers
+from torchop._rules.kernels.priority import Order
+from torchop._rules.kernels.providers import Provider
 from torchop._rules.kernels.refusal import EVERY_DEVICE, Refusals, refuse
 from torchop._rules.mutation.rule import MutationRule
-from torchop._schema.callables import (
-    Function,
-    Lambda,
-    check_no_generator,
-    decorator_or_call,
-)
+from torchop._schema.callables import check_no_generator
 from torchop._schema.defaults import fitted
 from torchop._schema.forms import Form
-from torchop._schema.signatures import spell_function
+from torchop._schema.naming import OpName
 
 log = logging.getLogger(registries.LOGGER_NAME)
 
-DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
 # What most operators have installed, which they share.
 _ON_EVERY_DEVICE: Mapping[str, str | None] = {EVERY_DEVICE: None}
 
@@ -80,6 +79,8 @@ class KernelRule(CompiledRule[Kernels]):
     # By `set_enabled` block that is open, in the order in which they were opened: its device type,
     # and whether it enables.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
+    # The kernels of providers beside those, for the same device types.
+    offers: Offers = NO_OFFERS
     # Whether a result of a lenient operator shared memory, of which its user was warned.
     has_aliases = False
     # Where calls end that no kernel serves, for an operator that had none for every device.
@@ -123,7 +124,7 @@ class KernelRule(CompiledRule[Kernels]):
         return Kernels(
             functions={
                 device: checked(definition, definition.schema, function)
-                for device, function in self._active().items()
+                for device, function in self._chosen().items()
             },
             check_result=result_check(definition.schema.returns),
             # An operator of another library may return views that its schema does not declare.
@@ -148,28 +149,85 @@ class KernelRule(CompiledRule[Kernels]):
 
     def repr_text(self) -> str | None:
         devices = [device or "every device" for device in self.functions]
-        return "kernels for " + ", ".join(devices) if devices else None
+        parts = ["kernels for " + ", ".join(devices)] if devices else []
+        parts += ["providers " + ", ".join(self.offers.names)] if self.offers.names else []
+        return "; ".join(parts) or None
 
     def register(self, device_types: DeviceTypes, function: Callable[..., Any]) -> None:
         """Makes `function` the kernel of these device types."""
         devices = device_list(device_types)
         definition = self.definition
         function = fitted_kernel(definition, definition.convention.kernel(function))
+        with registration_lock:
+            names, install = self._places(devices)
+            functions = {**self.functions, **dict.fromkeys(names, function)}
+            self.update(install, registered=functions)
+
+    def _places(self, devices: Sequence[str | None]) -> tuple[list[str | None], Callable[[], None]]:
+        """The names under which kernels for these devices are kept, and what installs them."""
         keys: dict[str, str | None] = {}
         for device in devices:
             keys.setdefault(self._key(device), device)
 
         def install() -> None:
             if any(device is not None for device in devices):
-                backend_select.install_for_factory(definition)
+                backend_select.install_for_factory(self.definition)
             for key, device in keys.items():
                 self._install(key, device)
 
+        # A device type and its dispatch key share a kernel, under the name that came first.
+        return [self.installed.get(key, device) for key, device in keys.items()], install
+
+    def register_provider(self, provider: Provider, lib: torch.library.Library | None) -> None:
+        """Adds the kernel of a provider, which goes with a library if there is one."""
         with registration_lock:
-            # A device type and its dispatch key share a kernel, under the name that came first.
-            names = [self.installed.get(key, device) for key, device in keys.items()]
-            functions = {**self.functions, **dict.fromkeys(names, function)}
-            self.update(install, registered=functions)
+            names, install = self._places(provider.devices)
+            provider = provider._replace(devices=tuple(names))
+            # A set of its own for what is reported, which is the one thing that changes.
+            offers = self.offers if self.offers.by_device else self.offers._replace(reported=set())
+            self.update(install, offers=offers.adding(self.operator, provider))
+            priority.follow(self)
+            if lib is not None:
+                remove = functools.partial(_remove_provider, weakref.ref(self), provider)
+                libraries.on_close(lib, remove)
+
+    def set_priority(self, order: Order, devices: Sequence[str | None]) -> None:
+        """Makes this the author's order on these device types."""
+        with registration_lock:
+            self.update(offers=self.offers.ordered(order, devices))
+
+    @property
+    def operator(self) -> OpName:
+        """The operator that orders are for."""
+        return self.definition.name
+
+    @property
+    def provider_names(self) -> list[str]:
+        """What orders can name, beside the reference."""
+        return self.offers.names
+
+    def outdate(self) -> None:
+        """Has calls follow new orders."""
+        with registration_lock:
+            self.definition.outdate_plan()
+
+    def choice(self, device: str) -> Choice | None:
+        """What chooses for calls on one device; None if there is nothing to choose from."""
+        active = self._active()
+        at = device if device in active or device in self.offers.by_device else None
+        if not self.offers.by_device or device in self.disabled:
+            return None
+        return self.offers.choice(self.operator, at, device, active, self._prepared)
+
+    def _chosen(self) -> Mapping[str | None, Callable[..., Any]]:
+        """The function that runs for each device, or that chooses it."""
+        active = self._active()
+        if not self.offers.by_device:
+            return active
+        return self.offers.functions(self.operator, active, self.disabled, self._prepared)
+
+    def _prepared(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return _guarded(function, self.definition.declaration.guard)
 
     @contextlib.contextmanager
     def set_enabled(self, device_type: str, enabled: bool) -> Iterator[None]:
@@ -259,7 +317,7 @@ class KernelRule(CompiledRule[Kernels]):
                 keyset = self.refusals.keys_of_fallback(args, kwargs)
                 if keyset is not None:
                     return dispatch.redispatch(definition.overload, keyset, args, kwargs)
-            refuse(definition, kernels.functions, args, kwargs)
+            refuse(definition, self.functions, args, kwargs)
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
@@ -273,6 +331,12 @@ class KernelRule(CompiledRule[Kernels]):
         else:
             result = function(*args, **kwargs)
         return kernels.finish(definition, args, kwargs, result)
+
+
+def _remove_provider(rule: weakref.ref[KernelRule], provider: Provider) -> None:
+    if (alive := rule()) is not None:
+        with registration_lock:
+            alive.update(offers=alive.offers.without(provider))
 
 
 def _disabled(switches: Mapping[object, tuple[str, bool]]) -> frozenset[str]:
@@ -289,49 +353,6 @@ def _guarded(function: Callable[..., Any], guard: Guard | None) -> Callable[...,
 
     guarded.__wrapped__ = function  # type: ignore[attr-defined]
     return guarded
-
-
-def device_list(device_types: DeviceTypes) -> list[str | None]:
-    """The device types as a list, without duplicates; None stands for every device."""
-    if device_types is None:
-        return [None]
-    try:
-        devices: list[Any] = [device_types] if isinstance(device_types, str) else list(device_types)
-    except TypeError:
-        devices = [device_types]  # refused below
-        if inspect.isroutine(device_types):
-            raise TypeError(
-                "register_kernel takes the device types first. Write @register_kernel('cpu'), or "
-                "@register_kernel(None) for every device, in front of "
-                f"{spell_function(device_types)}."
-            ) from None
-    for device in devices:
-        if device is not None and not isinstance(device, str):
-            raise TypeError(
-                f"device_types expects device types as strings, such as 'cpu', or None for all; "
-                f"got {short_repr(device)} of type {type(device).__name__}."
-            )
-    return list(dict.fromkeys(None if device == "default" else device for device in devices))
-
-
-def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
-    """The device types for which an operator is defined; refuses those that PyTorch lacks."""
-    devices = device_list(device_types)
-    for device in devices:
-        if device is not None:
-            device_key(op, device)
-    return tuple(devices)
-
-
-def device_key(op: object, device: str) -> str:
-    """The dispatch key of a device type; refuses other strings."""
-    try:
-        return dispatch.dispatch_key_name(device)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{op}: {short_repr(device)} is not a device type; write one such as 'cpu' or 'cuda', "
-            f"or None for every device. {error}"
-        ) from None
 
 
 def fitted_kernel(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -353,49 +374,3 @@ def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
         f"{definition}: argument {name!r} is None, but the schema says Tensor: "
         f"{definition.schema}. Pass a tensor, or annotate it as Optional[Tensor]."
     )
-
-
-def register_kernel(
-    op: OpLike,
-    device_types: DeviceTypes,
-    func: Function | Lambda | None = None,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Function:
-    """Registers the implementation of an operator for some device types.
-
-    Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload.
-        device_types: `"cpu"`, `"cuda"`, any other device type, a sequence of them, or None (also
-            written `"default"`) for all devices without their own kernel. For an operator that
-            `custom_op` did not define, also a dispatch key.
-        func: the kernel; it takes the operator's arguments. Without it, a decorator is returned.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
-
-    Returns:
-        `func`; without it, a decorator.
-
-    Raises:
-        OperatorNotFoundError: the operator is not defined.
-        RuleSignatureError: `func` does not take the operator's arguments.
-        RuntimeError: a device type that PyTorch does not know.
-        ValueError: the operator has no argument that could choose the device.
-
-    Example:
-        >>> import torch, torchop
-        >>> @torchop.custom_op("docs::double", mutates_args=(), device_types="cuda")
-        ... def double(x: torch.Tensor) -> torch.Tensor:
-        ...     return x * 2
-        >>> @torchop.register_kernel("docs::double", "cpu")
-        ... def _(x):
-        ...     return x + x
-        >>> double(torch.ones(2))
-        tensor([2., 2.])
-
-    The idea is `torch.library.register_kernel`.
-    """
-    rule = resolve(op, "register_kernel", lib).rule(KernelRule)
-    device_list(device_types)  # also where the function comes later, if it is not this
-    return decorator_or_call(lambda function: rule.register(device_types, function), func)

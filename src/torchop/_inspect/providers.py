@@ -1,0 +1,117 @@
+"""providers: which kernels of which providers there are, and which of them can run here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torchop._accelerate import patterns
+from torchop._core.definition import Definition
+from torchop._core.registry import own_definitions
+from torchop._rules.kernels import priority
+from torchop._rules.kernels.rule import KernelRule
+
+
+class Provided(NamedTuple):
+    """A kernel of an operator, as `torchop.providers` lists it.
+
+    Attributes:
+        op: the name of the operator.
+        provider: the name of the provider; `"reference"` for kernels that were registered without.
+        device_types: the device types that it is for; None stands for all others.
+        supported: whether it can run in this process.
+        reason: why it cannot; an empty string where it can.
+        rank: its place in the order that is in force on the first of its device types, from 1 on;
+            None where the order does not name it.
+        batch_invariant: whether it was registered as batch-invariant.
+        deterministic: whether it was registered as deterministic; the reference is taken for it.
+        where: the file and line of its function.
+
+    Example:
+        >>> import torchop
+        >>> sorted(kernel.op for kernel in torchop.providers("docs::no_such_operator"))
+        []
+    """
+
+    op: str
+    provider: str
+    device_types: tuple[str | None, ...]
+    supported: bool
+    reason: str
+    rank: int | None
+    batch_invariant: bool
+    deterministic: bool
+    where: str
+
+
+def providers(*operators: str) -> list[Provided]:
+    """Lists the kernels of operators that have several providers.
+
+    A provider that was registered with a function for `supported` is asked whether it can run.
+
+    Args:
+        operators: names of operators, or patterns such as `"mylib::*"`; all without one.
+
+    Raises:
+        ValueError: a pattern that no operator's name can match.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::quadrupled", mutates_args=())
+        ... def quadrupled(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 4
+        >>> @quadrupled.register_kernel("cpu", provider="vendor", supported=False)
+        ... def _(x):
+        ...     return x + x + x + x
+        >>> for kernel in torchop.providers("docs::quadrupled"):
+        ...     print(kernel.provider, kernel.device_types, kernel.supported, kernel.reason)
+        reference (None,) True
+        vendor ('cpu',) False it is registered with supported=False
+    """
+    wanted = operators or ("*",)
+    patterns.check_patterns("providers", wanted)
+    return [
+        kernel
+        for _, definition in sorted(own_definitions().items())
+        if any(priority.is_match(pattern, definition.name) for pattern in wanted)
+        for kernel in _kernels_of(definition)
+    ]
+
+
+def _kernels_of(definition: Definition) -> Iterator[Provided]:
+    rule = definition.rule(KernelRule)
+    op, offers = str(definition), rule.offers
+    if not offers.names:
+        return
+
+    def rank(name: str, device: str | None) -> int | None:
+        asked = priority.asked(definition.name, device, offers.orders, priority.current())
+        return asked.names.index(name) + 1 if name in asked.names else None
+
+    references = dict.fromkeys(map(inspect.unwrap, rule.functions.values()))
+    for function in references:
+        devices = tuple(d for d, f in rule.functions.items() if inspect.unwrap(f) is function)
+        place = _place(function, definition)
+        name = priority.REFERENCE
+        yield Provided(op, name, devices, True, "", rank(name, devices[0]), False, True, place)
+    registered = [p for known in offers.by_device.values() for p in known.values()]
+    for provider in {id(each): each for each in registered}.values():
+        reason = provider.why_unsupported()
+        yield Provided(
+            op,
+            provider.name,
+            provider.devices,
+            reason is None,
+            reason or "",
+            rank(provider.name, provider.devices[0]),
+            provider.batch_invariant,
+            provider.deterministic,
+            str(provider.site),
+        )
+
+
+def _place(function: Any, definition: Definition) -> str:
+    code = getattr(function, "__code__", None)
+    site = definition.declaration.site
+    return str(site) if code is None else f"{code.co_filename}:{code.co_firstlineno}"

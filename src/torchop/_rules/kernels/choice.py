@@ -1,0 +1,351 @@
+"""Choosing: which of the kernels of one device runs a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchop._compat import logs
+from torchop._core.call import tensors_in
+from torchop._errors import (
+    MissingKernelError,
+    ProviderError,
+    ProviderNameError,
+    ProviderWarning,
+    warn,
+)
+from torchop._rules.kernels import priority
+from torchop._rules.kernels.priority import NO_BLOCK, REFERENCE, Asked, Order, Settings
+from torchop._rules.kernels.providers import Provider
+from torchop._schema.naming import OpName
+
+# The table of a selection begins again when it has so many keys: calls of ever new sizes would
+# otherwise fill the memory. Finding out again takes microseconds, once in so many calls.
+_MOST_KEYS = 4096
+_MOST_SELECTIONS = 64
+
+Function = Callable[..., Any]
+
+
+class Available(NamedTuple):
+    """What there is to choose from on one device.
+
+    Attributes:
+        op: the name of the operator.
+        device: the device type; None for those without kernels of their own.
+        reference: the kernel that was registered without a provider; None without one.
+        providers: the others, by name, in the order in which they were registered.
+        known: the names of all providers of the operator, for whichever device.
+        removed: the names of those that it had once.
+        author: the author's orders, by device type.
+        reported: what was said of providers that were passed by; it outlives plans.
+        prepare: what a plan does to every kernel.
+    """
+
+    op: OpName
+    device: str | None
+    reference: Function | None
+    providers: Mapping[str, Provider]
+    known: Collection[str]
+    removed: Collection[str]
+    author: Mapping[str | None, Order]
+    reported: set[tuple[str, bool]]
+    prepare: Callable[[Function], Function]
+
+
+class Selection:
+    """What one order leaves: the first provider that accepts a call, and else the reference."""
+
+    __slots__ = ("_ending", "_found", "asked", "candidates", "falls_back", "function", "passed_by")
+
+    def __init__(
+        self,
+        asked: Asked,
+        candidates: list[tuple[Provider, Function]],
+        ending: Function,
+        passed_by: Mapping[str, str],
+        falls_back: bool,
+    ) -> None:
+        self.asked = asked
+        # Whether the reference, if it comes to that, runs in place of what was asked for.
+        self.falls_back = falls_back
+        self.candidates = candidates
+        self.passed_by = passed_by  # by name, why
+        self._ending = ending
+        # What runs, where no provider looks at the arguments.
+        self.function: Function | None = None
+        if not candidates:
+            self.function = ending
+        elif candidates[0][0].accepts is None:
+            self.function = candidates[0][1]
+        # By what `supports` may read of a call, what runs. Threads may write at once: they find the
+        # same, so a lock would guard nothing.
+        self._found: dict[Any, Function] = {}
+
+    def find(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], fall_back: Callable[[], None]
+    ) -> Function:
+        """The function for a call; `fall_back` is called where it comes to the reference."""
+        try:
+            key = tuple(map(_key, (*args, *kwargs.values())))
+        except _UnknownError:
+            key = None
+        function = None if key is None else self._found.get(key)
+        if function is None:
+            provider, function = self.ask(args, kwargs)
+            if provider is None:
+                fall_back()
+            if key is not None:
+                if len(self._found) >= _MOST_KEYS:
+                    self._found = {}
+                self._found[key] = function
+        return function
+
+    def ask(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
+    ) -> tuple[Provider | None, Function]:
+        """The provider of a call, None for the reference, and the function."""
+        for provider, function in self.candidates:
+            if provider.accepts is None or provider.accepts(args, kwargs, is_traced):
+                return provider, function
+        return None, self._ending
+
+
+class Choice:
+    """Finds the function that runs a call, by the order in force and what the providers accept.
+
+    An object is the kernel of one device in a plan, so it is called with all arguments. The plan,
+    and what runs a call, know of it no more than that: `Selection.find` can become native code.
+    """
+
+    __slots__ = ("_available", "_has_random", "_selections")
+
+    def __init__(self, available: Available) -> None:
+        self._available = available
+        self._has_random = not all(p.deterministic for p in available.providers.values())
+        # By the settings of blocks, and whether only deterministic kernels are allowed.
+        self._selections: dict[tuple[Settings, bool], Selection] = {}
+
+    def function(self) -> Function:
+        """What a plan calls: the one function that can run, or this object."""
+        if priority.blocks_were_opened():
+            return self.__call__
+        try:
+            usual = self._selection(NO_BLOCK, False)
+        except ProviderNameError:
+            return self.__call__  # which raises it, for every call
+        is_fixed = not usual.candidates or usual.candidates[0][0].deterministic
+        return usual.function if usual.function is not None and is_fixed else self.__call__
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        selection = self._selection(priority.current(), self._is_deterministic())
+        function = selection.function
+        if function is None:
+            function = selection.find(args, kwargs, lambda: self._report(selection, True))
+        return function(*args, **kwargs)
+
+    def explain(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, str], Function]:
+        """The provider that would run a call, why each other one would not, and the function."""
+        selection = self._made(priority.current(), self._is_deterministic())
+        provider, function = selection.ask(args, kwargs)
+        chosen = REFERENCE if provider is None else provider.name
+        passed_by = dict(selection.passed_by)
+        for other, _ in selection.candidates:
+            if other is provider:
+                break
+            passed_by[other.name] = _DECLINED
+        for name in (*self._available.providers, REFERENCE):
+            if name != chosen:
+                passed_by.setdefault(name, f"{chosen} comes before it")
+        return chosen, passed_by, function
+
+    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Provider | None:
+        """The provider whose kernel a compiler is to trace; None for the reference."""
+        selection = self._selection(priority.current(), self._is_deterministic())
+        provider, _ = selection.ask(args, kwargs, is_traced=True)
+        return provider
+
+    def _is_deterministic(self) -> bool:
+        return self._has_random and torch.are_deterministic_algorithms_enabled()
+
+    def _selection(self, settings: Settings, is_deterministic: bool) -> Selection:
+        key = settings, is_deterministic
+        selection = self._selections.get(key)
+        if selection is None:
+            selection = self._made(settings, is_deterministic)
+            self._report(selection, False)
+            if len(self._selections) >= _MOST_SELECTIONS:
+                self._selections = {}
+            self._selections[key] = selection
+        return selection
+
+    def _made(self, settings: Settings, is_deterministic: bool) -> Selection:
+        """What the order leaves, by all that is known before a call."""
+        available = self._available
+        asked = priority.asked(available.op, available.device, available.author, settings)
+        only_deterministic = settings.deterministic_only or is_deterministic
+        candidates: list[Provider] = []
+        passed_by: dict[str, str] = {}
+        for name in asked.names:
+            if name == REFERENCE:
+                break
+            provider = available.providers.get(name)
+            if provider is None:
+                passed_by[name] = self._why_not_here(name, asked)
+            elif settings.batch_invariant_only and not provider.batch_invariant:
+                passed_by[name] = "it is not batch-invariant, and only such kernels are allowed"
+            elif only_deterministic and not provider.deterministic:
+                passed_by[name] = "it is not deterministic, and only such kernels are allowed"
+            elif (why := provider.why_unsupported()) is not None:
+                passed_by[name] = why
+            else:
+                candidates.append(provider)
+                if provider.accepts is None:
+                    break
+        for name in available.providers:
+            if name not in asked.names:
+                passed_by[name] = (
+                    f"the order of {asked.by} does not name it" if asked.names else _UNASKED
+                )
+        pairs = [
+            (p, self._shown(settings, p.name, available.prepare(p.function))) for p in candidates
+        ]
+        falls_back = bool(asked.names) and REFERENCE not in asked.names
+        ending = available.reference
+        if ending is None or (settings.strict and falls_back):
+            falls_back = False
+            ending = self._refusal(asked, candidates, passed_by)
+        ending = self._shown(settings, REFERENCE, ending)
+        return Selection(asked, pairs, ending, passed_by, falls_back)
+
+    def _why_not_here(self, name: str, asked: Asked) -> str:
+        op, device, *_ = self._available
+        if name in self._available.known:
+            return f"it has no kernel for {device or 'every device'}"
+        if name in self._available.removed:
+            return "it was removed, with the library that it was registered through"
+        if asked.is_exact:
+            raise priority.unknown_provider(asked.by, op, name, self._available.known)
+        return f"{op} has no such provider"
+
+    def _shown(self, settings: Settings, name: str, function: Function) -> Function:
+        """The function, which a profiler shows with the name of its provider if that is asked."""
+        if not settings.profile:
+            return function
+        label = f"{self._available.op}[{name}]"
+
+        def shown(*args: Any, **kwargs: Any) -> Any:
+            with torch.profiler.record_function(label):
+                return function(*args, **kwargs)
+
+        shown.__wrapped__ = function  # type: ignore[attr-defined]
+        return shown
+
+    def _refusal(
+        self, asked: Asked, candidates: list[Provider], passed_by: Mapping[str, str]
+    ) -> Function:
+        op, device, reference, providers, *_ = self._available
+        reasons = {name: why for name, why in passed_by.items() if name in asked.names}
+        reasons |= {provider.name: _DECLINED for provider in candidates}
+        listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        names = list(providers)
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            # The kernel for every device knows no device, but the call does.
+            where = device or next((t.device.type for t in tensors_in(args)), "every device")
+            if reference is not None:
+                raise ProviderError(
+                    f"{op}: no provider of the order of {asked.by} can run this call on {where} "
+                    f"({listed}), and strict=True forbids the reference."
+                )
+            if asked.names:
+                raise MissingKernelError(
+                    f"{op} does not have a kernel registered for {where} that can run this call "
+                    f"({listed}), and it has no reference there. Register one: "
+                    f"register_kernel({device!r}, function)."
+                )
+            raise MissingKernelError(
+                f"{op} does not have a kernel registered for {where}, except those of providers, "
+                f"which no order asks for: {', '.join(names)}. Ask for one: "
+                f"torchop.set_priority({{'{op}': {names[:1]}}})."
+            )
+
+        return refuse
+
+    def _report(self, selection: Selection, is_declined: bool) -> None:
+        """Says once of each provider that was asked for why it is passed by."""
+        op, device, _, providers, *_ = self._available
+        reasons = {name: why for name, why in selection.passed_by.items() if name in providers}
+        if is_declined:
+            reasons |= {provider.name: _DECLINED for provider, _ in selection.candidates}
+        falls_back = selection.falls_back and (is_declined or not selection.candidates)
+        for name, why in reasons.items():
+            if name not in selection.asked.names:
+                continue
+            # One of several in an order that is passed by for another one is no surprise, except
+            # where it can never run.
+            warns = falls_back or providers[name].why_unsupported() is not None
+            if (name, warns) in self._available.reported:
+                continue
+            self._available.reported.add((name, warns))
+            on = "" if device is None else f" on {device}"
+            end = ", and the reference runs instead" if falls_back else ""
+            text = f"{op}: the provider {name!r} is passed by{on}, because {why}{end}."
+            logs.calls.info("%s", text)
+            if warns:
+                warn(f"{text} {selection.asked.by} asks for it.", ProviderWarning)
+
+
+_DECLINED = "its `supports` says no to the arguments"
+_UNASKED = "no order names it"
+
+
+def by_device(choices: Mapping[str, Function], others: Function) -> Function:
+    """The kernel for every device, where orders are for some device types only."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        tensors: Iterator[Tensor] = tensors_in((*args, *kwargs.values()))
+        device = next((tensor.device.type for tensor in tensors), "")
+        return choices.get(device, others)(*args, **kwargs)
+
+    return chosen
+
+
+class _UnknownError(Exception):
+    """An argument of which it is not known what a function could read."""
+
+
+def _key(value: Any) -> Any:
+    """What `supports` may read of an argument, as a part of a key."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_quantized:
+            raise _UnknownError
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    kind = type(value)
+    if kind is float:
+        return value.hex()  # which tells -0.0 from 0.0, and finds nan again
+    if kind in _PLAIN:
+        return kind, value  # 1 equals True
+    raise _UnknownError
+
+
+_PLAIN = frozenset(
+    (
+        int,
+        bool,
+        str,
+        complex,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    )
+)

@@ -1,0 +1,56 @@
+"""Device types as users write them, for kernels and for orders of providers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from torchop._compat import dispatch
+from torchop._errors import short_repr
+from torchop._schema.signatures import spell_function
+
+DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
+
+
+def device_list(device_types: DeviceTypes) -> list[str | None]:
+    """The device types as a list, without duplicates; None stands for every device."""
+    if device_types is None:
+        return [None]
+    try:
+        devices: list[Any] = [device_types] if isinstance(device_types, str) else list(device_types)
+    except TypeError:
+        devices = [device_types]  # refused below
+        if inspect.isroutine(device_types):
+            raise TypeError(
+                "register_kernel takes the device types first. Write @register_kernel('cpu'), or "
+                "@register_kernel(None) for every device, in front of "
+                f"{spell_function(device_types)}."
+            ) from None
+    for device in devices:
+        if device is not None and not isinstance(device, str):
+            raise TypeError(
+                f"device_types expects device types as strings, such as 'cpu', or None for all; "
+                f"got {short_repr(device)} of type {type(device).__name__}."
+            )
+    return list(dict.fromkeys(None if device == "default" else device for device in devices))
+
+
+def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
+    """The device types for which an operator is defined; refuses those that PyTorch lacks."""
+    devices = device_list(device_types)
+    for device in devices:
+        if device is not None:
+            device_key(op, device)
+    return tuple(devices)
+
+
+def device_key(op: object, device: str) -> str:
+    """The dispatch key of a device type; refuses other strings."""
+    try:
+        return dispatch.dispatch_key_name(device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{op}: {short_repr(device)} is not a device type; write one such as 'cpu' or 'cuda', "
+            f"or None for every device. {error}"
+        ) from None

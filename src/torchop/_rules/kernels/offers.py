@@ -1,0 +1,129 @@
+"""What an operator has of providers, and the functions that plans get of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torchop._core.definition import NOTHING
+from torchop._errors import RedefinitionWarning, warn
+from torchop._rules.kernels import priority
+from torchop._rules.kernels.choice import Available, Choice, by_device
+from torchop._rules.kernels.priority import Order
+from torchop._rules.kernels.providers import Provider
+from torchop._schema.naming import OpName
+
+Function = Callable[..., Any]
+
+
+class Offers(NamedTuple):
+    """The providers of an operator, and the orders of its author; replaced, never changed.
+
+    Attributes:
+        by_device: by device type, None standing for all, the providers by name.
+        removed: the names of those that it had once.
+        orders: the author's orders, by device type.
+        reported: what was said of providers that were passed by.
+    """
+
+    by_device: Mapping[str | None, Mapping[str, Provider]]
+    removed: frozenset[str]
+    orders: Mapping[str | None, Order]
+    reported: set[tuple[str, bool]]
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the providers, in the order in which they were registered."""
+        return list(dict.fromkeys(name for known in self.by_device.values() for name in known))
+
+    def adding(self, op: OpName, provider: Provider) -> Offers:
+        """With a provider, in place of the one of its name; warns if that is of another module."""
+        by_device = dict(self.by_device)
+        for device in provider.devices:
+            known = by_device.get(device, NOTHING)
+            before = known.get(provider.name)
+            if before is not None and before.site.module != provider.site.module:
+                warn(
+                    f"{op}: the kernel of the provider {provider.name!r} was registered at "
+                    f"{before.site} and is registered again at {provider.site}, which replaces it. "
+                    "Give one of them another name.",
+                    RedefinitionWarning,
+                )
+            by_device[device] = {**known, provider.name: provider}
+        return self._replace(by_device=by_device)
+
+    def without(self, provider: Provider) -> Offers:
+        """Without a provider, unless there is another one in its place."""
+        by_device = {
+            device: {name: other for name, other in known.items() if other is not provider}
+            for device, known in self.by_device.items()
+        }
+        return self._replace(by_device=by_device, removed=self.removed | {provider.name})
+
+    def ordered(self, order: Order, devices: Sequence[str | None]) -> Offers:
+        """With an order of the author on these devices."""
+        return self._replace(orders={**self.orders, **dict.fromkeys(devices, order)})
+
+    def functions(
+        self,
+        op: OpName,
+        references: Mapping[str | None, Function],
+        disabled: Collection[str],
+        prepare: Callable[[Function], Function],
+    ) -> Mapping[str | None, Function]:
+        """The functions of a plan, by device type, given those of the reference.
+
+        Args:
+            op: the operator.
+            references: by device type, the kernels that were registered without a provider.
+            disabled: the device types for which no other kernel is to run.
+            prepare: what a plan does to every kernel.
+        """
+        functions = dict(references)
+        for device in dict.fromkeys((*references, *self.by_device)):
+            if device in disabled:
+                reference = references.get(device, references.get(None))
+                if reference is not None:
+                    functions[device] = reference
+                continue
+            chosen = self.choice(op, device, device, references, prepare).function()
+            special = priority.special_devices(op, self.orders) if device is None else ()
+            if special:
+                choices = {
+                    name: self.choice(op, None, name, references, prepare).function()
+                    for name in special
+                }
+                chosen = by_device(choices, chosen)
+            functions[device] = chosen
+        return functions
+
+    def choice(
+        self,
+        op: OpName,
+        at: str | None,
+        device: str | None,
+        references: Mapping[str | None, Function],
+        prepare: Callable[[Function], Function],
+    ) -> Choice:
+        """What chooses among the kernels `at` a device type, for calls on `device`.
+
+        `at` is None where the kernels for every device serve it; the rest is as in `functions`.
+        """
+        providers = {**self.by_device.get(None, NOTHING), **self.by_device.get(at, NOTHING)}
+        reference = references.get(at, references.get(None))
+        return Choice(
+            Available(
+                op,
+                device,
+                reference,
+                providers,
+                self.names,
+                self.removed,
+                self.orders,
+                self.reported,
+                prepare,
+            )
+        )
+
+
+NO_OFFERS = Offers(NOTHING, frozenset(), NOTHING, set())

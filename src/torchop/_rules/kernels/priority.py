@@ -1,0 +1,348 @@
+"""Priority: which providers an operator's calls ask for, and in which order.
+
+An order comes from the innermost block that names the operator, else from the environment, else
+from `torchop.set_priority`, else from the author of the operator. Without one, the reference runs.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import os
+import re
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar, Token
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from torchop._compat import operators
+from torchop._core.blocks import Block
+from torchop._core.lock import registration_lock
+from torchop._errors import ProviderNameError, nearest, short_repr
+from torchop._rules.kernels.devices import DeviceTypes, device_list
+from torchop._schema.naming import OpName
+
+REFERENCE = "reference"
+VARIABLE = "TORCHOP_PRIORITY"
+
+Order: TypeAlias = tuple[str, ...]
+# What users write: the providers of the operators that a name, or a pattern, stands for. None takes
+# an order back.
+Orders: TypeAlias = Mapping[str, "Sequence[str] | None"]
+
+
+class Rank(NamedTuple):
+    """One order: for which operators and device type, None being all of them."""
+
+    pattern: str
+    device: str | None
+    names: Order
+
+    def fits(self, name: OpName, device: str | None) -> bool:
+        return self.device in (None, device) and is_match(self.pattern, name)
+
+    def how_closely(self, name: OpName) -> tuple[bool, int, bool]:
+        """Of two that fit, the greater one counts: a name, a longer pattern, one for a device."""
+        return self.pattern in (str(name), name.packet), len(self.pattern), self.device is not None
+
+
+class Asked(NamedTuple):
+    """The order for an operator on a device, and who asks for it."""
+
+    names: Order = ()
+    by: str = "nobody"
+    # Whether it names the operator, which then must have the providers; a pattern is for several.
+    is_exact: bool = False
+
+
+class Settings:
+    """What the open blocks of a thread or task come to.
+
+    The same blocks give the same object, so that calls find quickly what follows from it.
+    """
+
+    __slots__ = ("batch_invariant_only", "deterministic_only", "profile", "ranks", "strict")
+
+    def __init__(self, ranks: tuple[tuple[Rank, ...], ...], flags: Mapping[str, bool]) -> None:
+        self.ranks = ranks  # of each block, the innermost first
+        self.strict = flags["strict"]
+        self.batch_invariant_only = flags["batch_invariant_only"]
+        self.deterministic_only = flags["deterministic_only"]
+        self.profile = flags["profile"]
+
+    def inside(self, ranks: tuple[Rank, ...], flags: Mapping[str, bool | None]) -> Settings:
+        """Those of a block inside: a flag that is None stays as it is."""
+        merged = {n: getattr(self, n) if flag is None else flag for n, flag in flags.items()}
+        key = ((ranks, *self.ranks) if ranks else self.ranks, tuple(merged.items()))
+        if len(_settings) >= _MOST_SETTINGS:
+            _settings.clear()  # programs that come here make new orders all the time
+        return _settings.setdefault(key, Settings(key[0], merged))
+
+
+_MOST_SETTINGS = 1000
+_settings: dict[Any, Settings] = {}
+_FLAGS = ("strict", "batch_invariant_only", "deterministic_only", "profile")
+NO_BLOCK = Settings((), dict.fromkeys(_FLAGS, False))
+_current: ContextVar[Settings] = ContextVar("torchop_priority", default=NO_BLOCK)
+# What the open blocks of this thread or task come to.
+current: Callable[[], Settings] = _current.get
+
+# The orders of the process; replaced, never changed.
+_process: tuple[Rank, ...] = ()
+_blocks_were_opened = False
+
+
+class Follower(Protocol):
+    """An operator that has providers, whose plan follows from orders."""
+
+    @property
+    def operator(self) -> OpName: ...
+    @property
+    def provider_names(self) -> Collection[str]: ...
+    def outdate(self) -> None: ...
+
+
+_followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+
+
+def follow(follower: Follower) -> None:
+    """Has an operator with providers told of new orders; the registration lock must be held."""
+    _followers.add(follower)
+
+
+def is_match(pattern: str, name: OpName) -> bool:
+    """Whether a pattern stands for an operator."""
+    return any(fnmatch.fnmatchcase(text, pattern) for text in (str(name), name.packet))
+
+
+def blocks_were_opened() -> bool:
+    """Whether calls have to look for blocks: from the first one that was opened in the process."""
+    return _blocks_were_opened
+
+
+def asked(
+    name: OpName, device: str | None, author: Mapping[str | None, Order], settings: Settings
+) -> Asked:
+    """The order for an operator on a device, None being those without their own kernels."""
+    for ranks, by in (
+        *((ranks, "torchop.priority") for ranks in settings.ranks),
+        (_of_environment(), VARIABLE),
+        (_process, "torchop.set_priority"),
+    ):
+        fitting = [rank for rank in ranks if rank.fits(name, device)]
+        if fitting:
+            rank = max(fitting, key=lambda rank: rank.how_closely(name))
+            return Asked(rank.names, by, rank.pattern in (str(name), name.packet))
+    names = author.get(device, author.get(None, ()))
+    return Asked(names, "the author's priority", is_exact=True) if names else Asked()
+
+
+def special_devices(name: OpName, author: Mapping[str | None, Order]) -> frozenset[str]:
+    """The device types for which an operator has an order of their own."""
+    ranks = {rank.device for rank in _process if is_match(rank.pattern, name)}
+    return frozenset(device for device in (*ranks, *author) if device is not None)
+
+
+def checked_order(what: str, names: object) -> Order:
+    """An order that a user wrote, as a tuple; refuses what is no list of names."""
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise TypeError(
+            f"{what} expects a list of names of providers, such as ['triton'], got "
+            f"{short_repr(names)}."
+        )
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{what} expects names of providers, strings, got {short_repr(name)} of type "
+                f"{type(name).__name__}."
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -> ProviderNameError:
+    """The error about a provider that an operator does not have."""
+    listed = ", ".join([REFERENCE, *known])
+    return ProviderNameError(
+        f"{what}: {op} has no provider {short_repr(name)}{nearest(name, known)}; it has: {listed}. "
+        "Register it: register_kernel(device_types, function, provider=...)."
+    )
+
+
+def _ranks(what: str, orders: object, devices: Sequence[str | None] = (None,)) -> tuple[Rank, ...]:
+    """The orders that a user wrote; refuses those that are none, and unknown providers."""
+    if not isinstance(orders, Mapping):
+        raise TypeError(
+            f"{what} expects a dict of orders by operator, such as {{'mylib::rms_norm': "
+            f"['triton']}}, got {short_repr(orders)}."
+        )
+    ranks = []
+    for pattern, names in orders.items():
+        pattern = _written(pattern)
+        if not isinstance(pattern, str) or ("::" not in pattern and pattern[:1] != "*"):
+            raise ValueError(
+                f"{what} expects names of operators, or patterns such as 'mylib::*', got "
+                f"{short_repr(pattern)}."
+            )
+        order = checked_order(f"{what}, {pattern}", () if names is None else names)
+        _check_known(what, pattern, order)
+        ranks += [Rank(pattern, device, order) for device in devices]
+    return tuple(ranks)
+
+
+def _written(operator: object) -> Any:
+    return getattr(operator, "_qualname", operator)  # of a handle
+
+
+def _check_known(what: str, pattern: str, order: Order) -> None:
+    """Refuses providers that no operator of a pattern has, as far as there are operators."""
+    matching = [each for each in _followers if is_match(pattern, each.operator)]
+    is_name = re.search(r"[*?\[]", pattern) is None
+    if not matching and not (is_name and operators.is_registered(*_packet_and_overload(pattern))):
+        return  # it may be defined later
+    known = sorted({name for each in matching for name in each.provider_names})
+    for name in order:
+        if name != REFERENCE and name not in known:
+            raise unknown_provider(what, pattern, name, known)
+
+
+def _packet_and_overload(name: str) -> tuple[str, str]:
+    parsed = OpName.parse(name)
+    return parsed.packet, parsed.overload
+
+
+@functools.cache
+def _of_environment() -> tuple[Rank, ...]:
+    ranks = []
+    for part in filter(None, os.environ.get(VARIABLE, "").split(";")):
+        pattern, equals, names = part.partition("=")
+        pattern, order = pattern.strip(), tuple(n.strip() for n in names.split(",") if n.strip())
+        if not equals or ("::" not in pattern and pattern[:1] != "*"):
+            raise ValueError(
+                f"{VARIABLE} expects orders such as 'mylib::rms_norm=vendor,triton;mylib::*=triton'"
+                f", got {short_repr(part)}."
+            )
+        ranks.append(Rank(pattern, None, order))
+    return tuple(ranks)
+
+
+def _outdate_plans() -> None:
+    for follower in tuple(_followers):
+        follower.outdate()
+
+
+def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None:
+    """Sets the order in which calls of this process ask the providers of operators.
+
+    It counts where no block of `torchop.priority` and no TORCHOP_PRIORITY says otherwise, and in
+    place of the author's order. An operator's name counts before a pattern, and a longer pattern
+    before a shorter one.
+
+    Args:
+        orders: names of providers by operator, a name or a pattern such as `"mylib::*"`. The first
+            one runs that can; `"reference"` is the kernel of the definition, which also runs when
+            none can. None takes back what was set for this key.
+        device_types: the device types for which the orders are; None for all.
+
+    Raises:
+        ProviderNameError: a `ValueError`: no operator of this name or pattern has this provider.
+        TypeError, ValueError: something else than orders.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::squared", mutates_args=())
+        ... def squared(x: torch.Tensor) -> torch.Tensor:
+        ...     return x**2
+        >>> @squared.register_kernel("cpu", provider="product")
+        ... def _(x):
+        ...     return x * x
+        >>> torchop.set_priority({"docs::squared": ["product"]})
+        >>> torchop.explain(squared, torch.ones(2)).provider
+        'product'
+        >>> torchop.set_priority({"docs::squared": None})
+
+    The idea is `set_priority` of vLLM IR.
+    """
+    global _process
+    devices = device_list(device_types)
+    with registration_lock:
+        new = _ranks("set_priority", orders, devices)
+        taken_back = {_written(key) for key, names in orders.items() if names is None}
+        places = {(rank.pattern, rank.device) for rank in new}
+        kept = [rank for rank in _process if (rank.pattern, rank.device) not in places]
+        _process = (*kept, *(rank for rank in new if rank.pattern not in taken_back))
+        _outdate_plans()
+
+
+class priority(Block):  # noqa: N801  (called like a function)
+    """Sets the order in which calls ask the providers of operators, inside of a `with` block.
+
+    It is for the calls of this thread, or of this asyncio task, and for the functions that you
+    decorate. Of nested blocks, the innermost one that names the operator counts. A backward on a
+    GPU runs in a thread of PyTorch's, which is in no block: give its operators their order by
+    `set_priority`. A compiled graph calls the operator, which chooses as in eager; one into which a
+    provider was traced (`compile="inline"`) keeps that provider.
+
+    Args:
+        orders: names of providers by operator, as in `set_priority`.
+        strict: whether a call raises where the reference would run although the order does not
+            name it.
+        batch_invariant_only: whether only providers run that are registered as batch-invariant,
+            and the reference.
+        deterministic_only: whether only deterministic providers run, and the reference, as always
+            with `torch.use_deterministic_algorithms`.
+        profile: whether a profiler shows the provider, as in `mylib::rms_norm[triton]`.
+
+    Flags that are None stay as they are around the block.
+
+    Raises:
+        ProviderNameError: a `ValueError`: no operator of this name or pattern has this provider.
+        ProviderError: in the block, by a call, with `strict=True`.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::cubed", mutates_args=())
+        ... def cubed(x: torch.Tensor) -> torch.Tensor:
+        ...     return x**3
+        >>> @cubed.register_kernel("cpu", provider="product", supports=lambda x: x.ndim == 1)
+        ... def _(x):
+        ...     return x * x * x
+        >>> with torchop.priority({"docs::cubed": ["product"]}, strict=True):
+        ...     cubed(torch.ones(2, 2))
+        Traceback (most recent call last):
+        torchop.ProviderError: docs::cubed: no provider of the order of torchop.priority ...
+
+    The idea is `set_priority` of vLLM IR.
+    """
+
+    def __init__(
+        self,
+        orders: Orders = {},  # noqa: B006  (it is only read)
+        /,
+        *,
+        strict: bool | None = None,
+        batch_invariant_only: bool | None = None,
+        deterministic_only: bool | None = None,
+        profile: bool | None = None,
+    ) -> None:
+        flags = (strict, batch_invariant_only, deterministic_only, profile)
+        self._flags = dict(zip(_FLAGS, flags, strict=True))
+        self._ranks = _ranks("priority", orders)
+        self._entered: list[Token[Settings]] = []
+
+    def _recreate_cm(self) -> priority:
+        copy = object.__new__(priority)  # a decorated function may run in several threads at once
+        copy._flags, copy._ranks, copy._entered = self._flags, self._ranks, []
+        return copy
+
+    def __enter__(self) -> None:
+        global _blocks_were_opened
+        if not _blocks_were_opened:
+            with registration_lock:
+                _blocks_were_opened = True
+                _outdate_plans()
+        self._entered.append(_current.set(_current.get().inside(self._ranks, self._flags)))
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._entered:
+            raise RuntimeError("priority() was exited, but it was not entered")
+        _current.reset(self._entered.pop())

@@ -1,0 +1,279 @@
+"""Providers: kernels beside the reference, for the same operator and device, with what they say."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchop._compat import fake_tensors
+from torchop._core.declaration import Site
+from torchop._core.definition import Definition
+from torchop._errors import (
+    ProviderError,
+    ProviderNameError,
+    RuleSignatureError,
+    short_repr,
+    short_text,
+    users_place,
+)
+from torchop._rules.kernels.priority import REFERENCE
+from torchop._schema.callables import check_callable, check_no_generator, check_signature
+from torchop._schema.defaults import fitted, same_default
+from torchop._schema.signatures import spell_function
+
+Supported: TypeAlias = "bool | Callable[[], bool]"
+# How far a result may be from that of the reference, relatively and absolutely.
+Tolerance: TypeAlias = "Mapping[torch.dtype, tuple[float, float]]"
+Configs: TypeAlias = "Sequence[Mapping[str, Any]]"
+
+
+class Provider(NamedTuple):
+    """A kernel that somebody provides for an operator, beside the reference.
+
+    Attributes:
+        name: by which orders ask for it.
+        devices: the device types that it is for; None stands for every device.
+        function: the kernel, which takes the schema's arguments.
+        why_unsupported: says why it cannot run in this process; None if it can.
+        accepts: whether it takes a call, given the arguments of the schema by position and keyword,
+            and whether it is traced; None if it takes all.
+        batch_invariant: whether each row has the same bits in every batch.
+        deterministic: whether a call always has the same bits.
+        tolerance: how far results may be from those of the reference, by dtype.
+        configs: arguments of this kernel alone, of which the first ones are used.
+        site: where the kernel was written.
+    """
+
+    name: str
+    devices: tuple[str | None, ...]
+    function: Callable[..., Any]
+    why_unsupported: Callable[[], str | None]
+    accepts: Callable[[tuple[Any, ...], Mapping[str, Any], bool], bool] | None
+    batch_invariant: bool
+    deterministic: bool
+    tolerance: Tolerance
+    configs: tuple[Mapping[str, Any], ...]
+    site: Site
+
+
+def make_provider(
+    definition: Definition,
+    name: str,
+    devices: Sequence[str | None],
+    function: Callable[..., Any],
+    *,
+    supported: Supported,
+    supports: Callable[..., Any] | None,
+    batch_invariant: bool,
+    deterministic: bool,
+    tolerance: Tolerance | None,
+    configs: Configs,
+) -> Provider:
+    """Checks all that is said about a kernel, and makes a provider of it."""
+    what = f"{definition}: the provider {name!r}"
+    check_callable(what, function)
+    configurations = _checked_configs(what, definition, configs)
+    names = configurations[0] if configurations else {}
+    _check_parameters(what, definition, function, names)
+    site = Site.of(function, users_place())
+    kernel = functools.partial(function, **names) if names else function
+    kernel = definition.convention.kernel(kernel)
+    check_no_generator(what, kernel, definition.schema)
+    if not isinstance(supported, bool) and not callable(supported):
+        raise TypeError(
+            f"{what}: supported expects a bool, or a function without parameters that returns one, "
+            f"got {short_repr(supported)}."
+        )
+    for option, flag in (("batch_invariant", batch_invariant), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{what}: {option} expects a bool, got {short_repr(flag)}.")
+    return Provider(
+        name,
+        tuple(devices),
+        fitted(what, kernel, definition.schema),
+        functools.cache(functools.partial(_why_unsupported, supported)),
+        None if supports is None else _asking(what, definition, supports),
+        batch_invariant,
+        deterministic,
+        _checked_tolerance(what, tolerance),
+        configurations,
+        site,
+    )
+
+
+def check_name(op: object, name: object, devices: Sequence[str | None]) -> None:
+    """Refuses names that orders could not contain, and devices that providers cannot be for."""
+    if name == REFERENCE:
+        raise ProviderNameError(
+            f"{op}: {REFERENCE!r} is the name of the kernels that are registered without a "
+            "provider. Leave provider out, or choose another name."
+        )
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][\w.+-]*", name):
+        raise ProviderNameError(
+            f"{op}: the name of a provider has letters, digits and any of _ . + -, and starts with "
+            f"a letter, such as 'triton'; got {short_repr(name)}."
+        )
+    if "meta" in devices:
+        raise ValueError(
+            f"{op}: a provider cannot be for the device type 'meta'. Tensors without data have the "
+            "fake kernel of the operator, which holds for every provider: use register_fake."
+        )
+
+
+def _why_unsupported(supported: Supported) -> str | None:
+    if isinstance(supported, bool):
+        return None if supported else "it is registered with supported=False"
+    try:
+        answer: object = supported()
+    except Exception as error:
+        return f"its `supported` raised {type(error).__name__}: {short_text(error)}"
+    if not isinstance(answer, bool):
+        return f"its `supported` returned {short_repr(answer)}, and not a bool"
+    return None if answer else "its `supported` says that it cannot run here"
+
+
+def _checked_configs(
+    what: str, definition: Definition, configs: Configs
+) -> tuple[Mapping[str, Any], ...]:
+    own = {name for names in definition.schema.parameters for name in names}
+    is_list = isinstance(configs, Sequence) and not isinstance(configs, str)
+    for config in configs if is_list else [configs]:
+        if (
+            not is_list
+            or not isinstance(config, Mapping)
+            or not all(isinstance(name, str) for name in config)
+        ):
+            raise TypeError(
+                f"{what}: configs expects a list of dicts, each with keyword arguments of the "
+                f"kernel, such as [{{'block': 64}}, {{'block': 128}}]; got {short_repr(configs)}."
+            )
+        if taken := sorted(own & config.keys()):
+            raise ValueError(
+                f"{what}: {taken[0]!r} is an argument of the operator, and cannot be one of "
+                "configs, which are for arguments of this kernel alone."
+            )
+        if config.keys() != configs[0].keys():
+            raise ValueError(
+                f"{what}: all configs have the same names, but {short_repr(config)} has others "
+                f"than {short_repr(configs[0])}."
+            )
+    return tuple(map(dict, configs))
+
+
+def _checked_tolerance(what: str, tolerance: Tolerance | None) -> Tolerance:
+    for dtype, pair in (tolerance or {}).items():
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        if not isinstance(dtype, torch.dtype) or not (
+            is_pair and all(isinstance(each, (int, float)) and each >= 0 for each in pair)
+        ):
+            raise TypeError(
+                f"{what}: tolerance expects a dict of (rtol, atol) by dtype, such as "
+                f"{{torch.float16: (1e-3, 1e-5)}}, got {short_repr(tolerance)}."
+            )
+    return dict(tolerance or {})
+
+
+def _check_parameters(
+    what: str, definition: Definition, function: Callable[..., Any], configs: Mapping[str, Any]
+) -> None:
+    """Refuses a kernel that gives parameters other names or defaults than the operator has.
+
+    Calls pass all arguments, so these would never be seen; whoever reads or calls the kernel alone
+    would be misled by them. PyTorch's functions and those with `*args` cannot be compared.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    parameters = [p for p in signature.parameters.values() if p.name not in configs]
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return
+    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    keywords = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    pairs = list(zip(_expected(definition, False), positional, strict=False))
+    expected = list(_expected(definition, True))
+    pairs += [(each, keywords[each[0]]) for each in expected if each[0] in keywords]
+    for (name, spelled, is_same), parameter in pairs:
+        own = parameter.default
+        if name != parameter.name and parameter.kind is not parameter.POSITIONAL_ONLY:
+            problem = f"calls the parameter {name!r} of the operator {parameter.name!r}"
+        elif own is not inspect.Parameter.empty and not is_same(own):
+            problem = f"has the default {short_repr(own)} for {name!r}, the operator {spelled}"
+        else:
+            continue
+        raise RuleSignatureError(
+            f"{what}: {spell_function(function)}{short_text(signature)} {problem}. Give it the "
+            f"names and defaults of the operator: {definition.schema.text}."
+        )
+
+
+def _expected(
+    definition: Definition, keyword_only: bool
+) -> Iterator[tuple[str, str, Callable[[Any], bool]]]:
+    """The names of an author's parameters, their defaults in words, and what compares with them."""
+    structure, schema = definition.structure, definition.schema
+    if structure is not None:
+        for parameter in structure.parameters:
+            if parameter.keyword_only is keyword_only:
+                default = parameter.declared.default
+                is_none = default is inspect.Parameter.empty
+                spelled = "none" if is_none else short_repr(default)
+                yield parameter.name, spelled, functools.partial(_is_equal, default)
+        return
+    for argument in schema.keyword_only if keyword_only else schema.positional:
+        spelled = short_repr(argument.default) if argument.has_default else "none"
+        yield argument.name, spelled, functools.partial(_is_same, argument)
+
+
+def _is_equal(declared: Any, own: Any) -> bool:
+    return declared is own or bool(declared == own)
+
+
+def _is_same(argument: Any, own: Any) -> bool:
+    return argument.has_default and same_default(own, argument)
+
+
+def _asking(
+    what: str, definition: Definition, supports: Callable[..., Any]
+) -> Callable[[tuple[Any, ...], Mapping[str, Any], bool], bool]:
+    """What asks `supports` about a call. It gets tensors without data, which it must not read."""
+    names = ([each[0] for each in _expected(definition, keyword)] for keyword in (False, True))
+    check_signature(f"{what}: supports", supports, *names)
+    convention = definition.convention
+
+    def accepts(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool) -> bool:
+        if not is_traced:  # then sizes are symbols, of which the answer becomes guards
+            args = tuple(map(_without_data, args))
+            kwargs = {name: _without_data(value) for name, value in kwargs.items()}
+        objects, keywords = convention.arguments(args, dict(kwargs))
+        try:
+            answer = supports(*objects, **keywords)
+        except Exception as error:
+            if fake_tensors.reads_data(error, None):
+                problem = (
+                    "read the data of a tensor. It may read shapes, strides, dtypes, devices and "
+                    "plain values, because its answer is kept for all calls with the same ones"
+                )
+            else:
+                problem = f"raised {type(error).__name__}: {short_text(error)}"
+            raise ProviderError(f"{what}: supports {problem}.") from error
+        if isinstance(answer, torch.SymBool) and is_traced:
+            return bool(answer)
+        if not isinstance(answer, bool):
+            got = "a tensor" if isinstance(answer, Tensor) else short_repr(answer)
+            raise ProviderError(f"{what}: supports must return a bool, but returned {got}.")
+        return answer
+
+    return accepts
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return fake_tensors.stand_in(value)
+    return list(map(_without_data, value)) if isinstance(value, (list, tuple)) else value

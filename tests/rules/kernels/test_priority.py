@@ -1,0 +1,492 @@
+"""Priority: which of several kernels of one operator runs, for whom, and what is said of it."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import warnings
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.rules.support import adding_one as define
+from tests.support import assert_clean, run_program
+
+
+def adding(amount):
+    return lambda x: x + amount
+
+
+def value(op, x=None) -> float:
+    return op(torch.zeros(1) if x is None else x).flatten()[0].item()
+
+
+@pytest.fixture
+def op(namespace):
+    """Adds 1, or 10 with the provider "ten", or 20 with "twenty"."""
+    op = define(namespace)
+    op.register_kernel("cpu", adding(10), provider="ten")
+    op.register_kernel(None, adding(20), provider="twenty")
+    yield op
+    torchop.set_priority({f"{namespace}::*": None, op.name: None})
+
+
+# --------------------------------------------------------------------------------------------------
+# Without an order, and who gives one
+
+
+def test_a_provider_that_nobody_asks_for_changes_nothing(op):
+    assert value(op) == 1
+    assert torchop.explain(op, torch.zeros(1)).provider == "reference"
+
+
+def test_the_authors_order(op):
+    op.set_priority(["ten"])
+    assert value(op) == 10
+    op.set_priority(["twenty", "ten"])
+    assert value(op) == 20
+    op.set_priority([])
+    assert value(op) == 1
+
+
+def test_the_authors_order_is_for_device_types(op):
+    op.set_priority(["ten"], device_types="cuda")
+    assert value(op) == 1
+    op.set_priority(["twenty"], device_types=["cuda", "cpu"])
+    assert value(op) == 20
+
+
+def test_an_order_for_one_device_holds_for_kernels_for_every_device(namespace):
+    op = define(namespace)
+    op.register_kernel(None, adding(20), provider="twenty")
+    op.register_fake(torch.empty_like)
+    op.set_priority(["twenty"], device_types="cpu")
+    assert value(op) == 20
+    assert op(torch.zeros(1, device="meta")).is_meta
+    op.set_priority([], device_types="cpu")
+    op.set_priority(["twenty"], device_types="cuda")
+    assert value(op) == 1
+
+
+def test_the_order_of_the_definition_names_providers_that_come_later(namespace):
+    op = define(namespace, priority=["ten"])
+    op.register_kernel("cpu", adding(10), provider="ten")
+    assert value(op) == 10
+
+
+def test_the_process_counts_before_the_author_and_a_block_before_the_process(op):
+    op.set_priority(["ten"])
+    torchop.set_priority({op.name: ["twenty"]})
+    assert value(op) == 20
+    with torchop.priority({op.name: ["reference"]}):
+        assert value(op) == 1
+    assert value(op) == 20
+    torchop.set_priority({op: None})
+    assert value(op) == 10
+
+
+def test_a_name_counts_before_a_pattern_and_a_longer_pattern_before_a_shorter(namespace, op):
+    torchop.set_priority({f"{namespace}::*": ["ten"]})
+    assert value(op) == 10
+    with torchop.priority({f"{namespace}::*": ["ten"], f"{namespace}::o*": ["twenty"]}):
+        assert value(op) == 20
+    torchop.set_priority({op.name: ["twenty"]})
+    assert value(op) == 20
+
+
+def test_an_order_for_a_device_counts_before_one_for_all(op):
+    torchop.set_priority({op.name: ["ten"]})
+    torchop.set_priority({op.name: ["twenty"]}, device_types="cpu")
+    assert value(op) == 20
+    torchop.set_priority({op.name: None}, device_types="cpu")
+    assert value(op) == 10
+
+
+def test_an_order_that_was_set_before_the_operator_was_defined(namespace):
+    torchop.set_priority({f"{namespace}::op": ["ten"]})
+    op = define(namespace)
+    op.register_kernel("cpu", adding(10), provider="ten")
+    assert value(op) == 10
+
+
+def test_the_environment_counts_before_the_process():
+    program = """
+        import torch, torchop
+        schema = "(Tensor x) -> Tensor"
+        op = torchop.custom_op("lib::op", lambda x: x + 1, mutates_args=(), schema=schema)
+        op.register_kernel("cpu", lambda x: x + 10, provider="ten")
+        op.register_kernel("cpu", lambda x: x + 20, provider="twenty")
+        torchop.set_priority({"lib::op": ["twenty"]})
+        print(op(torch.zeros(1)).item())
+        with torchop.priority({"lib::*": ["reference"]}):
+            print(op(torch.zeros(1)).item())
+    """
+    done = run_program(program, TORCHOP_PRIORITY="lib::op = ten, twenty; other::*=x")
+    assert assert_clean(done).split() == ["10.0", "1.0"]
+
+
+@pytest.mark.parametrize("text", ["lib::op", "op=ten"])
+def test_an_environment_that_is_wrong(monkeypatch, op, text):
+    from torchop._rules.kernels import priority
+
+    monkeypatch.setenv("TORCHOP_PRIORITY", text)
+    priority._of_environment.cache_clear()
+    try:
+        op.set_priority(["ten"])  # a new plan
+        with pytest.raises(ValueError, match=r"TORCHOP_PRIORITY expects orders such as"):
+            value(op)
+    finally:
+        monkeypatch.undo()
+        priority._of_environment.cache_clear()
+    assert value(op) == 10
+
+
+# --------------------------------------------------------------------------------------------------
+# Blocks
+
+
+def test_blocks_are_nested_and_restored_after_exceptions(op):
+    with torchop.priority({op: ["ten"]}):
+        with contextlib.suppress(ZeroDivisionError), torchop.priority({op: ["twenty"]}):
+            assert value(op) == 20
+            raise ZeroDivisionError
+        with torchop.priority({"other::*": ["nothing"]}):
+            assert value(op) == 10
+    assert value(op) == 1
+
+
+def test_a_block_decorates_a_function_but_no_generator(op):
+    @torchop.priority({op: ["ten"]})
+    def call():
+        return value(op)
+
+    assert (call(), value(op), call()) == (10, 1, 10)
+    with pytest.raises(TypeError, match=r"priority\(\) cannot decorate .*generator"):
+
+        @torchop.priority({op: ["ten"]})
+        def generate():
+            yield value(op)
+
+
+def test_a_block_is_for_one_thread(op):
+    entered, seen = threading.Event(), threading.Event()
+    values = {}
+
+    def other():
+        with torchop.priority({op: ["ten"]}):
+            entered.set()
+            seen.wait()
+            values["other"] = value(op)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    values["main"] = value(op)
+    seen.set()
+    thread.join()
+    assert values == {"main": 1, "other": 10}
+
+
+def test_a_block_is_for_one_task(op):
+    async def inside(turn, other):
+        with torchop.priority({op: ["ten"]}):
+            other.set()
+            await turn.wait()
+            return value(op)
+
+    async def outside(turn, other):
+        await turn.wait()
+        found = value(op)
+        other.set()
+        return found
+
+    async def both():
+        first, second = asyncio.Event(), asyncio.Event()
+        return await asyncio.gather(inside(first, second), outside(second, first))
+
+    assert asyncio.run(both()) == [10, 1]
+
+
+def test_sixteen_threads_call_while_orders_change(op):
+    amounts = {"ten": 10, "twenty": 20, "reference": 1}
+    wrong, done = [], threading.Event()
+
+    def call(name):
+        for _ in range(200):
+            with torchop.priority({op: [name]}):
+                if value(op) != amounts[name]:
+                    wrong.append(name)
+            if value(op) not in amounts.values():
+                wrong.append("outside")
+
+    def change():
+        while not done.is_set():
+            for name in amounts:
+                torchop.set_priority({op: [name]})
+
+    changing = threading.Thread(target=change)
+    threads = [threading.Thread(target=call, args=(name,)) for name in [*amounts] * 5 + ["ten"]]
+    changing.start()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    changing.join()
+    assert wrong == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Filters, fallbacks, and what is said of them
+
+
+def test_only_batch_invariant_and_only_deterministic_kernels(namespace):
+    op = define(namespace, priority=["random", "invariant"])
+    op.register_kernel("cpu", adding(10), provider="random", deterministic=False)
+    op.register_kernel("cpu", adding(20), provider="invariant", batch_invariant=True)
+    assert value(op) == 10
+    with torchop.priority(batch_invariant_only=True):
+        assert value(op) == 20
+    with torchop.priority(deterministic_only=True):
+        assert value(op) == 20
+        with torchop.priority(deterministic_only=False):
+            assert value(op) == 10
+
+
+@pytest.mark.parametrize("opens_block", [False, True])
+def test_pytorchs_deterministic_mode_implies_deterministic_kernels(namespace, opens_block):
+    op = define(namespace, priority=["random", "reference"])
+    op.register_kernel("cpu", adding(10), provider="random", deterministic=False)
+    with torchop.priority() if opens_block else contextlib.nullcontext():
+        assert value(op) == 10
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert value(op) == 1
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert value(op) == 10
+
+
+def test_a_provider_that_is_not_supported_is_reported_once(namespace, caplog):
+    asked = []
+    op = define(namespace, priority=["absent"])
+    op.register_kernel(
+        "cpu", adding(10), provider="absent", supported=lambda: bool(asked.append(1))
+    )
+    assert asked == []  # a package registers it where nobody calls
+    match = rf"{namespace}::op: the provider 'absent' is passed by on cpu, because its `supported`"
+    with pytest.warns(torchop.ProviderWarning, match=match):
+        assert value(op) == 1
+    op.register_kernel("cpu", adding(20), provider="other")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert value(op) == 1
+    assert asked == [1]
+
+
+def test_the_exception_of_supported_is_the_reason(namespace):
+    def supported():
+        raise ImportError("no module named vendor")
+
+    op = define(namespace, priority=["vendor"])
+    op.register_kernel("cpu", adding(10), provider="vendor", supported=supported)
+    with pytest.warns(torchop.ProviderWarning, match="raised ImportError: no module named vendor"):
+        assert value(op) == 1
+
+
+def test_one_of_several_that_declines_is_logged_and_the_last_is_warned_of(namespace):
+    op = define(namespace, priority=["small", "large"])
+    op.register_kernel("cpu", adding(10), provider="small", supports=lambda x: len(x) < 10)
+    op.register_kernel("cpu", adding(20), provider="large", supports=lambda x: len(x) < 100)
+    assert value(op, torch.zeros(5)) == 10
+    assert value(op, torch.zeros(50)) == 20
+    with pytest.warns(torchop.ProviderWarning) as caught:
+        assert value(op, torch.zeros(500)) == 1
+    assert [str(w.message).split("'")[1] for w in caught] == ["small", "large"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert value(op, torch.zeros(600)) == 1
+
+
+def test_passed_by_is_logged(namespace, caplog):
+    op = define(namespace, priority=["absent", "reference"])
+    op.register_kernel("cpu", adding(10), provider="absent", supported=False)
+    names = [n for n in logging.root.manager.loggerDict if "torchop_calls" in n]
+    logger = logging.getLogger(names[0])
+    logger.addHandler(caplog.handler)
+    level, logger.disabled = logger.level, False
+    logger.setLevel(logging.INFO)
+    try:
+        with pytest.warns(torchop.ProviderWarning):
+            value(op)
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(level)
+    assert (
+        "'absent' is passed by on cpu, because it is registered with supported=False" in caplog.text
+    )
+
+
+def test_strict_makes_falling_back_an_error(namespace):
+    op = define(namespace)
+    op.register_kernel("cpu", adding(10), provider="flat", supports=lambda x: x.ndim == 1)
+    with torchop.priority({op: ["flat"]}, strict=True):
+        assert value(op) == 10
+        match = r"no provider of the order of torchop.priority can run this call on cpu \(flat: its"
+        for _ in range(2):  # the second time from the table
+            with pytest.raises(torchop.ProviderError, match=match):
+                op(torch.zeros(1, 1))
+        with torchop.priority({op: ["flat", "reference"]}):
+            assert value(op, torch.zeros(1, 1)) == 1
+        with torchop.priority(strict=False), pytest.warns(torchop.ProviderWarning):
+            assert value(op, torch.zeros(1, 1)) == 1
+
+
+def test_a_device_without_a_reference(namespace):
+    op = torchop.custom_op(f"{namespace}::op", adding(1), mutates_args=(), device_types="cuda",
+                           schema="(Tensor x) -> Tensor")  # fmt: skip
+    op.register_kernel("cpu", adding(10), provider="ten", supports=lambda x: x.ndim == 1)
+    with pytest.raises(torchop.MissingKernelError, match=r"no order asks for: ten\. Ask for one"):
+        value(op)
+    op.set_priority(["ten"])
+    assert value(op) == 10
+    with pytest.raises(torchop.MissingKernelError, match=r"can run this call \(ten: its `supp"):
+        op(torch.zeros(1, 1))
+
+
+def test_a_kernel_that_is_switched_off_leaves_the_function_of_the_definition(op):
+    op.register_kernel("cpu", adding(2))
+    op.set_priority(["ten"])
+    with op.set_kernel_enabled("cpu", enabled=False):
+        assert value(op) == 1
+        assert torchop.explain(op, torch.zeros(1)).provider is None
+    assert value(op) == 10
+
+
+# --------------------------------------------------------------------------------------------------
+# Wrong input
+
+
+def test_an_unknown_provider(namespace, op):
+    match = r"has no provider 'tem' \(did you mean 'ten'\?\); it has: reference, ten, twenty"
+    for act in (
+        lambda: op.set_priority(["tem"]),
+        lambda: torchop.set_priority({op.name: ["tem"]}),
+        lambda: torchop.priority({op: ["tem"]}),
+        lambda: torchop.priority({f"{namespace}::*": ["ten", "tem"]}),
+    ):
+        with pytest.raises(torchop.ProviderNameError, match=match):
+            act()
+    late = define(f"{namespace}_late", priority=["tem"])
+    late.register_kernel("cpu", adding(10), provider="ten")
+    for _ in range(2):
+        with pytest.raises(torchop.ProviderNameError, match=r"the author's priority: .* 'tem'"):
+            value(late)
+
+
+def test_an_operator_without_providers_has_only_the_reference(namespace):
+    op = define(namespace)
+    with torchop.priority({op: ["reference"]}):
+        assert value(op) == 1
+    with pytest.raises(torchop.ProviderNameError, match="it has: reference"):
+        torchop.set_priority({op: ["ten"]})
+
+
+@pytest.mark.parametrize(
+    ("orders", "error", "words"),
+    [
+        (["ten"], TypeError, "expects a dict of orders by operator"),
+        ({"op": ["ten"]}, ValueError, "expects names of operators, or patterns"),
+        ({"lib::op": "ten"}, TypeError, "expects a list of names of providers"),
+        ({"lib::op": [1]}, TypeError, "strings, got 1 of type int"),
+    ],
+)
+def test_orders_that_are_none(orders, error, words):
+    for act in (torchop.set_priority, torchop.priority):
+        with pytest.raises(error, match=words):
+            act(orders)
+
+
+def test_a_block_that_was_not_entered():
+    with pytest.raises(RuntimeError, match="it was not entered"):
+        torchop.priority().__exit__(None, None, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Seen
+
+
+def test_explain_names_the_provider_and_why_others_are_passed_by(namespace):
+    op = define(namespace)
+    op.register_kernel("cpu", adding(10), provider="absent", supported=False)
+    op.register_kernel("cpu", adding(20), provider="flat", supports=lambda x: x.ndim == 1)
+    op.register_kernel("cpu", adding(30), provider="any")
+    op.register_kernel("cpu", adding(40), provider="last")
+    op.register_kernel("cpu", adding(50), provider="unasked")
+    op.register_kernel("cuda", adding(60), provider="gpu")
+    with torchop.priority({op: ["gpu", "absent", "flat", "any", "last"]}):
+        found = torchop.explain(op, torch.zeros(1, 1))
+    assert found.provider == "any"
+    assert found.passed_by == (
+        "gpu: it has no kernel for cpu",
+        "absent: it is registered with supported=False",
+        "unasked: the order of torchop.priority does not name it",
+        "flat: its `supports` says no to the arguments",
+        "last: any comes before it",
+        "reference: any comes before it",
+    )
+    assert "provider: any\npassed by: gpu: it has no" in str(found)
+
+
+def test_explain_shows_the_place_of_the_chosen_kernel(op):
+    value(op)
+    with torchop.priority({op: ["ten"]}):
+        found = torchop.explain(op, torch.zeros(1))
+    if found.native:
+        assert "test_priority.py" in found.kernels[-1]
+
+
+def test_explain_warns_of_nothing(namespace):
+    op = define(namespace, priority=["absent"])
+    op.register_kernel("cpu", adding(10), provider="absent", supported=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torchop.explain(op, torch.zeros(1)).provider == "reference"
+
+
+def test_a_profiler_shows_the_provider_when_asked(op):
+    def shown(**flags):
+        with torchop.priority({op: ["ten"]}, **flags), torch.profiler.profile() as profile:
+            op(torch.zeros(1))
+        return {event.key for event in profile.key_averages()}
+
+    assert f"{op.name}[ten]" in shown(profile=True)
+    assert not any("[ten]" in key for key in shown())
+
+
+def test_a_definition_tells_its_providers(op):
+    assert "kernels for every device; providers ten, twenty" in repr(op)
+
+
+def test_class_form(namespace):
+    flat = {"device_types": "cpu", "function": adding(10), "supports": lambda x: x.ndim == 1}
+
+    class Forward:
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x + 1
+
+    @torchop.operator(f"{namespace}::op")
+    class op(Forward):
+        priority = ("flat",)
+        providers: ClassVar = {"flat": flat}
+
+    assert value(op) == 10
+    with pytest.raises(torchop.OperatorClassError, match="a dict for each provider, with"):
+
+        @torchop.operator(f"{namespace}::wrong")
+        class wrong(Forward):
+            providers: ClassVar = {"ten": adding(10)}

@@ -1,0 +1,504 @@
+"""Providers: what they say of themselves, which calls they take, and the rules that they share."""
+
+import dataclasses
+import functools
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.rules.support import adding_one as define
+from tests.support import assert_clean, needs_native, run_program
+from torchop._rules.kernels import choice as choosing
+from torchop._rules.kernels.rule import KernelRule
+
+
+def adding(amount):
+    return lambda x: x + amount
+
+
+def value(op, *args) -> float:
+    return op(*(args or (torch.zeros(1),))).flatten()[0].item()
+
+
+def scaling(namespace, **options):
+    """`ns::op`, which multiplies by a factor; its providers add 10, or 100."""
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), **options)
+    def op(x: Tensor, factor: float = 2.0, *, count: int = 1) -> Tensor:
+        return x * factor * count
+
+    return op
+
+
+# --------------------------------------------------------------------------------------------------
+# Registering
+
+
+@pytest.mark.parametrize("name", ["reference", "", "a b", "a,b", 3, "a::b"])
+def test_names_that_a_provider_cannot_have(namespace, name):
+    op = define(namespace)
+    with pytest.raises(torchop.ProviderNameError, match=f"{namespace}::op: "):
+        op.register_kernel("cpu", adding(1), provider=name)
+
+
+def test_options_need_a_provider(namespace):
+    op = define(namespace)
+    with pytest.raises(TypeError, match="got supports without a provider"):
+        op.register_kernel("cpu", adding(1), supports=lambda x: True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"supported": 1}, TypeError, "supported expects a bool, or a function"),
+        ({"batch_invariant": 1}, TypeError, "batch_invariant expects a bool, got 1"),
+        ({"deterministic": None}, TypeError, "deterministic expects a bool, got None"),
+        ({"tolerance": {"float32": (0, 0)}}, TypeError, r"a dict of \(rtol, atol\) by dtype"),
+        ({"tolerance": {torch.float32: 1e-3}}, TypeError, r"a dict of \(rtol, atol\) by dtype"),
+        ({"configs": {"block": 1}}, TypeError, "configs expects a list of dicts"),
+        ({"configs": [{"x": 1}]}, ValueError, "'x' is an argument of the operator"),
+        ({"configs": [{"a": 1}, {"b": 1}]}, ValueError, "all configs have the same names"),
+        ({"supports": lambda: True}, TypeError, r"supports is called with \(x\)"),
+        ({"supports": 1}, TypeError, "supports"),
+    ],
+)
+def test_what_is_said_of_a_provider_is_checked(namespace, options, error, words):
+    op = define(namespace)
+    with pytest.raises(error, match=words):
+        op.register_kernel("cpu", lambda x, **configs: x, provider="fast", **options)
+    assert torchop.explain(op, torch.ones(1)).provider is None
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda y, factor=2.0, *, count=1: y, "calls the parameter 'x' of the operator 'y'"),
+        (lambda factor, x, *, count=1: x, "calls the parameter 'x' of the operator 'factor'"),
+        (lambda x, factor=3.0, *, count=1: x, "has the default 3.0 for 'factor', the operator 2.0"),
+        (lambda x, factor=2.0, *, count=2: x, "has the default 2 for 'count', the operator 1"),
+        (lambda x=None, factor=2.0, *, count=1: x, "has the default None for 'x', the operator n"),
+        (lambda x, factor, other, *, count: x, "is called with"),
+    ],
+)
+def test_a_signature_is_compared_with_the_schema(namespace, function, words):
+    op = scaling(namespace)
+    with pytest.raises(torchop.RuleSignatureError, match=rf"the provider 'fast'.*{words}"):
+        op.register_kernel("cpu", function, provider="fast")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, factor, *, count: x + 10,
+        lambda x, factor=2, *, count=1: x + 10,
+        lambda x, /, factor=2.0, *, count=1: x + 10,
+        lambda *args, **kwargs: args[0] + 10,
+        functools.partial(lambda x, factor, *, count, more: x + more, more=10),
+    ],
+)
+def test_signatures_that_fit(namespace, function):
+    op = scaling(namespace, priority=["fast"])
+    op.register_kernel("cpu", function, provider="fast")
+    assert value(op) == 10
+
+
+def test_a_kernel_gets_every_argument_and_the_first_config(namespace):
+    op = scaling(namespace, priority=["fast"])
+    seen = []
+
+    @op.register_kernel("cpu", provider="fast", configs=[{"block": 64}, {"block": 128}])
+    def kernel(x, factor=2.0, *, count=1, block):
+        seen.append((factor, count, block))
+        return x.clone()
+
+    op(torch.ones(1))
+    op(torch.ones(1), 3.0, count=4)
+    assert seen == [(2.0, 1, 64), (3.0, 4, 64)]
+
+
+def test_a_kernel_for_meta_tensors_is_refused(namespace):
+    with pytest.raises(ValueError, match="the fake kernel of the operator, which holds for every"):
+        define(namespace).register_kernel(["cpu", "meta"], adding(1), provider="fast")
+
+
+def test_registering_again_replaces_and_another_module_is_told_of(namespace):
+    op = define(namespace, priority=["fast"])
+    op.register_kernel("cpu", adding(10), provider="fast")
+    op.register_kernel("cpu", adding(20), provider="fast")  # a notebook cell that runs again
+    assert value(op) == 20
+    other = adding(30)
+    other.__module__ = "other_package"
+    with pytest.warns(
+        torchop.RedefinitionWarning, match="'fast' was registered at .*test_providers"
+    ):
+        op.register_kernel("cpu", other, provider="fast")
+    assert value(op) == 30
+
+
+@pytest.mark.parametrize("way", ["close", "collect"])
+def test_a_provider_goes_with_its_library(namespace, way):
+    op = define(namespace, priority=["fast"])
+    library = torchop.Library(namespace, "FRAGMENT")
+    torchop.register_kernel(op, "cpu", adding(10), provider="fast", lib=library)
+    assert value(op) == 10
+    if way == "close":
+        library._destroy()
+    del library
+    gc.collect()
+    assert value(op) == 1
+    assert (
+        "fast: it was removed, with the library" in torchop.explain(op, torch.ones(1)).passed_by[0]
+    )
+    closed = torchop.Library(namespace, "FRAGMENT")
+    closed._destroy()
+    with pytest.raises(torchop.OperatorGoneError, match="has been destroyed"):
+        torchop.register_kernel(op, "cpu", adding(10), provider="fast", lib=closed)
+
+
+def test_a_redefinition_has_no_providers(namespace):
+    define(namespace, priority=["fast"]).register_kernel("cpu", adding(10), provider="fast")
+    op = define(namespace)
+    assert value(op) == 1
+    assert torchop.explain(op, torch.ones(1)).provider is None
+
+
+def test_an_operator_of_another_package_is_refused():
+    with pytest.raises(NotImplementedError, match="operators that torchop's custom_op defines"):
+        torchop.register_kernel("aten::sin", "cpu", adding(1), provider="fast")
+    with pytest.raises(torchop.OperatorNotFoundError):
+        torchop.register_kernel("aten::sinn", "cpu", adding(1), provider="fast")
+
+
+# --------------------------------------------------------------------------------------------------
+# What `supports` sees
+
+
+@pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
+def test_supports_gets_all_arguments_and_tensors_without_data(namespace):
+    op = scaling(namespace, priority=["fast"])
+    seen = []
+
+    def supports(x, factor, *, count):
+        seen.append((x.shape, x.stride(), x.dtype, x.device, factor, count))
+        return x.is_cpu and x.is_contiguous()
+
+    op.register_kernel(
+        "cpu", lambda x, factor, *, count: x + 10, provider="fast", supports=supports
+    )
+    x = torch.zeros(2, 3)
+    assert value(op, x) == 10
+    assert value(op, x.clone()) == 10  # not asked again
+    assert value(op, x.t()) == 0
+    assert value(op, x, 2.5) == 10
+    assert value(op, x.double()) == 10
+    cpu = torch.device("cpu")
+    assert seen == [
+        ((2, 3), (3, 1), torch.float32, cpu, 2.0, 1),
+        ((3, 2), (1, 3), torch.float32, cpu, 2.0, 1),
+        ((2, 3), (3, 1), torch.float32, cpu, 2.5, 1),
+        ((2, 3), (3, 1), torch.float64, cpu, 2.0, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "supports",
+    [
+        lambda x: bool(x.sum() > 0),
+        lambda x: x.sum().item() > 0,
+        lambda x: x.tolist() == [0],
+        lambda x: x.numpy()[0] > 0,
+        lambda x: x.data_ptr() % 16 == 0,
+    ],
+)
+def test_supports_that_reads_data(namespace, supports):
+    op = define(namespace, priority=["fast"])
+    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+    match = (
+        rf"{namespace}::op: the provider 'fast': supports read the data of a tensor. It may read"
+    )
+    for _ in range(2):
+        with pytest.raises(torchop.ProviderError, match=match):
+            value(op)
+
+
+@pytest.mark.parametrize(
+    ("supports", "words"),
+    [
+        (lambda x: x > 0, "must return a bool, but returned a tensor"),
+        (lambda x: None, "must return a bool, but returned None"),
+        (lambda x: 1, "must return a bool, but returned 1"),
+        (lambda x: x.nothing, "raised AttributeError: .*nothing"),
+    ],
+)
+def test_supports_that_is_wrong(namespace, supports, words):
+    op = define(namespace, priority=["fast"])
+    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+    with pytest.raises(torchop.ProviderError, match=f"the provider 'fast': supports {words}"):
+        value(op)
+
+
+@pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
+def test_values_that_are_equal_and_not_the_same(namespace):
+    """The table must not take one for the other."""
+
+    @torchop.custom_op(
+        f"{namespace}::op", mutates_args=(), schema="(Tensor x, Scalar n, float f) -> Tensor"
+    )
+    def op(x, n, f):
+        return x.clone()
+
+    def supports(x, n, f):
+        return isinstance(n, bool) or str(f) == "-0.0"
+
+    op.register_kernel("cpu", lambda x, n, f: x + 10, provider="fast", supports=supports)
+    op.set_priority(["fast"])
+    x = torch.zeros(1)
+    assert [value(op, x, n, f) for n, f in ((1, 0.0), (True, 0.0), (1.0, 0.0), (1, -0.0))] == [
+        0,
+        10,
+        0,
+        10,
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
+def test_lists_of_tensors_and_missing_tensors(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(xs: list[Tensor], bias: Tensor | None = None) -> Tensor:
+        return xs[0].clone()
+
+    def supports(xs, bias):
+        return len(xs) == 2 and bias is None and xs[1].ndim == 1
+
+    op.register_kernel("cpu", lambda xs, bias: xs[0] + 10, provider="fast", supports=supports)
+    op.set_priority(["fast"])
+    x = torch.zeros(1)
+    assert value(op, [x, x]) == 10
+    assert value(op, [x]) == 0
+    assert value(op, [x, x[None]]) == 0
+    assert value(op, [x, x], x) == 0
+
+
+def test_the_table_is_bounded(namespace, monkeypatch):
+    monkeypatch.setattr(choosing, "_MOST_KEYS", 8)
+    asked = []
+    op = define(namespace, priority=["fast"])
+
+    def supports(x):
+        asked.append(len(x))
+        return True
+
+    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+    for size in range(1, 101):
+        assert value(op, torch.zeros(size)) == 10
+        function = op._definition.plan[KernelRule].functions["cpu"]
+        (selection,) = function.__self__._selections.values()
+        assert len(selection._found) <= 8
+    assert asked == [*range(1, 101)]
+
+
+def test_structured_arguments(namespace):
+    @dataclasses.dataclass
+    class Pair:
+        first: Tensor
+        second: Tensor
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(pair: Pair, scale: float = 1.0) -> Tensor:
+        return pair.first * scale
+
+    seen = []
+
+    def supports(pair, scale):
+        seen.append(type(pair))
+        return pair.second.ndim == 1
+
+    op.register_kernel(
+        "cpu", lambda pair, scale=1.0: pair.first + 10, provider="a", supports=supports
+    )
+    op.set_priority(["a"])
+    assert value(op, Pair(torch.zeros(1), torch.zeros(1))) == 10
+    assert seen == [Pair]
+    with pytest.raises(torchop.RuleSignatureError, match=r"has the default 2\.0 for 'scale'"):
+        op.register_kernel("cpu", lambda pair, scale=2.0: pair.first, provider="b")
+
+
+# --------------------------------------------------------------------------------------------------
+# The rules of the definition hold for every provider
+
+
+@pytest.fixture(params=["reference", "by_numpy", "asking"])
+def ruled(request, namespace):
+    """Squares a tensor, with all rules, and with a provider that runs."""
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x * x
+
+    @op.register_kernel("cpu", provider="by_numpy")
+    def kernel(x):
+        return torch.from_numpy(x.detach().contiguous().numpy() ** 2)
+
+    op.register_kernel("cpu", kernel, provider="asking", supports=lambda x: x.ndim < 3)
+    op.register_fake(torch.empty_like)
+    op.register_autograd(
+        lambda ctx, grad: grad * 2 * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    op.register_vmap(lambda info, in_dims, x: (op(x), in_dims[0]))
+    op.register_autocast("cpu", torch.float64)
+    op.set_priority([request.param])
+    return op
+
+
+def test_gradients(ruled):
+    x = torch.tensor([3.0], requires_grad=True, dtype=torch.float64)
+    assert torch.autograd.gradcheck(ruled, (x,))
+    assert torch.autograd.grad(ruled(x), x)[0].item() == 6
+
+
+def test_vmap_autocast_and_fake_tensors(ruled):
+    assert torch.vmap(ruled)(torch.full((2, 2), 3.0)).tolist() == [[9.0, 9.0]] * 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ruled(torch.ones(2)).dtype is torch.float64
+    with torch._subclasses.FakeTensorMode():
+        assert ruled(torch.empty(3, 2)).shape == (3, 2)
+    assert ruled(torch.ones(2, device="meta")).is_meta
+
+
+def test_opcheck_holds(ruled):
+    torchop.opcheck(ruled, (torch.full((2,), 3.0, requires_grad=True),))
+
+
+def test_results_are_checked(namespace):
+    op = define(namespace, priority=["same"])
+    op.register_kernel("cpu", lambda x: x, provider="same")
+    with pytest.raises(torchop.AliasError, match="output 0 is input 'x' itself"):
+        op(torch.ones(2))
+    op.register_kernel("cpu", lambda x: 3, provider="same")
+    with pytest.raises(torchop.ResultError, match="must return a Tensor"):
+        op(torch.ones(2))
+
+
+def test_a_mutable_operator(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=("x",))
+    def op(x: Tensor) -> None:
+        x.add_(1)
+
+    op.register_kernel("cpu", lambda x: x.add_(10) and None, provider="ten")
+    op.set_priority(["ten"])
+    x = torch.zeros(1)
+    version = x._version
+    op(x)
+    assert (x.item(), x._version > version) == (10, True)
+    functional = torch.compile(lambda x: op(x), backend="aot_eager", fullgraph=True)
+    functional(x)
+    assert x.item() == 20
+
+
+def test_factories_choose_by_their_device(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(n: int, device: torch.device) -> Tensor:
+        return torch.ones(n, device=device)
+
+    op.register_kernel(
+        "cpu", lambda n, device: torch.zeros(n), provider="zeros", supports=lambda n, device: n > 1
+    )
+    op.set_priority(["zeros", "reference"])
+    assert op(2, torch.device("cpu")).tolist() == [0, 0]
+    assert op(1, torch.device("cpu")).tolist() == [1]
+    assert torchop.explain(op, 2, torch.device("cpu")).provider == "zeros"
+
+
+def test_checking_watches_providers(namespace):
+    op = define(namespace, priority=["writes"])
+    op.register_kernel("cpu", lambda x: x.add_(1).clone(), provider="writes")
+    with torchop.checking(), pytest.raises(torchop.UndeclaredMutationError):
+        op(torch.zeros(1))
+
+
+@needs_native
+@pytest.mark.parametrize("asks", [False, True])
+def test_calls_stay_native(namespace, asks):
+    assert torchop.native.wait()
+    op = define(namespace, priority=["ten"])
+    options = {"supports": lambda x: True} if asks else {}
+    op.register_kernel("cpu", adding(10), provider="ten", **options)
+    value(op)
+    assert torchop.explain(op, torch.zeros(1)).native
+    assert value(op) == 10
+    assert torch.ops.__getattr__(namespace).op(torch.zeros(1)).item() == 10
+
+
+def test_priority_alone_puts_the_function_itself_into_the_plan():
+    program = """
+        import torch, torchop
+        from torchop._rules.kernels.rule import KernelRule
+        schema = "(Tensor x) -> Tensor"
+        op = torchop.custom_op("lib::op", lambda x: x + 1, mutates_args=(), schema=schema)
+        def ten(x):
+            return x + 10
+        op.register_kernel("cpu", ten, provider="ten")
+        def function():
+            return op._definition.plan[KernelRule].functions["cpu"]
+        print(function() is op._init_fn)
+        op.set_priority(["ten"])
+        print(function() is ten)
+        with torchop.priority({op: ["reference"]}):
+            print(function() is ten, op(torch.zeros(1)).item())
+        print(op(torch.zeros(1)).item())
+    """
+    assert assert_clean(run_program(program)).split() == ["True", "True", "False", "1.0", "10.0"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Compiled graphs
+
+
+@pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_opaque_operator_chooses_in_a_graph_as_in_eager(namespace, dynamic):
+    op = define(namespace, priority=["small"])
+    op.register_fake(torch.empty_like)
+    op.register_kernel("cpu", adding(10), provider="small", supports=lambda x: len(x) < 10)
+    op.register_kernel("cpu", adding(20), provider="any")
+    compiled = torch.compile(
+        lambda x: op(x) * 1, backend="aot_eager", dynamic=dynamic, fullgraph=True
+    )
+    for size in (2, 3, 30, 4):
+        assert value(compiled, torch.zeros(size)) == (10 if size < 10 else 1)
+        with torchop.priority({op: ["any"]}):
+            assert value(compiled, torch.zeros(size)) == 20
+
+
+@pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
+def test_an_inlined_operator_traces_the_provider_with_guards(namespace):
+    op = define(namespace, compile="inline", priority=["small"])
+
+    def supports(x):
+        return x.shape[0] <= 10  # and not len(x), which asks a symbol for its number
+
+    op.register_kernel("cpu", lambda x: x.sin() + 10, provider="small", supports=supports)
+    graphs = []
+
+    def backend(graph, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+
+        def compiler(lowered, inputs):
+            graphs.append({str(node.target) for node in lowered.graph.nodes})
+            return lowered.forward
+
+        return aot_autograd(fw_compiler=compiler)(graph, inputs)
+
+    compiled = torch.compile(lambda x: op(x) * 1, backend=backend, dynamic=True, fullgraph=True)
+    assert value(compiled, torch.zeros(5)) == 10
+    assert value(compiled, torch.zeros(7)) == 10
+    assert len(graphs) == 1  # a guard on the size, and not one graph for each
+    assert "aten.sin.default" in graphs[0]
+    assert value(compiled, torch.zeros(50)) == 1
+    assert value(compiled, torch.zeros(60)) == 1
+    assert len(graphs) == 2
+    assert "aten.sin.default" not in graphs[1]
