@@ -94,8 +94,10 @@ EXCEPTIONS = {
     ),
     "_rules.user": (
         "they tell parts of PyTorch that have no public place for it, formulas that read data get "
-        "shards, and their functions `register_...` are typed as those of the core",
-        {"_compat", "_errors", "_rules.autograd", "_rules.checkpoint_modes", "_schema.callables"},
+        "shards, their functions `register_...` are typed as those of the core, and what chooses "
+        "between kernels of providers becomes a part of plans",
+        {"_compat", "_core", "_errors", "_schema", "_rules.autograd", "_rules.checkpoint_modes"}
+        | {"_rules.kernels"},
     ),
     "cli": ("it compiles the extension, and says why that fails", {"_native.extension"}),
     "compat": (

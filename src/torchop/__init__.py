@@ -26,11 +26,11 @@ from torchop._rules.autograd.register import register_autograd, register_jvp
 from torchop._rules.effect import register_effect
 from torchop._rules.fake.context import get_ctx
 from torchop._rules.fake.rule import impl_abstract, register_fake
-from torchop._rules.kernels.priority import priority, set_priority
 from torchop._rules.kernels.register import register_kernel
 from torchop._rules.torch_dispatch import register_torch_dispatch
 from torchop._rules.user.inverse import inverse, right_inverse
 from torchop._rules.user.preconditions import preconditions as preconditions
+from torchop._rules.user.providers.priority import priority, set_priority
 from torchop._rules.user.sharding import register_sharding, sharding
 from torchop._rules.vmap.rule import register_vmap
 from torchop._schema.infer import infer_schema

@@ -19,8 +19,6 @@ from torchop._rules import inlining
 from torchop._rules.effect import Effect, declared_effect
 from torchop._rules.inlining import Compile
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
-from torchop._rules.kernels.priority import checked_order
-from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.declared import Tags, checked_tags, declared_schema
 from torchop._schema.forms import Form, form_tags
@@ -187,7 +185,6 @@ def define_function(
     check_no_generator(what, function, parsed)
     effect = declared_effect(name, effects, parsed, convention)
     inlined = inlining.check_compile(name, compile, effect)
-    order = checked_order(f"{name}: priority", priority)
     declaration = Declaration(
         name,
         parsed,
@@ -204,9 +201,9 @@ def define_function(
         definition = define(declaration, lib)
         if inlined is not None:
             inlining.install(definition, inlined)
-        if order:
-            definition.rule(KernelRule).set_priority(order, [None])
         handle: CustomOp[P, R] = definition.handle
+        if priority:
+            handle.set_priority(priority)
         return handle
 
     return all_or_nothing(name, build)

@@ -14,7 +14,15 @@ from torchop._rules import autocast, effect, torch_dispatch
 from torchop._rules.autograd import register as autograd
 from torchop._rules.fake import rule as fake
 from torchop._rules.kernels import register as kernels
-from torchop._rules.user import checkpoint_policy, examples, flop_formula, inverse, onnx, sharding
+from torchop._rules.user import (
+    checkpoint_policy,
+    examples,
+    flop_formula,
+    inverse,
+    onnx,
+    providers,
+    sharding,
+)
 from torchop._rules.vmap import rule as vmap
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -41,7 +49,7 @@ class Registrations(Handle):
     @SameAs(kernels.register_kernel)
     def register_kernel(self) -> None: ...
 
-    set_priority = kernels.set_priority
+    set_priority = providers.set_priority
 
     @SameAs(fake.register_fake)
     def register_fake(self) -> None: ...

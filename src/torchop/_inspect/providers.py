@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torchop._accelerate import patterns
 from torchop._core.definition import Definition
 from torchop._core.registry import own_definitions
-from torchop._rules.kernels import priority
 from torchop._rules.kernels.rule import KernelRule
+from torchop._rules.user.providers import offers_of, priority
 
 
 class Provided(NamedTuple):
@@ -81,7 +81,7 @@ def providers(*operators: str) -> list[Provided]:
 
 def _kernels_of(definition: Definition) -> Iterator[Provided]:
     rule = definition.rule(KernelRule)
-    op, offers = str(definition), rule.offers
+    op, offers = str(definition), offers_of(rule)
     if not offers.names:
         return
 

@@ -11,8 +11,8 @@ from torch import Tensor
 import torchop
 from tests.rules.support import adding_one as define
 from tests.support import assert_clean, needs_native, run_program
-from torchop._rules.kernels import choice as choosing
 from torchop._rules.kernels.rule import KernelRule
+from torchop._rules.user.providers import choice as choosing
 
 
 def adding(amount):

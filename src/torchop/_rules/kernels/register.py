@@ -8,19 +8,8 @@ from typing import Any
 
 import torch.library
 
-from torchop._core.definition import Definition
-from torchop._core.library import check_library
-from torchop._core.registry import OpLike, find_schema, op_name, own_definition, resolve
-from torchop._errors import OperatorGoneError
+from torchop._core.registry import OpLike, resolve
 from torchop._rules.kernels.devices import DeviceTypes, device_list
-from torchop._rules.kernels.priority import REFERENCE, checked_order, unknown_provider
-from torchop._rules.kernels.providers import (
-    Configs,
-    Supported,
-    Tolerance,
-    check_name,
-    make_provider,
-)
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.callables import Function, Lambda, decorator_or_call
 
@@ -32,12 +21,12 @@ def register_kernel(
     /,
     *,
     provider: str | None = None,
-    supported: Supported = True,
+    supported: bool | Callable[[], bool] = True,
     supports: Callable[..., bool] | None = None,
     batch_invariant: bool = False,
     deterministic: bool = True,
-    tolerance: Tolerance | None = None,
-    configs: Configs = (),
+    tolerance: Mapping[torch.dtype, tuple[float, float]] | None = None,
+    configs: Sequence[Mapping[str, Any]] = (),
     lib: torch.library.Library | None = None,
 ) -> Function:
     """Registers the implementation of an operator for some device types.
@@ -112,16 +101,21 @@ def register_kernel(
     devices = device_list(device_types)  # also where the function comes later, if it is not this
     if provider is None:
         rule = resolve(op, "register_kernel", lib).rule(KernelRule)
-        _refuse_options(rule.operator, options)
+        _refuse_options(rule.definition, options)
         return decorator_or_call(lambda function: rule.register(device_types, function), func)
-    definition = _definition(op, lib)
-    check_name(definition, provider, devices)
+    return decorator_or_call(
+        lambda function: register_provider(op, devices, function, provider, lib, options), func
+    )
 
-    def register(function: Callable[..., Any]) -> None:
-        made = make_provider(definition, provider, devices, function, **options)
-        definition.rule(KernelRule).register_provider(made, lib)
 
-    return decorator_or_call(register, func)
+def _no_providers(*registration: Any) -> None:
+    raise RuntimeError("Kernels of providers can be registered when torchop has been imported.")
+
+
+# Registers the kernel of a provider, given the operator, the device types, the function, the name
+# of the provider, the library, and what is said of the kernel. What chooses between kernels puts
+# its function here, because it needs the rule of kernels.
+register_provider: Callable[..., None] = _no_providers
 
 
 def _refuse_options(op: object, options: Mapping[str, Any]) -> None:
@@ -132,60 +126,3 @@ def _refuse_options(op: object, options: Mapping[str, Any]) -> None:
             f"{op}: register_kernel got {given[0]} without a provider, whose kernels it is about. "
             "Add a name for it: provider='...'."
         )
-
-
-def _definition(op: OpLike, lib: torch.library.Library | None) -> Definition:
-    """The definition of one of our operators, also where another library holds the registration."""
-    name = op_name(op, "register_kernel")
-    check_library(f"register_kernel({name})", lib)
-    definition = own_definition(op, name)
-    if definition is None:
-        find_schema(name)  # raises where there is no operator
-        raise NotImplementedError(
-            f"register_kernel({name}): provider is for operators that torchop's custom_op defines, "
-            "which this one is not. Leave provider out, and the kernel replaces the one there is."
-        )
-    definition.check_defined()
-    if lib is not None and lib.m is None:
-        raise OperatorGoneError(
-            f"register_kernel({name}): the Library object passed as lib has been destroyed: "
-            "nothing can be registered through it any more."
-        )
-    return definition
-
-
-def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTypes = None) -> None:
-    """Sets the order in which calls of an operator ask its providers, as its author.
-
-    Orders of the process, of the environment and of blocks count before it: `torchop.set_priority`
-    and `torchop.priority`.
-
-    Args:
-        op: the operator.
-        order: names of its providers. The first one runs that can; the kernels that were registered
-            without a provider, `"reference"`, run where none can.
-        device_types: the device types for which the order is; None for those without their own.
-
-    Raises:
-        OperatorGoneError: the operator was replaced or closed.
-        ProviderNameError: a `ValueError`: the operator does not have one of these providers.
-        TypeError: something else than names.
-
-    Example:
-        >>> import torch, torchop
-        >>> @torchop.custom_op("docs::tripled", mutates_args=())
-        ... def tripled(x: torch.Tensor) -> torch.Tensor:
-        ...     return x * 3
-        >>> @tripled.register_kernel("cpu", provider="sum")
-        ... def _(x):
-        ...     return x + x + x
-        >>> tripled.set_priority(["sum"])
-        >>> torchop.explain(tripled, torch.ones(2)).provider
-        'sum'
-    """
-    rule = resolve(op, "set_priority").rule(KernelRule)
-    names = checked_order(f"{rule.operator}: set_priority", order)
-    for name in names:
-        if name != REFERENCE and name not in rule.provider_names:
-            raise unknown_provider("set_priority", rule.operator, name, rule.provider_names)
-    rule.set_priority(names, device_list(device_types))

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import torch
-import torch.library
-
-from torchop._compat import compilers, dispatch, fake_tensors, libraries, registries
+from torchop._compat import compilers, dispatch, fake_tensors, registries
 from torchop._core.checking import checked
 from torchop._core.contract import (
     ResultCheck,
@@ -26,18 +21,13 @@ from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._errors import AliasError, ArgumentError, warn
 from torchop._rules.fake.rule import FakeRule
-from torchop._rules.kernels import backend_select, priority
-from torchop._rules.kernels.choice import Choice
+from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.devices import DeviceTypes, device_key, device_list
-from torchop._rules.kernels.offers import NO_OFFERS, Offers
-from torchop._rules.kernels.priority import Order
-from torchop._rules.kernels.providers import Provider
 from torchop._rules.kernels.refusal import EVERY_DEVICE, Refusals, refuse
 from torchop._rules.mutation.rule import MutationRule
 from torchop._schema.callables import check_no_generator
 from torchop._schema.defaults import fitted
 from torchop._schema.forms import Form
-from torchop._schema.naming import OpName
 
 log = logging.getLogger(registries.LOGGER_NAME)
 
@@ -70,6 +60,22 @@ class Kernels(NamedTuple):
         return result
 
 
+class Offers(Protocol):
+    """The kernels of providers, which stand beside those of an operator's own; immutable.
+
+    Attributes:
+        names: the providers.
+        functions: what a plan runs for each device type, given the operator's name, its own
+            kernels, the device types for which nothing else is to run, and what a plan does to
+            every kernel.
+        choice: what chooses for one device type, given the same.
+    """
+
+    names: list[str]
+    functions: Callable[..., Mapping[str | None, Callable[..., Any]]]
+    choice: Callable[..., Any]
+
+
 class KernelRule(CompiledRule[Kernels]):
     """Which function computes the operator, on which device."""
 
@@ -79,8 +85,8 @@ class KernelRule(CompiledRule[Kernels]):
     # By `set_enabled` block that is open, in the order in which they were opened: its device type,
     # and whether it enables.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
-    # The kernels of providers beside those, for the same device types.
-    offers: Offers = NO_OFFERS
+    # What chooses between those and the kernels of providers; None without providers.
+    offers: Offers | None = None
     # Whether a result of a lenient operator shared memory, of which its user was warned.
     has_aliases = False
     # Where calls end that no kernel serves, for an operator that had none for every device.
@@ -150,7 +156,7 @@ class KernelRule(CompiledRule[Kernels]):
     def repr_text(self) -> str | None:
         devices = [device or "every device" for device in self.functions]
         parts = ["kernels for " + ", ".join(devices)] if devices else []
-        parts += ["providers " + ", ".join(self.offers.names)] if self.offers.names else []
+        parts += ["providers " + ", ".join(self.provider_names)] if self.provider_names else []
         return "; ".join(parts) or None
 
     def register(self, device_types: DeviceTypes, function: Callable[..., Any]) -> None:
@@ -159,11 +165,11 @@ class KernelRule(CompiledRule[Kernels]):
         definition = self.definition
         function = fitted_kernel(definition, definition.convention.kernel(function))
         with registration_lock:
-            names, install = self._places(devices)
+            names, install = self.places(devices)
             functions = {**self.functions, **dict.fromkeys(names, function)}
             self.update(install, registered=functions)
 
-    def _places(self, devices: Sequence[str | None]) -> tuple[list[str | None], Callable[[], None]]:
+    def places(self, devices: Sequence[str | None]) -> tuple[list[str | None], Callable[[], None]]:
         """The names under which kernels for these devices are kept, and what installs them."""
         keys: dict[str, str | None] = {}
         for device in devices:
@@ -178,53 +184,23 @@ class KernelRule(CompiledRule[Kernels]):
         # A device type and its dispatch key share a kernel, under the name that came first.
         return [self.installed.get(key, device) for key, device in keys.items()], install
 
-    def register_provider(self, provider: Provider, lib: torch.library.Library | None) -> None:
-        """Adds the kernel of a provider, which goes with a library if there is one."""
-        with registration_lock:
-            names, install = self._places(provider.devices)
-            provider = provider._replace(devices=tuple(names))
-            # A set of its own for what is reported, which is the one thing that changes.
-            offers = self.offers if self.offers.by_device else self.offers._replace(reported=set())
-            self.update(install, offers=offers.adding(self.operator, provider))
-            priority.follow(self)
-            if lib is not None:
-                remove = functools.partial(_remove_provider, weakref.ref(self), provider)
-                libraries.on_close(lib, remove)
-
-    def set_priority(self, order: Order, devices: Sequence[str | None]) -> None:
-        """Makes this the author's order on these device types."""
-        with registration_lock:
-            self.update(offers=self.offers.ordered(order, devices))
-
-    @property
-    def operator(self) -> OpName:
-        """The operator that orders are for."""
-        return self.definition.name
-
     @property
     def provider_names(self) -> list[str]:
-        """What orders can name, beside the reference."""
-        return self.offers.names
+        """The providers that the operator has kernels of, beside its own."""
+        return [] if self.offers is None else self.offers.names
 
-    def outdate(self) -> None:
-        """Has calls follow new orders."""
-        with registration_lock:
-            self.definition.outdate_plan()
-
-    def choice(self, device: str) -> Choice | None:
+    def choice(self, device: str) -> Any:
         """What chooses for calls on one device; None if there is nothing to choose from."""
-        active = self._active()
-        at = device if device in active or device in self.offers.by_device else None
-        if not self.offers.by_device or device in self.disabled:
+        if self.offers is None or device in self.disabled:
             return None
-        return self.offers.choice(self.operator, at, device, active, self._prepared)
+        return self.offers.choice(self.definition.name, device, self._active(), self._prepared)
 
     def _chosen(self) -> Mapping[str | None, Callable[..., Any]]:
         """The function that runs for each device, or that chooses it."""
         active = self._active()
-        if not self.offers.by_device:
+        if self.offers is None:
             return active
-        return self.offers.functions(self.operator, active, self.disabled, self._prepared)
+        return self.offers.functions(self.definition.name, active, self.disabled, self._prepared)
 
     def _prepared(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return _guarded(function, self.definition.declaration.guard)
@@ -331,12 +307,6 @@ class KernelRule(CompiledRule[Kernels]):
         else:
             result = function(*args, **kwargs)
         return kernels.finish(definition, args, kwargs, result)
-
-
-def _remove_provider(rule: weakref.ref[KernelRule], provider: Provider) -> None:
-    if (alive := rule()) is not None:
-        with registration_lock:
-            alive.update(offers=alive.offers.without(provider))
 
 
 def _disabled(switches: Mapping[object, tuple[str, bool]]) -> frozenset[str]:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from torchop._core.definition import NOTHING
 from torchop._errors import RedefinitionWarning, warn
-from torchop._rules.kernels import priority
-from torchop._rules.kernels.choice import Available, Choice, by_device
-from torchop._rules.kernels.priority import Order
-from torchop._rules.kernels.providers import Provider
-from torchop._schema.naming import OpName
+from torchop._rules.user.providers import priority
+from torchop._rules.user.providers.choice import Available, Choice, by_device
+from torchop._rules.user.providers.priority import Order
+from torchop._rules.user.providers.provider import Provider
+from torchop.extend import OpName
 
 Function = Callable[..., Any]
 
@@ -86,12 +86,11 @@ class Offers(NamedTuple):
                 if reference is not None:
                     functions[device] = reference
                 continue
-            chosen = self.choice(op, device, device, references, prepare).function()
+            chosen = self.choice(op, device, references, prepare).function()
             special = priority.special_devices(op, self.orders) if device is None else ()
             if special:
                 choices = {
-                    name: self.choice(op, None, name, references, prepare).function()
-                    for name in special
+                    name: self.choice(op, name, references, prepare).function() for name in special
                 }
                 chosen = by_device(choices, chosen)
             functions[device] = chosen
@@ -100,15 +99,13 @@ class Offers(NamedTuple):
     def choice(
         self,
         op: OpName,
-        at: str | None,
         device: str | None,
         references: Mapping[str | None, Function],
         prepare: Callable[[Function], Function],
     ) -> Choice:
-        """What chooses among the kernels `at` a device type, for calls on `device`.
-
-        `at` is None where the kernels for every device serve it; the rest is as in `functions`.
-        """
+        """What chooses for calls on a device; the rest is as in `functions`."""
+        # The kernels for every device serve those that have none of their own.
+        at = device if device in references or device in self.by_device else None
         providers = {**self.by_device.get(None, NOTHING), **self.by_device.get(at, NOTHING)}
         reference = references.get(at, references.get(None))
         return Choice(

@@ -17,10 +17,10 @@ from torchop._errors import (
     ProviderWarning,
     warn,
 )
-from torchop._rules.kernels import priority
-from torchop._rules.kernels.priority import NO_BLOCK, REFERENCE, Asked, Order, Settings
-from torchop._rules.kernels.providers import Provider
-from torchop._schema.naming import OpName
+from torchop._rules.user.providers import priority
+from torchop._rules.user.providers.priority import NO_BLOCK, REFERENCE, Asked, Order, Settings
+from torchop._rules.user.providers.provider import Provider
+from torchop.extend import OpName
 
 # The table of a selection begins again when it has so many keys: calls of ever new sizes would
 # otherwise fill the memory. Finding out again takes microseconds, once in so many calls.

@@ -13,14 +13,15 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torchop._compat import operators
 from torchop._core.blocks import Block
 from torchop._core.lock import registration_lock
 from torchop._errors import ProviderNameError, nearest, short_repr
 from torchop._rules.kernels.devices import DeviceTypes, device_list
-from torchop._schema.naming import OpName
+from torchop._rules.kernels.rule import KernelRule
+from torchop.extend import OpName
 
 REFERENCE = "reference"
 VARIABLE = "TORCHOP_PRIORITY"
@@ -92,22 +93,13 @@ _process: tuple[Rank, ...] = ()
 _blocks_were_opened = False
 
 
-class Follower(Protocol):
-    """An operator that has providers, whose plan follows from orders."""
-
-    @property
-    def operator(self) -> OpName: ...
-    @property
-    def provider_names(self) -> Collection[str]: ...
-    def outdate(self) -> None: ...
+# The rules of operators with providers, whose plans follow from orders.
+_followers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 
-_followers: weakref.WeakSet[Follower] = weakref.WeakSet()
-
-
-def follow(follower: Follower) -> None:
-    """Has an operator with providers told of new orders; the registration lock must be held."""
-    _followers.add(follower)
+def follow(rule: KernelRule) -> None:
+    """Has calls of an operator follow new orders; the registration lock must be held."""
+    _followers.add(rule)
 
 
 def is_match(pattern: str, name: OpName) -> bool:
@@ -195,7 +187,7 @@ def _written(operator: object) -> Any:
 
 def _check_known(what: str, pattern: str, order: Order) -> None:
     """Refuses providers that no operator of a pattern has, as far as there are operators."""
-    matching = [each for each in _followers if is_match(pattern, each.operator)]
+    matching = [each for each in _followers if is_match(pattern, each.definition.name)]
     is_name = re.search(r"[*?\[]", pattern) is None
     if not matching and not (is_name and operators.is_registered(*_packet_and_overload(pattern))):
         return  # it may be defined later
@@ -227,7 +219,7 @@ def _of_environment() -> tuple[Rank, ...]:
 
 def _outdate_plans() -> None:
     for follower in tuple(_followers):
-        follower.outdate()
+        follower.definition.outdate_plan()
 
 
 def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None:

@@ -1,0 +1,127 @@
+"""Kernels of several providers for one operator and device, and the order in which calls ask them.
+
+Calls of an operator without providers pay nothing for it: the rule of kernels asks what is here
+when it compiles a plan, and only if the operator has providers.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.library
+
+from torchop._compat import libraries
+from torchop._core.definition import Definition
+from torchop._core.library import check_library
+from torchop._core.lock import registration_lock
+from torchop._core.registry import find_schema, op_name, own_definition, resolve
+from torchop._errors import OperatorGoneError
+from torchop._rules.kernels import register
+from torchop._rules.kernels.devices import DeviceTypes, device_list
+from torchop._rules.kernels.rule import KernelRule
+from torchop._rules.user.providers import priority
+from torchop._rules.user.providers.offers import NO_OFFERS, Offers
+from torchop._rules.user.providers.priority import REFERENCE, checked_order, unknown_provider
+from torchop._rules.user.providers.provider import Provider, check_name, make_provider
+from torchop.extend import OpLike
+
+
+def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTypes = None) -> None:
+    """Sets the order in which calls of an operator ask its providers, as its author.
+
+    Orders of the process, of the environment and of blocks count before it: `torchop.set_priority`
+    and `torchop.priority`.
+
+    Args:
+        op: the operator.
+        order: names of its providers. The first one runs that can; the kernels that were registered
+            without a provider, `"reference"`, run where none can.
+        device_types: the device types for which the order is; None for those without their own.
+
+    Raises:
+        OperatorGoneError: the operator was replaced or closed.
+        ProviderNameError: a `ValueError`: the operator does not have one of these providers.
+        TypeError: something else than names.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::tripled", mutates_args=())
+        ... def tripled(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 3
+        >>> @tripled.register_kernel("cpu", provider="sum")
+        ... def _(x):
+        ...     return x + x + x
+        >>> tripled.set_priority(["sum"])
+        >>> torchop.explain(tripled, torch.ones(2)).provider
+        'sum'
+    """
+    definition = resolve(op, "set_priority")
+    rule = definition.rule(KernelRule)
+    names = checked_order(f"{definition}: set_priority", order)
+    known = rule.provider_names
+    for name in names:
+        # A definition names providers that come later; if they do not, the first call says so.
+        if name != REFERENCE and name not in known and known:
+            raise unknown_provider("set_priority", definition, name, known)
+    with registration_lock:
+        rule.update(offers=offers_of(rule).ordered(names, device_list(device_types)))
+
+
+def offers_of(rule: KernelRule) -> Offers:
+    """The providers of an operator, and the orders of its author."""
+    # With a set of its own for what is reported, which is the one thing in it that changes.
+    return rule.offers if isinstance(rule.offers, Offers) else NO_OFFERS._replace(reported=set())
+
+
+def _register(
+    op: OpLike,
+    device_types: Sequence[str | None],
+    function: Callable[..., Any],
+    name: str,
+    lib: torch.library.Library | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Registers the kernel of a provider, which goes with a library if there is one."""
+    definition = _definition(op, lib)
+    rule = definition.rule(KernelRule)
+    check_name(definition, name, device_types)
+    provider = make_provider(definition, name, device_types, function, **options)
+    with registration_lock:
+        names, install = rule.places(device_types)
+        provider = provider._replace(devices=tuple(names))
+        rule.update(install, offers=offers_of(rule).adding(definition.name, provider))
+        priority.follow(rule)
+        if lib is not None:
+            libraries.on_close(lib, functools.partial(_remove, weakref.ref(rule), provider))
+
+
+def _remove(rule: weakref.ref[KernelRule], provider: Provider) -> None:
+    if (alive := rule()) is not None:
+        with registration_lock:
+            alive.update(offers=offers_of(alive).without(provider))
+
+
+def _definition(op: OpLike, lib: torch.library.Library | None) -> Definition:
+    """The definition of one of our operators, also where another library holds the registration."""
+    name = op_name(op, "register_kernel")
+    check_library(f"register_kernel({name})", lib)
+    definition = own_definition(op, name)
+    if definition is None:
+        find_schema(name)  # raises where there is no operator
+        raise NotImplementedError(
+            f"register_kernel({name}): provider is for operators that torchop's custom_op defines, "
+            "which this one is not. Leave provider out, and the kernel replaces the one there is."
+        )
+    definition.check_defined()
+    if lib is not None and lib.m is None:
+        raise OperatorGoneError(
+            f"register_kernel({name}): the Library object passed as lib has been destroyed: "
+            "nothing can be registered through it any more."
+        )
+    return definition
+
+
+register.register_provider = _register
