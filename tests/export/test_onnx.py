@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import torch
 import torch.library
 from torch import Tensor
 from torch.export import Dim
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import torchop
 import torchop.export
@@ -29,6 +32,26 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def translations_read_once() -> Iterator[None]:
+    """Keeps each export from reading PyTorch's own translations, which takes most of its time.
+
+    They are hundreds of functions, whose signatures are taken from their sources.
+    """
+    read = functools.cache(ONNXRegistry.from_torchlib)
+
+    @staticmethod
+    def copied(**options: int) -> ONNXRegistry:
+        registry = copy.copy(read(**options))
+        # Each export adds translations of its own.
+        registry.functions = {target: [*found] for target, found in registry.functions.items()}
+        return registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", copied)
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
