@@ -13,7 +13,7 @@ import torch
 
 from torchop.testing import probes
 from torchop.testing._check.run import Check, kinds, plan_checks, run_check
-from torchop.testing._check.subject import CannotCheck, Example, Subject
+from torchop.testing._check.subject import CannotCheck, Example, ForkError, Subject, reason
 from torchop.testing._mutate.installing import installed
 from torchop.testing.process_state import restored, seed_torch
 
@@ -93,15 +93,19 @@ def digests(subject: Subject) -> dict[str, str]:
                 except CannotCheck:
                     continue
                 found[f"{kind.name} {number}"] = _digest(subject, example)
-    for number, example in enumerate(subject.examples):
+    for number, (example, refusal, _) in enumerate(subject.first_calls):
+        if refusal is not None:
+            continue  # also because it forks
         found[f"vmap {number}"] = _text(lambda each=example: _batched(subject, each))
     return found
 
 
 def _digest(subject: Subject, example: Example) -> str:
-    def call() -> Any:
-        with torch.no_grad():
-            return probes.outcome(subject.op, *example.copy())
+    results: list[Any] = []
+    # First, and in its guard against forks: each copy would go on, and make more of them.
+    refusal = subject.refusal(example, results)
+    if isinstance(refusal, ForkError):
+        return reason(refusal)
 
     def gradients() -> Any:
         changed = example.copy().map(
@@ -114,7 +118,10 @@ def _digest(subject: Subject, example: Example) -> str:
     described = example.map(
         lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
     )
-    texts = [_text(call), _text(lambda: subject.op(*described.args, **described.kwargs))]
+    texts = [
+        _text(lambda: results) if refusal is None else type(refusal).__name__,
+        _text(lambda: subject.op(*described.args, **described.kwargs)),
+    ]
     if subject.has_autograd_kernel and not subject.schema.is_mutable:
         texts.append(_text(gradients))
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
