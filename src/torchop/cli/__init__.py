@@ -17,6 +17,7 @@ from torchop.cli.providers import providers
 from torchop.cli.record import record
 from torchop.cli.schema import schema
 from torchop.cli.stubs import stubs
+from torchop.cli.verify import certificate
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,6 +39,7 @@ COMMANDS = (
     bench,
     build,
     catalogue,
+    certificate,
     check,
     doctor,
     explain,

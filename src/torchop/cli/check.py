@@ -26,6 +26,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torchop import MissingRuleError
 from torchop._accelerate import patterns
 from torchop._compat import on_demand
+from torchop.cli.certificate import (
+    content_of,
+    identity_of,
+    refuse_badge,
+    refuse_signature,
+    write_badge,
+    write_certificate,
+)
 from torchop.cli.child_process import ChildError, answers, first_line, preload
 from torchop.cli.mutation import mutate_operators
 from torchop.cli.selection import Selection, file_to_write, require, selecting
@@ -51,7 +59,7 @@ _TAIL = 2**16  # bytes of the output of a child, of which a message shows a part
 _Progress = Callable[[float, str], None]
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """How operators are checked, for the process that does it."""
 
     modules: tuple[str, ...]  # what it imports
@@ -103,12 +111,18 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) ->
 )
 @file_to_write("--report", help="Write a page of HTML.")
 @file_to_write("--json", "json_path", help="Write JSON.")
+@file_to_write("--certificate", help="Write what was checked on what, as JSON with a digest.")
+@click.option("--signed-off-by", metavar="'NAME <MAIL>'", help="Who answers for the certificate.")
+@file_to_write("--badge", help="Write a badge: an .svg file, or .json for shields.io.")
 @click.option("--mutate", is_flag=True, help="Change the operators; tell what no check notices.")
 @click.option("-v", "--verbose", is_flag=True, help="Show checks that did not fail, too.")
 def check(
     selection: Selection,
     report: Path | None,
     json_path: Path | None,
+    certificate: Path | None,
+    signed_off_by: str | None,
+    badge: Path | None,
     mutate: bool,
     verbose: bool,
     **options: Any,
@@ -131,10 +145,12 @@ def check(
     """
     if report is not None:
         require("jinja2", "--report")  # before the checks run, which take minutes
-    request = _Request(selection.modules, **options)
+    request = Request(selection.modules, **options)
     if mutate:
         sys.exit(not _mutate(selection.operators, request, report, json_path))
-    reports, unchecked = _check(selection.operators, request)
+    refuse_signature(signed_off_by, certificate)
+    refuse_badge(badge)
+    reports, unchecked = check_operators(selection.operators, request)
     for each in reports:
         click.echo(str(each) if verbose else each.in_short())
     for problem in unchecked:
@@ -148,18 +164,27 @@ def check(
     if json_path is not None:
         values = [each.to_dict() for each in reports]
         json_path.write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+    if certificate is not None:
+        identities = [
+            identity_of(each.op, functools.partial(examples_of, request, each.op))
+            for each in reports
+        ]
+        content = content_of(reports, identities, unchecked, request._asdict(), signed_off_by)
+        write_certificate(content, certificate)
+    if badge is not None:
+        write_badge(reports, unchecked, badge)
     sys.exit(0 if reports and not failed else 1)
 
 
 def _mutate(
-    operators: Sequence[str], request: _Request, report: Path | None, json_path: Path | None
+    operators: Sequence[str], request: Request, report: Path | None, json_path: Path | None
 ) -> bool:
     if report is not None or request.expected is not None:
         raise click.UsageError("--mutate prints what survives, and takes no --report or --expected")
     return mutate_operators(
         operators,
-        functools.partial(_examples_of, request),
-        functools.partial(_reference_of, request),
+        functools.partial(examples_of, request),
+        functools.partial(reference_of, request),
         request.budget,
         json_path,
         seed=request.seed,
@@ -167,7 +192,9 @@ def _mutate(
     )
 
 
-def _check(operators: Sequence[str], request: _Request) -> tuple[list[CheckReport], list[str]]:
+def check_operators(
+    operators: Sequence[str], request: Request
+) -> tuple[list[CheckReport], list[str]]:
     """The reports, and why some operators have none."""
     # Imported once for all, as is Dynamo, which many checks need, and which takes a second.
     preload([__name__, on_demand.import_dynamo(), *request.modules])
@@ -189,7 +216,7 @@ def _check(operators: Sequence[str], request: _Request) -> tuple[list[CheckRepor
     return reports, unchecked
 
 
-def _check_operator(op: str, request: _Request, progress: _Progress) -> CheckReport:
+def _check_operator(op: str, request: Request, progress: _Progress) -> CheckReport:
     """Checks an operator; a check that ends its process has failed, and the others go on.
 
     Raises:
@@ -259,7 +286,7 @@ def _crash(check: str, problem: str, folder: Path) -> Result:
 
 
 def _messages(
-    op: str, request: _Request, done: tuple[str, ...], spent: float, folder: Path
+    op: str, request: Request, done: tuple[str, ...], spent: float, folder: Path
 ) -> Iterator[tuple[str, Any]]:
     """Yields messages for the parent process, each as soon as possible.
 
@@ -268,7 +295,7 @@ def _messages(
         spent: the seconds of the budget that are spent.
         folder: where the call is written that is tried, for the case that it ends the process.
     """
-    examples, reference = _examples_of(request, op), _reference_of(request, op)
+    examples, reference = examples_of(request, op), reference_of(request, op)
     expected: Mapping[str, str] | None = None
     if request.expected is not None:
         with _of_option(f"--expected {request.expected}"):
@@ -298,7 +325,7 @@ def _messages(
     yield "costs", call_costs(checks[0].subject)
 
 
-def _examples_of(request: _Request, op: str) -> tuple[Any, ...]:
+def examples_of(request: Request, op: str) -> tuple[Any, ...]:
     """The examples that --examples has of an operator; none without it."""
     if request.examples is None:
         return ()
@@ -307,7 +334,7 @@ def _examples_of(request: _Request, op: str) -> tuple[Any, ...]:
         return tuple(patterns.value_for(OpName.parse(op), by_pattern) or ())
 
 
-def _reference_of(request: _Request, op: str) -> Any:
+def reference_of(request: Request, op: str) -> Any:
     """The function that --reference has for an operator; None without one."""
     if request.reference is None:
         return None

@@ -1,0 +1,269 @@
+"""Certificates: what was checked on what, as JSON that shows if it was edited; and badges.
+
+The digest makes an edit evident, as a checksum does. It is no signature: whoever edits a file can
+compute it anew. What settles a doubt is `python -m torchop certificate verify`, which checks again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import html
+import inspect
+import json
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from torchop._inspect.registrant import in_dispatcher
+from torchop.extend import Operator, short_text
+from torchop.testing import CheckReport, probes
+from torchop.testing._authored import authored_functions
+from torchop.testing._check.subject import Subject
+from torchop.testing.process_state import restored, seed_torch
+
+FORMAT = 1
+_SIGNATURE = re.compile(r"[^<>\s][^<>\n]* <[^<>@\s]+@[^<>@\s]+>")
+# What a certificate has, and what each operator in it has.
+_FIELDS: dict[str, type] = {
+    "format": int,
+    "date": str,
+    "environment": dict,
+    "request": dict,
+    "operators": list,
+    "not_checked": list,
+    "totals": dict,
+    "digest": str,
+}
+_OF_OPERATOR: dict[str, type] = {
+    "op": str,
+    "schema": str,
+    "sources": str,
+    "kernels": list,
+    "examples": str,
+    "checks": list,
+}
+
+
+def refuse_signature(signed_off_by: str | None, certificate: Path | None) -> None:
+    """Raises click.BadParameter for what is no name with a mail address, or has no certificate."""
+    if signed_off_by is None:
+        return
+    if _SIGNATURE.fullmatch(signed_off_by) is None:
+        raise click.BadParameter(
+            f"--signed-off-by is written as in git, 'Ada Lovelace <ada@example.org>'; got "
+            f"{signed_off_by!r}"
+        )
+    if certificate is None:
+        raise click.BadParameter(
+            "--signed-off-by signs the file of --certificate, which is missing"
+        )
+
+
+def refuse_badge(path: Path | None) -> None:
+    """Raises click.BadParameter for a badge of another kind than there are."""
+    if path is not None and path.suffix not in (".svg", ".json"):
+        raise click.BadParameter(f"--badge writes .svg, or .json for shields.io; got {path.name}")
+
+
+def identity_of(op: str, make_examples: Callable[[], Sequence[Any]]) -> dict[str, Any]:
+    """What an operator and its examples are, in digests: of what its functions and inputs are."""
+    with restored():
+        seed_torch(0)  # examples by chance are then the same ones
+        subject = Subject(op, make_examples())
+    inputs = [(tuple(each), [_tensor(t) for t in each.tensors]) for each in subject.originals]
+    named = [(probes.mapped(each, lambda tensor: None), tensors) for each, tensors in inputs]
+    return {
+        "sources": _sources(subject.operator),
+        # Of other operators, also those in C++, whose source is not here.
+        "kernels": sorted(subject.operator.kernels or in_dispatcher(subject.operator)[0]),
+        "examples": _digest_of(json.dumps(named, default=str)),
+    }
+
+
+def _sources(operator: Operator) -> str:
+    """A digest of the functions of an operator; of their code, where there is no source."""
+    texts = []
+    for function, role in authored_functions(operator).items():
+        try:
+            text = inspect.getsource(function)
+        except (OSError, SyntaxError, tokenize.TokenError):
+            text = function.__code__.co_code.hex()
+        texts.append(f"{role} {function.__qualname__}\n{text}")
+    return _digest_of("\0".join(sorted(texts)))
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    """A tensor in words, and a digest of its numbers."""
+    what = f"{tensor.dtype} {tensor.device.type} {list(tensor.shape)} {tensor.layout}"
+    try:
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
+        return f"{what} {hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()}"
+    except Exception:  # a layout that has no bytes of its own
+        return f"{what} {short_text(str(tensor))}"
+
+
+def content_of(
+    reports: Sequence[CheckReport],
+    identities: Sequence[Mapping[str, Any]],
+    not_checked: Iterable[str],
+    request: Mapping[str, Any],
+    signed_off_by: str | None,
+) -> dict[str, Any]:
+    """A certificate, with its digest."""
+    operators = [
+        {"op": report.op, "schema": report.schema, **identity, **_checks_of(report)}
+        for report, identity in zip(reports, identities, strict=True)
+    ]
+    content = {
+        "format": FORMAT,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "environment": dict(reports[0].environment) if reports else {},
+        "request": dict(request),
+        "tolerances": "those of torch.testing.assert_close",
+        "operators": operators,
+        "not_checked": list(not_checked),
+        "totals": dict(Counter(r.outcome for report in reports for r in report.results)),
+    }
+    if signed_off_by is not None:
+        content["signed_off_by"] = signed_off_by
+    return {**content, "digest": digest(content)}
+
+
+def _checks_of(report: CheckReport) -> dict[str, Any]:
+    checks = [
+        {
+            "check": r.check,
+            "outcome": r.outcome,
+            "reason": r.message,
+            "seed": report.seed,
+            "cases": r.cases,
+            "refused": r.refused,
+        }
+        for r in report.results
+    ]
+    return {"checks": checks, "totals": dict(Counter(r.outcome for r in report.results))}
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """The digest of all that a certificate holds besides, in whatever order it is written."""
+    values = {name: value for name, value in content.items() if name != "digest"}
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return _digest_of(text)
+
+
+def _digest_of(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+def write_certificate(content: Mapping[str, Any], path: Path) -> None:
+    """Writes a certificate."""
+    text = json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True)
+    path.write_text(text + "\n", encoding="utf-8", errors="surrogatepass")
+
+
+def read_certificate(path: Path) -> dict[str, Any]:
+    """Reads a certificate.
+
+    Raises:
+        click.ClickException: it is none, it is cut or from a later version, or it was edited.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise click.ClickException(
+            f"{path} is no JSON, or only a part of it ({short_text(str(error))}); get the file anew"
+        ) from None
+    if not isinstance(content, dict) or "format" not in content or "digest" not in content:
+        raise click.ClickException(f"{path} is no certificate of `torchop check --certificate`")
+    if content["format"] != FORMAT:
+        raise click.ClickException(
+            f"{path} has format {content['format']!r}, and this version of torchop reads {FORMAT}"
+        )
+    if (found := digest(content)) != content["digest"]:
+        raise click.ClickException(
+            f"{path} was edited after it was written: its digest is {content['digest']}, and its "
+            f"content comes to {found}. Write it anew with `torchop check --certificate`"
+        )
+    _refuse_fields(path, content, _FIELDS)
+    for operator in content["operators"]:
+        _refuse_fields(path, operator, _OF_OPERATOR)
+        for check in operator["checks"]:
+            _refuse_fields(path, check, {"check": str, "outcome": str, "reason": str})
+    return content
+
+
+def _refuse_fields(path: Path, values: Any, fields: Mapping[str, type]) -> None:
+    for name, kind in fields.items():
+        if not isinstance(values, dict) or type(values.get(name)) is not kind:
+            raise click.ClickException(
+                f"{path} is no certificate that torchop wrote: {name!r} is missing, or no "
+                f"{kind.__name__}"
+            )
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What another run of the same checks says otherwise, beside the environment."""
+    found = []
+    earlier, later = ({o["op"]: o for o in each["operators"]} for each in (before, after))
+    for op in sorted(earlier.keys() | later.keys()):
+        if op not in later:
+            why = "; ".join(text for text in after["not_checked"] if op in text) or "there is none"
+            found.append(f"{op} was not checked: {why}")
+            continue
+        if op not in earlier:
+            found.append(f"{op} is not in the certificate")
+            continue
+        for name in ("schema", "kernels"):
+            was, now = earlier[op][name], later[op][name]
+            if was != now:
+                found.append(f"{op}: its {name} changed: {was} before, {now} now")
+        if earlier[op]["sources"] != later[op]["sources"]:
+            found.append(f"{op}: its functions are others")
+        if earlier[op]["examples"] != later[op]["examples"]:
+            found.append(f"{op}: its examples are others")
+        outcomes = [{c["check"]: c for c in each[op]["checks"]} for each in (earlier, later)]
+        for check in dict.fromkeys((*outcomes[0], *outcomes[1])):
+            was, now = (each.get(check, {"outcome": "absent", "reason": ""}) for each in outcomes)
+            if was["outcome"] != now["outcome"]:
+                why = short_text(now["reason"] or was["reason"])
+                found.append(
+                    f"{op}: {check} was {was['outcome']!r}, and is {now['outcome']!r}: {why}"
+                )
+    return found
+
+
+def write_badge(reports: Sequence[CheckReport], not_checked: Sequence[str], path: Path) -> None:
+    """Writes a badge: an endpoint of shields.io, or an image."""
+    passed = sum(report.count("passed") for report in reports)
+    failed = sum(report.count("failed") for report in reports)
+    left = sum(report.count("not run") for report in reports) + len(not_checked)
+    counts = [f"{passed} passed", *([f"{failed} failed"] if failed else [])]
+    counts += [f"{left} not run"] if left else []
+    message = ", ".join(counts)
+    color = "#c0392b" if failed or not reports else "#b7791f" if left else "#2e7d32"
+    if path.suffix == ".json":
+        values = {"schemaVersion": 1, "label": "torchop check", "message": message, "color": color}
+        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        return
+    label = "torchop check"
+    left_width, right_width = (7 * len(text) + 12 for text in (label, message))
+    width, middle = left_width + right_width, left_width + right_width / 2
+    path.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img"'
+        f' aria-label="{label}: {html.escape(message)}">\n'
+        f'<rect width="{left_width}" height="20" fill="#444"/>\n'
+        f'<rect x="{left_width}" width="{right_width}" height="20" fill="{color}"/>\n'
+        '<g fill="#fff" font-family="Verdana,sans-serif" font-size="11" text-anchor="middle">\n'
+        f'<text x="{left_width / 2}" y="14">{label}</text>\n'
+        f'<text x="{middle}" y="14">{html.escape(message)}</text>\n</g>\n</svg>\n',
+        encoding="utf-8",
+    )

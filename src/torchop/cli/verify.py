@@ -1,0 +1,69 @@
+"""`python -m torchop certificate verify`: checks again what a certificate says was checked."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import click
+
+from torchop.cli.certificate import content_of, differences, identity_of, read_certificate
+from torchop.cli.check import Request, check_operators, examples_of
+from torchop.cli.child_process import import_all
+from torchop.testing._check.report import environment
+
+
+@click.group()
+def certificate() -> None:
+    """Certificates, which `check --certificate` writes."""
+
+
+@certificate.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+def verify(file: Path) -> None:
+    """Checks again what a certificate says was checked, and shows what differs.
+
+    The modules that the file names are imported, with their examples. Another environment, such as
+    a later PyTorch, is shown, and is no difference by itself.
+
+    The exit code is 0 if the operators, their examples and all outcomes are the same, and 1 if not.
+    """
+    before = read_certificate(file)
+    request = _request_of(file, before["request"])
+    import_all(request.modules)
+    operators = [operator["op"] for operator in before["operators"]]
+    reports, unchecked = check_operators(operators, request)
+    identities = [
+        identity_of(each.op, functools.partial(examples_of, request, each.op)) for each in reports
+    ]
+    after = content_of(reports, identities, unchecked, request._asdict(), None)
+    for name, value in environment().items():
+        if (was := before["environment"].get(name)) != value:
+            click.echo(f"{name}: {was} before, {value} now")
+    found = differences(before, after)
+    for difference in found:
+        click.echo(difference)
+    signed = f", signed off by {before['signed_off_by']}" if "signed_off_by" in before else ""
+    outcome = f"{len(found)} difference{'s' * (len(found) > 1)}" if found else "the same"
+    click.echo(f"\n{file.name}, of {before['date']}{signed}: {outcome}")
+    sys.exit(1 if found else 0)
+
+
+def _request_of(file: Path, values: dict[str, object]) -> Request:
+    try:
+        request = Request(**values)  # type: ignore[arg-type]  # looked at below
+        request = request._replace(modules=tuple(request.modules), only=tuple(request.only))
+        texts = (*request.modules, *request.only)
+        right = all(isinstance(text, str) for text in texts)
+        right &= all(isinstance(v, str | None) for v in (request.examples, request.reference))
+        right &= isinstance(request.expected, str | None) and isinstance(request.seed, int)
+        right &= isinstance(request.timeout, int | float)
+        right &= isinstance(request.budget, int | float | None)
+    except TypeError:
+        right = False
+    if not right:
+        raise click.ClickException(
+            f"{file} is no certificate that torchop wrote: its request is not one of `check`"
+        )
+    return request

@@ -1,0 +1,215 @@
+"""check --certificate and --badge, and certificate verify."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from torchop.cli.certificate import digest
+
+OPERATORS = """
+import torch, torchop
+
+@torchop.custom_op("NAMESPACE::good", mutates_args=())
+def good(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@torchop.custom_op("NAMESPACE::flat", mutates_args=())
+def flat(x: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    return memory[: x.numel()].reshape(x.shape).clone()
+
+for op in (good, flat):
+    op.register_examples(lambda: [(torch.randn(2, 3),)])
+"""
+SIGNED = "Ada Lovelace <ada@example.org>"
+
+
+@pytest.fixture
+def certified(run, write, namespace, tmp_path):
+    """The path of a certificate of both operators, and its content."""
+    module = write("operators", OPERATORS)
+    file = tmp_path / "certificate.json"
+    outcome = run(
+        *("check", f"{namespace}::*", "--import", module, "-k", "memory.given"),
+        *("-k", "memory.transposed", "--certificate", str(file), "--signed-off-by", SIGNED),
+        *("--badge", str(tmp_path / "badge.svg"), "--seed", "3"),
+    )
+    assert outcome.code == 1  # one of them is wrong
+    return file, json.loads(file.read_text())
+
+
+def edited(file, change, *, forge=True):
+    """Changes a certificate, with a digest that fits again."""
+    content = json.loads(file.read_text())
+    change(content)
+    if forge:
+        content["digest"] = digest(content)
+    file.write_text(json.dumps(content))
+
+
+def test_it_says_what_was_checked_on_what(certified, namespace):
+    _, content = certified
+    assert content["signed_off_by"] == SIGNED
+    assert content["environment"].keys() == {"devices", "platform", "python", "torch", "torchop"}
+    assert content["request"]["only"] == ["memory.given", "memory.transposed"]
+    flat, good = content["operators"]
+    assert flat["op"] == f"{namespace}::flat"
+    assert good["schema"] == f"{namespace}::good(Tensor x) -> Tensor"
+    assert good["sources"] != flat["sources"]
+    assert good["examples"] == flat["examples"]  # by chance, from the same seed
+    assert good["kernels"] == ["every device"]
+    assert [(c["check"], c["outcome"], c["seed"]) for c in flat["checks"]] == [
+        ("memory.given", "passed", 3),
+        ("memory.transposed", "failed", 3),
+    ]
+    assert flat["checks"][1]["reason"].startswith("the tensor transposed: ")
+    assert content["totals"] == {"passed": 3, "failed": 1}
+    assert content["digest"].startswith("sha256:")
+
+
+def test_another_run_says_the_same(certified, run):
+    file, _ = certified
+    outcome = run("certificate", "verify", str(file))
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert f"signed off by {SIGNED}: the same\n" in outcome.out
+
+
+def test_another_environment_is_told_and_no_difference(certified, run):
+    file, _ = certified
+    edited(file, lambda content: content["environment"].update(torch="1.0"))
+    outcome = run("certificate", "verify", str(file))
+    assert outcome.code == 0
+    assert "torch: 1.0 before, " in outcome.out
+
+
+def test_what_differs_is_told(certified, run, namespace):
+    """Also in a file that was forged, whose digest fits."""
+    file, _ = certified
+
+    def change(content):
+        flat, good = content["operators"]
+        flat["checks"][1]["outcome"] = "passed"
+        good["sources"] = good["examples"] = "sha256:0"
+        good["schema"] = "another"
+
+    edited(file, change)
+    outcome = run("certificate", "verify", str(file))
+    assert outcome.code == 1
+    assert (
+        f"{namespace}::flat: memory.transposed was 'passed', and is 'failed': the tensor transposed"
+        in outcome.out
+    )
+    assert f"{namespace}::good: its functions are others\n" in outcome.out
+    assert f"{namespace}::good: its examples are others\n" in outcome.out
+    assert f"{namespace}::good: its schema changed: another before, " in outcome.out
+    assert ": 4 differences\n" in outcome.out
+
+
+def test_an_operator_that_is_gone_is_told(certified, run, namespace):
+    file, _ = certified
+    edited(file, lambda content: content["operators"][0].update(op=f"{namespace}::gone"))
+    outcome = run("certificate", "verify", str(file))
+    assert outcome.code == 1
+    assert f"{namespace}::gone" in outcome.out + outcome.err
+
+
+def test_a_file_that_was_edited_is_refused(certified, run):
+    file, _ = certified
+    edited(file, lambda content: content["totals"].update(failed=0), forge=False)
+    outcome = run("certificate", "verify", str(file))
+    assert outcome.code == 1
+    assert "was edited after it was written: its digest is sha256:" in outcome.err
+
+
+def test_the_order_in_which_it_is_written_is_no_edit(certified, run):
+    file, content = certified
+    file.write_text(json.dumps(dict(reversed(content.items())), indent=8))
+    assert run("certificate", "verify", str(file)).code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:100], "is no JSON, or only a part of it"),
+        (lambda text: "", "is no JSON, or only a part of it"),
+        (lambda text: "[" * 100_000, "is no JSON, or only a part of it"),
+        (lambda text: "[]", "is no certificate of `torchop check --certificate`"),
+        (lambda text: "{}", "is no certificate of `torchop check --certificate`"),
+        (lambda text: text.replace('"format": 1', '"format": 2'), "has format 2, and this version"),
+    ],
+)
+def test_what_is_no_certificate_is_refused(certified, run, change, message):
+    file, _ = certified
+    file.write_text(change(file.read_text()))
+    outcome = run("certificate", "verify", str(file))
+    assert outcome.code == 1
+    assert message in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.pop("operators"), "'operators' is missing, or no list"),
+        (lambda content: content["operators"][0].pop("op"), "'op' is missing, or no str"),
+        (lambda content: content["operators"].append(3), "'op' is missing, or no str"),
+        (lambda c: c["operators"][0]["checks"][0].update(check=1), "'check' is missing, or no str"),
+        (lambda content: content["request"].pop("seed"), "its request is not one of `check`"),
+        (lambda content: content["request"].update(modules=3), "its request is not one of `check`"),
+        (
+            lambda content: content["request"].update(modules=["../x"]),
+            "is not the name of a module",
+        ),
+    ],
+)
+def test_forged_files_end_with_a_message(certified, run, change, message):
+    file, _ = certified
+    edited(file, change)
+    outcome = run("certificate", "verify", str(file))
+    assert outcome.code == 1
+    assert message in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_file_that_is_not_there(run, tmp_path):
+    outcome = run("certificate", "verify", str(tmp_path / "none.json"))
+    assert outcome.code == 1
+    assert "none.json cannot be read: No such file or directory" in outcome.err
+
+
+def test_badges(certified, run, write, namespace, tmp_path):
+    image = ElementTree.parse(tmp_path / "badge.svg").getroot()
+    assert image.get("aria-label") == "torchop check: 3 passed, 1 failed"
+    arguments = ("check", f"{namespace}::good", "--import", f"operators_of_{namespace}")
+    badge = tmp_path / "badge.json"
+    run(*arguments, "-k", "memory.given", "--badge", str(badge))
+    assert json.loads(badge.read_text()) == {
+        "schemaVersion": 1,
+        "label": "torchop check",
+        "message": "1 passed",
+        "color": "#2e7d32",
+    }
+    run(*arguments, "-k", "memory.given", "--badge", str(badge), "--budget", "1e-9")
+    assert json.loads(badge.read_text())["message"] == "0 passed, 1 not run"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--badge", "badge.png"), "--badge writes .svg, or .json for shields.io; got badge.png"),
+        (("--signed-off-by", "Ada"), "is written as in git, 'Ada Lovelace <ada@example.org>'"),
+        (("--signed-off-by", "A\nB <a@b>", "--certificate", "c"), "is written as in git"),
+        (("--signed-off-by", SIGNED), "--signed-off-by signs the file of --certificate"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_checked(
+    run, write, namespace, monkeypatch, tmp_path, arguments, message
+):
+    module = write("operators", OPERATORS)
+    monkeypatch.chdir(tmp_path)
+    outcome = run("check", f"{namespace}::good", "--import", module, *arguments)
+    assert outcome.code == 2
+    assert message in " ".join(outcome.err.split())
