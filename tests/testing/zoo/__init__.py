@@ -4,6 +4,7 @@
 """
 
 from tests.testing.zoo import (
+    declared,
     neighbours,
     right_ones,
     right_with_conditions,
@@ -18,6 +19,7 @@ __all__ = [
     "RIGHT",
     "WRONG",
     "Specimen",
+    "declared",
     "neighbours",
     "right_ones",
     "right_with_conditions",

@@ -195,7 +195,7 @@ def schema(subject: Subject, details: Details) -> Iterator[Case]:
         for layout in ("contiguous", "transposed", "sliced"):
             yield check(f"tensors {layout}", example=example, arrange=in_layout(layout))
         changes = [{size: new} for size in sizes(example) for new in (0, 1) if new != size]
-        for change, smaller in each_resized(example, *changes):
+        for change, smaller in each_resized(example, *changes, subject=subject):
             yield check(sizes_changed(change), example=smaller)
 
 
@@ -211,11 +211,11 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
     """Does a call give the same results after other calls?"""
     examples = subject.accepted(most=8)
     for index, example in enumerate(examples[:3]):
-        options = functools.partial(_others, [*examples[:index], *examples[index + 1 :]])
+        options = functools.partial(_others, subject, [*examples[:index], *examples[index + 1 :]])
         yield Case("other calls between two equal ones", has_no_memory, example, options=options)
 
 
-def _others(examples: list[Example], arranged: Example) -> dict[str, Any]:
+def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:
     """Other calls than one: with other values, other sizes, and other examples."""
     changes = [{size: size + 1} for size in sizes(arranged)[:2] if size]
     others = [
@@ -225,7 +225,7 @@ def _others(examples: list[Example], arranged: Example) -> dict[str, Any]:
         arranged.map(lambda t: 3 * t + 1 if probes.is_plain(t) and t.is_floating_point() else t),
         arranged.map(lambda t: -2 * t if t.dtype.is_floating_point else t),
     ]
-    return {"others": [tuple(other) for other in others]}
+    return {"others": [tuple(other) for other in others if subject.excluded(other) is None]}
 
 
 def kept(subject: Subject, details: Details) -> Iterator[Case]:

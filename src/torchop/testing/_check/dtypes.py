@@ -11,7 +11,14 @@ from torch import Tensor
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.memory import raises_nothing
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
+from torchop.testing._check.subject import (
+    CannotCheck,
+    Case,
+    Example,
+    Excluded,
+    Subject,
+    reason,
+)
 from torchop.testing._opcheck import opcheck
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -147,7 +154,9 @@ def accepted(subject: Subject, details: Details) -> Iterator[Case]:
             name = str(dtype).removeprefix("torch.")
             error = subject.refusal(changed)
             if error is not None:
-                table[name] = f"refused ({type(error).__name__})"
+                is_excluded = isinstance(error, Excluded)
+                refused = "excluded" if is_excluded else f"refused ({type(error).__name__})"
+                table[name] = refused
                 continue
             with torch.no_grad():
                 results = probes.outcome(subject.op, *changed.copy())

@@ -92,6 +92,8 @@ def int32(subject: Subject, details: Details) -> Iterator[Case]:
             and _costs_no_more(subject, named, name)
         ]
         for place in places:
+            if subject.excluded(_raised(named, place, 2**32)) is not None:
+                continue
             label = f"{_named(place)} beyond 32 bits"
             yield Case(label, keeps_64_bits, named, options={"place": place})
     raise CannotCheck("no argument is an integer that may be large")
@@ -137,6 +139,8 @@ def negative_dim(subject: Subject, details: Details) -> Iterator[Case]:
             if dims and all(type(dim) is int and 0 <= dim < count for dim in dims):
                 turned = [dim - count for dim in dims]
                 negative = turned if isinstance(value, list) else turned[0]
+                if subject.excluded(Example((), {**named.kwargs, name: negative})) is not None:
+                    continue
                 options = {"name": name, "negative": negative}
                 label = f"{name}={negative}"
                 yield Case(label, counts_dimensions_from_the_end, named, options=options)

@@ -1,16 +1,18 @@
 """What integers among the arguments say of others: offsets, lengths, indices, sorted values.
 
 An operator may rely on such a relation without a test, so a variant of an example that breaks it
-shows nothing. They are recognised from the example alone.
+shows nothing. Where the author has not declared them, they are recognised from the example alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from torchop._rules.user.preconditions.base import Precondition, Unfit
+from torchop._rules.user.preconditions.preconditions import Indices, Lengths, Offsets, Sorted
 from torchop.testing._check.subject import CannotCheck, Example
 from torchop.testing.probes import is_plain, is_sorted
 
@@ -19,7 +21,8 @@ def has_fixed_values(tensor: Tensor, example: Example) -> bool:
     """Whether the integers of a tensor have to stay what they are: they are sorted, or lengths."""
     if not _has_integers(tensor) or tensor.dim() != 1:
         return False
-    return is_sorted(tensor) or int(tensor.sum()) in _sizes_of_others(tensor, example)
+    sizes = {size for _, _, size in _sizes_of_others(tensor, example)}
+    return is_sorted(tensor) or int(tensor.sum()) in sizes
 
 
 def are_distinct(tensor: Tensor) -> bool:
@@ -27,26 +30,43 @@ def are_distinct(tensor: Tensor) -> bool:
     return _has_integers(tensor) and tensor.dim() == 1 and len(tensor.unique()) == len(tensor) > 1
 
 
-def with_valid_integers(before: Example, after: Example, changes: Mapping[int, int]) -> Example:
+def with_valid_integers(before: Example, after: Example) -> Example:
     """A resized example, with integers that are as valid as those before.
 
     Args:
         before: the example.
         after: the same with other sizes.
-        changes: the new sizes, by those before.
 
     Raises:
         CannotCheck: there are no such integers.
     """
     tensors = after.tensors
     for place, old in enumerate(before.tensors):
-        if _has_integers(old):
-            others = _sizes_of_others(old, before)
-            new_sizes = {size: changes.get(size, size) for size in others}
-            values = _valid(old.flatten().tolist(), old.dim(), tensors[place], new_sizes)
-            valid = torch.tensor(values, dtype=old.dtype, device=old.device)
-            tensors[place] = valid.view_as(tensors[place])
+        for relation in _relations(old, before) if _has_integers(old) else ():
+            try:
+                tensors[place] = relation.fitted(tensors[place], dict(enumerate(tensors)))
+            except Unfit as error:
+                raise CannotCheck(str(error)) from None
     return after.with_tensors(tensors)
+
+
+def _relations(tensor: Tensor, example: Example) -> Iterator[Precondition]:
+    """What the integers of a tensor seem to be; other tensors are named by their places."""
+    others = [*_sizes_of_others(tensor, example)]
+    low, high, total = int(tensor.min()), int(tensor.max()), int(tensor.sum())
+    rises = len(tensor) > 1 and is_sorted(tensor) if tensor.dim() else False
+    ends = [(place, dim) for place, dim, size in others if size == high]
+    sums = [(place, dim) for place, dim, size in others if size == total]
+    if rises and low == 0 and ends:
+        yield Offsets(*ends[0])
+    elif tensor.dim() == 1 and low >= 0 and sums:
+        yield Lengths(*sums[0])
+    else:
+        if rises:
+            yield Sorted()
+        for place, dim, size in others:
+            if low >= 0 and high < size:
+                yield Indices(place, dim)
 
 
 def _has_integers(tensor: Tensor) -> bool:
@@ -54,40 +74,8 @@ def _has_integers(tensor: Tensor) -> bool:
     return is_integer and tensor.dtype is not torch.bool and is_plain(tensor) and tensor.numel() > 0
 
 
-def _sizes_of_others(tensor: Tensor, example: Example) -> set[int]:
-    others = [t for t in example.tensors if t is not tensor and is_plain(t)]
-    return {size for other in others for size in other.shape}
-
-
-def _valid(old: list[int], dims: int, resized: Tensor, new_sizes: Mapping[int, int]) -> list[int]:
-    """The values of a resized tensor of integers, which were `old`."""
-    values = resized.flatten().tolist()
-    count = len(values)
-    rises = dims == 1 and len(old) > 1 and old == sorted(old)
-    if rises and old[0] == 0 and old[-1] in new_sizes:
-        end = new_sizes[old[-1]]
-        if count < 2:
-            raise CannotCheck("offsets need two elements")
-        inner = (old + old[-1:] * count)[: count - 1]
-        return [*(min(value, end) for value in inner), end]
-    if dims == 1 and min(old) >= 0 and sum(old) in new_sizes:
-        return _lengths((old + [0] * count)[:count], new_sizes[sum(old)])
-    if rises:
-        values.sort()
-    bounds = [new for size, new in new_sizes.items() if min(old) >= 0 and max(old) < size]
-    if bounds and values and min(bounds) == 0:
-        raise CannotCheck("there are indices, and nothing that they could be of")
-    return [min(value, min(bounds) - 1) for value in values] if bounds else values
-
-
-def _lengths(lengths: list[int], total: int) -> list[int]:
-    """Lengths with another sum; the last ones change first."""
-    if not lengths and total:
-        raise CannotCheck("lengths of which there are none have no sum")
-    left = total
-    for place, length in enumerate(lengths):
-        lengths[place] = min(length, left)
-        left -= lengths[place]
-    if lengths:
-        lengths[-1] += left
-    return lengths
+def _sizes_of_others(tensor: Tensor, example: Example) -> Iterator[tuple[int, int, int]]:
+    """The sizes of the other tensors, each with the place of the tensor and the dimension."""
+    for place, other in enumerate(example.tensors):
+        if other is not tensor and is_plain(other):
+            yield from ((place, dim, size) for dim, size in enumerate(other.shape))

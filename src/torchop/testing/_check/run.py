@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torchop import OpCheckError
 from torchop._accelerate import patterns as operator_patterns
 from torchop.extend import OpLike, OpName, short_repr
+from torchop.testing import probes
 from torchop.testing._check import (
     contracts,
     dtypes,
@@ -33,6 +34,7 @@ from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import (
     CannotCheck,
     Case,
+    Example,
     Refused,
     Subject,
     breaks_contract,
@@ -321,6 +323,9 @@ class _Run:
             CannotCheck: it cannot be asked.
         """
         example, options = case.arguments()
+        excluded = self.subject.excluded(example)
+        if excluded is not None:
+            raise CannotCheck(excluded)
         refusal = self.subject.refusal(example) if case.calls else None
         if refusal is not None and breaks_contract(refusal):
             if self.subject.broken_in in (None, self.check.name):
@@ -362,9 +367,27 @@ class _Run:
             if not message.startswith(case.label):
                 message = f"{case.label}: {message}"
         example, options = case.arguments()
+        if case.arrange is not None and self._fails_contiguous(case, example, options):
+            message += (
+                "\nIt is not the layout: the same values fail in contiguous memory too. If no "
+                "caller may pass them, declare what one may pass: register_preconditions."
+            )
         comment = f"{self.check.name} of {self.subject}: {case.label}"
         text = program.write(self.subject.op, case.probe, *example, options, comment)
         return "failed", message, text
+
+    def _fails_contiguous(self, case: Case, example: Example, options: Any) -> bool:
+        """Whether a comparison fails in fresh contiguous memory too, in one of two calls."""
+        plain = Example(*probes.contiguous_copies(tuple(example)))
+        if case.probe is not memory.same_as_contiguous or self.subject.excluded(plain) is not None:
+            return False
+        for _ in range(2):
+            try:
+                with restored():
+                    case.probe(self.subject.op, *plain.copy(), **options)
+            except Exception:
+                return True
+        return False
 
 
 def _cut(message: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,6 +14,8 @@ from torch import Tensor
 from torchop import AliasError, ResultError, UndeclaredMutationError
 from torchop._compat import dispatch, fake_tensors
 from torchop._rules.user.examples import make_examples
+from torchop._rules.user.preconditions import PRECONDITIONS
+from torchop._rules.user.preconditions.base import Unfit
 from torchop.extend import Form, Operator, OpLike, named_inputs, short_text
 from torchop.testing import probes
 from torchop.testing._samples import sample_of, with_fake_tensors
@@ -35,6 +37,10 @@ def breaks_contract(error: BaseException) -> bool:
     """
     ours = isinstance(error, (AliasError, ResultError, UndeclaredMutationError))
     return ours or "may not alias any inputs to this custom operator" in text_of(error)  # PyTorch's
+
+
+class Excluded(Exception):  # noqa: N818  (no error: what the preconditions say of a call)
+    """What a call that the preconditions exclude counts as: it is not made."""
 
 
 class ForkError(Exception):
@@ -111,7 +117,8 @@ class Subject:
     Raises:
         MissingRuleError: there are no examples.
         TypeError: an example is not a tuple of arguments, or `(args, kwargs)`.
-        ValueError: an example has no data, or no such operator can be meant.
+        ValueError: an example has no data or breaks the preconditions, or no such operator can be
+            meant.
     """
 
     def __init__(
@@ -141,7 +148,16 @@ class Subject:
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
         # The check that found a call which breaks the contract, as others would find it again.
         self.broken_in: str | None = None
+        declared = PRECONDITIONS.has(op)
+        self.preconditions = PRECONDITIONS.lookup(op) if declared else None
         self.originals = [self._original(*pair) for pair in pairs]
+        for index, example in enumerate(self.originals):
+            excluded = self.excluded(example)
+            if excluded is not None:
+                raise ValueError(
+                    f"check({self.name}, ...): example {index} breaks the preconditions: "
+                    f"{excluded}. Change it, or what register_preconditions says."
+                )
         # Detached and contiguous: how tensors lie in memory is for the checks to choose.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
 
@@ -161,6 +177,54 @@ class Subject:
     def __str__(self) -> str:
         return self.name
 
+    def excluded(self, example: Example) -> str | None:
+        """Why the preconditions exclude a call; None if they do not, or if it is several calls."""
+        if self.preconditions is None or any(isinstance(arg, tuple) for arg in example.args):
+            return None
+        with torch.no_grad():
+            return self.preconditions.problem(self.preconditions.arguments(*example))
+
+    def fitted(self, example: Example) -> Example:
+        """An example near this one that the preconditions allow.
+
+        Raises:
+            CannotCheck: there is none.
+        """
+        if self.preconditions is None:
+            return example
+        try:
+            with torch.no_grad():
+                made = self.preconditions.fitted(self.preconditions.arguments(*example))
+        except Unfit as error:
+            raise CannotCheck(str(error)) from None
+        return self._with_values(example, made)
+
+    def at_limits(self, example: Example) -> Iterator[tuple[str, Example]]:
+        """Calls at the limits of what the preconditions allow, each with words for it.
+
+        Raises:
+            CannotCheck: there are no preconditions.
+        """
+        if self.preconditions is None:
+            raise CannotCheck("no preconditions are declared")
+        for words, made in self.preconditions.limits(self.preconditions.arguments(*example)):
+            yield words, self._with_values(example, made)
+
+    def _with_values(self, example: Example, values: Mapping[str, Any]) -> Example:
+        positional = [a.name for a in self.schema.positional[: len(example.args)]]
+        # What the example leaves to a default stays there, unless it has another value now.
+        left = {a.name: a.default for a in self.schema.arguments if a.name not in example.kwargs}
+        kwargs = {
+            name: value
+            for name, value in values.items()
+            if name not in positional and (name not in left or value is not left[name])
+        }
+        made = Example(tuple(values[name] for name in positional), kwargs)
+        for old, new in zip(example.tensors, made.tensors, strict=False):
+            if old.requires_grad and new is not old:
+                new.requires_grad_()
+        return made
+
     def written_places(self, example: Example) -> set[int]:
         """The places, among the tensors of an example, of those that are written."""
         inputs = enumerate(named_inputs(self.schema, *example))
@@ -168,6 +232,9 @@ class Subject:
 
     def refusal(self, example: Example, results: list[Any] | None = None) -> Exception | None:
         """What the operator raises for these arguments; `results` gets its outcome."""
+        excluded = self.excluded(example)
+        if excluded is not None:
+            return Excluded(excluded)
         args, kwargs = example.copy()
         process, before = os.getpid(), forks()
         try:

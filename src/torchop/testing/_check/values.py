@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchop.testing import probes
-from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.memory import comparison
-from torchop.testing._check.subject import CannotCheck, Case, Subject
+from torchop.testing._check.subject import CannotCheck, Case, Subject, breaks_contract, reason
 from torchop.testing._check.variants import in_layout
 
 # Special numbers, chosen by the limits of a dtype.
@@ -58,11 +59,37 @@ def _values(words: str, choice: Choice, subject: Subject, details: Details) -> I
     raise CannotCheck("no argument is a small tensor of a floating-point dtype")
 
 
-CHECKS = tuple(
-    CheckKind(
-        f"values.{name}",
-        f"Does it do the same wherever {words} lie?",
-        functools.partial(_values, words, choice),
-    )
-    for name, (words, choice) in _CHOICES.items()
+def takes_what_is_allowed(op: Any, args: Any, kwargs: Any, what: str) -> None:
+    """The operator takes a call that its preconditions allow."""
+    try:
+        probes.outcome(op, args, kwargs)
+    except Exception as error:
+        if breaks_contract(error):
+            raise
+        raise AssertionError(
+            f"{what}: the preconditions allow the call, and the kernel refuses it: {reason(error)}"
+        ) from error
+
+
+def declared(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does it take all that its preconditions allow, and do the same wherever that lies?"""
+    for example in subject.accepted():
+        for words, limit in subject.at_limits(example):
+            options = {"what": words}
+            yield Case(
+                words, takes_what_is_allowed, limit, None, options, calls=False, shrink=False
+            )
+            yield comparison(subject, words, limit, in_layout("contiguous"))
+
+
+CHECKS = (
+    *(
+        CheckKind(
+            f"values.{name}",
+            f"Does it do the same wherever {words} lie?",
+            functools.partial(_values, words, choice),
+        )
+        for name, (words, choice) in _CHOICES.items()
+    ),
+    *family("values", declared),
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchop.testing._check.relations import are_distinct, has_fixed_values, with_valid_integers
-from torchop.testing._check.subject import Arrangement, CannotCheck, Example
+from torchop.testing._check.subject import Arrangement, CannotCheck, Example, Subject
 from torchop.testing.probes import is_plain, negative_view, rolled_elements
 
 # Elements behind each tensor that do not belong to it, and in front of one with an offset.
@@ -203,7 +203,7 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
                 tensor = tensor.index_select(dim, index)
         return tensor.clone(memory_format=torch.contiguous_format)
 
-    return with_valid_integers(example, example.map(change), changes)
+    return with_valid_integers(example, example.map(change))
 
 
 # One more than what blocks and grids often have. The first is one more than 256 times 4, too.
@@ -232,12 +232,16 @@ def _grown(shape: torch.Size, size: int, new: int) -> int:
 
 
 def each_resized(
-    example: Example, *changes: Mapping[int, int]
+    example: Example, *changes: Mapping[int, int], subject: Subject | None = None
 ) -> Iterator[tuple[Mapping[int, int], Example]]:
-    """Each of these changes with the example that it makes, where there is one."""
+    """Each of these changes with the example that it makes, where there is one.
+
+    With a subject, it is one that its preconditions allow.
+    """
     for change in changes:
         with contextlib.suppress(CannotCheck):
-            yield change, resized(example, change)
+            changed = resized(example, change)
+            yield change, changed if subject is None else subject.fitted(changed)
 
 
 def sizes_changed(changes: Mapping[int, int]) -> str:

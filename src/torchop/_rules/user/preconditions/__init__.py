@@ -49,8 +49,7 @@ def register_preconditions(
     """Registers what a caller may pass, which calls do not check.
 
     `torchop.testing.check` then tries nothing else, and reports where the operator refuses what is
-    allowed. `torchop.testing.inputs` generates such arguments, and if they say enough, so does
-    `CustomOp.examples`.
+    allowed. If they say enough, `CustomOp.examples` has calls that are made from them.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

@@ -145,7 +145,7 @@ class Preconditions:
 
     def _generated_one(self) -> dict[str, Any]:
         problem = ""
-        for seed in range(_ATTEMPTS):
+        for seed in range(1, 1 + _ATTEMPTS):
             generator = torch.Generator().manual_seed(seed)
             sizes: dict[str, int] = {}
             made: dict[str, Any] = {}

@@ -179,7 +179,7 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
         if len(present) > 1:
             changes.append(dict.fromkeys(present, 1))
         changes += larger_sizes(example, BLOCKS[:1])
-        for change, resized in each_resized(example, *changes):
+        for change, resized in each_resized(example, *changes, subject=subject):
             yield check(sizes_changed(change), resized)
         named = by_name(subject, example)
         for name, value in named.kwargs.items():
@@ -195,7 +195,7 @@ def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:
         present = [n for n in sizes(example) if n > 1]
         if present:
             yield Case("symbols for sizes", fakes_with_symbols, example)
-        for _, single in each_resized(example, dict.fromkeys(present, 1)):
+        for _, single in each_resized(example, dict.fromkeys(present, 1), subject=subject):
             yield Case("tensors of one element", fakes_with_symbols, single)
 
 
@@ -310,7 +310,8 @@ def _open_sizes(subject: Subject, example: Example) -> dict[str, list[int]]:
     """The sizes of an example in place of which the kernel takes another one."""
 
     def is_open(size: int) -> bool:
-        resized = [e for _, e in each_resized(example, {size: size + 1}, {size: size + 2})]
+        changes = {size: size + 1}, {size: size + 2}
+        resized = [e for _, e in each_resized(example, *changes, subject=subject)]
         return len(resized) == 2 and all(subject.refusal(each) is None for each in resized)
 
     return {"dynamic": [size for size in sizes(example) if size > 1 and is_open(size)]}

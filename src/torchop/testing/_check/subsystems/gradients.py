@@ -191,7 +191,7 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
         for label, smaller in _broadcast(example):
             yield Case(label, gradients_are_right, smaller)
         changes = [{size: 0} for size in sizes(example) if size]
-        for change, empty in each_resized(example, *changes):
+        for change, empty in each_resized(example, *changes, subject=subject):
             yield Case(sizes_changed(change), gradients_are_right, _leaf(empty))
         yield Case("transposed tensors", gradients_are_right, example, _transposed)
 
