@@ -143,14 +143,9 @@ realworld-quick:
 realworld-operators: $(REALWORLD)/.installed
 	$(BIN)/python benchmarks/realworld/operators.py $(QUICK)
 
-# What torchop.testing.check finds in bitsandbytes and torchao, without the compilers of programs.
-CHECKS := memory dtypes values sharing contracts fake fake_symbols autograd_registration \
-	aot_dispatch_static aot_dispatch_dynamic threads autocast inference_mode modes subclasses \
-	functionalize gradcheck vmap
-realworld-checks: export PYTHONPATH = $(CURDIR)/benchmarks/realworld:$(CURDIR)/$(REALWORLD)/packages
-realworld-checks: $(REALWORLD)/.installed
-	$(BIN)/python -m torchop check 'bitsandbytes::*' 'torchao::*' 'blocksparse::*' 'quant*::*' \
-		--import checks --examples checks:EXAMPLES --expected checks:EXPECTED $(addprefix -k ,$(CHECKS))
+# What torchop.testing.check finds in six packages, without the compilers of programs.
+realworld-checks: $(REALWORLD)/.installed $(REALWORLD)/.installed-fbgemm $(REALWORLD)/.installed-vllm
+	$(BIN)/python benchmarks/realworld/checks.py
 
 realworld-steps: $(REALWORLD)/.installed
 	$(BIN)/python benchmarks/realworld/steps.py
@@ -162,6 +157,11 @@ realworld-tests: $(REALWORLD)/.installed
 realworld-vllm: export PYTHONPATH = $(CURDIR)/$(REALWORLD)/vllm
 realworld-vllm: $(REALWORLD)/.installed-vllm
 	$(BIN)/python benchmarks/realworld/vllm_decoding.py
+
+$(REALWORLD)/.installed-fbgemm: $(STAMP) requirements/realworld-fbgemm.txt
+	rm -rf $(REALWORLD)/fbgemm
+	$(PIP) install --no-deps --no-compile --target $(REALWORLD)/fbgemm -r requirements/realworld-fbgemm.txt
+	touch $@
 
 $(REALWORLD)/.installed-vllm: $(STAMP) requirements/realworld-vllm.txt
 	rm -rf $(REALWORLD)/vllm

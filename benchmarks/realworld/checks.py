@@ -1,30 +1,92 @@
 """What `torchop.testing.check` finds in operators of real packages that run on a CPU.
 
-`make realworld-checks` is the command line's `check` of bitsandbytes and torchao, each operator in
-a process of its own, on the calls that `operators.py` compares. What the checks find is listed in
-`EXPECTED`, with its cause; a finding more or less is a failure.
+`make realworld-checks` is the command line's `check` of each package, each operator in a process of
+its own, on the calls that `operators.py` compares, and on some of fbgemm and vLLM. What the checks
+find is listed in `EXPECTED`, with its cause; a finding more or less is a failure. How each was
+judged is in `findings.md`.
+
+`python checks.py [PACKAGE ...]` checks these packages; all of them without a name.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import _bitsandbytes
-import _torchao
+# The packages, and the folder of `.realworld` in which each lies: vLLM needs other versions.
+PACKAGES = {
+    "bitsandbytes": "packages",
+    "torchao": "packages",
+    "quanto": "packages",
+    "nvalchemi": "packages",
+    "fbgemm": "fbgemm",
+    "vllm": "vllm",
+}
+BUDGET = 30  # seconds for each operator
+HERE = Path(__file__).resolve().parent
+_PACKAGE = "TORCHOP_REALWORLD_PACKAGE"  # of this process
 
 
-def _examples() -> Mapping[str, list[tuple[Any, ...]]]:
+def _examples(package: str) -> Mapping[str, list[tuple[Any, ...]]]:
     calls: dict[str, list[tuple[Any, ...]]] = {}
-    for package in (_bitsandbytes.package(), _torchao.package()):
-        for case in package.cases:
-            calls.setdefault(case.op, []).append(case.arguments())
+    for case in importlib.import_module(f"_{package}").package().cases:
+        calls.setdefault(case.op, []).append(case.arguments())
     # A name without an overload is that of all of them; most with `out=` are for GPUs alone.
     outs = {name: examples for name, examples in calls.items() if name.endswith(".out")}
     return {**outs, "*.out": [], **calls}
 
 
-EXAMPLES = _examples()
+EXAMPLES = _examples(os.environ[_PACKAGE]) if _PACKAGE in os.environ else {}
+
+
+def main(packages: list[str]) -> int:
+    """Checks each of the packages, and returns the exit code."""
+    failed = 0
+    for package in packages or PACKAGES:
+        folder = HERE.parents[1] / ".realworld" / PACKAGES[package]
+        path = os.pathsep.join([str(HERE), str(folder)])
+        environment = {**os.environ, "PYTHONPATH": path, _PACKAGE: package}
+        listing = [sys.executable, "-c", "import checks; print(*checks.EXAMPLES)"]
+        listed = subprocess.run(listing, env=environment, capture_output=True, text=True)
+        # The last line, because packages print when they are imported.
+        operators = [n for n in listed.stdout.splitlines()[-1].split() if n != "*.out"]
+        command = [sys.executable, "-m", "torchop", "check", *operators, "--import", "checks"]
+        command += ["--examples", "checks:EXAMPLES", "--expected", "checks:EXPECTED"]
+        command += ["--budget", str(BUDGET), "--json", str(folder.parent / f"{package}.json")]
+        for check in CHECKS:
+            command += ["-k", check]
+        print(f"{package}: {len(operators)} operators", flush=True)
+        failed += subprocess.run(command, env=environment).returncode
+    return int(failed > 0)
+
+
+# All but the compilers of programs, which take most of the time.
+CHECKS = (
+    "memory",
+    "dtypes",
+    "values",
+    "sharing",
+    "contracts",
+    "fake",
+    "fake_symbols",
+    "fake_devices",
+    "autograd_registration",
+    "aot_dispatch_static",
+    "aot_dispatch_dynamic",
+    "threads",
+    "autocast",
+    "inference_mode",
+    "modes",
+    "subclasses",
+    "functionalize",
+    "gradcheck",
+    "vmap",
+)
 # Findings by family: a kernel that reads past the end of a tensor reads something else each time.
 _ADDRESSES = (
     "the C++ kernel takes the addresses of tensors, which need not be contiguous, nor of a size "
@@ -104,3 +166,6 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
         "subsystems": _ADDRESSES,
     },
 }
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

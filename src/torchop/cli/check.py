@@ -224,12 +224,12 @@ def _check_operator(op: str, request: Request, progress: _Progress) -> CheckRepo
         click.ClickException: a module cannot be imported, or there is no such check.
     """
     started_at = time.perf_counter()
+    spent, since = 0.0, started_at  # of the budget, which starting a process does not take
     schema, expected, costs = op, dict[str, Expectation | None](), dict[str, float]()
     results: dict[str, Result] = {}
     with tempfile.TemporaryDirectory(prefix="torchop-") as name:
         folder, current = Path(name), ""
         while True:
-            spent = time.perf_counter() - started_at
             args = op, request, tuple(results), spent, folder
             output = folder / "output"
             try:
@@ -240,6 +240,7 @@ def _check_operator(op: str, request: Request, progress: _Progress) -> CheckRepo
                         match kind:
                             case "planned":
                                 expected, schema = value
+                                since = time.perf_counter()
                             case "check":
                                 current = value
                                 progress(len(results) / len(expected), current)
@@ -249,6 +250,7 @@ def _check_operator(op: str, request: Request, progress: _Progress) -> CheckRepo
                                 costs = value
                 break
             except ChildError as error:
+                spent += time.perf_counter() - since
                 if not expected:
                     raise NotCheckedError(f"{op}: {error}") from None
                 if not current:  # between two checks, or after the last one

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from tests.strategies import stable
 from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import CannotCheck, Case, Example
-from torchop.testing._check.variants import LAYOUTS, lay_out, resized, rolled, sizes
+from torchop.testing._check.variants import (
+    LAYOUTS,
+    larger_sizes,
+    lay_out,
+    resized,
+    rolled,
+    sizes,
+)
 from torchop.testing.probes import copies, memory_around
 
 SHAPES = st.lists(st.integers(0, 3), max_size=4)
@@ -119,3 +126,11 @@ def test_shrinking_ends_in_time_and_by_chance() -> None:
     answers: list[Any] = [ValueError()]
     assert shrunk(case, lambda case: answers[0], -1.0).example is case.example
     assert shrunk(case, lambda case: None, 5.0) is case
+
+
+def test_sizes_are_not_so_large_that_results_fill_the_memory() -> None:
+    vectors = Example((torch.ones(3), torch.ones(3)), {})
+    assert larger_sizes(vectors) == [{3: 1025}, {3: 65537}]
+    # of an outer product, which would have 65537 x 65537 elements
+    assert larger_sizes(vectors, results=[torch.ones(3, 3)]) == []
+    assert larger_sizes(vectors, results=[torch.ones(3, 2)]) == [{3: 1025}, {3: 65537}]

@@ -13,7 +13,6 @@ from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
 from torchop.testing._check.variants import (
-    BLOCKS,
     WRITABLE,
     all_and_each,
     each_resized,
@@ -274,7 +273,9 @@ def blocks(subject: Subject, details: Details) -> Iterator[Case]:
     """Is every element written where sizes are a little more than those of blocks?"""
     subject.needs_fixed_results()
     for example in subject.accepted(most=1):
-        for change, larger in each_resized(example, *larger_sizes(example), subject=subject):
+        results = probes.tensors_of(subject.first_results(example))
+        changes = larger_sizes(example, results=results)
+        for change, larger in each_resized(example, *changes, subject=subject):
             label = sizes_changed(change)
             options = {"rounds": 2, **subject.tolerances}
             yield Case(label, writes_every_element, larger, options=options)
@@ -293,33 +294,33 @@ def many_rows(subject: Subject, details: Details) -> Iterator[Case]:
             odd = {size: size - 1 if size > 2 else 3} if size % 2 == 0 else {}
             for change, smaller in each_resized(example, odd, {}, subject=subject):
                 count = change.get(size, size)
-                if count > 1 and _repeats_its_rows(subject, smaller, count):
-                    for new in BLOCKS:
-                        if {count: new} not in larger_sizes(smaller):
-                            continue  # too large, so it must not be made
-                        if subject.excluded(resized(smaller, {count: new})) is None:
-                            options = {"size": count, "new": new, **subject.tolerances}
-                            label = sizes_changed({count: new})
-                            yield Case(label, repeats_its_rows, smaller, options=options)
+                results = _repeated_results(subject, smaller, count) if count > 1 else []
+                for larger in larger_sizes(smaller, results=results) if results else ():
+                    if count in larger and subject.excluded(resized(smaller, larger)) is None:
+                        options = {"size": count, "new": larger[count], **subject.tolerances}
+                        label = sizes_changed(larger)
+                        yield Case(label, repeats_its_rows, smaller, options=options)
+                if results:
                     break
     raise CannotCheck("no result has rows, each of which is that of rows of the arguments")
 
 
-def _repeats_its_rows(subject: Subject, example: Example, size: int) -> bool:
+def _repeated_results(subject: Subject, example: Example, size: int) -> list[torch.Tensor]:
+    """The results of an example, if those of a few more rows repeat theirs; none otherwise."""
     if subject.refusal(example) is not None:
-        return False
+        return []
     args, kwargs = example
     results = probes.tensors_of(probes.outcome_of_copies(subject.op, args, kwargs))
     if not any(size in result.shape for result in results):
-        return False
+        return []
     try:
         for new in (2 * size, 3 * size + 1):
             if subject.excluded(resized(example, {size: new})) is not None:
-                return False
+                return []
             repeats_its_rows(subject.op, args, kwargs, size, new, **subject.tolerances)
     except Exception:
-        return False
-    return True
+        return []
+    return results
 
 
 _QUESTIONS = {

@@ -208,13 +208,16 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
 
 # One more than what blocks and grids often have. The first is one more than 256 times 4, too.
 BLOCKS = (1025, 65537)
-_MOST_ELEMENTS = 2**19  # of all tensors of an example together, so that a call takes no second
+_MOST_ELEMENTS = 2**19  # of an example, or of its results, so that a call takes no second
 
 
-def larger_sizes(example: Example, new_sizes: Sequence[int] = BLOCKS) -> list[dict[int, int]]:
+def larger_sizes(
+    example: Example, new_sizes: Sequence[int] = BLOCKS, results: Sequence[Tensor] = ()
+) -> list[dict[int, int]]:
     """Changes of one size each to a little more than what blocks of a kernel often have.
 
-    The number of distinct indices is none of them: there would be more indices than places.
+    The number of distinct indices is none of them: there would be more indices than places. Nor is
+    one with which the `results` of the example would be large, as those of an outer product are.
     """
     fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
     return [
@@ -223,7 +226,10 @@ def larger_sizes(example: Example, new_sizes: Sequence[int] = BLOCKS) -> list[di
         for new in new_sizes
         if 0 < size < new
         and size not in fixed
-        and sum(_grown(t.shape, size, new) for t in example.tensors) <= _MOST_ELEMENTS
+        and all(
+            sum(_grown(tensor.shape, size, new) for tensor in tensors) <= _MOST_ELEMENTS
+            for tensors in (example.tensors, results)
+        )
     ]
 
 
