@@ -104,10 +104,8 @@ _STRIDES = (
 _EXPANDED = "torch._int_mm returns other numbers for expanded tensors"
 _SECOND = "the fake kernel says int64 of the second result, and returns another number of results"
 _WRITES = "with outliers, the kernel writes into A, which its schema does not name"
-_NO_BLOCK = "PyTorch ends the process where a block has 0 elements, or an index is too large"
 _NO_RULE = "out_dtype, which it calls, has no rule for the modes that look at calls"
 _FLOAT8 = "float8 has no gradients: sums and promotion are not implemented"
-_ROUNDS = "results for bfloat16 have its digits, though they are of float32"
 EXPECTED: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes::dequantize_4bit": {
         "memory": _ADDRESSES,
@@ -146,12 +144,6 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     },
     "bitsandbytes::int8_vectorwise_dequant": {"dtypes": _NO_DOUBLE, "subsystems": _BELOW},
     "bitsandbytes::int8_vectorwise_quant": {"contracts": _WRITES, "subsystems": _WRITES},
-    "blocksparse::bsr_to_dense": {
-        "memory": _NO_BLOCK,
-        "contracts": _NO_BLOCK,
-        "subsystems": _NO_BLOCK,
-    },
-    "torchao::choose_scale_float8": {"dtypes": _ROUNDS},
     "torchao::quantize_affine_float8_non_decomposed": {"subsystems": _FLOAT8},
     "torchao::reference_dqlinear_int4": {
         "contracts": _NO_RULE,

@@ -17,10 +17,25 @@ def test_integers_that_cost_time_or_are_places_are_left_alone(namespace: str) ->
             table = table + 1
         return table[index]  # which raises where an index is no place
 
-    example = (torch.zeros(4, 2), torch.tensor([3, 1, 2]), 2)
+    example = (torch.zeros(4, 2), torch.tensor([3, 1, 2]), 20)
     (result,) = check(rows_of, example, only="values.int32").results
     assert result.outcome == "cannot be done"
     assert "no argument is an integer that may be large" in result.message
+
+
+def test_a_permutation_and_lengths_are_left_alone(namespace: str) -> None:
+    def inverted(order: Tensor) -> Tensor:
+        assert order.max() < len(order), "which a kernel without checks would write to"
+        return torch.zeros_like(order).index_copy_(0, order, torch.arange(len(order)))
+
+    def ranges(lengths: Tensor) -> Tensor:
+        assert lengths.sum() < 2**20, "which would take minutes"
+        return torch.cat([torch.arange(n) for n in lengths.tolist()])
+
+    for name, kernel, values in (("inverted", inverted, [2, 0, 1]), ("ranges", ranges, [2, 1, 3])):
+        op = torchop.custom_op(f"{namespace}::{name}", kernel, mutates_args=())
+        (result,) = check(op, (torch.tensor(values),), only="values.int32").results
+        assert result.outcome == "cannot be done"
 
 
 def test_the_argument_and_the_fault_are_named(namespace: str) -> None:

@@ -181,6 +181,8 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
         changes += larger_sizes(example, BLOCKS[:1])
         for change, resized in each_resized(example, *changes, subject=subject):
             yield check(sizes_changed(change), resized)
+        if subject.operator.function is None:
+            continue  # in C++, it may rely on integers that fit, and end the process
         named = by_name(subject, example)
         for name, value in named.kwargs.items():
             for number in {0, -1, value + 1} - {value} if type(value) is int else ():
