@@ -86,10 +86,10 @@ def bags_of_one_memory(table: Tensor, index: Tensor, offsets: Tensor, mode: str 
 def bags_without_the_last(
     table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum"
 ) -> Tensor:
-    """Leaves the last bag as `torch.empty` made it, where it is empty."""
+    """Takes a row for the last bag, where that is empty."""
     result = bags(table, index, offsets, mode)
     if len(offsets) and int(offsets[-1]) == len(index):
-        result[-1] = torch.empty(table.shape[1], dtype=table.dtype)
+        result[-1] = table[0]
     return result
 
 
