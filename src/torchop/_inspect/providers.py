@@ -10,7 +10,7 @@ from torchop._accelerate import patterns
 from torchop._core.definition import Definition
 from torchop._core.registry import own_definitions
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.user.providers import offers_of, priority
+from torchop._rules.user.providers import priority, provider_table
 
 
 class Provided(NamedTuple):
@@ -81,13 +81,13 @@ def providers(*operators: str) -> list[Provided]:
 
 def _kernels_of(definition: Definition) -> Iterator[Provided]:
     rule = definition.rule(KernelRule)
-    op, offers = str(definition), offers_of(rule)
-    if not offers.names:
+    op, table = str(definition), provider_table(rule)
+    if not table.names:
         return
 
     def rank(name: str, device: str | None) -> int | None:
-        asked = priority.asked(definition.name, device, offers.orders, priority.current())
-        return asked.names.index(name) + 1 if name in asked.names else None
+        order = priority.active_order(definition.name, device, table.orders, priority.current())
+        return order.names.index(name) + 1 if name in order.names else None
 
     references = dict.fromkeys(map(inspect.unwrap, rule.functions.values()))
     for function in references:
@@ -95,7 +95,7 @@ def _kernels_of(definition: Definition) -> Iterator[Provided]:
         place = _place(function, definition)
         name = priority.REFERENCE
         yield Provided(op, name, devices, True, "", rank(name, devices[0]), False, True, place)
-    registered = [p for known in offers.by_device.values() for p in known.values()]
+    registered = [p for known in table.by_device.values() for p in known.values()]
     for provider in {id(each): each for each in registered}.values():
         reason = provider.why_unsupported()
         yield Provided(

@@ -60,7 +60,7 @@ class Kernels(NamedTuple):
         return result
 
 
-class Offers(Protocol):
+class ProviderTable(Protocol):
     """The kernels of providers, which stand beside those of an operator's own; immutable.
 
     Attributes:
@@ -86,7 +86,7 @@ class KernelRule(CompiledRule[Kernels]):
     # and whether it enables.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
     # What chooses between those and the kernels of providers; None without providers.
-    offers: Offers | None = None
+    providers: ProviderTable | None = None
     # Whether a result of a lenient operator shared memory, of which its user was warned.
     has_aliases = False
     # Where calls end that no kernel serves, for an operator that had none for every device.
@@ -187,20 +187,20 @@ class KernelRule(CompiledRule[Kernels]):
     @property
     def provider_names(self) -> list[str]:
         """The providers that the operator has kernels of, beside its own."""
-        return [] if self.offers is None else self.offers.names
+        return [] if self.providers is None else self.providers.names
 
     def choice(self, device: str) -> Any:
         """What chooses for calls on one device; None if there is nothing to choose from."""
-        if self.offers is None or device in self.disabled:
+        if self.providers is None or device in self.disabled:
             return None
-        return self.offers.choice(self.definition.name, device, self._active(), self._prepared)
+        return self.providers.choice(self.definition.name, device, self._active(), self._prepared)
 
     def _chosen(self) -> Mapping[str | None, Callable[..., Any]]:
         """The function that runs for each device, or that chooses it."""
         active = self._active()
-        if self.offers is None:
+        if self.providers is None:
             return active
-        return self.offers.functions(self.definition.name, active, self.disabled, self._prepared)
+        return self.providers.functions(self.definition.name, active, self.disabled, self._prepared)
 
     def _prepared(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return _guarded(function, self.definition.declaration.guard)

@@ -23,9 +23,9 @@ from torchop._rules.kernels import register
 from torchop._rules.kernels.devices import DeviceTypes, device_list
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.user.providers import priority
-from torchop._rules.user.providers.offers import NO_OFFERS, Offers
 from torchop._rules.user.providers.priority import REFERENCE, checked_order, unknown_provider
 from torchop._rules.user.providers.provider import Provider, check_name, make_provider
+from torchop._rules.user.providers.table import NO_PROVIDERS, ProviderTable
 from torchop.extend import OpLike
 
 
@@ -67,13 +67,14 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
         if name != REFERENCE and name not in known and known:
             raise unknown_provider("set_priority", definition, name, known)
     with registration_lock:
-        rule.update(offers=offers_of(rule).ordered(names, device_list(device_types)))
+        rule.update(providers=provider_table(rule).ordered(names, device_list(device_types)))
 
 
-def offers_of(rule: KernelRule) -> Offers:
+def provider_table(rule: KernelRule) -> ProviderTable:
     """The providers of an operator, and the orders of its author."""
+    table: Any = rule.providers
     # With a set of its own for what is reported, which is the one thing in it that changes.
-    return rule.offers if isinstance(rule.offers, Offers) else NO_OFFERS._replace(reported=set())
+    return NO_PROVIDERS._replace(reported=set()) if table is None else table
 
 
 def _register(
@@ -92,7 +93,7 @@ def _register(
     with registration_lock:
         names, install = rule.places(device_types)
         provider = provider._replace(devices=tuple(names))
-        rule.update(install, offers=offers_of(rule).adding(definition.name, provider))
+        rule.update(install, providers=provider_table(rule).adding(definition.name, provider))
         priority.follow(rule)
         if lib is not None:
             libraries.on_close(lib, functools.partial(_remove, weakref.ref(rule), provider))
@@ -101,7 +102,7 @@ def _register(
 def _remove(rule: weakref.ref[KernelRule], provider: Provider) -> None:
     if (alive := rule()) is not None:
         with registration_lock:
-            alive.update(offers=offers_of(alive).without(provider))
+            alive.update(providers=provider_table(alive).without(provider))
 
 
 def _definition(op: OpLike, lib: torch.library.Library | None) -> Definition:

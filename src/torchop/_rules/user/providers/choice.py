@@ -18,7 +18,7 @@ from torchop._errors import (
     warn,
 )
 from torchop._rules.user.providers import priority
-from torchop._rules.user.providers.priority import NO_BLOCK, REFERENCE, Asked, Order, Settings
+from torchop._rules.user.providers.priority import NO_BLOCK, REFERENCE, ActiveOrder, Order, Settings
 from torchop._rules.user.providers.provider import Provider
 from torchop.extend import OpName
 
@@ -30,8 +30,8 @@ _MOST_SELECTIONS = 64
 Function = Callable[..., Any]
 
 
-class Available(NamedTuple):
-    """What there is to choose from on one device.
+class DeviceKernels(NamedTuple):
+    """The kernels of one operator that one device has, and all that decides between them.
 
     Attributes:
         op: the name of the operator.
@@ -59,73 +59,84 @@ class Available(NamedTuple):
 class Selection:
     """What one order leaves: the first provider that accepts a call, and else the reference."""
 
-    __slots__ = ("_ending", "_found", "asked", "candidates", "falls_back", "function", "passed_by")
+    __slots__ = (
+        "_chosen",
+        "_fallback",
+        "candidates",
+        "falls_back",
+        "function",
+        "order",
+        "passed_by",
+    )
 
     def __init__(
         self,
-        asked: Asked,
+        order: ActiveOrder,
         candidates: list[tuple[Provider, Function]],
-        ending: Function,
+        fallback: Function,
         passed_by: Mapping[str, str],
         falls_back: bool,
     ) -> None:
-        self.asked = asked
-        # Whether the reference, if it comes to that, runs in place of what was asked for.
+        self.order = order
+        # Whether the reference, where it runs, runs in place of what the order names.
         self.falls_back = falls_back
         self.candidates = candidates
         self.passed_by = passed_by  # by name, why
-        self._ending = ending
+        self._fallback = fallback
         # What runs, where no provider looks at the arguments.
         self.function: Function | None = None
         if not candidates:
-            self.function = ending
+            self.function = fallback
         elif candidates[0][0].accepts is None:
             self.function = candidates[0][1]
         # By what `supports` may read of a call, what runs. Threads may write at once: they find the
         # same, so a lock would guard nothing.
-        self._found: dict[Any, Function] = {}
+        self._chosen: dict[Any, Function] = {}
 
-    def find(
+    def lookup(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], fall_back: Callable[[], None]
     ) -> Function:
-        """The function for a call; `fall_back` is called where it comes to the reference."""
+        """The function for a call, from the table if it is there.
+
+        `fall_back` is called where no provider accepts the call.
+        """
         try:
             key = tuple(map(_key, (*args, *kwargs.values())))
         except _UnknownError:
             key = None
-        function = None if key is None else self._found.get(key)
+        function = None if key is None else self._chosen.get(key)
         if function is None:
-            provider, function = self.ask(args, kwargs)
+            provider, function = self.choose(args, kwargs)
             if provider is None:
                 fall_back()
             if key is not None:
-                if len(self._found) >= _MOST_KEYS:
-                    self._found = {}
-                self._found[key] = function
+                if len(self._chosen) >= _MOST_KEYS:
+                    self._chosen = {}
+                self._chosen[key] = function
         return function
 
-    def ask(
+    def choose(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
     ) -> tuple[Provider | None, Function]:
-        """The provider of a call, None for the reference, and the function."""
+        """The first provider that accepts a call, None for the reference, and the function."""
         for provider, function in self.candidates:
             if provider.accepts is None or provider.accepts(args, kwargs, is_traced):
                 return provider, function
-        return None, self._ending
+        return None, self._fallback
 
 
 class Choice:
     """Finds the function that runs a call, by the order in force and what the providers accept.
 
     An object is the kernel of one device in a plan, so it is called with all arguments. The plan,
-    and what runs a call, know of it no more than that: `Selection.find` can become native code.
+    and what runs a call, know of it no more than that: `Selection.lookup` can become native code.
     """
 
-    __slots__ = ("_available", "_has_random", "_selections")
+    __slots__ = ("_has_random", "_kernels", "_selections")
 
-    def __init__(self, available: Available) -> None:
-        self._available = available
-        self._has_random = not all(p.deterministic for p in available.providers.values())
+    def __init__(self, kernels: DeviceKernels) -> None:
+        self._kernels = kernels
+        self._has_random = not all(p.deterministic for p in kernels.providers.values())
         # By the settings of blocks, and whether only deterministic kernels are allowed.
         self._selections: dict[tuple[Settings, bool], Selection] = {}
 
@@ -144,7 +155,7 @@ class Choice:
         selection = self._selection(priority.current(), self._is_deterministic())
         function = selection.function
         if function is None:
-            function = selection.find(args, kwargs, lambda: self._report(selection, True))
+            function = selection.lookup(args, kwargs, lambda: self._report(selection, True))
         return function(*args, **kwargs)
 
     def explain(
@@ -152,14 +163,14 @@ class Choice:
     ) -> tuple[str, Mapping[str, str], Function]:
         """The provider that would run a call, why each other one would not, and the function."""
         selection = self._made(priority.current(), self._is_deterministic())
-        provider, function = selection.ask(args, kwargs)
+        provider, function = selection.choose(args, kwargs)
         chosen = REFERENCE if provider is None else provider.name
         passed_by = dict(selection.passed_by)
         for other, _ in selection.candidates:
             if other is provider:
                 break
             passed_by[other.name] = _DECLINED
-        for name in (*self._available.providers, REFERENCE):
+        for name in (*self._kernels.providers, REFERENCE):
             if name != chosen:
                 passed_by.setdefault(name, f"{chosen} comes before it")
         return chosen, passed_by, function
@@ -167,7 +178,7 @@ class Choice:
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Provider | None:
         """The provider whose kernel a compiler is to trace; None for the reference."""
         selection = self._selection(priority.current(), self._is_deterministic())
-        provider, _ = selection.ask(args, kwargs, is_traced=True)
+        provider, _ = selection.choose(args, kwargs, is_traced=True)
         return provider
 
     def _is_deterministic(self) -> bool:
@@ -186,17 +197,17 @@ class Choice:
 
     def _made(self, settings: Settings, is_deterministic: bool) -> Selection:
         """What the order leaves, by all that is known before a call."""
-        available = self._available
-        asked = priority.asked(available.op, available.device, available.author, settings)
+        kernels = self._kernels
+        order = priority.active_order(kernels.op, kernels.device, kernels.author, settings)
         only_deterministic = settings.deterministic_only or is_deterministic
         candidates: list[Provider] = []
         passed_by: dict[str, str] = {}
-        for name in asked.names:
+        for name in order.names:
             if name == REFERENCE:
                 break
-            provider = available.providers.get(name)
+            provider = kernels.providers.get(name)
             if provider is None:
-                passed_by[name] = self._why_not_here(name, asked)
+                passed_by[name] = self._why_not_here(name, order)
             elif settings.batch_invariant_only and not provider.batch_invariant:
                 passed_by[name] = "it is not batch-invariant, and only such kernels are allowed"
             elif only_deterministic and not provider.deterministic:
@@ -207,50 +218,50 @@ class Choice:
                 candidates.append(provider)
                 if provider.accepts is None:
                     break
-        for name in available.providers:
-            if name not in asked.names:
+        for name in kernels.providers:
+            if name not in order.names:
                 passed_by[name] = (
-                    f"the order of {asked.by} does not name it" if asked.names else _UNASKED
+                    f"the order of {order.by} does not name it" if order.names else _UNASKED
                 )
         pairs = [
-            (p, self._shown(settings, p.name, available.prepare(p.function))) for p in candidates
+            (p, self._profiled(settings, p.name, kernels.prepare(p.function))) for p in candidates
         ]
-        falls_back = bool(asked.names) and REFERENCE not in asked.names
-        ending = available.reference
-        if ending is None or (settings.strict and falls_back):
+        falls_back = bool(order.names) and REFERENCE not in order.names
+        fallback = kernels.reference
+        if fallback is None or (settings.strict and falls_back):
             falls_back = False
-            ending = self._refusal(asked, candidates, passed_by)
-        ending = self._shown(settings, REFERENCE, ending)
-        return Selection(asked, pairs, ending, passed_by, falls_back)
+            fallback = self._refusal(order, candidates, passed_by)
+        fallback = self._profiled(settings, REFERENCE, fallback)
+        return Selection(order, pairs, fallback, passed_by, falls_back)
 
-    def _why_not_here(self, name: str, asked: Asked) -> str:
-        op, device, *_ = self._available
-        if name in self._available.known:
+    def _why_not_here(self, name: str, order: ActiveOrder) -> str:
+        op, device, *_ = self._kernels
+        if name in self._kernels.known:
             return f"it has no kernel for {device or 'every device'}"
-        if name in self._available.removed:
+        if name in self._kernels.removed:
             return "it was removed, with the library that it was registered through"
-        if asked.is_exact:
-            raise priority.unknown_provider(asked.by, op, name, self._available.known)
+        if order.is_exact:
+            raise priority.unknown_provider(order.by, op, name, self._kernels.known)
         return f"{op} has no such provider"
 
-    def _shown(self, settings: Settings, name: str, function: Function) -> Function:
-        """The function, which a profiler shows with the name of its provider if that is asked."""
+    def _profiled(self, settings: Settings, name: str, function: Function) -> Function:
+        """The function; within `priority(profile=True)`, a profiler shows it with its provider."""
         if not settings.profile:
             return function
-        label = f"{self._available.op}[{name}]"
+        label = f"{self._kernels.op}[{name}]"
 
-        def shown(*args: Any, **kwargs: Any) -> Any:
+        def profiled(*args: Any, **kwargs: Any) -> Any:
             with torch.profiler.record_function(label):
                 return function(*args, **kwargs)
 
-        shown.__wrapped__ = function  # type: ignore[attr-defined]
-        return shown
+        profiled.__wrapped__ = function  # type: ignore[attr-defined]
+        return profiled
 
     def _refusal(
-        self, asked: Asked, candidates: list[Provider], passed_by: Mapping[str, str]
+        self, order: ActiveOrder, candidates: list[Provider], passed_by: Mapping[str, str]
     ) -> Function:
-        op, device, reference, providers, *_ = self._available
-        reasons = {name: why for name, why in passed_by.items() if name in asked.names}
+        op, device, reference, providers, *_ = self._kernels
+        reasons = {name: why for name, why in passed_by.items() if name in order.names}
         reasons |= {provider.name: _DECLINED for provider in candidates}
         listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
         names = list(providers)
@@ -260,10 +271,10 @@ class Choice:
             where = device or next((t.device.type for t in tensors_in(args)), "every device")
             if reference is not None:
                 raise ProviderError(
-                    f"{op}: no provider of the order of {asked.by} can run this call on {where} "
+                    f"{op}: no provider of the order of {order.by} can run this call on {where} "
                     f"({listed}), and strict=True forbids the reference."
                 )
-            if asked.names:
+            if order.names:
                 raise MissingKernelError(
                     f"{op} does not have a kernel registered for {where} that can run this call "
                     f"({listed}), and it has no reference there. Register one: "
@@ -279,33 +290,33 @@ class Choice:
 
     def _report(self, selection: Selection, is_declined: bool) -> None:
         """Says once of each provider that was asked for why it is passed by."""
-        op, device, _, providers, *_ = self._available
+        op, device, _, providers, *_ = self._kernels
         reasons = {name: why for name, why in selection.passed_by.items() if name in providers}
         if is_declined:
             reasons |= {provider.name: _DECLINED for provider, _ in selection.candidates}
         falls_back = selection.falls_back and (is_declined or not selection.candidates)
         for name, why in reasons.items():
-            if name not in selection.asked.names:
+            if name not in selection.order.names:
                 continue
             # One of several in an order that is passed by for another one is no surprise, except
             # where it can never run.
             warns = falls_back or providers[name].why_unsupported() is not None
-            if (name, warns) in self._available.reported:
+            if (name, warns) in self._kernels.reported:
                 continue
-            self._available.reported.add((name, warns))
+            self._kernels.reported.add((name, warns))
             on = "" if device is None else f" on {device}"
             end = ", and the reference runs instead" if falls_back else ""
             text = f"{op}: the provider {name!r} is passed by{on}, because {why}{end}."
             logs.calls.info("%s", text)
             if warns:
-                warn(f"{text} {selection.asked.by} asks for it.", ProviderWarning)
+                warn(f"{text} {selection.order.by} asks for it.", ProviderWarning)
 
 
 _DECLINED = "its `supports` says no to the arguments"
 _UNASKED = "no order names it"
 
 
-def by_device(choices: Mapping[str, Function], others: Function) -> Function:
+def choice_by_device(choices: Mapping[str, Function], others: Function) -> Function:
     """The kernel for every device, where orders are for some device types only."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:

@@ -32,8 +32,8 @@ Order: TypeAlias = tuple[str, ...]
 Orders: TypeAlias = Mapping[str, "Sequence[str] | None"]
 
 
-class Rank(NamedTuple):
-    """One order: for which operators and device type, None being all of them."""
+class ScopedOrder(NamedTuple):
+    """An order with its scope: a name or pattern of operators, and a device type; None is all."""
 
     pattern: str
     device: str | None
@@ -42,13 +42,13 @@ class Rank(NamedTuple):
     def fits(self, name: OpName, device: str | None) -> bool:
         return self.device in (None, device) and is_match(self.pattern, name)
 
-    def how_closely(self, name: OpName) -> tuple[bool, int, bool]:
+    def specificity(self, name: OpName) -> tuple[bool, int, bool]:
         """Of two that fit, the greater one counts: a name, a longer pattern, one for a device."""
         return self.pattern in (str(name), name.packet), len(self.pattern), self.device is not None
 
 
-class Asked(NamedTuple):
-    """The order for an operator on a device, and who asks for it."""
+class ActiveOrder(NamedTuple):
+    """The order that is in force for an operator on a device, and where it comes from."""
 
     names: Order = ()
     by: str = "nobody"
@@ -62,19 +62,21 @@ class Settings:
     The same blocks give the same object, so that calls find quickly what follows from it.
     """
 
-    __slots__ = ("batch_invariant_only", "deterministic_only", "profile", "ranks", "strict")
+    __slots__ = ("batch_invariant_only", "deterministic_only", "orders", "profile", "strict")
 
-    def __init__(self, ranks: tuple[tuple[Rank, ...], ...], flags: Mapping[str, bool]) -> None:
-        self.ranks = ranks  # of each block, the innermost first
+    def __init__(
+        self, orders: tuple[tuple[ScopedOrder, ...], ...], flags: Mapping[str, bool]
+    ) -> None:
+        self.orders = orders  # of each block, the innermost first
         self.strict = flags["strict"]
         self.batch_invariant_only = flags["batch_invariant_only"]
         self.deterministic_only = flags["deterministic_only"]
         self.profile = flags["profile"]
 
-    def inside(self, ranks: tuple[Rank, ...], flags: Mapping[str, bool | None]) -> Settings:
+    def inside(self, orders: tuple[ScopedOrder, ...], flags: Mapping[str, bool | None]) -> Settings:
         """Those of a block inside: a flag that is None stays as it is."""
         merged = {n: getattr(self, n) if flag is None else flag for n, flag in flags.items()}
-        key = ((ranks, *self.ranks) if ranks else self.ranks, tuple(merged.items()))
+        key = ((orders, *self.orders) if orders else self.orders, tuple(merged.items()))
         if len(_settings) >= _MOST_SETTINGS:
             _settings.clear()  # programs that come here make new orders all the time
         return _settings.setdefault(key, Settings(key[0], merged))
@@ -89,7 +91,7 @@ _current: ContextVar[Settings] = ContextVar("torchop_priority", default=NO_BLOCK
 current: Callable[[], Settings] = _current.get
 
 # The orders of the process; replaced, never changed.
-_process: tuple[Rank, ...] = ()
+_process: tuple[ScopedOrder, ...] = ()
 _blocks_were_opened = False
 
 
@@ -112,27 +114,27 @@ def blocks_were_opened() -> bool:
     return _blocks_were_opened
 
 
-def asked(
+def active_order(
     name: OpName, device: str | None, author: Mapping[str | None, Order], settings: Settings
-) -> Asked:
-    """The order for an operator on a device, None being those without their own kernels."""
-    for ranks, by in (
-        *((ranks, "torchop.priority") for ranks in settings.ranks),
+) -> ActiveOrder:
+    """The order in force for an operator on a device; None is those without their own kernels."""
+    for orders, by in (
+        *((orders, "torchop.priority") for orders in settings.orders),
         (_of_environment(), VARIABLE),
         (_process, "torchop.set_priority"),
     ):
-        fitting = [rank for rank in ranks if rank.fits(name, device)]
+        fitting = [each for each in orders if each.fits(name, device)]
         if fitting:
-            rank = max(fitting, key=lambda rank: rank.how_closely(name))
-            return Asked(rank.names, by, rank.pattern in (str(name), name.packet))
+            order = max(fitting, key=lambda each: each.specificity(name))
+            return ActiveOrder(order.names, by, order.pattern in (str(name), name.packet))
     names = author.get(device, author.get(None, ()))
-    return Asked(names, "the author's priority", is_exact=True) if names else Asked()
+    return ActiveOrder(names, "the author's priority", is_exact=True) if names else ActiveOrder()
 
 
-def special_devices(name: OpName, author: Mapping[str | None, Order]) -> frozenset[str]:
+def devices_with_orders(name: OpName, author: Mapping[str | None, Order]) -> frozenset[str]:
     """The device types for which an operator has an order of their own."""
-    ranks = {rank.device for rank in _process if is_match(rank.pattern, name)}
-    return frozenset(device for device in (*ranks, *author) if device is not None)
+    devices = {order.device for order in _process if is_match(order.pattern, name)}
+    return frozenset(device for device in (*devices, *author) if device is not None)
 
 
 def checked_order(what: str, names: object) -> Order:
@@ -160,14 +162,16 @@ def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -
     )
 
 
-def _ranks(what: str, orders: object, devices: Sequence[str | None] = (None,)) -> tuple[Rank, ...]:
+def _scoped_orders(
+    what: str, orders: object, devices: Sequence[str | None] = (None,)
+) -> tuple[ScopedOrder, ...]:
     """The orders that a user wrote; refuses those that are none, and unknown providers."""
     if not isinstance(orders, Mapping):
         raise TypeError(
             f"{what} expects a dict of orders by operator, such as {{'mylib::rms_norm': "
             f"['triton']}}, got {short_repr(orders)}."
         )
-    ranks = []
+    scoped = []
     for pattern, names in orders.items():
         pattern = _written(pattern)
         if not isinstance(pattern, str) or ("::" not in pattern and pattern[:1] != "*"):
@@ -177,8 +181,8 @@ def _ranks(what: str, orders: object, devices: Sequence[str | None] = (None,)) -
             )
         order = checked_order(f"{what}, {pattern}", () if names is None else names)
         _check_known(what, pattern, order)
-        ranks += [Rank(pattern, device, order) for device in devices]
-    return tuple(ranks)
+        scoped += [ScopedOrder(pattern, device, order) for device in devices]
+    return tuple(scoped)
 
 
 def _written(operator: object) -> Any:
@@ -203,8 +207,8 @@ def _packet_and_overload(name: str) -> tuple[str, str]:
 
 
 @functools.cache
-def _of_environment() -> tuple[Rank, ...]:
-    ranks = []
+def _of_environment() -> tuple[ScopedOrder, ...]:
+    orders = []
     for part in filter(None, os.environ.get(VARIABLE, "").split(";")):
         pattern, equals, names = part.partition("=")
         pattern, order = pattern.strip(), tuple(n.strip() for n in names.split(",") if n.strip())
@@ -213,8 +217,8 @@ def _of_environment() -> tuple[Rank, ...]:
                 f"{VARIABLE} expects orders such as 'mylib::rms_norm=vendor,triton;mylib::*=triton'"
                 f", got {short_repr(part)}."
             )
-        ranks.append(Rank(pattern, None, order))
-    return tuple(ranks)
+        orders.append(ScopedOrder(pattern, None, order))
+    return tuple(orders)
 
 
 def _outdate_plans() -> None:
@@ -257,11 +261,11 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
     global _process
     devices = device_list(device_types)
     with registration_lock:
-        new = _ranks("set_priority", orders, devices)
+        new = _scoped_orders("set_priority", orders, devices)
         taken_back = {_written(key) for key, names in orders.items() if names is None}
-        places = {(rank.pattern, rank.device) for rank in new}
-        kept = [rank for rank in _process if (rank.pattern, rank.device) not in places]
-        _process = (*kept, *(rank for rank in new if rank.pattern not in taken_back))
+        places = {(each.pattern, each.device) for each in new}
+        kept = [each for each in _process if (each.pattern, each.device) not in places]
+        _process = (*kept, *(each for each in new if each.pattern not in taken_back))
         _outdate_plans()
 
 
@@ -318,12 +322,12 @@ class priority(Block):  # noqa: N801  (called like a function)
     ) -> None:
         flags = (strict, batch_invariant_only, deterministic_only, profile)
         self._flags = dict(zip(_FLAGS, flags, strict=True))
-        self._ranks = _ranks("priority", orders)
+        self._orders = _scoped_orders("priority", orders)
         self._entered: list[Token[Settings]] = []
 
     def _recreate_cm(self) -> priority:
         copy = object.__new__(priority)  # a decorated function may run in several threads at once
-        copy._flags, copy._ranks, copy._entered = self._flags, self._ranks, []
+        copy._flags, copy._orders, copy._entered = self._flags, self._orders, []
         return copy
 
     def __enter__(self) -> None:
@@ -332,7 +336,7 @@ class priority(Block):  # noqa: N801  (called like a function)
             with registration_lock:
                 _blocks_were_opened = True
                 _outdate_plans()
-        self._entered.append(_current.set(_current.get().inside(self._ranks, self._flags)))
+        self._entered.append(_current.set(_current.get().inside(self._orders, self._flags)))
 
     def __exit__(self, *exception: object) -> None:
         if not self._entered:

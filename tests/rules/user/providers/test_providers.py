@@ -296,7 +296,7 @@ def test_the_table_is_bounded(namespace, monkeypatch):
         assert value(op, torch.zeros(size)) == 10
         function = op._definition.plan[KernelRule].functions["cpu"]
         (selection,) = function.__self__._selections.values()
-        assert len(selection._found) <= 8
+        assert len(selection._chosen) <= 8
     assert asked == [*range(1, 101)]
 
 

@@ -1,4 +1,4 @@
-"""What an operator has of providers, and the functions that plans get of it."""
+"""The table of the providers of an operator, and the functions that its call plan gets of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torchop._core.definition import NOTHING
 from torchop._errors import RedefinitionWarning, warn
 from torchop._rules.user.providers import priority
-from torchop._rules.user.providers.choice import Available, Choice, by_device
+from torchop._rules.user.providers.choice import Choice, DeviceKernels, choice_by_device
 from torchop._rules.user.providers.priority import Order
 from torchop._rules.user.providers.provider import Provider
 from torchop.extend import OpName
@@ -16,7 +16,7 @@ from torchop.extend import OpName
 Function = Callable[..., Any]
 
 
-class Offers(NamedTuple):
+class ProviderTable(NamedTuple):
     """The providers of an operator, and the orders of its author; replaced, never changed.
 
     Attributes:
@@ -36,7 +36,7 @@ class Offers(NamedTuple):
         """Those of the providers, in the order in which they were registered."""
         return list(dict.fromkeys(name for known in self.by_device.values() for name in known))
 
-    def adding(self, op: OpName, provider: Provider) -> Offers:
+    def adding(self, op: OpName, provider: Provider) -> ProviderTable:
         """With a provider, in place of the one of its name; warns if that is of another module."""
         by_device = dict(self.by_device)
         for device in provider.devices:
@@ -52,7 +52,7 @@ class Offers(NamedTuple):
             by_device[device] = {**known, provider.name: provider}
         return self._replace(by_device=by_device)
 
-    def without(self, provider: Provider) -> Offers:
+    def without(self, provider: Provider) -> ProviderTable:
         """Without a provider, unless there is another one in its place."""
         by_device = {
             device: {name: other for name, other in known.items() if other is not provider}
@@ -60,7 +60,7 @@ class Offers(NamedTuple):
         }
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 
-    def ordered(self, order: Order, devices: Sequence[str | None]) -> Offers:
+    def ordered(self, order: Order, devices: Sequence[str | None]) -> ProviderTable:
         """With an order of the author on these devices."""
         return self._replace(orders={**self.orders, **dict.fromkeys(devices, order)})
 
@@ -87,12 +87,12 @@ class Offers(NamedTuple):
                     functions[device] = reference
                 continue
             chosen = self.choice(op, device, references, prepare).function()
-            special = priority.special_devices(op, self.orders) if device is None else ()
+            special = priority.devices_with_orders(op, self.orders) if device is None else ()
             if special:
                 choices = {
                     name: self.choice(op, name, references, prepare).function() for name in special
                 }
-                chosen = by_device(choices, chosen)
+                chosen = choice_by_device(choices, chosen)
             functions[device] = chosen
         return functions
 
@@ -109,7 +109,7 @@ class Offers(NamedTuple):
         providers = {**self.by_device.get(None, NOTHING), **self.by_device.get(at, NOTHING)}
         reference = references.get(at, references.get(None))
         return Choice(
-            Available(
+            DeviceKernels(
                 op,
                 device,
                 reference,
@@ -123,4 +123,4 @@ class Offers(NamedTuple):
         )
 
 
-NO_OFFERS = Offers(NOTHING, frozenset(), NOTHING, set())
+NO_PROVIDERS = ProviderTable(NOTHING, frozenset(), NOTHING, set())

@@ -1,0 +1,1 @@
+"""Providers: several kernels of one operator, and the choice between them."""
