@@ -23,7 +23,7 @@ import torch
 
 from torchop._inspect.registrant import in_dispatcher
 from torchop.extend import Operator, short_text
-from torchop.testing import CheckReport, probes
+from torchop.testing import CheckReport, _contents, probes
 from torchop.testing._authored import authored_functions
 from torchop.testing._check.subject import Subject
 from torchop.testing.process_state import restored, seed_torch
@@ -101,12 +101,9 @@ def _sources(operator: Operator) -> str:
 
 def _tensor(tensor: torch.Tensor) -> str:
     """A tensor in words, and a digest of its numbers."""
+    # The type of its device, because another machine may number its devices otherwise.
     what = f"{tensor.dtype} {tensor.device.type} {list(tensor.shape)} {tensor.layout}"
-    try:
-        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
-        return f"{what} {hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()}"
-    except Exception:  # a layout that has no bytes of its own
-        return f"{what} {short_text(str(tensor))}"
+    return f"{what} {_contents.digest(tensor)}"
 
 
 def content_of(

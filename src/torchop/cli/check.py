@@ -165,12 +165,7 @@ def check(
         values = [each.to_dict() for each in reports]
         json_path.write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
     if certificate is not None:
-        identities = [
-            identity_of(each.op, functools.partial(examples_of, request, each.op))
-            for each in reports
-        ]
-        content = content_of(reports, identities, unchecked, request._asdict(), signed_off_by)
-        write_certificate(content, certificate)
+        write_certificate(certified(reports, unchecked, request, signed_off_by), certificate)
     if badge is not None:
         write_badge(reports, unchecked, badge)
     sys.exit(0 if reports and not failed else 1)
@@ -190,6 +185,19 @@ def _mutate(
         seed=request.seed,
         only=request.only or None,
     )
+
+
+def certified(
+    reports: Sequence[CheckReport],
+    unchecked: Sequence[str],
+    request: Request,
+    signed_off_by: str | None = None,
+) -> dict[str, Any]:
+    """The certificate of what was checked."""
+    identities = [
+        identity_of(each.op, functools.partial(examples_of, request, each.op)) for each in reports
+    ]
+    return content_of(reports, identities, unchecked, request._asdict(), signed_off_by)
 
 
 def check_operators(

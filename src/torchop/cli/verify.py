@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 
 import click
 
-from torchop.cli.certificate import content_of, differences, identity_of, read_certificate
-from torchop.cli.check import Request, check_operators, examples_of
+from torchop.cli.certificate import differences, read_certificate
+from torchop.cli.check import Request, certified, check_operators
 from torchop.cli.child_process import import_all
 from torchop.testing._check.report import environment
 
@@ -34,10 +33,7 @@ def verify(file: Path) -> None:
     import_all(request.modules)
     operators = [operator["op"] for operator in before["operators"]]
     reports, unchecked = check_operators(operators, request)
-    identities = [
-        identity_of(each.op, functools.partial(examples_of, request, each.op)) for each in reports
-    ]
-    after = content_of(reports, identities, unchecked, request._asdict(), None)
+    after = certified(reports, unchecked, request)
     for name, value in environment().items():
         if (was := before["environment"].get(name)) != value:
             click.echo(f"{name}: {was} before, {value} now")

@@ -112,7 +112,7 @@ def run(
             refused[f"{function.__qualname__} ({role})"] = str(error)
     if not changes and not refused:
         refused["the operator"] = "it has no function in Python"
-    jury = _Jury(operator, op, make_examples, options)
+    checks = _Checks(operator, op, make_examples, options)
     verdicts: dict[int, Verdict] = {}
     # By chance: what a budget leaves out is of no one function.
     places = random.Random(options["seed"]).sample(range(len(changes)), len(changes))
@@ -120,18 +120,18 @@ def run(
         progress(number, len(places))
         mutant, changed = changes[place]
         late = time.perf_counter() > end
-        verdicts[place] = Verdict(mutant, "not run") if late else jury.verdict(mutant, changed)
+        verdicts[place] = Verdict(mutant, "not run") if late else checks.verdict(mutant, changed)
     return MutationReport(
         str(operator),
         tuple(verdicts[place] for place in sorted(verdicts)),
         refused,
-        tuple(jury.failing),
+        tuple(checks.failing),
         options["seed"],
         time.perf_counter() - started,
     )
 
 
-class _Jury:
+class _Checks:
     """The checks that pass without a change, and what they have noticed so far."""
 
     def __init__(

@@ -178,11 +178,8 @@ class _Editor:
             case ast.Name(id=name):
                 pass
         for one, other in itertools.pairwise(call.args):
-            texts = self._source(one), self._source(other)
-            if type(one) is type(other) and texts[0] != texts[1] and name not in _ORDERED:
-                between = self._text[self._end(one) : self._start(other)].decode()
-                new = f"{texts[1]}{between}{texts[0]}"
-                yield Edit(self._start(one), self._end(other), new, "arguments swapped")
+            if type(one) is type(other) and name not in _ORDERED:
+                yield from self._swapped(one, other, "arguments swapped")
         arguments = sorted((*call.args, *call.keywords), key=self._start)
         for index, keyword in enumerate(arguments):
             if isinstance(keyword, ast.keyword) and keyword.arg in _OPTIONAL_KEYWORDS:
@@ -193,14 +190,17 @@ class _Editor:
                     end = self._start(arguments[1]) if arguments[1:] else self._end(keyword)
                 yield Edit(start, end, "", f"{keyword.arg}= left out")
 
+    def _swapped(self, one: ast.expr, other: ast.expr, what: str) -> Iterator[Edit]:
+        first, second = self._source(one), self._source(other)
+        if first != second:
+            between = self._text[self._end(one) : self._start(other)].decode()
+            new = f"{second}{between}{first}"
+            yield Edit(self._start(one), self._end(other), new, what)
+
     def _of_returned(self, value: ast.expr) -> Iterator[Edit]:
         parts = value.elts if isinstance(value, ast.Tuple) else [value]
         for one, other in itertools.pairwise(parts):
-            texts = self._source(one), self._source(other)
-            if texts[0] != texts[1]:
-                between = self._text[self._end(one) : self._start(other)].decode()
-                new = f"{texts[1]}{between}{texts[0]}"
-                yield Edit(self._start(one), self._end(other), new, "results swapped")
+            yield from self._swapped(one, other, "results swapped")
         for part in parts if self._returns_gradients else ():
             if not isinstance(part, ast.Constant | ast.Starred):
                 yield self._replaced(part, "None", "gradient None")

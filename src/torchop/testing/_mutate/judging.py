@@ -14,6 +14,7 @@ import torch
 from torchop.testing import probes
 from torchop.testing._check.run import Check, kinds, plan_checks, run_check
 from torchop.testing._check.subject import CannotCheck, Example, ForkError, Subject, reason
+from torchop.testing._contents import digest
 from torchop.testing._mutate.installing import installed
 from torchop.testing.process_state import restored, seed_torch
 
@@ -152,13 +153,5 @@ def _text(call: Any) -> str:
 def _bits(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    what = f"{value.dtype} {value.device} {list(value.shape)}"
-    if value.layout is not torch.strided:
-        return f"{what} {value.layout}"
-    what += f" {value.stride()}"
-    try:
-        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        data = plain.flatten().view(torch.uint8).numpy().tobytes()
-        return f"{what} {hashlib.sha256(data).hexdigest()}"
-    except Exception:  # fake tensors, and others without numbers
-        return what
+    layout = value.stride() if value.layout is torch.strided else value.layout
+    return f"{value.dtype} {value.device} {list(value.shape)} {layout} {digest(value)}"

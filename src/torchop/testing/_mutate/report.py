@@ -12,8 +12,8 @@ from typing import Any, Literal
 from torchop.testing._check.report import environment
 from torchop.testing._mutate.installing import Mutant
 
-Fate = Literal["killed", "timed out", "survived", "equal", "not run"]
-_IN_WORDS: dict[Fate, str] = {
+Outcome = Literal["killed", "timed out", "survived", "equal", "not run"]
+_IN_WORDS: dict[Outcome, str] = {
     "killed": "noticed",
     "timed out": "timed out",
     "survived": "survived",
@@ -37,7 +37,7 @@ class Verdict:
     """
 
     mutant: Mutant
-    outcome: Fate
+    outcome: Outcome
     check: str = ""
     message: str = ""
 
@@ -75,7 +75,7 @@ class MutationReport:
     seconds: float = 0.0
     environment: Mapping[str, str] = field(default_factory=environment)
 
-    def with_outcome(self, outcome: Fate) -> list[Verdict]:
+    def with_outcome(self, outcome: Outcome) -> list[Verdict]:
         """The changes with an outcome."""
         return [verdict for verdict in self.verdicts if verdict.outcome == outcome]
 
@@ -87,19 +87,21 @@ class MutationReport:
     def summary(self) -> str:
         """One line: how many changes have each outcome."""
         counts = [
-            f"{n} {word}" for fate, word in _IN_WORDS.items() if (n := len(self.with_outcome(fate)))
+            f"{n} {word}"
+            for outcome, word in _IN_WORDS.items()
+            if (n := len(self.with_outcome(outcome)))
         ]
         counted = ", ".join(counts) or "nothing to change"
         return f"{self.op}: {len(self.verdicts)} changes: {counted} ({self.seconds:.1f} s)"
 
     def __str__(self) -> str:
         lines = [self.summary()]
-        for fate, heading in (
+        for outcome, heading in (
             ("survived", "SURVIVED, though calls come to something else"),
             ("equal", "WITHOUT EFFECT on any call that was compared"),
         ):
             for verdict in self.verdicts:
-                if verdict.outcome == fate:
+                if verdict.outcome == outcome:
                     mutant = verdict.mutant
                     place = f"{mutant.file}:{mutant.line}"
                     lines += ["", f"{heading}: {mutant.change}, in the {mutant.role}, {place}"]
