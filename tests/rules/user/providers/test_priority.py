@@ -306,6 +306,7 @@ def test_one_of_several_that_declines_is_logged_and_the_last_is_warned_of(namesp
     with pytest.warns(torchop.ProviderWarning) as caught:
         assert value(op, torch.zeros(500)) == 1
     assert [str(w.message).split("'")[1] for w in caught] == ["small", "large"]
+    assert all(str(w.message).endswith("is in the order of the operator's author.") for w in caught)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert value(op, torch.zeros(600)) == 1
@@ -383,7 +384,7 @@ def test_an_unknown_provider(namespace, op):
     late = define(f"{namespace}_late", priority=["tem"])
     late.register_kernel("cpu", adding(10), provider="ten")
     for _ in range(2):
-        with pytest.raises(torchop.ProviderNameError, match=r"the author's priority: .* 'tem'"):
+        with pytest.raises(torchop.ProviderNameError, match=r"the operator's author: .* 'tem'"):
             value(late)
 
 

@@ -94,7 +94,7 @@ def _register(
         names, install = rule.places(device_types)
         provider = provider._replace(devices=tuple(names))
         rule.update(install, providers=provider_table(rule).adding(definition.name, provider))
-        priority.follow(rule)
+        priority.add_rule(rule)
         if lib is not None:
             libraries.on_close(lib, functools.partial(_remove, weakref.ref(rule), provider))
 

@@ -309,7 +309,7 @@ class Choice:
             text = f"{op}: the provider {name!r} is passed by{on}, because {why}{end}."
             logs.calls.info("%s", text)
             if warns:
-                warn(f"{text} {selection.order.by} asks for it.", ProviderWarning)
+                warn(f"{text} It is in the order of {selection.order.by}.", ProviderWarning)
 
 
 _DECLINED = "its `supports` says no to the arguments"

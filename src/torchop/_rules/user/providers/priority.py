@@ -96,12 +96,12 @@ _blocks_were_opened = False
 
 
 # The rules of operators with providers, whose plans follow from orders.
-_followers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
+_rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 
-def follow(rule: KernelRule) -> None:
-    """Has calls of an operator follow new orders; the registration lock must be held."""
-    _followers.add(rule)
+def add_rule(rule: KernelRule) -> None:
+    """Has calls of an operator notice new orders; the registration lock must be held."""
+    _rules_with_providers.add(rule)
 
 
 def is_match(pattern: str, name: OpName) -> bool:
@@ -128,7 +128,7 @@ def active_order(
             order = max(fitting, key=lambda each: each.specificity(name))
             return ActiveOrder(order.names, by, order.pattern in (str(name), name.packet))
     names = author.get(device, author.get(None, ()))
-    return ActiveOrder(names, "the author's priority", is_exact=True) if names else ActiveOrder()
+    return ActiveOrder(names, "the operator's author", is_exact=True) if names else ActiveOrder()
 
 
 def devices_with_orders(name: OpName, author: Mapping[str | None, Order]) -> frozenset[str]:
@@ -191,7 +191,7 @@ def _written(operator: object) -> Any:
 
 def _check_known(what: str, pattern: str, order: Order) -> None:
     """Refuses providers that no operator of a pattern has, as far as there are operators."""
-    matching = [each for each in _followers if is_match(pattern, each.definition.name)]
+    matching = [each for each in _rules_with_providers if is_match(pattern, each.definition.name)]
     is_name = re.search(r"[*?\[]", pattern) is None
     if not matching and not (is_name and operators.is_registered(*_packet_and_overload(pattern))):
         return  # it may be defined later
@@ -222,8 +222,8 @@ def _of_environment() -> tuple[ScopedOrder, ...]:
 
 
 def _outdate_plans() -> None:
-    for follower in tuple(_followers):
-        follower.definition.outdate_plan()
+    for rule in tuple(_rules_with_providers):
+        rule.definition.outdate_plan()
 
 
 def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None:
