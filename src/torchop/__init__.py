@@ -29,7 +29,6 @@ from torchop._rules.fake.rule import impl_abstract, register_fake
 from torchop._rules.kernels.register import register_kernel
 from torchop._rules.torch_dispatch import register_torch_dispatch
 from torchop._rules.user.inverse import inverse, right_inverse
-from torchop._rules.user.preconditions import preconditions as preconditions
 from torchop._rules.user.providers.priority import priority, set_priority
 from torchop._rules.user.sharding import register_sharding, sharding
 from torchop._rules.vmap.rule import register_vmap
@@ -41,6 +40,7 @@ from torchop._schema.structure.values import data_dependent
 if typing.TYPE_CHECKING:
     from torchop import compat as compat
     from torchop import export as export
+    from torchop import preconditions as preconditions
     from torchop import testing as testing
     from torchop._accelerate.accelerate import AcceleratedOperator, Acceleration, accelerate
     from torchop._inspect.cache_key import cache_key_tag
@@ -69,7 +69,7 @@ _LATE = {
     "_inspect.record": ("Recorded", "record"),
     "testing": ("opcheck",),
 }
-_MODULES = ("compat", "export", "testing")  # found without an import of their own
+_MODULES = ("compat", "export", "preconditions", "testing")  # found without an import of their own
 
 if not typing.TYPE_CHECKING:  # a checker would accept every name
 

@@ -31,7 +31,6 @@ from mypy.types import (
 _DECORATOR = "torchop._define.class_form.operator"
 _HANDLE = "torchop._define.handle.CustomOp"
 _FAMILY_CALL = "torchop._define.out_op.OperatorFamily.__call__"
-_TENSOR = "torch._tensor.Tensor"
 _MARK = "torchop"
 
 
@@ -95,6 +94,10 @@ def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> Function
     )
 
 
+def _is_tensor(type_: Instance) -> bool:
+    return type_.type.name == "Tensor" and type_.type.fullname.startswith("torch.")
+
+
 def _family_signature(context: MethodSigContext) -> FunctionLike:
     """The signature of the kernel, whose outputs callers may leave out, and which returns them."""
     default = context.default_signature
@@ -106,7 +109,7 @@ def _family_signature(context: MethodSigContext) -> FunctionLike:
     kinds = list(kernel.arg_kinds)
     outputs = []
     for place, (kind, type_) in enumerate(zip(kinds, types, strict=True)):
-        if kind == ARG_NAMED and isinstance(type_, Instance) and type_.type.fullname == _TENSOR:
+        if kind == ARG_NAMED and isinstance(type_, Instance) and _is_tensor(type_):
             outputs.append(type_)
             kinds[place], types[place] = ARG_NAMED_OPT, UnionType([type_, NoneType()])
     several = context.api.named_generic_type("builtins.tuple", [AnyType(TypeOfAny.special_form)])

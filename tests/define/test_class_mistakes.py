@@ -55,7 +55,7 @@ MISTAKES = {
     ),
     "no signature": (
         {"cpu": staticmethod(forward)},
-        r"has kernels for cpu, but no signature.*'signature'.*'schema'",
+        r"has kernels for cpu, but nothing says which signature.*'signature'.*'schema'",
     ),
     "two signatures": (
         {**KERNEL, "signature": staticmethod(forward)},

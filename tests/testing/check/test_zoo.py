@@ -95,7 +95,8 @@ def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> Non
         cheap = cheap[RIGHT.index(specimen) % 2 :: 2]
     results = [run_check(check) for check in cheap]
     assert [f"{r.check}: {r.message}" for r in results if r.outcome == "failed"] == []
-    assert sum(result.outcome == "passed" for result in results) > len(cheap) * 0.4
+    # Fewer of an operator on sparse tensors, most of whose layouts have no meaning.
+    assert sum(result.outcome == "passed" for result in results) > len(cheap) * 0.3
     for result in results:
         assert result.outcome == "passed" or result.message, result.check
 

@@ -313,6 +313,8 @@ def _repeated_results(subject: Subject, example: Example, size: int) -> list[tor
     results = probes.tensors_of(probes.outcome_of_copies(subject.op, args, kwargs))
     if not any(size in result.shape for result in results):
         return []
+    if any(tensor.layout is not torch.strided for tensor in (*example.tensors, *results)):
+        return []
     try:
         for new in (2 * size, 3 * size + 1):
             if subject.excluded(resized(example, {size: new})) is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchop._rules.user.preconditions.base import Precondition, Unfit
-from torchop._rules.user.preconditions.preconditions import Indices, Lengths, Offsets, Sorted
+from torchop.preconditions import Indices, Lengths, Offsets, Sorted
 from torchop.testing._check.subject import CannotCheck, Example
 from torchop.testing.probes import is_plain, is_sorted
 

@@ -14,7 +14,7 @@ from torchop import CustomOp
 from torchop._rules.user.preconditions import PRECONDITIONS
 from torchop._rules.user.preconditions.base import Unfit
 from torchop._rules.user.preconditions.declared import Preconditions
-from torchop._rules.user.preconditions.preconditions import (
+from torchop.preconditions import (
     Contiguous,
     Dtype,
     Indices,

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from tests.strategies import stable
 from torchop._rules.user.preconditions.base import Precondition, Satisfies, Unfit
-from torchop._rules.user.preconditions.preconditions import (
+from torchop.preconditions import (
     Contiguous,
     Dtype,
     Indices,

@@ -18,8 +18,8 @@ from torchop._rules.user.preconditions.base import (
     Unfit,
     with_size,
 )
-from torchop._rules.user.preconditions.preconditions import Contiguous, Dtype, OneOf, Shape
 from torchop._rules.user.preconditions.relations import Indices, Lengths, Like, Offsets
+from torchop._rules.user.preconditions.words import Contiguous, Dtype, OneOf, Shape
 from torchop.extend import Argument, Schema, short_repr, short_text, values_by_name
 
 _OF_TENSORS = (Contiguous, Dtype, Like, Shape)

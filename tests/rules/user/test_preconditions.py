@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 import torchop
 from torchop import CustomOp
-from torchop._rules.user.preconditions.preconditions import Indices, Like, OneOf, Shape
+from torchop.preconditions import Indices, Like, OneOf, Shape
 
 VALUES = {"preconditions": {"x": constraints.unit_interval}}
 

@@ -1,8 +1,4 @@
-"""torchop.preconditions: words for what a caller of an operator may pass.
-
-They are what `CustomOp.register_preconditions` takes, beside the constraints of
-`torch.distributions.constraints` and functions.
-"""
+"""Words for what one argument holds, of itself."""
 
 from __future__ import annotations
 
@@ -14,20 +10,6 @@ import torch
 from torch import Tensor
 
 from torchop._rules.user.preconditions.base import Arguments, Precondition
-from torchop._rules.user.preconditions.relations import Indices, Lengths, Like, Offsets
-
-__all__ = [
-    "Contiguous",
-    "Dtype",
-    "Indices",
-    "Lengths",
-    "Like",
-    "Offsets",
-    "OneOf",
-    "Shape",
-    "Sorted",
-    "Unique",
-]
 
 
 @dataclasses.dataclass(frozen=True)
