@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import sys
 import threading
 import warnings
 from typing import ClassVar
@@ -409,6 +410,46 @@ def test_orders_that_are_none(orders, error, words):
     for act in (torchop.set_priority, torchop.priority):
         with pytest.raises(error, match=words):
             act(orders)
+
+
+@pytest.mark.parametrize("flag", ["strict", "batch_invariant_only", "profile"])
+@pytest.mark.parametrize("value", ["no", 1, []])
+def test_flags_that_are_none(flag, value):
+    with pytest.raises(TypeError, match=f"{flag} expects a bool or None, got "):
+        torchop.priority(**{flag: value})
+
+
+def test_the_default_overload_by_its_whole_name(namespace, op):
+    with torchop.priority({f"{namespace}::op.default": ["ten"], f"{namespace}::*": ["reference"]}):
+        assert value(op) == 10
+
+
+def test_blocks_are_made_while_providers_are_registered(namespace):
+    errors = []
+    ended = threading.Event()
+
+    def make_blocks():
+        try:
+            while not ended.is_set():
+                torchop.priority({f"{namespace}::*": ["ten"]})
+        except RuntimeError as error:  # the set of operators changed while it was read
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=make_blocks) for _ in range(3)]
+    try:
+        for thread in threads:
+            thread.start()
+        for number in range(100):
+            defined = define(f"{namespace}_{number}")
+            defined.register_kernel("cpu", lambda x: x + 10, provider="ten")
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
+    assert not errors
 
 
 def test_a_block_that_was_not_entered():

@@ -44,7 +44,7 @@ class ScopedOrder(NamedTuple):
 
     def specificity(self, name: OpName) -> tuple[bool, int, bool]:
         """Of two that fit, the greater one counts: a name, a longer pattern, one for a device."""
-        return self.pattern in (str(name), name.packet), len(self.pattern), self.device is not None
+        return self.pattern in _spelled(name), len(self.pattern), self.device is not None
 
 
 class ActiveOrder(NamedTuple):
@@ -106,7 +106,11 @@ def add_rule(rule: KernelRule) -> None:
 
 def is_match(pattern: str, name: OpName) -> bool:
     """Whether a pattern stands for an operator."""
-    return any(fnmatch.fnmatchcase(text, pattern) for text in (str(name), name.packet))
+    return any(fnmatch.fnmatchcase(text, pattern) for text in _spelled(name))
+
+
+def _spelled(name: OpName) -> tuple[str, ...]:
+    return (str(name), name.packet) if name.overload else (name.packet, f"{name}.default")
 
 
 def blocks_were_opened() -> bool:
@@ -126,7 +130,7 @@ def active_order(
         fitting = [each for each in orders if each.fits(name, device)]
         if fitting:
             order = max(fitting, key=lambda each: each.specificity(name))
-            return ActiveOrder(order.names, by, order.pattern in (str(name), name.packet))
+            return ActiveOrder(order.names, by, order.pattern in _spelled(name))
     names = author.get(device, author.get(None, ()))
     return ActiveOrder(names, "the operator's author", is_exact=True) if names else ActiveOrder()
 
@@ -191,7 +195,9 @@ def _written(operator: object) -> Any:
 
 def _check_known(what: str, pattern: str, order: Order) -> None:
     """Refuses providers that no operator of a pattern has, as far as there are operators."""
-    matching = [each for each in _rules_with_providers if is_match(pattern, each.definition.name)]
+    with registration_lock:  # threads may register providers
+        rules = tuple(_rules_with_providers)
+    matching = [each for each in rules if is_match(pattern, each.definition.name)]
     is_name = re.search(r"[*?\[]", pattern) is None
     if not matching and not (is_name and operators.is_registered(*_packet_and_overload(pattern))):
         return  # it may be defined later
@@ -322,6 +328,9 @@ class priority(Block):  # noqa: N801  (called like a function)
     ) -> None:
         flags = (strict, batch_invariant_only, deterministic_only, profile)
         self._flags = dict(zip(_FLAGS, flags, strict=True))
+        for name, flag in self._flags.items():
+            if not isinstance(flag, bool | None):
+                raise TypeError(f"priority: {name} expects a bool or None, got {short_repr(flag)}.")
         self._orders = _scoped_orders("priority", orders)
         self._entered: list[Token[Settings]] = []
 
