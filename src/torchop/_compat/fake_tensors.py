@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchop._compat.classes import FakeImplCtx, OpOverload
@@ -74,6 +75,31 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _thread = threading.local()  # a mode is entered by operators on its tensors, in one thread
+
+# What a stand-in says of itself, and not of the tensor for which it stands.
+_OWN = frozenset(
+    (
+        *("_base", "_is_view", "_version", "storage_offset", "storage", "untyped_storage"),
+        *("is_inference", "is_pinned", "is_set_to", "is_shared"),
+        *("grad", "grad_fn", "is_leaf", "output_nr", "requires_grad", "retains_grad"),
+    )
+)
+
+
+class StandInError(RuntimeError):
+    """A function read of a stand-in what that cannot know; the argument is the attribute."""
+
+
+class ReadingStandIns(TorchFunctionMode):
+    """Refuses what a stand-in does not have of the tensor for which it stands."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The getter of a property is a bound method, and the property has the name.
+        name = getattr(getattr(func, "__self__", None), "__name__", None)
+        name = name if func.__name__ == "__get__" else func.__name__
+        if name in _OWN:
+            raise StandInError(name)
+        return func(*args, **(kwargs or {}))
 
 
 def check_symbols(mode: Any, results: object) -> None:

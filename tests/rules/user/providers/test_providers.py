@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import math
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ def test_options_need_a_provider(namespace):
         ({"deterministic": None}, TypeError, "deterministic expects a bool, got None"),
         ({"tolerance": {"float32": (0, 0)}}, TypeError, r"a dict of \(rtol, atol\) by dtype"),
         ({"tolerance": {torch.float32: 1e-3}}, TypeError, r"a dict of \(rtol, atol\) by dtype"),
+        ({"tolerance": [1e-3]}, TypeError, r"a dict of \(rtol, atol\) by dtype"),
         ({"configs": {"block": 1}}, TypeError, "configs expects a list of dicts"),
         ({"configs": [{"x": 1}]}, ValueError, "'x' is an argument of the operator"),
         ({"configs": [{"a": 1}, {"b": 1}]}, ValueError, "all configs have the same names"),
@@ -117,6 +119,14 @@ def test_a_kernel_gets_every_argument_and_the_first_config(namespace):
     op(torch.ones(1))
     op(torch.ones(1), 3.0, count=4)
     assert seen == [(2.0, 1, 64), (3.0, 4, 64)]
+
+
+def test_a_config_that_the_kernel_does_not_take(namespace):
+    words = r"configs has 'blocks', which .* does not take by keyword \(did you mean 'block'\?\)"
+    with pytest.raises(torchop.RuleSignatureError, match=words):
+        define(namespace).register_kernel(
+            "cpu", lambda x, block=1: x + block, provider="fast", configs=[{"blocks": 2}]
+        )
 
 
 def test_a_kernel_for_meta_tensors_is_refused(namespace):
@@ -225,6 +235,38 @@ def test_supports_that_reads_data(namespace, supports):
 
 
 @pytest.mark.parametrize(
+    ("name", "supports"),
+    [
+        ("storage_offset", lambda x: x.storage_offset() % 4 == 0),
+        ("storage_offset", lambda x: x.view(-1).storage_offset() == 0),
+        ("requires_grad", lambda x: not x.requires_grad),
+        ("grad_fn", lambda x: x.grad_fn is None),
+        ("is_leaf", lambda x: getattr(x, "is_leaf", True)),
+        ("untyped_storage", lambda x: x.untyped_storage().nbytes() < 100),
+        ("_version", lambda x: x._version == 0),
+        ("is_inference", lambda x: not torch.is_inference(x)),
+        ("is_shared", lambda x: not x.is_shared()),
+        ("is_pinned", lambda x: not x.is_pinned()),
+    ],
+)
+def test_supports_that_reads_what_its_tensors_do_not_have(namespace, name, supports):
+    op = define(namespace, priority=["fast"])
+    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+    for x in (torch.zeros(3)[1:], torch.zeros(2, requires_grad=True)):
+        with pytest.raises(torchop.ProviderError, match=f"supports read {name} of a tensor. It ma"):
+            op(x)
+
+
+def test_an_inlined_supports_reads_no_more_than_in_eager(namespace):
+    op = define(namespace, priority=["fast"], compile="inline")
+    op.register_kernel(
+        "cpu", adding(10), provider="fast", supports=lambda x: x.storage_offset() == 0
+    )
+    with pytest.raises(Exception, match="supports read storage_offset of a tensor"):
+        torch.compile(lambda x: op(x), backend="aot_eager", fullgraph=True)(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
     ("supports", "words"),
     [
         (lambda x: x > 0, "must return a bool, but returned a tensor"),
@@ -262,6 +304,26 @@ def test_values_that_are_equal_and_not_the_same(namespace):
         0,
         10,
     ]
+
+
+@pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
+def test_complex_numbers_are_told_apart_and_found_again(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), schema="(Tensor x, Scalar n) -> Tensor")
+    def op(x, n):
+        return x.clone()
+
+    asked = []
+
+    def supports(x, n):
+        asked.append(str(n))
+        return math.copysign(1, n.imag) > 0
+
+    op.register_kernel("cpu", lambda x, n: x + 10, provider="fast", supports=supports)
+    op.set_priority(["fast"])
+    nan = complex(math.nan, 0)
+    numbers = (complex(0, 0.0), complex(0, -0.0), nan, nan)
+    assert [value(op, torch.zeros(1), n) for n in numbers] == [10, 0, 10, 10]
+    assert asked == ["0j", "-0j", "(nan+0j)"]
 
 
 @pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")

@@ -344,6 +344,8 @@ def _key(value: Any) -> Any:
         return value.hex()  # which tells -0.0 from 0.0, and finds nan again
     if kind in _PLAIN:
         return kind, value  # 1 equals True
+    if kind is complex:
+        return kind, repr(value)  # as for a float
     raise _UnknownError
 
 
@@ -352,7 +354,6 @@ _PLAIN = frozenset(
         int,
         bool,
         str,
-        complex,
         type(None),
         torch.dtype,
         torch.device,

@@ -18,6 +18,7 @@ from torchop._errors import (
     ProviderError,
     ProviderNameError,
     RuleSignatureError,
+    nearest,
     short_repr,
     short_text,
     users_place,
@@ -167,7 +168,8 @@ def _checked_configs(
 
 
 def _checked_tolerance(what: str, tolerance: Tolerance | None) -> Tolerance:
-    for dtype, pair in (tolerance or {}).items():
+    pairs: Any = tolerance or {}
+    for dtype, pair in pairs.items() if isinstance(pairs, Mapping) else [(None, ())]:
         is_pair = isinstance(pair, tuple) and len(pair) == 2
         if not isinstance(dtype, torch.dtype) or not (
             is_pair and all(isinstance(each, (int, float)) and each >= 0 for each in pair)
@@ -191,7 +193,15 @@ def _check_parameters(
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return
-    parameters = [p for p in signature.parameters.values() if p.name not in configs]
+    own = signature.parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in own.values()):
+        named = {n for n, p in own.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        for name in configs.keys() - named:
+            raise RuleSignatureError(
+                f"{what}: configs has {name!r}, which {spell_function(function)}"
+                f"{short_text(signature)} does not take by keyword{nearest(name, named)}."
+            )
+    parameters = [p for p in own.values() if p.name not in configs]
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
@@ -200,11 +210,11 @@ def _check_parameters(
     expected = list(_expected(definition, True))
     pairs += [(each, keywords[each[0]]) for each in expected if each[0] in keywords]
     for (name, spelled, is_same), parameter in pairs:
-        own = parameter.default
+        default = parameter.default
         if name != parameter.name and parameter.kind is not parameter.POSITIONAL_ONLY:
             problem = f"calls the parameter {name!r} of the operator {parameter.name!r}"
-        elif own is not inspect.Parameter.empty and not is_same(own):
-            problem = f"has the default {short_repr(own)} for {name!r}, the operator {spelled}"
+        elif default is not inspect.Parameter.empty and not is_same(default):
+            problem = f"has the default {short_repr(default)} for {name!r}, the operator {spelled}"
         else:
             continue
         raise RuleSignatureError(
@@ -253,13 +263,17 @@ def _asking(
             kwargs = {name: _without_data(value) for name, value in kwargs.items()}
         objects, keywords = convention.arguments(args, dict(kwargs))
         try:
-            answer = supports(*objects, **keywords)
+            with fake_tensors.ReadingStandIns():
+                answer = supports(*objects, **keywords)
         except Exception as error:
-            if fake_tensors.reads_data(error, None):
-                problem = (
-                    "read the data of a tensor. It may read shapes, strides, dtypes, devices and "
-                    "plain values, because its answer is kept for all calls with the same ones"
-                )
+            may = (
+                "It may read shapes, strides, dtypes, devices and plain values, because its answer "
+                "is kept for all calls with the same ones"
+            )
+            if isinstance(error, fake_tensors.StandInError):
+                problem = f"read {error} of a tensor. {may}"
+            elif fake_tensors.reads_data(error, None):
+                problem = f"read the data of a tensor. {may}"
             else:
                 problem = f"raised {type(error).__name__}: {short_text(error)}"
             raise ProviderError(f"{what}: supports {problem}.") from error
