@@ -1,9 +1,10 @@
-"""Checks of operators: opcheck, check, mutate and check_sharding."""
+"""Checks of operators: opcheck, check, mutate and check_sharding; and inputs for others."""
 
 from torchop import OpCheckError
 from torchop.testing._check.api import check
 from torchop.testing._check.report import CheckReport, Failure, Result
 from torchop.testing._communication import Collective, communication
+from torchop.testing._inputs import inputs
 from torchop.testing._mutate.api import mutate
 from torchop.testing._mutate.report import MutationReport
 from torchop.testing._opcheck import opcheck
@@ -20,6 +21,7 @@ __all__ = [
     "check",
     "check_sharding",
     "communication",
+    "inputs",
     "mutate",
     "opcheck",
 ]

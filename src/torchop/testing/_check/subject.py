@@ -18,7 +18,7 @@ from torchop._rules.user.preconditions import PRECONDITIONS
 from torchop._rules.user.preconditions.base import Unfit
 from torchop.extend import Form, Operator, OpLike, named_inputs, short_text
 from torchop.testing import probes
-from torchop.testing._samples import sample_of, with_fake_tensors
+from torchop.testing._samples import sample_of, with_fake_tensors, with_values
 from torchop.testing.process_state import forks, restored
 
 
@@ -211,19 +211,7 @@ class Subject:
             yield words, self._with_values(example, made)
 
     def _with_values(self, example: Example, values: Mapping[str, Any]) -> Example:
-        positional = [a.name for a in self.schema.positional[: len(example.args)]]
-        # What the example leaves to a default stays there, unless it has another value now.
-        left = {a.name: a.default for a in self.schema.arguments if a.name not in example.kwargs}
-        kwargs = {
-            name: value
-            for name, value in values.items()
-            if name not in positional and (name not in left or value is not left[name])
-        }
-        made = Example(tuple(values[name] for name in positional), kwargs)
-        for old, new in zip(example.tensors, made.tensors, strict=False):
-            if old.requires_grad and new is not old:
-                new.requires_grad_()
-        return made
+        return Example(*with_values(self.schema, *example, values))
 
     def written_places(self, example: Example) -> set[int]:
         """The places, among the tensors of an example, of those that are written."""

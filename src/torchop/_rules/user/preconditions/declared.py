@@ -73,7 +73,7 @@ class Preconditions:
         sizes: dict[str, tuple[int, str]] = {
             name: (value, name) for name, value in arguments.items() if isinstance(value, int)
         }
-        for name, word in self._words(arguments):
+        for name, word in self.words(arguments):
             for part in _parts(arguments[name], word):
                 try:
                     problem = word.problem(part, arguments)
@@ -103,7 +103,7 @@ class Preconditions:
         """
         made = dict(arguments)
         for _ in range(2):  # one argument may be fitted to another that comes later
-            for name, word in self._words(made):
+            for name, word in self.words(made):
                 value = made[name]
                 parts = [word.fitted(part, made) for part in _parts(value, word)]
                 made[name] = _joined(value, word, parts)
@@ -114,13 +114,13 @@ class Preconditions:
 
     def limits(self, arguments: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
         """Arguments at the limits of what is valid, each with words for it."""
-        for name, word in self._words(arguments):
+        for name, word in self.words(arguments):
             value = arguments[name]
             changes: list[tuple[str, dict[str, Any]]] = []
             if isinstance(word, Shape):
                 for dim in word.named(value):
                     sizes = dict.fromkeys((word.least, 1))
-                    changes += [(f"{dim} = {n}", self._resized(arguments, dim, n)) for n in sizes]
+                    changes += [(f"{dim} = {n}", self.resized(arguments, dim, n)) for n in sizes]
             elif not _holds_tensors(value):
                 (part,) = _parts(value, word)
                 for limit in word.limits(part, arguments):
@@ -139,7 +139,7 @@ class Preconditions:
             Unfit: it says too little.
         """
         one = self._generated_one()
-        choices = [(n, w) for n, w in self._words(one) if isinstance(w, OneOf)]
+        choices = [(n, w) for n, w in self.words(one) if isinstance(w, OneOf)]
         others = [(n, each) for n, word in choices for each in word.values if each != one[n]]
         return [one, *(self.fitted({**one, name: value}) for name, value in others)]
 
@@ -190,7 +190,7 @@ class Preconditions:
             else:
                 raise Unfit(f"nothing says which shape {argument.name!r} has: add a Shape")
             dtypes = next((w.dtypes for w in words if isinstance(w, Dtype)), None)
-            discrete = any(_is_of_integers(word) for word in words)
+            discrete = any(is_of_integers(word) for word in words)
             dtype = dtypes[0] if dtypes else torch.int64 if discrete else torch.float32
             return random_tensor(lengths, dtype, words, made, generator)
         if argument.has_default:
@@ -204,19 +204,28 @@ class Preconditions:
             return {"int": int, "float": float, "bool": bool}[argument.kind](1)
         raise Unfit(f"too little is declared of {argument.name!r}")
 
-    def _resized(self, arguments: Arguments, dim: str, size: int) -> dict[str, Any]:
+    def least_sizes(self, arguments: Arguments) -> dict[str, int]:
+        """The names of sizes, and the smallest that each may be."""
+        least: dict[str, int] = {}
+        for _, word in self.words(arguments):
+            for dim in word.dims if isinstance(word, Shape) else ():
+                if isinstance(dim, str):
+                    least[dim] = max(word.least, least.get(dim, 0))
+        return least
+
+    def resized(self, arguments: Arguments, dim: str, size: int) -> dict[str, Any]:
         """The arguments with another size wherever it is named."""
         made = dict(arguments)
         if isinstance(made.get(dim), int):
             made[dim] = size
-        for name, word in self._words(arguments):
+        for name, word in self.words(arguments):
             for place, each in enumerate(word.dims if isinstance(word, Shape) else ()):
                 if each == dim:
                     parts = [with_size(part, place, size) for part in _parts(made[name], word)]
                     made[name] = _joined(made[name], word, parts)
         return made
 
-    def _words(self, arguments: Arguments) -> Iterator[tuple[str, Precondition]]:
+    def words(self, arguments: Arguments) -> Iterator[tuple[str, Precondition]]:
         """The words that are about something: not about what is None, as a default may be."""
         for name, words in self.by_argument.items():
             for word in words:
@@ -262,7 +271,7 @@ def bounds(words: Iterable[Precondition], value: Any, arguments: Arguments) -> t
     return max(lows, default=None), min(highs, default=None)
 
 
-def _is_of_integers(word: Precondition) -> bool:
+def is_of_integers(word: Precondition) -> bool:
     discrete = isinstance(word, Satisfies) and word.constraint.is_discrete
     return discrete or isinstance(word, _OF_INTEGERS)
 
@@ -296,7 +305,7 @@ def _check_word(
 
 def _check_range(what: str, words: Iterable[Precondition]) -> None:
     constraints = [word for word in words if isinstance(word, Satisfies)]
-    is_discrete = any(_is_of_integers(word) for word in constraints)
+    is_discrete = any(is_of_integers(word) for word in constraints)
     number = torch.zeros((), dtype=torch.int64 if is_discrete else torch.double)
     low, high = bounds(constraints, number, {})
     if low is not None and high is not None and low > high:

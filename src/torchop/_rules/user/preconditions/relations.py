@@ -23,6 +23,9 @@ class Related(Precondition):
     def others(self) -> tuple[str, ...]:
         return (self.of,)
 
+    def bounds(self, value: Tensor, arguments: Arguments) -> tuple[int, int]:
+        return 0, self.size(arguments)
+
     def size(self, arguments: Arguments) -> int:
         """The size: of a tensor in a dimension, of a list, or the int itself."""
         other = arguments[self.of]
