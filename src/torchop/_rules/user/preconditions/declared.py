@@ -208,9 +208,9 @@ class Preconditions:
         """The names of sizes, and the smallest that each may be."""
         least: dict[str, int] = {}
         for _, word in self.words(arguments):
-            for dim in word.dims if isinstance(word, Shape) else ():
-                if isinstance(dim, str):
-                    least[dim] = max(word.least, least.get(dim, 0))
+            if isinstance(word, Shape):
+                for dim in filter(lambda dim: isinstance(dim, str), word.dims):
+                    least[str(dim)] = max(word.least, least.get(str(dim), 0))
         return least
 
     def resized(self, arguments: Arguments, dim: str, size: int) -> dict[str, Any]:
