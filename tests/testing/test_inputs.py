@@ -15,7 +15,7 @@ from torch.distributions import constraints
 
 import torchop
 from tests.strategies import stable
-from torchop._rules.user.preconditions.preconditions import (
+from torchop.preconditions import (
     Dtype,
     Indices,
     Lengths,

@@ -14,8 +14,8 @@ from torchop._rules.user.examples import make_examples
 from torchop._rules.user.preconditions import PRECONDITIONS
 from torchop._rules.user.preconditions.base import Precondition, Unfit
 from torchop._rules.user.preconditions.declared import Preconditions, bounds, is_of_integers
-from torchop._rules.user.preconditions.preconditions import Dtype, OneOf
 from torchop.extend import Operator, OpLike
+from torchop.preconditions import Dtype, OneOf
 from torchop.testing import probes
 from torchop.testing._extras import installing
 from torchop.testing._samples import Sample, with_values
