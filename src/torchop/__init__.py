@@ -27,9 +27,9 @@ from torchop._rules.effect import register_effect
 from torchop._rules.fake.context import get_ctx
 from torchop._rules.fake.rule import impl_abstract, register_fake
 from torchop._rules.kernels.register import register_kernel
+from torchop._rules.providers.priority import priority, set_priority
 from torchop._rules.torch_dispatch import register_torch_dispatch
 from torchop._rules.user.inverse import inverse, right_inverse
-from torchop._rules.user.providers.priority import priority, set_priority
 from torchop._rules.user.sharding import register_sharding, sharding
 from torchop._rules.vmap.rule import register_vmap
 from torchop._schema.infer import infer_schema

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torchop._core.registry import Handle
-from torchop._rules import autocast, effect, torch_dispatch
+from torchop._rules import autocast, effect, providers, torch_dispatch
 from torchop._rules.autograd import register as autograd
 from torchop._rules.fake import rule as fake
 from torchop._rules.kernels import register as kernels
@@ -20,7 +20,6 @@ from torchop._rules.user import (
     flop_formula,
     inverse,
     onnx,
-    providers,
     sharding,
 )
 from torchop._rules.vmap import rule as vmap

@@ -10,7 +10,7 @@ from torchop._accelerate import patterns
 from torchop._core.definition import Definition
 from torchop._core.registry import own_definitions
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.user.providers import priority, provider_table
+from torchop._rules.providers import priority, provider_table
 
 
 class Provided(NamedTuple):

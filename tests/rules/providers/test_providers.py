@@ -13,7 +13,7 @@ import torchop
 from tests.rules.support import adding_one as define
 from tests.support import assert_clean, needs_native, run_program
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.user.providers import choice as choosing
+from torchop._rules.providers import choice as choosing
 
 
 def adding(amount):

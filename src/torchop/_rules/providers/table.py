@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from torchop._core.definition import NOTHING
 from torchop._errors import RedefinitionWarning, warn
-from torchop._rules.user.providers import priority
-from torchop._rules.user.providers.choice import Choice, DeviceKernels, choice_by_device
-from torchop._rules.user.providers.priority import Order
-from torchop._rules.user.providers.provider import Provider
+from torchop._rules.providers import priority
+from torchop._rules.providers.choice import Choice, DeviceKernels, choice_by_device
+from torchop._rules.providers.priority import Order
+from torchop._rules.providers.provider import Provider
 from torchop.extend import OpName
 
 Function = Callable[..., Any]

@@ -23,7 +23,7 @@ from torchop._errors import (
     short_text,
     users_place,
 )
-from torchop._rules.user.providers.priority import REFERENCE
+from torchop._rules.providers.priority import REFERENCE
 from torchop._schema.callables import check_callable, check_no_generator, check_signature
 from torchop._schema.defaults import fitted, same_default
 from torchop._schema.signatures import spell_function

@@ -17,9 +17,9 @@ from torchop._errors import (
     ProviderWarning,
     warn,
 )
-from torchop._rules.user.providers import priority
-from torchop._rules.user.providers.priority import NO_BLOCK, REFERENCE, ActiveOrder, Order, Settings
-from torchop._rules.user.providers.provider import Provider
+from torchop._rules.providers import priority
+from torchop._rules.providers.priority import NO_BLOCK, REFERENCE, ActiveOrder, Order, Settings
+from torchop._rules.providers.provider import Provider
 from torchop.extend import OpName
 
 # The table of a selection begins again when it has so many keys: calls of ever new sizes would

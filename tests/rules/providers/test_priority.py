@@ -131,7 +131,7 @@ def test_the_environment_counts_before_the_process():
 
 @pytest.mark.parametrize("text", ["lib::op", "op=ten"])
 def test_an_environment_that_is_wrong(monkeypatch, op, text):
-    from torchop._rules.user.providers import priority
+    from torchop._rules.providers import priority
 
     monkeypatch.setenv("TORCHOP_PRIORITY", text)
     priority._of_environment.cache_clear()

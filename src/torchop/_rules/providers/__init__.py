@@ -22,10 +22,10 @@ from torchop._errors import OperatorGoneError
 from torchop._rules.kernels import register
 from torchop._rules.kernels.devices import DeviceTypes, device_list
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.user.providers import priority
-from torchop._rules.user.providers.priority import REFERENCE, checked_order, unknown_provider
-from torchop._rules.user.providers.provider import Provider, check_name, make_provider
-from torchop._rules.user.providers.table import NO_PROVIDERS, ProviderTable
+from torchop._rules.providers import priority
+from torchop._rules.providers.priority import REFERENCE, checked_order, unknown_provider
+from torchop._rules.providers.provider import Provider, check_name, make_provider
+from torchop._rules.providers.table import NO_PROVIDERS, ProviderTable
 from torchop.extend import OpLike
 
 
