@@ -64,17 +64,6 @@ def raw(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
 
 
-_LEFT_OPEN: list[Callable[[], Any]] = []
-
-
-def leave_open(close: Callable[[], Any]) -> None:
-    """Leaves a file open, as the fault of a specimen, of the 1,024 that a process may have."""
-    _LEFT_OPEN.append(close)
-    if len(_LEFT_OPEN) > 600:
-        while _LEFT_OPEN:
-            _LEFT_OPEN.pop()()
-
-
 def save(ctx: Any, inputs: Any, output: Any) -> None:
     """A setup_context that saves the tensors among the inputs."""
     ctx.save_for_backward(*[value for value in inputs if isinstance(value, Tensor)])
