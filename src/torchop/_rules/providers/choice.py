@@ -57,11 +57,15 @@ class DeviceKernels(NamedTuple):
 
 
 class Selection:
-    """What one order leaves: the first provider that accepts a call, and else the reference."""
+    """What one order leaves: the first provider that accepts a call, and else the reference.
+
+    Tables of calls that were seen, here and in C++, are in front of `answer`, which alone decides.
+    """
 
     __slots__ = (
         "_chosen",
         "_fallback",
+        "_report",
         "candidates",
         "falls_back",
         "function",
@@ -76,6 +80,7 @@ class Selection:
         fallback: Function,
         passed_by: Mapping[str, str],
         falls_back: bool,
+        report: Callable[[Selection], None],
     ) -> None:
         self.order = order
         # Whether the reference, where it runs, runs in place of what the order names.
@@ -83,6 +88,7 @@ class Selection:
         self.candidates = candidates
         self.passed_by = passed_by  # by name, why
         self._fallback = fallback
+        self._report = report  # called where no provider accepts a call
         # What runs, where no provider looks at the arguments.
         self.function: Function | None = None
         if not candidates:
@@ -93,27 +99,27 @@ class Selection:
         # same, so a lock would guard nothing.
         self._chosen: dict[Any, Function] = {}
 
-    def lookup(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], fall_back: Callable[[], None]
-    ) -> Function:
-        """The function for a call, from the table if it is there.
-
-        `fall_back` is called where no provider accepts the call.
-        """
+    def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
+        """The function for a call, from the table if it is there."""
         try:
             key = tuple(map(_key, (*args, *kwargs.values())))
         except _UnknownError:
-            key = None
-        function = None if key is None else self._chosen.get(key)
+            return self.answer(args, kwargs)[0]
+        function = self._chosen.get(key)
         if function is None:
-            provider, function = self.choose(args, kwargs)
-            if provider is None:
-                fall_back()
-            if key is not None:
+            function, is_lasting = self.answer(args, kwargs)
+            if is_lasting:
                 if len(self._chosen) >= _MOST_KEYS:
                     self._chosen = {}
                 self._chosen[key] = function
         return function
+
+    def answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Function, bool]:
+        """The function for a call, and whether tables may keep it for those with the same key."""
+        provider, function = self.choose(args, kwargs)
+        if provider is None:
+            self._report(self)
+        return function, True
 
     def choose(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
@@ -129,7 +135,7 @@ class Choice:
     """Finds the function that runs a call, by the order in force and what the providers accept.
 
     An object is the kernel of one device in a plan, so it is called with all arguments. The plan,
-    and what runs a call, know of it no more than that: `Selection.lookup` can become native code.
+    and what runs a call, know of it no more than that.
     """
 
     __slots__ = ("_has_random", "_kernels", "_selections")
@@ -155,7 +161,7 @@ class Choice:
         selection = self._selection(priority.current(), self._is_deterministic())
         function = selection.function
         if function is None:
-            function = selection.lookup(args, kwargs, lambda: self._report(selection, True))
+            function = selection.lookup(args, kwargs)
         return function(*args, **kwargs)
 
     def explain(
@@ -232,7 +238,7 @@ class Choice:
             falls_back = False
             fallback = self._refusal(order, candidates, passed_by)
         fallback = self._profiled(settings, REFERENCE, fallback)
-        return Selection(order, pairs, fallback, passed_by, falls_back)
+        return Selection(order, pairs, fallback, passed_by, falls_back, self._report_declined)
 
     def _why_not_here(self, name: str, order: ActiveOrder) -> str:
         op, device, *_ = self._kernels
@@ -287,6 +293,9 @@ class Choice:
             )
 
         return refuse
+
+    def _report_declined(self, selection: Selection) -> None:
+        self._report(selection, True)
 
     def _report(self, selection: Selection, is_declined: bool) -> None:
         """Says once of each provider that was asked for why it is passed by."""

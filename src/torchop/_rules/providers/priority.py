@@ -227,7 +227,8 @@ def _of_environment() -> tuple[ScopedOrder, ...]:
     return tuple(orders)
 
 
-def _outdate_plans() -> None:
+def outdate_plans() -> None:
+    """Has all choices made anew; the registration lock must be held."""
     for rule in tuple(_rules_with_providers):
         rule.definition.outdate_plan()
 
@@ -272,7 +273,7 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
         places = {(each.pattern, each.device) for each in new}
         kept = [each for each in _process if (each.pattern, each.device) not in places]
         _process = (*kept, *(each for each in new if each.pattern not in taken_back))
-        _outdate_plans()
+        outdate_plans()
 
 
 class priority(Block):  # noqa: N801  (called like a function)
@@ -344,7 +345,7 @@ class priority(Block):  # noqa: N801  (called like a function)
         if not _blocks_were_opened:
             with registration_lock:
                 _blocks_were_opened = True
-                _outdate_plans()
+                outdate_plans()
         self._entered.append(_current.set(_current.get().inside(self._orders, self._flags)))
 
     def __exit__(self, *exception: object) -> None:
