@@ -48,6 +48,7 @@ class Provider(NamedTuple):
         deterministic: whether a call always has the same bits.
         tolerance: how far results may be from those of the reference, by dtype.
         configs: arguments of this kernel alone, of which the first ones are used.
+        kernels: the kernel with each of `configs`; the kernel alone, without any.
         site: where the kernel was written.
     """
 
@@ -60,6 +61,7 @@ class Provider(NamedTuple):
     deterministic: bool
     tolerance: Tolerance
     configs: tuple[Mapping[str, Any], ...]
+    kernels: tuple[Callable[..., Any], ...]
     site: Site
 
 
@@ -83,9 +85,12 @@ def make_provider(
     names = configurations[0] if configurations else {}
     _check_parameters(what, definition, function, names)
     site = Site.of(function, users_place())
-    kernel = functools.partial(function, **names) if names else function
-    kernel = definition.convention.kernel(kernel)
-    check_no_generator(what, kernel, definition.schema)
+    kernels = tuple(
+        definition.convention.kernel(functools.partial(function, **each) if each else function)
+        for each in configurations or ({},)
+    )
+    check_no_generator(what, kernels[0], definition.schema)
+    kernels = tuple(fitted(what, kernel, definition.schema) for kernel in kernels)
     if not isinstance(supported, bool) and not callable(supported):
         raise TypeError(
             f"{what}: supported expects a bool, or a function without parameters that returns one, "
@@ -97,13 +102,14 @@ def make_provider(
     return Provider(
         name,
         tuple(devices),
-        fitted(what, kernel, definition.schema),
+        kernels[0],
         functools.cache(functools.partial(_why_unsupported, supported)),
         None if supports is None else _asking(what, definition, supports),
         batch_invariant,
         deterministic,
         _checked_tolerance(what, tolerance),
         configurations,
+        kernels,
         site,
     )
 
