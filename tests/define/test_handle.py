@@ -323,6 +323,10 @@ def scale(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
     return x * factor
 scale.regi"""
     assert "register_fake" in {completion.name for completion in jedi.Script(source).complete()}
+    called = jedi.Script(source.removesuffix(".regi") + "(").get_signatures()
+    assert [signature.to_string() for signature in called] == [
+        "scale(x: torch.Tensor, factor: float=2.0) -> torch.Tensor"
+    ]
 
 
 def test_repr_says_what_is_registered(namespace):

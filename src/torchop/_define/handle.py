@@ -7,7 +7,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch.library
 
@@ -104,14 +104,19 @@ class CustomOp(Registrations, Generic[P, R]):
 
     __signature__: Any = _FunctionSignature()
 
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return self._opoverload(*args, **kwargs)  # type: ignore[no-any-return]
-        except RuntimeError as error:
-            explained = self._explain_refusal(error)
-            if explained is None:
-                raise
-            raise explained from None
+    if TYPE_CHECKING:
+        # Jedi, which does not know ParamSpec, shows the parameters of a method as they stand here.
+        __call__: Callable[P, R]
+    else:
+
+        def __call__(self, /, *args, **kwargs):
+            try:
+                return self._opoverload(*args, **kwargs)
+            except RuntimeError as error:
+                explained = self._explain_refusal(error)
+                if explained is None:
+                    raise
+                raise explained from None
 
     def _explain_refusal(self, error: RuntimeError) -> ArgumentError | None:
         # Native calls ask it too, of what the dispatcher raises for them.
