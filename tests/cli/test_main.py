@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.forking import run_forked, run_module
-from tests.support import Outcome
+from tests.support import Outcome, run_program
 
 # What the command `torchop` runs, which is made where the package is installed.
 COMMAND = "import sys; from torchop.__main__ import main; sys.argv[0] = 'torchop'; sys.exit(main())"
@@ -21,6 +21,15 @@ def test_a_wrong_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch
     outcome = Outcome("list", "aten::sin")
     assert outcome.code == 2
     assert "the environment variable TORCHOP_NATIVE is 'banana', and must be one of" in outcome.err
+
+
+def test_a_wrong_environment_variable_is_no_traceback() -> None:
+    """It is there before `python -m torchop` imports anything."""
+    program = "import sys\nfrom torchop.__main__ import main\nsys.argv[1:] = ['list', 'x']\nmain()"
+    done = run_program(program, TORCHOP_NATIVE="banana")
+    assert done.returncode == 2
+    assert "Error: the environment variable TORCHOP_NATIVE is 'banana'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--timeout", "--budget"])

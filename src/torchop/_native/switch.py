@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -45,8 +46,12 @@ def native_module() -> Any | None:
 
 
 def start() -> None:
-    """What `import torchop` does: nothing, unless TORCHOP_NATIVE requires native calls."""
-    if api.mode() == "require":
+    """What `import torchop` does: nothing, unless TORCHOP_NATIVE requires native calls.
+
+    A wrong value raises where the first operator is made, and not here, because the command line
+    imports this before it can say what is wrong in one line.
+    """
+    if os.environ.get("TORCHOP_NATIVE") == "require":
         obtain()
 
 
@@ -134,6 +139,7 @@ _first_use = _FirstUse()
 def make_native(definition: Definition) -> None:
     """Makes calls of a new operator native, or has that done when the extension is there."""
     if _native is None:
+        api.mode()  # raises an exception if the environment variable is wrong
         definition.follower = _first_use
         _first_use.wait()
     if _native is not None and definition.entry is None:
