@@ -5,7 +5,7 @@
 Clones this repository, as it is committed, into a folder that is removed in the end, and runs there
 what README.md shows: the commands of "Try it", and the program of "Quick start". Every cache is
 empty. Each command has a terminal, and what is on it is printed with the seconds since the start.
-`make test` takes ten minutes, so it runs only if it is asked for.
+`make test` takes several times as long as all else, so it runs only if it is asked for.
 """
 
 from __future__ import annotations
