@@ -32,27 +32,27 @@ _MOST_NUMBERS = 24
 def inputs(op: OpLike) -> SearchStrategy[Sample]:
     """Returns a strategy of Hypothesis for calls that the preconditions of an operator allow.
 
-    It starts from the examples of the operator, and draws calls like them: with other sizes where a
-    `Shape` names them, and other values of the arguments that the preconditions are about, which
-    include the limits of what they allow. Numbers without bounds are small. It shrinks towards the
-    smallest sizes and simple numbers. An argument without a declaration stays as in an example,
-    and so does all of an operator without preconditions, or whose arguments are structures.
+    A call is drawn from an example of the operator: it gets other sizes where a `Shape` names them,
+    and arguments with preconditions get other values, which include the limits of what is allowed.
+    Numbers without bounds are small. A failing call shrinks to small sizes and simple numbers. An
+    argument without preconditions stays as it is in the example, and so do all arguments of an
+    operator that has no preconditions, or that takes structures.
 
-    Its name is a plural, as those of Hypothesis's own strategies are.
+    The name is a plural because those of Hypothesis's own strategies are.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload. It has examples (`register_examples`), or preconditions that
-            are enough to make some.
+            packet with one overload. It needs examples (`register_examples`), or preconditions
+            from which some can be made.
 
     Returns:
-        The strategy, of `(args, kwargs)`: the positional arguments, a tuple, and those by keyword,
-        a dict. Each call gets tensors of its own.
+        A strategy whose values are pairs `(args, kwargs)`: a tuple of positional arguments, and a
+        dict of those by keyword. Each call gets tensors of its own.
 
     Raises:
-        MissingRuleError: there are no examples, and the preconditions are not enough to make some.
+        MissingRuleError: there are no examples, and none can be made from the preconditions.
         ValueError: an example breaks the preconditions.
-        ModuleNotFoundError: hypothesis is missing, which the extra `test` of torchop installs.
+        ModuleNotFoundError: Hypothesis is missing, which the extra `test` of torchop installs.
 
     Example:
         >>> import torch, torchop

@@ -47,17 +47,21 @@ def take(namespace: str) -> CustomOp[..., Tensor]:
         ),
         ({"index": Indices("index")}, TypeError, "relates the argument to itself"),
         ({"index": Like("rate")}, TypeError, "of 'index': 'rate' is of type float"),
-        ({"index": 3.5}, TypeError, r"the precondition 3\.5 of 'index' is none: use a constraint"),
-        ({"rate": constraints.interval}, TypeError, "of 'rate' is none: use a constraint"),
+        (
+            {"index": 3.5},
+            TypeError,
+            r"the precondition 3\.5 of 'index' is not one: use",
+        ),
+        ({"rate": constraints.interval}, TypeError, "of 'rate' is not one: use a constraint"),
         (
             {"mode": constraints.unit_interval},
             TypeError,
-            "that is about tensors and numbers, and the argument is of type str",
+            "it is for tensors and numbers, but the argument is of type str",
         ),
         (
             {"rate": Shape("n")},
             TypeError,
-            "that is about tensors, and the argument is of type float",
+            "it is for tensors, but the argument is of type float",
         ),
         (
             {"rate": constraints.interval(1, 0)},

@@ -76,9 +76,12 @@ def test_what_breaks_a_declaration_is_named(bags: Any) -> None:
     assert found.problem(valid()) is None
     for changes, problem in (
         ({"index": torch.tensor([5])}, "'index' is not valid, because its elements go from 5 to 5"),
-        ({"offsets": torch.tensor([0, 2])}, "'offsets' is not valid, because offsets end with 3"),
+        (
+            {"offsets": torch.tensor([0, 2])},
+            "'offsets' is not valid, because offsets must end",
+        ),
         ({"weights": torch.ones(2)}, "'weights' is not valid, because its shape is"),
-        ({"mode": "max"}, "'mode' is not valid, because 'max' is none of ('sum', 'mean')"),
+        ({"mode": "max"}, "'mode' is not valid, because 'max' is not one of ('sum', 'mean')"),
         ({"rate": 2.0}, "'rate' is not valid, because Interval"),
     ):
         assert (found.problem(valid(**changes)) or "").startswith(problem)

@@ -96,22 +96,22 @@ X = torch.ones(4, 3)
             "its elements go from 0 to 4, .* at least 0 and below 4, the",
         ),
         (Indices("x", 1), [3], r"below 3, the size of 'x' in dimension 1"),
-        (Offsets("x"), [1, 4], "offsets start with 0, and not with 1"),
-        (Offsets("x"), [0, 3, 2, 4], "offsets never get smaller"),
-        (Offsets("x"), [0, 3], "offsets end with 4, .*, and the last is 3"),
+        (Offsets("x"), [1, 4], "offsets must start with 0, but the first is 1"),
+        (Offsets("x"), [0, 3, 2, 4], "offsets must not decrease"),
+        (Offsets("x"), [0, 3], "offsets must end with 4, .*, but the last is 3"),
         (Offsets("x", last=False), [0, 5], "offsets are at most 4, .*, and the last is 5"),
-        (Lengths("x"), [2, 1], "lengths add up to 4, .*, and not to 3"),
-        (Lengths("x"), [5, -1], "lengths are not negative, and one is -1"),
+        (Lengths("x"), [2, 1], "lengths must add up to 4, .*, but their sum is 3"),
+        (Lengths("x"), [5, -1], "lengths must not be negative, but one is -1"),
         (Sorted(), [2, 1], "its elements are not sorted"),
-        (Unique(), [2, 2], "an element is there more than once"),
+        (Unique(), [2, 2], "an element occurs more than once"),
         (Satisfies(constraints.unit_interval), [1.5], r"Interval\(.* does not hold"),
         (Satisfies(constraints.unit_interval), [float("nan")], r"Interval\(.* does not hold"),
-        (Like("x"), [1.0], r"its shape is torch.Size\(\[1\]\), and that of 'x'"),
-        (Like("x", "dtype"), [1], "its dtype is torch.int64, and that of 'x' is torch.float32"),
-        (Dtype(torch.half), [1.0], "its dtype is torch.float32, and none of torch.float16"),
-        (Shape("n", "m"), [1.0], "it has 1 dimensions, and not 2"),
+        (Like("x"), [1.0], r"its shape is torch.Size\(\[1\]\), but that of 'x'"),
+        (Like("x", "dtype"), [1], "its dtype is torch.int64, but that of 'x' is torch.float32"),
+        (Dtype(torch.half), [1.0], "its dtype is torch.float32, which is not one of torch.float16"),
+        (Shape("n", "m"), [1.0], "it has 1 dimensions instead of 2"),
         (Shape(2), [1.0], r"its shape is \[1\], and not \[2\]"),
-        (Shape("n", least=2), [1.0], "'n' is at least 2, and not 1"),
+        (Shape("n", least=2), [1.0], "the size 'n' must be at least 2, got 1"),
     ],
 )
 def test_the_problem_of_a_value(word: Precondition, value: list[Any], problem: str) -> None:
@@ -121,7 +121,7 @@ def test_the_problem_of_a_value(word: Precondition, value: list[Any], problem: s
 
 
 def test_other_problems() -> None:
-    assert OneOf("a", "b").problem("c", {}) == "'c' is none of ('a', 'b')"
+    assert OneOf("a", "b").problem("c", {}) == "'c' is not one of ('a', 'b')"
     assert Contiguous().problem(X.t(), {}) == "it is not contiguous"
     with pytest.raises(ValueError, match=r"OneOf\(...\) takes values, at least one; got \(\)"):
         OneOf()

@@ -20,8 +20,8 @@ class _PreconditionsRule(Rule[Preconditions]):
     def validate(self, op: OpOverload, value: Any) -> Preconditions:
         if not isinstance(value, Mapping):
             raise RuleSignatureError(
-                f"{op.name()}: preconditions are a dict from names of arguments to what is valid "
-                "for them, such as {'index': torchop.preconditions.Indices('table')}; got "
+                f"{op.name()}: preconditions are a dict that says by the name of an argument what "
+                "is valid, such as {'index': torchop.preconditions.Indices('table')}; got "
                 f"{short_repr(value)}."
             )
         return Preconditions(op.name(), Operator(op, self.name).schema, value)
@@ -46,18 +46,20 @@ def register_preconditions(
     *,
     lib: torch.library.Library | None = None,
 ) -> Registered:
-    """Registers what a caller may pass, which calls do not check.
+    """Registers what a caller may pass. Calls do not check it, so it costs them nothing.
 
-    `torchop.testing.check` then tries nothing else, and reports where the operator refuses what is
-    allowed. If they say enough, `CustomOp.examples` has calls that are made from them.
+    `torchop.testing.check` tries only arguments that the declaration allows, and reports those that
+    the operator refuses all the same. If the declaration gives the shape of every tensor, and what
+    all other arguments without a default may be, `CustomOp.examples` makes calls from it.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        preconditions: a dict from names of arguments to what is valid for each, or a tuple of
-            that: a constraint of `torch.distributions.constraints` for its numbers, a word of
-            `torchop.preconditions`, or a function whose parameters are named as arguments, and
-            which returns whether they are valid.
+        preconditions: a dict from the name of an argument to a precondition, or to a tuple of
+            them, all of which have to hold. A precondition is a constraint on numbers from
+            `torch.distributions.constraints`, an object of a class of `torchop.preconditions`, or
+            a function that returns whether its arguments are valid, and whose parameters have the
+            names of the operator's.
         lib: the library whose lifetime the registration shares; by default it stays as long as
             the operator.
 

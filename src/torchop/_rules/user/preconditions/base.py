@@ -25,7 +25,7 @@ class Unfit(ValueError):  # noqa: N818  (caught where a variant is made: there i
 
 @dataclasses.dataclass(frozen=True)
 class Precondition:
-    """What is valid for an argument: of the words here, each is one."""
+    """What is valid for an argument; the classes of `torchop.preconditions` inherit from it."""
 
     @property
     def others(self) -> tuple[str, ...]:

@@ -58,9 +58,9 @@ class Preconditions:
                     self.functions.append((argument, item, names))
                 else:
                     raise RuleSignatureError(
-                        f"{what} is none: use a constraint of torch.distributions.constraints, a "
-                        "word of torchop.preconditions, or a function whose parameters are named "
-                        "as arguments of the operator, and which returns a bool."
+                        f"{what} is not one: use a constraint of torch.distributions.constraints, "
+                        "an object of torchop.preconditions, such as Shape('n'), or a function of "
+                        "arguments of the operator that returns a bool."
                     )
             _check_range(f"{name}: the preconditions of {argument!r}", words)
 
@@ -84,7 +84,7 @@ class Preconditions:
                 for dim, size in word.named(part).items() if isinstance(word, Shape) else ():
                     other, where = sizes.setdefault(dim, (size, name))
                     if other != size:
-                        return f"the size {dim!r} is {other} in {where!r}, and {size} in {name!r}"
+                        return f"the size {dim!r} is {other} in {where!r}, but {size} in {name!r}"
         for name, function, names in self.functions:
             try:
                 if function(**{each: arguments[each] for each in names}):
@@ -188,7 +188,7 @@ class Preconditions:
             elif isinstance(like, Tensor):
                 lengths = [*like.shape]
             else:
-                raise Unfit(f"nothing says which shape {argument.name!r} has: add a Shape")
+                raise Unfit(f"the shape of {argument.name!r} is not declared; add a Shape")
             dtypes = next((w.dtypes for w in words if isinstance(w, Dtype)), None)
             discrete = any(is_of_integers(word) for word in words)
             dtype = dtypes[0] if dtypes else torch.int64 if discrete else torch.float32
@@ -202,7 +202,7 @@ class Preconditions:
                 return word.values[0]
         if argument.kind in ("int", "float", "bool") and words:
             return {"int": int, "float": float, "bool": bool}[argument.kind](1)
-        raise Unfit(f"too little is declared of {argument.name!r}")
+        raise Unfit(f"what {argument.name!r} may be is not declared")
 
     def least_sizes(self, arguments: Arguments) -> dict[str, int]:
         """The names of sizes, and the smallest that each may be."""
@@ -299,7 +299,7 @@ def _check_word(
     fits = argument.holds_tensors or (is_number and expected != "tensors")
     if not fits and not isinstance(word, OneOf):
         raise RuleSignatureError(
-            f"{what}: that is about {expected}, and the argument is of type {argument.kind}."
+            f"{what}: it is for {expected}, but the argument is of type {argument.kind}."
         )
 
 

@@ -1,4 +1,4 @@
-"""The words for what relates an argument to others: indices, offsets, lengths, and `Like`."""
+"""Preconditions that relate an argument to another: indices, offsets, lengths, and `Like`."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Related(Precondition):
 
 @dataclasses.dataclass(frozen=True)
 class Indices(Related):
-    """Integers from 0 to below the size of another argument.
+    """Indices into another argument: integers from 0 to its size, which is excluded.
 
     Args:
         of: the name of the other argument: a tensor, a list, or an int that is the size itself.
         dim: the dimension of a tensor.
-        least: the smallest one, such as -1 where that stands for nothing.
+        least: the smallest index, such as -1 if that stands for padding.
 
     Example:
         >>> import torchop
@@ -66,7 +66,7 @@ class Indices(Related):
         if low >= self.least and high < self.size(arguments):
             return None
         return (
-            f"its elements go from {low} to {high}, and have to be at least {self.least} and below "
+            f"its elements go from {low} to {high}, but must be at least {self.least} and below "
             f"{self.of_what(arguments)}"
         )
 
@@ -76,19 +76,20 @@ class Indices(Related):
     def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
         low, high = self.bounds(value, arguments)
         if value.numel() and high < low:
-            raise Unfit("there are indices, and nothing that they could be of")
+            raise Unfit(f"there are indices, but {self.of!r} is empty")
         return value.clamp(low, high) if value.numel() else value
 
 
 @dataclasses.dataclass(frozen=True)
 class Offsets(Related):
-    """Where segments of another argument start: integers from 0 that never get smaller.
+    """Where segments of another argument start: integers that begin with 0 and never decrease.
 
     Args:
         of: the name of the other argument: a tensor, a list, or an int that is the size itself.
         dim: the dimension of a tensor.
-        last: whether the last one is the size, where the last segment ends, as in CSR tensors.
-            Otherwise all are starts, as the offsets of `torch.nn.EmbeddingBag` are by default.
+        last: whether the last offset is the size, because the last segment ends there, as in CSR
+            tensors. Otherwise each offset is the start of a segment, as the offsets of
+            `torch.nn.EmbeddingBag` are by default.
 
     Example:
         >>> import torchop
@@ -100,22 +101,23 @@ class Offsets(Related):
 
     def problem(self, value: Tensor, arguments: Arguments) -> str | None:
         if value.dim() != 1 or len(value) < self.last:
-            return "offsets have one dimension, and an end"
+            return "offsets must have one dimension, and the end as their last element"
         end = self.size(arguments)
         if len(value) and int(value[0]) != 0:
-            return f"offsets start with 0, and not with {int(value[0])}"
+            return f"offsets must start with 0, but the first is {int(value[0])}"
         if bool((value[1:] < value[:-1]).any()):
-            return "offsets never get smaller"
+            return "offsets must not decrease"
         if len(value) and (int(value[-1]) > end or (self.last and int(value[-1]) != end)):
-            relation = "end with" if self.last else "are at most"
-            return f"offsets {relation} {self.of_what(arguments)}, and the last is {int(value[-1])}"
+            relation = "end with" if self.last else "be at most"
+            end_words = self.of_what(arguments)
+            return f"offsets must {relation} {end_words}, but the last is {int(value[-1])}"
         return None
 
     def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
         if value.dim() != 1 or len(value) < 1 + self.last:
             if self.problem(value, arguments) is None:
                 return value
-            raise Unfit("offsets need two elements")
+            raise Unfit("there are too few offsets for a segment")
         made = value.clamp(0, self.size(arguments)).cummax(0).values
         made[0] = 0
         if self.last:
@@ -129,7 +131,7 @@ class Offsets(Related):
 
 @dataclasses.dataclass(frozen=True)
 class Lengths(Related):
-    """How long the segments of another argument are: integers from 0 whose sum is its size.
+    """The lengths of the segments of another argument: integers from 0 whose sum is its size.
 
     Args:
         of: the name of the other argument: a tensor, a list, or an int that is the size itself.
@@ -143,16 +145,18 @@ class Lengths(Related):
 
     def problem(self, value: Tensor, arguments: Arguments) -> str | None:
         if value.numel() and int(value.min()) < 0:
-            return f"lengths are not negative, and one is {int(value.min())}"
+            return f"lengths must not be negative, but one is {int(value.min())}"
         if int(value.sum()) != self.size(arguments):
-            return f"lengths add up to {self.of_what(arguments)}, and not to {int(value.sum())}"
+            return (
+                f"lengths must add up to {self.of_what(arguments)}, but their sum is {value.sum()}"
+            )
         return None
 
     def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
         total = self.size(arguments)
         if not value.numel():
             if total:
-                raise Unfit("lengths of which there are none have no sum")
+                raise Unfit(f"there are no lengths, so their sum cannot be {total}")
             return value
         # What is above the sum is taken from the last ones, and what is missing added to the last.
         ends = value.flatten().clamp(min=0).cumsum(0).clamp(max=total)
@@ -170,7 +174,7 @@ class Like(Precondition):
 
     Args:
         of: the name of the other argument.
-        same: which of them; all three by default.
+        same: what has to be equal: `"shape"`, `"dtype"` or `"device"`; by default all three.
 
     Example:
         >>> import torchop
@@ -196,14 +200,14 @@ class Like(Precondition):
         for what in self.same:
             own, other = getattr(value, what), getattr(arguments[self.of], what)
             if own != other:
-                return f"its {what} is {own}, and that of {self.of!r} is {other}"
+                return f"its {what} is {own}, but that of {self.of!r} is {other}"
         return None
 
     def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
         other = arguments[self.of]
         if "shape" in self.same and value.shape != other.shape:
             if value.dim() != other.dim():
-                raise Unfit(f"{self.of!r} has {other.dim()} dimensions, and not {value.dim()}")
+                raise Unfit(f"{self.of!r} has {other.dim()} dimensions instead of {value.dim()}")
             for dim, size in enumerate(other.shape):
                 value = with_size(value, dim, size)
         dtype = other.dtype if "dtype" in self.same else value.dtype

@@ -1,4 +1,4 @@
-"""Words for what one argument holds, of itself."""
+"""Preconditions that need no other argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop._rules.user.preconditions.base import Arguments, Precondition
 
 @dataclasses.dataclass(frozen=True)
 class Sorted(Precondition):
-    """Elements that never get smaller along the last dimension.
+    """Elements that never decrease along the last dimension.
 
     Example:
         >>> import torchop
@@ -32,7 +32,7 @@ class Sorted(Precondition):
 
 @dataclasses.dataclass(frozen=True)
 class Unique(Precondition):
-    """Elements each of which is there once, such as indices at which an operator writes.
+    """Elements that occur only once, such as the indices at which an operator writes.
 
     Example:
         >>> import torchop
@@ -42,7 +42,7 @@ class Unique(Precondition):
 
     def problem(self, value: Tensor, arguments: Arguments) -> str | None:
         is_unique = len(value.unique()) == value.numel()
-        return None if is_unique else "an element is there more than once"
+        return None if is_unique else "an element occurs more than once"
 
     def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
         if self.problem(value, arguments) is None:
@@ -64,10 +64,10 @@ def _noted(numbers: list[float], seen: set[float]) -> Iterator[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Dtype(Precondition):
-    """Tensors of these dtypes, all of which the operator takes.
+    """The dtypes of a tensor, all of which the operator takes.
 
     Args:
-        dtypes: the dtypes.
+        dtypes: one or several objects of `torch.dtype`.
 
     Example:
         >>> import torch, torchop
@@ -84,7 +84,7 @@ class Dtype(Precondition):
     def problem(self, value: Tensor, arguments: Arguments) -> str | None:
         if value.dtype in self.dtypes:
             return None
-        return f"its dtype is {value.dtype}, and none of {', '.join(map(str, self.dtypes))}"
+        return f"its dtype is {value.dtype}, which is not one of {', '.join(map(str, self.dtypes))}"
 
     def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
         return value if value.dtype in self.dtypes else value.to(self.dtypes[0])
@@ -95,7 +95,7 @@ class Dtype(Precondition):
 
 @dataclasses.dataclass(frozen=True)
 class OneOf(Precondition):
-    """One of these values, all of which the operator takes.
+    """The values of an argument, all of which the operator takes.
 
     Args:
         values: strings, ints, or whatever the argument may be.
@@ -113,7 +113,7 @@ class OneOf(Precondition):
         object.__setattr__(self, "values", values)
 
     def problem(self, value: Any, arguments: Arguments) -> str | None:
-        return None if value in self.values else f"{value!r} is none of {self.values}"
+        return None if value in self.values else f"{value!r} is not one of {self.values}"
 
     def fitted(self, value: Any, arguments: Arguments) -> Any:
         return value if value in self.values else self.values[0]
@@ -124,11 +124,11 @@ class OneOf(Precondition):
 
 @dataclasses.dataclass(frozen=True)
 class Shape(Precondition):
-    """The sizes of a tensor, where sizes of one name are equal, in other arguments too.
+    """The sizes of a tensor. Sizes with the same name are equal, also in different arguments.
 
     Args:
-        dims: for each dimension an int, or a name. A name that is that of an int argument means
-            its value.
+        dims: an int or a name for each dimension. If an int argument has that name, the size is
+            the value of the argument.
         least: the smallest size that a name may stand for.
 
     Example:
@@ -147,12 +147,12 @@ class Shape(Precondition):
 
     def problem(self, value: Tensor, arguments: Arguments) -> str | None:
         if value.dim() != len(self.dims):
-            return f"it has {value.dim()} dimensions, and not {len(self.dims)}"
+            return f"it has {value.dim()} dimensions instead of {len(self.dims)}"
         for dim, size in zip(self.dims, value.shape, strict=True):
             if isinstance(dim, int) and size != dim:
-                return f"its shape is {[*value.shape]}, and not {[*self.dims]}"
+                return f"its shape is {[*value.shape]} instead of {[*self.dims]}"
             if isinstance(dim, str) and size < self.least:
-                return f"{dim!r} is at least {self.least}, and not {size}"
+                return f"the size {dim!r} must be at least {self.least}, got {size}"
         return None
 
     def named(self, value: Tensor) -> dict[str, int]:
@@ -163,7 +163,7 @@ class Shape(Precondition):
 
 @dataclasses.dataclass(frozen=True)
 class Contiguous(Precondition):
-    """Tensors that are contiguous: the operator is never called with others.
+    """Contiguous tensors, because the operator is never called with others.
 
     Example:
         >>> import torchop
