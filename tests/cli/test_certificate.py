@@ -99,11 +99,11 @@ def test_what_differs_is_told(certified, run, namespace):
     outcome = run("certificate", "verify", str(file))
     assert outcome.code == 1
     assert (
-        f"{namespace}::flat: memory.transposed was 'passed', and is 'failed': the tensor transposed"
+        f"{namespace}::flat: memory.transposed was 'passed', but is 'failed' now: the tensor"
         in outcome.out
     )
-    assert f"{namespace}::good: its functions are others\n" in outcome.out
-    assert f"{namespace}::good: its examples are others\n" in outcome.out
+    assert f"{namespace}::good: the source of its functions changed\n" in outcome.out
+    assert f"{namespace}::good: its examples changed\n" in outcome.out
     assert f"{namespace}::good: its schema changed: another before, " in outcome.out
     assert ": 4 differences\n" in outcome.out
 
@@ -133,11 +133,11 @@ def test_the_order_in_which_it_is_written_is_no_edit(certified, run):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text[:100], "is no JSON, or only a part of it"),
-        (lambda text: "", "is no JSON, or only a part of it"),
-        (lambda text: "[" * 100_000, "is no JSON, or only a part of it"),
-        (lambda text: "[]", "is no certificate of `torchop check --certificate`"),
-        (lambda text: "{}", "is no certificate of `torchop check --certificate`"),
+        (lambda text: text[:100], "is not JSON, or was cut"),
+        (lambda text: "", "is not JSON, or was cut"),
+        (lambda text: "[" * 100_000, "is not JSON, or was cut"),
+        (lambda text: "[]", "is not a certificate of `torchop check --certificate`"),
+        (lambda text: "{}", "is not a certificate of `torchop check --certificate`"),
         (lambda text: text.replace('"format": 1', '"format": 2'), "has format 2, and this version"),
     ],
 )

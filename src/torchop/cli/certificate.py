@@ -57,12 +57,12 @@ def refuse_signature(signed_off_by: str | None, certificate: Path | None) -> Non
         return
     if _SIGNATURE.fullmatch(signed_off_by) is None:
         raise click.BadParameter(
-            f"--signed-off-by is written as in git, 'Ada Lovelace <ada@example.org>'; got "
-            f"{signed_off_by!r}"
+            "--signed-off-by expects a name and an address, as git writes them, such as "
+            f"'Ada Lovelace <ada@example.org>'; got {signed_off_by!r}"
         )
     if certificate is None:
         raise click.BadParameter(
-            "--signed-off-by signs the file of --certificate, which is missing"
+            "--signed-off-by is a line of the file that --certificate writes; give that option too"
         )
 
 
@@ -177,18 +177,18 @@ def read_certificate(path: Path) -> dict[str, Any]:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise click.ClickException(
-            f"{path} is no JSON, or only a part of it ({short_text(str(error))}); get the file anew"
+            f"{path} is not JSON, or was cut ({short_text(str(error))}); get the file again"
         ) from None
     if not isinstance(content, dict) or "format" not in content or "digest" not in content:
-        raise click.ClickException(f"{path} is no certificate of `torchop check --certificate`")
+        raise click.ClickException(f"{path} is not a certificate of `torchop check --certificate`")
     if content["format"] != FORMAT:
         raise click.ClickException(
-            f"{path} has format {content['format']!r}, and this version of torchop reads {FORMAT}"
+            f"{path} has format {content['format']!r}, but this version of torchop reads {FORMAT}"
         )
     if (found := digest(content)) != content["digest"]:
         raise click.ClickException(
-            f"{path} was edited after it was written: its digest is {content['digest']}, and its "
-            f"content comes to {found}. Write it anew with `torchop check --certificate`"
+            f"{path} was edited after it was written, because its digest is {content['digest']}, "
+            f"but its content has {found}. Write it again with `torchop check --certificate`"
         )
     _refuse_fields(path, content, _FIELDS)
     for operator in content["operators"]:
@@ -202,13 +202,13 @@ def _refuse_fields(path: Path, values: Any, fields: Mapping[str, type]) -> None:
     for name, kind in fields.items():
         if not isinstance(values, dict) or type(values.get(name)) is not kind:
             raise click.ClickException(
-                f"{path} is no certificate that torchop wrote: {name!r} is missing, or no "
+                f"{path} is not a certificate that torchop wrote: {name!r} is missing, or not of type "
                 f"{kind.__name__}"
             )
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What another run of the same checks says otherwise, beside the environment."""
+    """Where another run of the same checks differs, apart from the environment."""
     found = []
     earlier, later = ({o["op"]: o for o in each["operators"]} for each in (before, after))
     for op in sorted(earlier.keys() | later.keys()):
@@ -224,16 +224,16 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
             if was != now:
                 found.append(f"{op}: its {name} changed: {was} before, {now} now")
         if earlier[op]["sources"] != later[op]["sources"]:
-            found.append(f"{op}: its functions are others")
+            found.append(f"{op}: the source of its functions changed")
         if earlier[op]["examples"] != later[op]["examples"]:
-            found.append(f"{op}: its examples are others")
+            found.append(f"{op}: its examples changed")
         outcomes = [{c["check"]: c for c in each[op]["checks"]} for each in (earlier, later)]
         for check in dict.fromkeys((*outcomes[0], *outcomes[1])):
             was, now = (each.get(check, {"outcome": "absent", "reason": ""}) for each in outcomes)
             if was["outcome"] != now["outcome"]:
                 why = short_text(now["reason"] or was["reason"])
                 found.append(
-                    f"{op}: {check} was {was['outcome']!r}, and is {now['outcome']!r}: {why}"
+                    f"{op}: {check} was {was['outcome']!r}, but is {now['outcome']!r} now: {why}"
                 )
     return found
 

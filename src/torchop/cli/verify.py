@@ -21,10 +21,10 @@ def certificate() -> None:
 @certificate.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 def verify(file: Path) -> None:
-    """Checks again what a certificate says was checked, and shows what differs.
+    """Runs the checks of a certificate again, and shows where their outcome differs.
 
-    The modules that the file names are imported, with their examples. Another environment, such as
-    a later PyTorch, is shown, and is no difference by itself.
+    It imports the modules that the file names, with their examples. If the environment changed,
+    such as the version of PyTorch, it shows that too, but does not count it as a difference.
 
     The exit code is 0 if the operators, their examples and all outcomes are the same, and 1 if not.
     """
@@ -60,6 +60,6 @@ def _request_of(file: Path, values: dict[str, object]) -> Request:
         right = False
     if not right:
         raise click.ClickException(
-            f"{file} is no certificate that torchop wrote: its request is not one of `check`"
+            f"{file} is not a certificate that torchop wrote: its request is not one of `check`"
         )
     return request

@@ -41,22 +41,22 @@ def mutate(
 ) -> MutationReport:
     """Changes an operator's functions in small ways, and tells which changes no check notices.
 
-    A change that is not noticed is a mistake that you could make, too: your examples, or the
-    `reference`, do not show it. Functions are changed that are written in Python: kernels, fake
-    kernels, formulas, vmap rules, and their helpers in the same file. One thing is changed at a
-    time: an operator such as `+`, a comparison, a number, a condition, the order of arguments, a
-    statement or a call such as `.contiguous()` that is left out, a gradient that becomes None.
+    If a change goes unnoticed, you could make the same mistake and nothing would tell you, because
+    your examples do not show it, or because there is no `reference` to compare with. `mutate`
+    changes functions that are written in Python: kernels, fake kernels, formulas, vmap rules, and
+    their helpers in the same file. It makes one change at a time: it replaces an operator such as
+    `+`, a comparison, a number or a condition, swaps arguments, leaves out a statement or a call
+    such as `.contiguous()`, or returns None for a gradient.
 
-    Each change is made in a fork of the process, which may crash or hang; the process itself is not
-    changed. The checks run up to the first that fails. First come those that have noticed most
-    changes for the time that they take.
+    Each change is made in a fork, so it may crash or hang without harm to the process itself. The
+    checks run until one fails, and those that noticed most changes in the least time run first.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         examples: calls, as `check` takes them. Without any, the registered examples are used.
         reference: a function that is called like the operator, and returns or writes the right
-            values. Without one, nothing tells whether the values of a kernel are right.
+            values. Without one, wrong values of a kernel go unnoticed.
         seed: the seed of random inputs, and of the order of the changes.
         budget: seconds after which no further change is made.
         only: the checks to run, as in `check`. By default, those that do not compile programs.

@@ -29,7 +29,7 @@ class Verdict:
     Attributes:
         mutant: the change.
         outcome: `"killed"`: a check failed; `"timed out"`: a check took too long; `"survived"`: no
-            check failed, though calls come to something else; `"equal"`: no check failed, and all
+            check failed, although calls have other results; `"equal"`: no check failed, and all
             calls that were compared come to the same, to the bit, so that it may change nothing;
             `"not run"`: the budget was spent before.
         check: the check that failed or took too long.
@@ -81,7 +81,7 @@ class MutationReport:
 
     @property
     def survivors(self) -> list[Verdict]:
-        """The changes that no check noticed, though calls come to something else."""
+        """The changes that no check noticed, although calls have other results."""
         return self.with_outcome("survived")
 
     def summary(self) -> str:
@@ -97,7 +97,7 @@ class MutationReport:
     def __str__(self) -> str:
         lines = [self.summary()]
         for outcome, heading in (
-            ("survived", "SURVIVED, though calls come to something else"),
+            ("survived", "SURVIVED, although calls have other results"),
             ("equal", "WITHOUT EFFECT on any call that was compared"),
         ):
             for verdict in self.verdicts:
