@@ -202,8 +202,8 @@ def _refuse_fields(path: Path, values: Any, fields: Mapping[str, type]) -> None:
     for name, kind in fields.items():
         if not isinstance(values, dict) or type(values.get(name)) is not kind:
             raise click.ClickException(
-                f"{path} is not a certificate that torchop wrote: {name!r} is missing, or not of type "
-                f"{kind.__name__}"
+                f"{path} is not a certificate that torchop wrote: {name!r} is missing, or not of "
+                f"type {kind.__name__}"
             )
 
 

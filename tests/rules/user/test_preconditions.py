@@ -73,7 +73,7 @@ def take(namespace: str) -> CustomOp[..., Tensor]:
             ValueError,
             r"of 'table' contradict each other, because no number is at least 1\.0.* at most 0\.4",
         ),
-        ([Indices("table")], TypeError, "preconditions are a dict from names of arguments to what"),
+        ([Indices("table")], TypeError, "preconditions are a dict that says by the name of an"),
     ],
 )
 def test_wrong_declarations_are_refused(

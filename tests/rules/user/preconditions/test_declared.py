@@ -90,7 +90,7 @@ def test_what_breaks_a_declaration_is_named(bags: Any) -> None:
 def test_sizes_of_one_name_are_equal(bags: Any) -> None:
     found = declared(bags, {"index": Shape("n"), "weights": Shape("n")})
     assert found.problem(valid(weights=torch.ones(3))) is None
-    problem = "the size 'n' is 3 in 'index', and 2 in 'weights'"
+    problem = "the size 'n' is 3 in 'index', but 2 in 'weights'"
     assert found.problem(valid(weights=torch.ones(2))) == problem
 
 
@@ -174,8 +174,8 @@ def test_a_declaration_that_is_not_enough_says_so(bags: Any) -> None:
     bags.register_preconditions({"table": Contiguous()})
     with pytest.raises(
         torchop.MissingRuleError,
-        match=r"has no examples\. Its preconditions are not enough to make some: nothing says "
-        "which shape 'table' has: add a Shape",
+        match=r"has no examples\. Its preconditions are not enough to make some: the shape of "
+        "'table' is not declared; add a Shape",
     ):
         bags.examples()
 

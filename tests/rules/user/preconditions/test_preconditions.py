@@ -99,7 +99,7 @@ X = torch.ones(4, 3)
         (Offsets("x"), [1, 4], "offsets must start with 0, but the first is 1"),
         (Offsets("x"), [0, 3, 2, 4], "offsets must not decrease"),
         (Offsets("x"), [0, 3], "offsets must end with 4, .*, but the last is 3"),
-        (Offsets("x", last=False), [0, 5], "offsets are at most 4, .*, and the last is 5"),
+        (Offsets("x", last=False), [0, 5], "offsets must be at most 4, .*, but the last is 5"),
         (Lengths("x"), [2, 1], "lengths must add up to 4, .*, but their sum is 3"),
         (Lengths("x"), [5, -1], "lengths must not be negative, but one is -1"),
         (Sorted(), [2, 1], "its elements are not sorted"),
@@ -110,7 +110,7 @@ X = torch.ones(4, 3)
         (Like("x", "dtype"), [1], "its dtype is torch.int64, but that of 'x' is torch.float32"),
         (Dtype(torch.half), [1.0], "its dtype is torch.float32, which is not one of torch.float16"),
         (Shape("n", "m"), [1.0], "it has 1 dimensions instead of 2"),
-        (Shape(2), [1.0], r"its shape is \[1\], and not \[2\]"),
+        (Shape(2), [1.0], r"its shape is \[1\] instead of \[2\]"),
         (Shape("n", least=2), [1.0], "the size 'n' must be at least 2, got 1"),
     ],
 )

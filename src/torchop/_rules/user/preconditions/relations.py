@@ -76,7 +76,7 @@ class Indices(Related):
     def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
         low, high = self.bounds(value, arguments)
         if value.numel() and high < low:
-            raise Unfit(f"there are indices, but {self.of!r} is empty")
+            raise Unfit("there are indices, but nothing that they could refer to")
         return value.clamp(low, high) if value.numel() else value
 
 
