@@ -23,7 +23,7 @@ class Reason(enum.IntEnum):
     NATIVE = "the dispatcher would run only the operator's own kernels"
     SWITCHED_OFF = "torchop.native.disabled() is active in this thread"
     OPERATOR = "{why}"
-    BINDING = "the arguments do not fit the parameters{why}; the dispatcher has the error for it"
+    BINDING = "the arguments do not fit the parameters{why}, so the dispatcher raises an error"
     ARGUMENT_TYPE = "{why}"
     TENSOR_SUBCLASS = "{why} is, or contains, an instance of a Tensor subclass"
     TANGENT = "a tensor carries a tangent of forward-mode differentiation"

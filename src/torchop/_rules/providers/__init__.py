@@ -30,21 +30,21 @@ from torchop.extend import OpLike
 
 
 def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTypes = None) -> None:
-    """Sets the order in which calls of an operator ask its providers, as its author.
+    """Sets the order in which calls of an operator ask its providers, on behalf of its author.
 
-    Orders of the process, of the environment and of blocks count before it: `torchop.set_priority`
-    and `torchop.priority`.
+    An order of `torchop.set_priority`, of `TORCHOP_PRIORITY` or of a block of `torchop.priority`
+    takes precedence over it.
 
     Args:
         op: the operator.
-        order: names of its providers. The first one runs that can; the kernels that were registered
-            without a provider, `"reference"`, run where none can.
-        device_types: the device types for which the order is; None for those without their own.
+        order: names of its providers, of which the first that can run a call does. If none can, the
+            kernels that were registered without a provider run, which are named `"reference"`.
+        device_types: the device types that the order is for; None for all without one of their own.
 
     Raises:
         OperatorGoneError: the operator was replaced or closed.
         ProviderNameError: a `ValueError`: the operator does not have one of these providers.
-        TypeError: something else than names.
+        TypeError: `order` is not a list of names.
 
     Example:
         >>> import torch, torchop
