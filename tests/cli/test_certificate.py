@@ -121,7 +121,7 @@ def test_a_file_that_was_edited_is_refused(certified, run):
     edited(file, lambda content: content["totals"].update(failed=0), forge=False)
     outcome = run("certificate", "verify", str(file))
     assert outcome.code == 1
-    assert "was edited after it was written: its digest is sha256:" in outcome.err
+    assert "was edited after it was written, because its digest is sha256:" in outcome.err
 
 
 def test_the_order_in_which_it_is_written_is_no_edit(certified, run):
@@ -138,7 +138,7 @@ def test_the_order_in_which_it_is_written_is_no_edit(certified, run):
         (lambda text: "[" * 100_000, "is not JSON, or was cut"),
         (lambda text: "[]", "is not a certificate of `torchop check --certificate`"),
         (lambda text: "{}", "is not a certificate of `torchop check --certificate`"),
-        (lambda text: text.replace('"format": 1', '"format": 2'), "has format 2, and this version"),
+        (lambda text: text.replace('"format": 1', '"format": 2'), "has format 2, but this version"),
     ],
 )
 def test_what_is_no_certificate_is_refused(certified, run, change, message):
@@ -153,10 +153,13 @@ def test_what_is_no_certificate_is_refused(certified, run, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content.pop("operators"), "'operators' is missing, or no list"),
-        (lambda content: content["operators"][0].pop("op"), "'op' is missing, or no str"),
-        (lambda content: content["operators"].append(3), "'op' is missing, or no str"),
-        (lambda c: c["operators"][0]["checks"][0].update(check=1), "'check' is missing, or no str"),
+        (lambda content: content.pop("operators"), "'operators' is missing, or not of type list"),
+        (lambda content: content["operators"][0].pop("op"), "'op' is missing, or not of type str"),
+        (lambda content: content["operators"].append(3), "'op' is missing, or not of type str"),
+        (
+            lambda c: c["operators"][0]["checks"][0].update(check=1),
+            "'check' is missing, or not of type str",
+        ),
         (lambda content: content["request"].pop("seed"), "its request is not one of `check`"),
         (lambda content: content["request"].update(modules=3), "its request is not one of `check`"),
         (
@@ -200,9 +203,15 @@ def test_badges(certified, run, write, namespace, tmp_path):
     ("arguments", "message"),
     [
         (("--badge", "badge.png"), "--badge writes .svg, or .json for shields.io; got badge.png"),
-        (("--signed-off-by", "Ada"), "is written as in git, 'Ada Lovelace <ada@example.org>'"),
-        (("--signed-off-by", "A\nB <a@b>", "--certificate", "c"), "is written as in git"),
-        (("--signed-off-by", SIGNED), "--signed-off-by signs the file of --certificate"),
+        (
+            ("--signed-off-by", "Ada"),
+            "as git writes them, such as 'Ada Lovelace <ada@example.org>'",
+        ),
+        (
+            ("--signed-off-by", "A\nB <a@b>", "--certificate", "c"),
+            "expects a name and an address, as git",
+        ),
+        (("--signed-off-by", SIGNED), "--signed-off-by is a line of the file that --certificate"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_checked(
