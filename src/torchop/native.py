@@ -47,16 +47,16 @@ def wait(timeout: float | None = None) -> bool:
     """Waits until calls are native, so that a benchmark times those, or an image is complete.
 
     The first call of an operator starts to compile the native call path, once on a machine, and in
-    the background. Until that is done, calls take longer. This function starts it too, and does
-    not return before it is known how that went.
+    the background. Until that is done, calls take longer. This function starts it too, and
+    returns once it has succeeded or failed.
 
     Args:
-        timeout: how many seconds to wait at most; None waits as long as compiling takes. With 0,
-            the native call path is there afterwards if it was compiled before.
+        timeout: how many seconds to wait at most; None waits as long as compiling takes. With 0, it
+            only loads a native call path that was compiled before.
 
     Returns:
-        Whether calls are native from now on. If not, the time is over, and compiling goes on, or
-        TORCHOP_NATIVE=0 turns native calls off.
+        Whether calls are native from now on. They are not if the time is over while compiling goes
+        on, or if TORCHOP_NATIVE=0 turns native calls off.
 
     Raises:
         NativeUnavailableError: there is no compiler, it failed, or what it made cannot be loaded.

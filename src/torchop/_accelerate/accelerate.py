@@ -154,9 +154,9 @@ def accelerate(*patterns: str) -> Acceleration:
         TypeError: a pattern is not a string.
 
     Warns:
-        NothingToAccelerateWarning: a pattern is probably wrong, because no registered operator
-            matches it while its namespace, or a similar one, exists; or those that match were all
-            defined in C++.
+        NothingToAccelerateWarning: a pattern is probably misspelt, because no registered operator
+            matches it although its namespace, or a similar one, exists; or all operators that match
+            were defined in C++.
 
     Example:
         >>> import torch, torchop

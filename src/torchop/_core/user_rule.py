@@ -52,15 +52,16 @@ _origins: dict[OpOverload, Origin] = {}
 
 
 class Rule(Generic[Value]):
-    """A kind of registration of your own: its name, what it accepts, and what is there without one.
+    """A kind of registration that you add: its name, what it accepts, and what it is by default.
 
     Make one object for each kind, at module level: `cost = torchop.Rule("cost")`. From then on,
     operators have it like a rule of torchop's: `op.register_cost(fn)`, `op.register("cost", fn)`,
     and a member `cost` in the class form. `cost.lookup(op)` returns what was registered. It
     disappears with the operator, or with the library that it was registered through.
 
-    As it stands, a rule is a function with the operator's parameters. A subclass that says
-    otherwise overrides `validate`; `missing` says what an operator without a registration has.
+    What is registered is a function with the operator's parameters, unless a subclass accepts
+    something else by overriding `validate`. If `missing` is overridden, it returns what operators
+    without a registration have.
 
     Args:
         name: an identifier, by which operators and the class form know the rule.
@@ -83,7 +84,7 @@ class Rule(Generic[Value]):
         >>> cost.lookup(double)(torch.ones(3)), cost.lookup("aten::sin")(torch.ones(3))
         (24, 0)
 
-    The idea is that of the `register_*` functions of `torch.library`, for what it has none for.
+    The idea is that of the `register_*` functions of `torch.library`, for any kind of rule.
     """
 
     def __init__(self, name: str) -> None:
@@ -229,7 +230,7 @@ class Rule(Generic[Value]):
 
         Raises:
             OperatorNotFoundError: nobody defined the operator.
-            TypeError, ValueError: what `validate` has to say.
+            TypeError, ValueError: `validate` refuses the value.
         """
         definition = resolve(op, f"the rule {self.name!r}", lib)
         return decorator_or_call(lambda given: self._add(definition, given, options), value)
@@ -244,7 +245,7 @@ class Rule(Generic[Value]):
             What was registered last, or what `missing` returns.
 
         Raises:
-            MissingRuleError: nothing is registered, and the rule does not say what that means.
+            MissingRuleError: nothing is registered, and the rule has no default.
             OperatorGoneError: the handle's operator was replaced or closed.
             OperatorNotFoundError: nobody defined the operator.
         """

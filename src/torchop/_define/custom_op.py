@@ -100,8 +100,8 @@ def custom_op(
             A mapping such as `{"inductor": "inline"}` chooses the backends. The function is then
             also the fake kernel, until you register another one. Exported programs still hold the
             operator, and gradients use the registered formula.
-        priority: names of providers, whose kernels are registered later: those that run in place
-            of the function where they can, the first one first. See `register_kernel`.
+        priority: the order in which calls ask providers, by name. Their kernels, which you register
+            later (see `register_kernel`), run in place of the function where they can.
         lib: the library that the operator lives in; by default it lives as long as the process.
 
     Returns:

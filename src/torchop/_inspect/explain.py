@@ -32,7 +32,7 @@ class Explanation(NamedTuple):
             dispatcher has at each key. Each of these decides whether it calls the next one.
         provider: the provider whose kernel computes the result, `"reference"` for those that are
             registered without one; None for an operator without providers.
-        passed_by: why each of the other providers does not, as text.
+        passed_by: for each of the other providers, why its kernel does not, as text.
 
     Example:
         >>> import torch, torchop

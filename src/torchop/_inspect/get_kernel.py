@@ -63,7 +63,7 @@ class Kernel:
 
         Raises:
             OperatorGoneError: the operator was destroyed.
-            RuntimeError: the kernel was.
+            RuntimeError: the kernel was destroyed.
         """
         self._check_alive()
         return self._kernel.call_boxed(keyset, *args, **kwargs)

@@ -21,11 +21,11 @@ class Provided(NamedTuple):
         provider: the name of the provider; `"reference"` for kernels that were registered without.
         device_types: the device types that it is for; None stands for all others.
         supported: whether it can run in this process.
-        reason: why it cannot; an empty string where it can.
+        reason: why it cannot; an empty string if it can.
         rank: its place in the order that is in force on the first of its device types, from 1 on;
-            None where the order does not name it.
+            None if the order does not name it.
         batch_invariant: whether it was registered as batch-invariant.
-        deterministic: whether it was registered as deterministic; the reference is taken for it.
+        deterministic: whether it was registered as deterministic, which the reference counts as.
         where: the file and line of its function.
 
     Example:

@@ -25,10 +25,10 @@ KINDS_KEPT = 100
 
 
 class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
-    """The calls by the name of the operator: each kind of call, with how often it came.
+    """Recorded calls by the name of the operator: each kind of call, with how often it was made.
 
-    It may be used in several `with` statements, in several threads at once, and inside of others.
-    It keeps 100 kinds of calls of an operator, and counts the others; see `calls`.
+    It may be used in several `with` statements, also nested ones, and in several threads at once.
+    It keeps 100 kinds of calls of an operator, and only counts the others; see `calls`.
 
     Example:
         >>> import torch, torchop
@@ -76,10 +76,10 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the calls to a file of JSON, to read, to compare, and for `load`.
 
-        It holds no contents of tensors; numbers, strings and other plain arguments it does.
+        The file has numbers, strings and other plain arguments, but no contents of tensors.
 
         Args:
-            path: the file; one that is there is replaced, when the new one is complete.
+            path: the file. An existing one is replaced once the new one is complete.
 
         Raises:
             OSError: the file cannot be written.

@@ -55,8 +55,8 @@ TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"
 class Schema:
     """A parsed schema: arguments, results, mutation and aliasing.
 
-    `Operator(op, ...).schema` is that of an operator. Of a `torch.FunctionSchema` that is at hand,
-    it is `Schema(op._schema)`, and of a text `Schema.parse(text)`; these two do not know the form.
+    `Operator(op, ...).schema` is the one of an operator. `Schema(op._schema)` makes one from a
+    `torch.FunctionSchema`, and `Schema.parse(text)` from a text, but neither knows the form.
 
     Args:
         parsed: a `torch.FunctionSchema`.

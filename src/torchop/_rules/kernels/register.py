@@ -49,7 +49,7 @@ def register_kernel(
             returns a bool. It gets tensors without data: it may read shapes, strides, dtypes,
             devices and plain values, and its answer is kept for all calls with the same ones.
         batch_invariant: whether a row of a batch has the same bits whatever else is in the batch.
-        deterministic: whether equal calls have equal bits. One that does not is passed by under
+        deterministic: whether equal calls give equal bits. If not, calls pass the kernel by under
             `torch.use_deterministic_algorithms`.
         tolerance: how far results may be from those of the reference: `(rtol, atol)` by dtype.
         configs: keyword arguments of this kernel alone, such as tile sizes, as a list of dicts. The
@@ -66,7 +66,7 @@ def register_kernel(
         ProviderNameError: a `ValueError`: a name that a provider cannot have.
         RuntimeError: a device type that PyTorch does not know.
         ValueError: the operator has no argument that could choose the device.
-        TypeError: what is said of the provider has the wrong type, or there is no provider.
+        TypeError: an argument about a provider has the wrong type, or is given without one.
 
     Warns:
         RedefinitionWarning: another module registered a kernel of this provider.

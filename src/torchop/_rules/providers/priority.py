@@ -236,19 +236,19 @@ def outdate_plans() -> None:
 def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None:
     """Sets the order in which calls of this process ask the providers of operators.
 
-    It counts where no block of `torchop.priority` and no TORCHOP_PRIORITY says otherwise, and in
-    place of the author's order. An operator's name counts before a pattern, and a longer pattern
-    before a shorter one.
+    It takes the place of the author's order, unless a block of `torchop.priority` or the variable
+    TORCHOP_PRIORITY sets another one. An operator's name takes precedence over a pattern, and a
+    longer pattern over a shorter one.
 
     Args:
-        orders: names of providers by operator, a name or a pattern such as `"mylib::*"`. The first
-            one runs that can; `"reference"` is the kernel of the definition, which also runs when
-            none can. None takes back what was set for this key.
-        device_types: the device types for which the orders are; None for all.
+        orders: a dict from an operator, by name or by a pattern such as `"mylib::*"`, to names of
+            providers. The first one that can run a call does; if none can, the kernel of the
+            definition runs, whose name is `"reference"`. None removes the order that was set.
+        device_types: the device types that the orders are for; None for all.
 
     Raises:
         ProviderNameError: a `ValueError`: no operator of this name or pattern has this provider.
-        TypeError, ValueError: something else than orders.
+        TypeError, ValueError: `orders` has another form.
 
     Example:
         >>> import torch, torchop
@@ -281,18 +281,18 @@ class priority(Block):  # noqa: N801  (called like a function)
 
     It is for the calls of this thread, or of this asyncio task, and for the functions that you
     decorate. Of nested blocks, the innermost one that names the operator counts. A backward on a
-    GPU runs in a thread of PyTorch's, which is in no block: give its operators their order by
-    `set_priority`. A compiled graph calls the operator, which chooses as in eager; one into which a
-    provider was traced (`compile="inline"`) keeps that provider.
+    GPU runs in a thread of PyTorch's own, to which no block applies, so set the order of its
+    operators with `set_priority`. A compiled graph calls the operator, which chooses as in eager
+    mode, unless a provider was traced into the graph (`compile="inline"`), which it then keeps.
 
     Args:
         orders: names of providers by operator, as in `set_priority`.
-        strict: whether a call raises where the reference would run although the order does not
-            name it.
-        batch_invariant_only: whether only providers run that are registered as batch-invariant,
-            and the reference.
-        deterministic_only: whether only deterministic providers run, and the reference, as always
-            with `torch.use_deterministic_algorithms`.
+        strict: whether a call raises an error if the reference would run although the order does
+            not name it.
+        batch_invariant_only: whether only the reference runs, and providers that are registered as
+            batch-invariant.
+        deterministic_only: whether only the reference runs, and providers that are deterministic,
+            as is always so with `torch.use_deterministic_algorithms`.
         profile: whether a profiler shows the provider, as in `mylib::rms_norm[triton]`.
 
     Flags that are None stay as they are around the block.

@@ -85,9 +85,9 @@ def register_checkpoint_policy(
     """Registers whether selective activation checkpointing saves the operator's results.
 
     It applies in every region whose contexts come from
-    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. It wins over a region's policy
-    that only prefers something. A `MUST` policy wins over others, the operator's before the
-    region's.
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. If the policy of the region only
+    prefers something, that of the operator wins. A `MUST` policy wins over any other, and that of
+    the operator over that of the region.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

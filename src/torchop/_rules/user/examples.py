@@ -65,13 +65,13 @@ def register_examples(
 
 
 def make_examples(op: OpLike) -> list[Example]:
-    """Makes the sample inputs that were registered, or that the preconditions are enough for.
+    """Makes the registered sample inputs or, without any, some that fit the preconditions.
 
     Returns:
         For each example the positional arguments, a tuple, and those by keyword, a dict.
 
     Raises:
-        MissingRuleError: none were registered.
+        MissingRuleError: none were registered, and none can be made from preconditions.
         RuleSignatureError: a `TypeError`: one of them is not a call of the operator.
         ValueError: one of them breaks the preconditions (`register_preconditions`).
     """

@@ -38,7 +38,7 @@ ONNX = _OnnxRule("onnx")
 def register_onnx(
     op: OpLike, fn: Function | Lambda | None = None, /, *, lib: torch.library.Library | None = None
 ) -> Function:
-    """Registers the operator in terms of ONNX, for `torchop.export.onnx`.
+    """Registers the translation of an operator to ONNX, for `torchop.export.onnx`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

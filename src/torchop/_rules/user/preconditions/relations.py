@@ -170,7 +170,7 @@ class Lengths(Related):
 
 @dataclasses.dataclass(frozen=True)
 class Like(Precondition):
-    """The shape, dtype and device of another tensor, as of `torch.empty_like`.
+    """The shape, dtype and device of another tensor, as `torch.empty_like` takes them over.
 
     Args:
         of: the name of the other argument.
