@@ -96,7 +96,7 @@ EXCEPTIONS = {
     ),
     "_rules.providers": (
         "what chooses between the kernels of providers becomes a part of plans",
-        {"_compat", "_core", "_errors", "_rules.kernels", "_schema"},
+        {"_compat", "_core", "_errors", "_rules.kernels", "_rules.mutation", "_schema"},
     ),
     "_rules.user": (
         "they tell parts of PyTorch that have no public place for it, formulas that read data get "

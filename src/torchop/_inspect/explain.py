@@ -16,6 +16,8 @@ from torchop._native.extension import api
 from torchop._native.reasons import Reason
 from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.rule import KernelRule
+from torchop._rules.providers import foreign
+from torchop._rules.providers.priority import REFERENCE
 from torchop.extend import OpLike, values_by_name
 
 
@@ -122,20 +124,25 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:
-    """The provider of a call, why the others are passed by, and the function."""
-    definition = call.definition
+    """The provider of a call, why the others are passed by, and its function."""
+    function: Callable[..., Any] | None
+    definition = call.definition or foreign.definition_of(call.name)
     if definition is None:
         return None, (), None
     definition.check_defined()
     device = backend_select.requested_device(call.schema, call.args, call.kwargs)
     device = device or next((tensor.device.type for tensor in call.tensors), "cpu")
-    choice = definition.rule(KernelRule).choice(device)
+    rule = definition.rule(KernelRule)
+    is_here = definition.is_ours or not {device, None}.isdisjoint(rule.functions)
+    choice = rule.choice(device) if is_here else None
     if choice is None:
         return None, (), None
     values = values_by_name(call.schema, call.args, call.kwargs)
     arguments = tuple(values.get(a.name, a.default) for a in call.schema.positional)
     keywords = {a.name: values.get(a.name, a.default) for a in call.schema.keyword_only}
     provider, passed_by, function = choice.explain(arguments, keywords)
+    if provider == REFERENCE and not definition.is_ours:
+        function = None  # whatever the package has
     return provider, tuple(f"{name}: {why}" for name, why in passed_by.items()), function
 
 

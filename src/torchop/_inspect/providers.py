@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torchop._accelerate import patterns
+from torchop._compat import operators
 from torchop._core.definition import Definition
-from torchop._core.registry import own_definitions
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import priority, provider_table
 
@@ -45,13 +45,13 @@ class Provided(NamedTuple):
     where: str
 
 
-def providers(*operators: str) -> list[Provided]:
+def providers(*ops: str) -> list[Provided]:
     """Lists the kernels of operators that have several providers.
 
     A provider that was registered with a function for `supported` is asked whether it can run.
 
     Args:
-        operators: names of operators, or patterns such as `"mylib::*"`; all without one.
+        ops: names of operators, or patterns such as `"mylib::*"`; all without one.
 
     Raises:
         ValueError: a pattern that no operator's name can match.
@@ -69,18 +69,18 @@ def providers(*operators: str) -> list[Provided]:
         reference (None,) True
         vendor ('cpu',) False it is registered with supported=False
     """
-    wanted = operators or ("*",)
+    wanted = ops or ("*",)
     patterns.check_patterns("providers", wanted)
     return [
         kernel
-        for _, definition in sorted(own_definitions().items())
-        if any(priority.is_match(pattern, definition.name) for pattern in wanted)
-        for kernel in _kernels_of(definition)
+        for rule in sorted(priority.rules_with_providers(), key=lambda r: r.definition.name)
+        if any(priority.is_match(pattern, rule.definition.name) for pattern in wanted)
+        for kernel in _kernels_of(rule)
     ]
 
 
-def _kernels_of(definition: Definition) -> Iterator[Provided]:
-    rule = definition.rule(KernelRule)
+def _kernels_of(rule: KernelRule) -> Iterator[Provided]:
+    definition = rule.definition
     op, table = str(definition), provider_table(rule)
     if not table.names:
         return
@@ -89,9 +89,11 @@ def _kernels_of(definition: Definition) -> Iterator[Provided]:
         order = priority.active_order(definition.name, device, table.orders, priority.current())
         return order.names.index(name) + 1 if name in order.names else None
 
-    references = dict.fromkeys(map(inspect.unwrap, rule.functions.values()))
-    for function in references:
-        devices = tuple(d for d, f in rule.functions.items() if inspect.unwrap(f) is function)
+    functions = {d: inspect.unwrap(f) for d, f in rule.functions.items()}
+    if not definition.is_ours:  # they call whatever kernels the package has
+        functions = dict.fromkeys(functions, definition.overload)
+    for function in dict.fromkeys(functions.values()):
+        devices = tuple(d for d, f in functions.items() if f is function)
         place = _place(function, definition)
         name = priority.REFERENCE
         yield Provided(op, name, devices, True, "", rank(name, devices[0]), False, True, place)
@@ -113,5 +115,6 @@ def _kernels_of(definition: Definition) -> Iterator[Provided]:
 
 def _place(function: Any, definition: Definition) -> str:
     code = getattr(function, "__code__", None)
-    site = definition.declaration.site
+    name = definition.name
+    site = definition.declaration.site or operators.registration_site(name.packet, name.overload)
     return str(site) if code is None else f"{code.co_filename}:{code.co_firstlineno}"

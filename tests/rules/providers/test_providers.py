@@ -175,13 +175,6 @@ def test_a_redefinition_has_no_providers(namespace):
     assert torchop.explain(op, torch.ones(1)).provider is None
 
 
-def test_an_operator_of_another_package_is_refused():
-    with pytest.raises(NotImplementedError, match="operators that torchop's custom_op defines"):
-        torchop.register_kernel("aten::sin", "cpu", adding(1), provider="fast")
-    with pytest.raises(torchop.OperatorNotFoundError):
-        torchop.register_kernel("aten::sinn", "cpu", adding(1), provider="fast")
-
-
 # --------------------------------------------------------------------------------------------------
 # What `supports` sees
 

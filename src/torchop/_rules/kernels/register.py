@@ -36,7 +36,7 @@ def register_kernel(
             packet with one overload.
         device_types: `"cpu"`, `"cuda"`, any other device type, a sequence of them, or None (also
             written `"default"`) for all devices without their own kernel. For an operator that
-            `custom_op` did not define, also a dispatch key.
+            `custom_op` did not define, also a dispatch key, except for a provider.
         func: the kernel; it takes the operator's arguments. Without it, a decorator is returned.
         provider: the name of who provides this kernel, such as `"triton"`. Without it, the kernel
             is the reference on these devices, in place of the one before. With it, the kernel
@@ -54,7 +54,8 @@ def register_kernel(
         tolerance: how far results may be from those of the reference: `(rtol, atol)` by dtype.
         configs: keyword arguments of this kernel alone, such as tile sizes, as a list of dicts. The
             first dict is used.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
+        lib: the library whose lifetime the registration shares, so that closing it undoes this; by
+            default it stays for good.
 
     Returns:
         `func`; without it, a decorator.
@@ -65,6 +66,8 @@ def register_kernel(
             and has other names or defaults for them.
         ProviderNameError: a `ValueError`: a name that a provider cannot have.
         RuntimeError: a device type that PyTorch does not know.
+        NotImplementedError: an operator of another package that cannot have providers: a
+            composition, or one of PyTorch's own.
         ValueError: the operator has no argument that could choose the device.
         TypeError: an argument about a provider has the wrong type, or is given without one.
 

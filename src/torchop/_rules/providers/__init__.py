@@ -17,12 +17,11 @@ from torchop._compat import libraries
 from torchop._core.definition import Definition
 from torchop._core.library import check_library
 from torchop._core.lock import registration_lock
-from torchop._core.registry import find_schema, op_name, own_definition, resolve
-from torchop._errors import OperatorGoneError
+from torchop._core.registry import op_name, own_definition, resolve
 from torchop._rules.kernels import register
 from torchop._rules.kernels.devices import DeviceTypes, device_list
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.providers import priority
+from torchop._rules.providers import foreign, priority
 from torchop._rules.providers.priority import REFERENCE, checked_order, unknown_provider
 from torchop._rules.providers.provider import Provider, check_name, make_provider
 from torchop._rules.providers.table import NO_PROVIDERS, ProviderTable
@@ -86,14 +85,24 @@ def _register(
     options: Mapping[str, Any],
 ) -> None:
     """Registers the kernel of a provider, which goes with a library if there is one."""
-    definition = _definition(op, lib)
+    definition = _definition(op, device_types, lib)
     rule = definition.rule(KernelRule)
     check_name(definition, name, device_types)
     provider = make_provider(definition, name, device_types, function, **options)
     with registration_lock:
-        names, install = rule.places(device_types)
-        provider = provider._replace(devices=tuple(names))
-        rule.update(install, providers=provider_table(rule).adding(definition.name, provider))
+        state: dict[str, Any] = {}
+        if definition.is_ours:
+            names, install = rule.places(device_types)
+            provider = provider._replace(devices=tuple(names))
+        else:
+            install = functools.partial(foreign.install, definition)
+            provider = provider._replace(
+                function=foreign.checked_kernel(definition, provider.function)
+            )
+            references = foreign.references(definition, device_types)
+            state["registered"] = {**rule.functions, **references}
+        providers = provider_table(rule).adding(definition.name, provider)
+        rule.update(install, providers=providers, **state)
         priority.add_rule(rule)
         if lib is not None:
             libraries.on_close(lib, functools.partial(_remove, weakref.ref(rule), provider))
@@ -102,26 +111,20 @@ def _register(
 def _remove(rule: weakref.ref[KernelRule], provider: Provider) -> None:
     if (alive := rule()) is not None:
         with registration_lock:
-            alive.update(providers=provider_table(alive).without(provider))
+            providers = provider_table(alive).without(provider)
+            alive.update(providers=providers)
+            if not alive.definition.is_ours and not providers.names:
+                foreign.end(alive.definition)
 
 
-def _definition(op: OpLike, lib: torch.library.Library | None) -> Definition:
-    """The definition of one of our operators, also where another library holds the registration."""
+def _definition(
+    op: OpLike, devices: Sequence[str | None], lib: torch.library.Library | None
+) -> Definition:
+    """What holds the providers of an operator, also where a library holds the registration."""
     name = op_name(op, "register_kernel")
     check_library(f"register_kernel({name})", lib)
-    definition = own_definition(op, name)
-    if definition is None:
-        find_schema(name)  # raises where there is no operator
-        raise NotImplementedError(
-            f"register_kernel({name}): provider is for operators that torchop's custom_op defines, "
-            "which this one is not. Leave provider out, and the kernel replaces the one there is."
-        )
+    definition = own_definition(op, name) or foreign.definition_for(name, devices)
     definition.check_defined()
-    if lib is not None and lib.m is None:
-        raise OperatorGoneError(
-            f"register_kernel({name}): the Library object passed as lib has been destroyed: "
-            "nothing can be registered through it any more."
-        )
     return definition
 
 

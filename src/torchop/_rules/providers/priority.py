@@ -104,6 +104,12 @@ def add_rule(rule: KernelRule) -> None:
     _rules_with_providers.add(rule)
 
 
+def rules_with_providers() -> list[KernelRule]:
+    """The rules of operators that have providers, or had them, and are not gone."""
+    with registration_lock:  # threads may register providers
+        return [each for each in _rules_with_providers if each.definition.reason_gone is None]
+
+
 def is_match(pattern: str, name: OpName) -> bool:
     """Whether a pattern stands for an operator."""
     return any(fnmatch.fnmatchcase(text, pattern) for text in _spelled(name))
@@ -195,9 +201,7 @@ def _written(operator: object) -> Any:
 
 def _check_known(what: str, pattern: str, order: Order) -> None:
     """Refuses providers that no operator of a pattern has, as far as there are operators."""
-    with registration_lock:  # threads may register providers
-        rules = tuple(_rules_with_providers)
-    matching = [each for each in rules if is_match(pattern, each.definition.name)]
+    matching = [r for r in rules_with_providers() if is_match(pattern, r.definition.name)]
     is_name = re.search(r"[*?\[]", pattern) is None
     if not matching and not (is_name and operators.is_registered(*_packet_and_overload(pattern))):
         return  # it may be defined later
