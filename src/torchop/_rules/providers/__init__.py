@@ -96,9 +96,8 @@ def _register(
             provider = provider._replace(devices=tuple(names))
         else:
             install = functools.partial(foreign.install, definition)
-            provider = provider._replace(
-                function=foreign.checked_kernel(definition, provider.function)
-            )
+            kernels = tuple(foreign.checked_kernel(definition, each) for each in provider.kernels)
+            provider = provider._replace(function=kernels[0], kernels=kernels)
             references = foreign.references(definition, device_types)
             state["registered"] = {**rule.functions, **references}
         providers = provider_table(rule).adding(definition.name, provider)
