@@ -155,7 +155,7 @@ _VERDICTS: dict[native.State, str] = {
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
-    """Says whether fast calls work on this machine, and if not, why.
+    """Says whether fast calls work on this machine, or why not.
 
     Fast calls need the native call path, which is compiled C++ code. If there is none, because a
     build failed within the last day, the command builds it again. The exit code is 0 if the native

@@ -30,7 +30,7 @@ class Verdict:
         mutant: the change.
         outcome: `"killed"`: a check failed; `"timed out"`: a check took too long; `"survived"`: no
             check failed, although calls have other results; `"equal"`: no check failed, and all
-            calls that were compared come to the same, to the bit, so that it may change nothing;
+            calls that were compared have the same results, to the bit, so it may change nothing;
             `"not run"`: the budget was spent before.
         check: the check that failed or took too long.
         message: what it said.
