@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "rule": (write_sine, {"allocate": lambda: None}, "allocate is called with"),
     "in place": (_number_first, {"like": "x", "inplace": True}, "takes a Tensor first"),
     "in place of two": (_two, {"like": "x", "inplace": True}, "has one result"),
-    "tag": (write_sine, {"like": "x", "tags": OUT}, "adds the tags of the forms itself"),
+    "tag": (write_sine, {"like": "x", "tags": OUT}, "adds the tags of the forms by itself"),
 }
 
 

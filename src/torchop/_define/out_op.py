@@ -141,7 +141,9 @@ def out_op(
     check_callers_library(op_name, lib)
     all_tags = checked_tags(op_name, tags)
     if form_of(all_tags) is not Form.PLAIN:
-        raise SchemaError(f"{op_name}: out_op adds the tags of the forms itself; pass others only.")
+        raise SchemaError(
+            f"{op_name}: out_op adds the tags of the forms by itself, so pass only other tags."
+        )
     if (like is None) is (allocate is None):
         raise SchemaError(
             f"{op_name}: out_op needs either like, the name of the argument that each result looks "

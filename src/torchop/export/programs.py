@@ -235,8 +235,8 @@ def _check_archive(file: str | os.PathLike[str] | io.BytesIO) -> None:
         with open(file, "rb") as opened:
             start = opened.read(16)
     raise zipfile.BadZipFile(
-        f"torchop.export.load: {name} is no archive, as torchop.export and torch.export write "
-        f"them: it starts with {start!r}."
+        f"torchop.export.load: {name} is not an archive, as torchop.export and torch.export write "
+        f"it, because it starts with {start!r}."
     )
 
 

@@ -47,7 +47,7 @@ def test_names_that_a_provider_cannot_have(namespace, name):
 
 def test_options_need_a_provider(namespace):
     op = define(namespace)
-    with pytest.raises(TypeError, match="got supports without a provider"):
+    with pytest.raises(TypeError, match="takes supports only for the kernel of a provider"):
         op.register_kernel("cpu", adding(1), supports=lambda x: True)
 
 
@@ -62,7 +62,7 @@ def test_options_need_a_provider(namespace):
         ({"tolerance": [1e-3]}, TypeError, r"a dict of \(rtol, atol\) by dtype"),
         ({"configs": {"block": 1}}, TypeError, "configs expects a list of dicts"),
         ({"configs": [{"x": 1}]}, ValueError, "'x' is an argument of the operator"),
-        ({"configs": [{"a": 1}, {"b": 1}]}, ValueError, "all configs have the same names"),
+        ({"configs": [{"a": 1}, {"b": 1}]}, ValueError, "all configs must have the same names"),
         ({"supports": lambda: True}, TypeError, r"supports is called with \(x\)"),
         ({"supports": 1}, TypeError, "supports"),
     ],

@@ -126,6 +126,6 @@ def _refuse_options(op: object, options: Mapping[str, Any]) -> None:
     given = [name for name, value in options.items() if value is not parameters[name].default]
     if given:
         raise TypeError(
-            f"{op}: register_kernel got {given[0]} without a provider, whose kernels it is about. "
-            "Add a name for it: provider='...'."
+            f"{op}: register_kernel takes {given[0]} only for the kernel of a provider. Name the "
+            "provider: provider='...'."
         )

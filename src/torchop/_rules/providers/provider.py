@@ -167,8 +167,8 @@ def _checked_configs(
             )
         if config.keys() != configs[0].keys():
             raise ValueError(
-                f"{what}: all configs have the same names, but {short_repr(config)} has others "
-                f"than {short_repr(configs[0])}."
+                f"{what}: all configs must have the same names, but those of "
+                f"{short_repr(config)} and {short_repr(configs[0])} differ."
             )
     return tuple(map(dict, configs))
 

@@ -34,7 +34,7 @@ def keeps_64_bits(op: Any, args: Any, kwargs: Any, place: int | str) -> None:
         return  # refused
     if _differ(near, plain) and not _differ(far, plain):
         raise AssertionError(
-            f"{_named(place)}: integers that are 2**32 apart give the same result, and those that "
+            f"{_named(place)}: integers that are 2**32 apart give the same result, but those that "
             "are 2**31 apart do not. The kernel keeps 32 of their 64 bits; take int64_t, or refuse "
             "what is too large."
         )

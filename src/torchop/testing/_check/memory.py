@@ -302,7 +302,7 @@ def many_rows(subject: Subject, details: Details) -> Iterator[Case]:
                         yield Case(label, repeats_its_rows, smaller, options=options)
                 if results:
                     break
-    raise CannotCheck("no result has rows, each of which is that of rows of the arguments")
+    raise CannotCheck("no result has a row for each row of the arguments")
 
 
 def _repeated_results(subject: Subject, example: Example, size: int) -> list[torch.Tensor]:

@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x) -> Tensor",
         "a -> a",
         {"unhashed": ("x",)},
-        "names 'x', which is no argument without",
+        "takes names of arguments that are not tensors, got 'x'",
     ),
     "unhashed behind": (
         "(Tensor x, int n, float lr) -> Tensor",
@@ -158,7 +158,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x) -> Tensor",
         "a -> a",
         {"unhashed": ([],)},
-        r"names \[\], which is no argument without",
+        r"takes names of arguments that are not tensors, got \[\]",
     ),
     "a whole that is no text": ("(Tensor x) -> Tensor", "a -> a", {"whole": X}, "is a string with"),
     "a reduction that is no text": (

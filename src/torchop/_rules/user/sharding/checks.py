@@ -91,8 +91,8 @@ def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[st
     for name in names:
         if not isinstance(name, str) or name not in plain:
             raise ShardingRuleError(
-                f"{op.name()}: unhashed= names {short_repr(name)}, which is no argument without "
-                f"tensors. Got {schema}."
+                f"{op.name()}: unhashed= takes names of arguments that are not tensors, got "
+                f"{short_repr(name)}. Got {schema}."
             )
     first = first_hashed(op, names)
     for name in names:

@@ -200,7 +200,7 @@ def subclasses(subject: Subject, details: Details) -> Iterator[Case]:
 def copies(subject: Subject, details: Details) -> Iterator[Case]:
     """Do copies of the handle, deep or pickled, do the same?"""
     if subject.operator.handle is None:
-        raise CannotCheck("there is no handle of torchop, which has to outlive copies")
+        raise CannotCheck("the operator has no handle of torchop, of which copies could be made")
     for example in subject.accepted(most=1):
         yield Case("copies of the handle", copies_are_the_same, example)
 
