@@ -98,6 +98,8 @@ def test_wrong_examples_are_refused(good: Any) -> None:
         check(good, torch.ones(2))
     with pytest.raises(TypeError, match="is not a call of"):
         check(good, (torch.ones(2), 2.0, 3.0))
+    with pytest.raises(TypeError, match=r"Pass several examples one by one, as in check\(op, \*"):
+        check(good, [EXAMPLE, EXAMPLE, EXAMPLE])
     with pytest.raises(ValueError, match="no data"):
         check(good, (torch.ones(2, device="meta"),))
 

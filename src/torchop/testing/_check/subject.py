@@ -168,7 +168,8 @@ class Subject:
             except TypeError as error:
                 raise TypeError(
                     f"check({self.name}, ...): an example is a tuple of arguments, or (args, "
-                    f"kwargs), but this one is not a call of {self.schema}: {error}."
+                    f"kwargs), but this one is not a call of {self.schema}: {error}. Pass "
+                    "several examples one by one, as in check(op, *examples)."
                 ) from None
         args, kwargs = sample_of(self.operator, "check", args, kwargs)
         args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
