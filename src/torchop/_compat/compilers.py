@@ -44,6 +44,12 @@ def dynamo_is_tracing() -> bool:
 torchop._errors.dynamo_is_tracing = dynamo_is_tracing
 
 
+def break_graph(reason: str) -> None:
+    """Ends a graph that Dynamo traces; with `fullgraph=True`, its error gives the reason."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=reason)
+
+
 def compiling_backend() -> str | None:
     """The name of the backend for which this thread compiles, if there is one.
 

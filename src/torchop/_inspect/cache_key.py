@@ -25,7 +25,9 @@ def cache_key_tag() -> str:
 
     Put it into `torch.compiler.config.cache_key_tag` after your operators are defined. A graph that
     was compiled with other rules is then compiled again. The digest does not depend on kernels,
-    because a compiled graph calls them. It also does not depend on functions that a rule calls, on
+    because a compiled graph calls them, except where it contains them (`compile="inline"`): then it
+    depends on those of providers, and on the order in force, so set the tag again after a change of
+    the order. It does not depend on functions that a rule calls, on
     values that it closes over, or on rules for operators of other packages.
 
     Example:

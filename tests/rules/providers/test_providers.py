@@ -557,3 +557,41 @@ def test_an_inlined_operator_traces_the_provider_with_guards(namespace):
     assert value(compiled, torch.zeros(60)) == 1
     assert len(graphs) == 2
     assert "aten.sin.default" not in graphs[1]
+
+
+def test_a_block_is_not_traced(namespace):
+    op = define(namespace)
+    op.register_kernel("cpu", adding(10), provider="ten")
+
+    def function(x):
+        with torchop.priority({f"{namespace}::op": ["ten"]}):
+            return op(x)
+
+    compiled = functools.partial(torch.compile, function, backend="aot_eager")
+    with pytest.raises(
+        RuntimeError, match=r"cannot trace torchop\.priority.* Open the block around"
+    ):
+        compiled(fullgraph=True)(torch.zeros(1))
+    assert value(compiled()) == 10
+
+
+def test_caches_of_graphs_notice_an_order_where_kernels_are_traced(namespace):
+    inlined = define(namespace, compile="inline")
+    inlined.register_kernel("cpu", adding(10), provider="ten")
+    tag = torchop.cache_key_tag()
+    with torchop.priority({f"{namespace}::op": ["ten"]}):
+        in_block = torchop.cache_key_tag()
+    torchop.set_priority({f"{namespace}::op": ["ten"]})
+    assert torchop.cache_key_tag() == in_block != tag
+    torchop.set_priority({f"{namespace}::op": None})
+    assert torchop.cache_key_tag() == tag
+    inlined.register_kernel("cpu", lambda x: x + 11, provider="ten")
+    assert torchop.cache_key_tag() != tag
+
+
+def test_caches_of_graphs_that_call_the_operator_do_not_depend_on_orders(namespace):
+    op = define(namespace)
+    op.register_kernel("cpu", adding(10), provider="ten")
+    tag = torchop.cache_key_tag()
+    with torchop.priority({f"{namespace}::op": ["ten"]}):
+        assert torchop.cache_key_tag() == tag

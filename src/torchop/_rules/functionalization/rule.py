@@ -31,6 +31,7 @@ from torchop._errors import FunctionalizationError
 from torchop._rules.functionalization import counterparts as counterparts_module
 from torchop._rules.functionalization.counterparts import FUNCTIONAL, MUTABLE, without_none
 from torchop._rules.functionalization.hidden_aliases import copy_hidden_aliases
+from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 
@@ -73,6 +74,9 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         if self.inlined is not None:
             inlined, function = self.inlined
             yield from (str(inlined), function)
+            providers = self.definition.rule(KernelRule).providers
+            if providers is not None:  # the graph contains the kernel of the one that was chosen
+                yield from providers.cache_parts(self.definition.name)
 
     def repr_text(self) -> str | None:
         return None if self.inlined is None else str(self.inlined[0])

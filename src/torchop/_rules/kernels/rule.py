@@ -69,11 +69,13 @@ class ProviderTable(Protocol):
             kernels, the device types for which nothing else is to run, and what a plan does to
             every kernel.
         choice: what chooses for one device type, given the same.
+        cache_parts: what a compiler that traces kernels bakes into a graph, given the name.
     """
 
     names: list[str]
     functions: Callable[..., Mapping[str | None, Callable[..., Any]]]
     choice: Callable[..., Any]
+    cache_parts: Callable[..., Iterator[object]]
 
 
 class KernelRule(CompiledRule[Kernels]):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple, TypeAlias
 
-from torchop._compat import operators
+from torchop._compat import compilers, operators
 from torchop._core.blocks import Block
 from torchop._core.lock import registration_lock
 from torchop._errors import ProviderNameError, nearest, short_repr
@@ -331,6 +331,12 @@ class priority(Block):  # noqa: N801  (called like a function)
         deterministic_only: bool | None = None,
         profile: bool | None = None,
     ) -> None:
+        compilers.break_graph(
+            "torch.compile cannot trace torchop.priority: a compiled graph calls the operator, "
+            "which follows the order that is in force when the graph runs, and not one inside of "
+            "it. Open the block around the call of the compiled function, or use "
+            "torchop.set_priority."
+        )
         flags = (strict, batch_invariant_only, deterministic_only, profile)
         self._flags = dict(zip(_FLAGS, flags, strict=True))
         for name, flag in self._flags.items():

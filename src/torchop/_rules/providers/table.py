@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchop._core.definition import NOTHING
@@ -121,6 +121,15 @@ class ProviderTable(NamedTuple):
                 prepare,
             )
         )
+
+    def cache_parts(self, op: OpName) -> Iterator[object]:
+        """What decides which kernel a compiler traces: the kernels, and the orders in force."""
+        settings = priority.current()
+        yield (settings.batch_invariant_only, settings.deterministic_only)
+        for device, known in sorted(self.by_device.items(), key=repr):
+            yield (device, priority.active_order(op, device, self.orders, settings).names)
+            for name, provider in known.items():
+                yield (name, provider.function)
 
 
 NO_PROVIDERS = ProviderTable(NOTHING, frozenset(), NOTHING, set())
