@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from torchop._core.cache_folder import REMEDY, cache_folder
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import worker
 from torchop._native.extension.recipe import STEM, Recipe, find_compiler, names_in
@@ -30,7 +31,6 @@ PREBUILT = Path(__file__).parents[1] / "prebuilt"
 # not through the import system, which may search the working directory, where anybody's files are.
 WHEEL_PACKAGE = "torchop_native"
 WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
-_REMEDY = "Set TORCHOP_CACHE_DIR to a folder that only you can write to"
 
 
 class UnusableFileError(ImportError):
@@ -95,17 +95,6 @@ def keys_in(folder: Path | None) -> str:
     return worker.printable(", ".join(keys[:3])) + more
 
 
-def cache_folder() -> Path:
-    """Where the cache is, or would be: `TORCHOP_CACHE_DIR`, or `torchop` in the user's caches.
-
-    There is no symbolic link above it: links are followed here, once, so that the folders that are
-    checked are those that are used.
-    """
-    path = os.environ.get("TORCHOP_CACHE_DIR")
-    folder = Path(path).absolute() if path else _caches_of_user() / "torchop"
-    return Path(os.path.realpath(folder.parent), folder.name)
-
-
 def make_cache_folder() -> Path:
     """Makes the folder if there is none, for the user alone."""
     path = cache_folder()
@@ -117,11 +106,11 @@ def make_cache_folder() -> Path:
                 folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise NativeUnavailableError(
-            f"the cache folder {path} cannot be made: {error.strerror}. {_REMEDY}"
+            f"the cache folder {path} cannot be made: {error.strerror}. {REMEDY}"
         ) from None
     check_private(path)
     if not os.access(path, os.W_OK | os.X_OK):
-        raise NativeUnavailableError(f"the cache folder {path} is read-only. {_REMEDY}")
+        raise NativeUnavailableError(f"the cache folder {path} is read-only. {REMEDY}")
     return path
 
 
@@ -137,7 +126,7 @@ def check_folders_above(path: Path) -> None:
         except OSError as error:
             raise NativeUnavailableError(
                 f"the folder {folder}, above the cache, cannot be checked: {error.strerror}. "
-                f"{_REMEDY}"
+                f"{REMEDY}"
             ) from None
         if info.st_uid not in (0, os.geteuid()):
             _refuse(f"{folder}, above the cache, belongs to another user (number {info.st_uid})")
@@ -220,7 +209,7 @@ def _check_status(path: Path, info: os.stat_result) -> None:
     if not (stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode)):
         raise NativeUnavailableError(
             f"{path} is not a regular file or folder (a symbolic link?), so its target may change. "
-            f"{_REMEDY}"
+            f"{REMEDY}"
         )
     if not hasattr(os, "geteuid"):
         return  # Windows, where modes say nothing, and a profile is private
@@ -233,7 +222,7 @@ def _check_status(path: Path, info: os.stat_result) -> None:
 
 def _refuse(problem: str, remedy: str = "") -> NoReturn:
     raise NativeUnavailableError(
-        f"{problem}, who could put code there, and you would run it. {_REMEDY}{remedy}"
+        f"{problem}, who could put code there, and you would run it. {REMEDY}{remedy}"
     )
 
 
@@ -279,23 +268,3 @@ def build_in(folder: Path, recipe: Recipe, *, any_build: bool = False) -> Path |
     except NativeUnavailableError:
         any_build = True  # it will not be compiled
     return next(iter(builds_in(folder, recipe)), None) if any_build else None
-
-
-def _caches_of_user() -> Path:
-    path = os.environ.get("XDG_CACHE_HOME")
-    # The standard of the XDG says to ignore a relative one.
-    if path and Path(path).is_absolute():
-        return Path(path)
-    try:
-        home = Path.home()
-    except RuntimeError:
-        home = Path()
-    if not home.is_absolute():  # the working directory may hold anybody's files
-        raise NativeUnavailableError(
-            f"there is no home folder, so there is no place for a cache. {_REMEDY}"
-        )
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    return home / ".cache"
