@@ -50,6 +50,7 @@ if typing.TYPE_CHECKING:
     from torchop._inspect.providers import Provided, providers
     from torchop._inspect.record import Recorded, record
     from torchop.testing import opcheck
+    from torchop.testing._tune import Tuned, tune, tuning
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ _LATE = {
     "_inspect.providers": ("Provided", "providers"),
     "_inspect.record": ("Recorded", "record"),
     "testing": ("opcheck",),
+    "testing._tune": ("Tuned", "tune", "tuning"),
 }
 _MODULES = ("compat", "export", "preconditions", "testing")  # found without an import of their own
 
@@ -127,6 +129,9 @@ __all__ = [
     "set_priority",
     "providers",
     "Provided",
+    "tune",
+    "tuning",
+    "Tuned",
     # testing and asking
     "opcheck",
     "checking",

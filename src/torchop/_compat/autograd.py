@@ -21,6 +21,11 @@ def is_excluded() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
 
 
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
 # The keys that `below_autograd` excludes.
 EXCLUDED_BELOW = (
     DispatchKeySet(DispatchKey.AutogradFunctionality)

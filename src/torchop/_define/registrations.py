@@ -49,6 +49,7 @@ class Registrations(Handle):
     def register_kernel(self) -> None: ...
 
     set_priority = providers.set_priority
+    set_tuning = providers.set_tuning
 
     @SameAs(fake.register_fake)
     def register_fake(self) -> None: ...

@@ -14,11 +14,10 @@ from torchop._inspect.reasons import Call
 from torchop._native import switch
 from torchop._native.extension import api
 from torchop._native.reasons import Reason
-from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.providers import foreign
+from torchop._rules.providers import choice_of_call, foreign
 from torchop._rules.providers.priority import REFERENCE
-from torchop.extend import OpLike, values_by_name
+from torchop.extend import OpLike
 
 
 class Explanation(NamedTuple):
@@ -130,16 +129,9 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
     if definition is None:
         return None, (), None
     definition.check_defined()
-    device = backend_select.requested_device(call.schema, call.args, call.kwargs)
-    device = device or next((tensor.device.type for tensor in call.tensors), "cpu")
-    rule = definition.rule(KernelRule)
-    is_here = definition.is_ours or not {device, None}.isdisjoint(rule.functions)
-    choice = rule.choice(device) if is_here else None
+    choice, arguments, keywords = choice_of_call(definition, call.args, call.kwargs)
     if choice is None:
         return None, (), None
-    values = values_by_name(call.schema, call.args, call.kwargs)
-    arguments = tuple(values.get(a.name, a.default) for a in call.schema.positional)
-    keywords = {a.name: values.get(a.name, a.default) for a in call.schema.keyword_only}
     provider, passed_by, function = choice.explain(arguments, keywords)
     if provider == REFERENCE and not definition.is_ours:
         function = None  # whatever the package has

@@ -22,11 +22,11 @@ from torchop._accelerate.accelerate import aligned
 from torchop._inspect import call_record
 from torchop._rules.user.examples import make_examples
 from torchop.cli.child_process import ChildError, answers, first_line, preload
-from torchop.cli.measure import Call, way
+from torchop.cli.measure import Call
 from torchop.cli.selection import Selection, selecting
 from torchop.extend import Operator
 from torchop.testing._samples import with_fake_tensors
-from torchop.testing._timing import Timing, Way, timed
+from torchop.testing._timing import Timing, Way, timed, way
 from torchop.testing.probes import mapped, tensors_of
 
 _SECONDS = 0.3  # for one way of calling, unless a call takes longer

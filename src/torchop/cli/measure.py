@@ -7,9 +7,8 @@ it gets tensors of ones.
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import click
@@ -26,10 +25,9 @@ from torchop import (
 from torchop._inspect import call_record
 from torchop._inspect.registrant import modules_of
 from torchop.cli.child_process import answers, first_line, preload
-from torchop.extend import Operator, OpName, Schema
+from torchop.extend import Operator, OpName
 from torchop.testing._samples import inside_a_graph
-from torchop.testing._timing import Timing, Way, timed
-from torchop.testing.probes import copies
+from torchop.testing._timing import Timing, timed, way
 
 _SECONDS = 0.5  # for each way of calling an operator, unless a call takes longer
 _LIMIT = 60.0  # seconds, for all calls of an operator
@@ -166,24 +164,6 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
     # Other processes make rounds longer, never shorter: what can take the slower way for the faster
     # one are long rounds of the latter.
     return Cost(before.best, after.best, min(before, after).noise)
-
-
-def way(
-    function: Callable[..., Any],
-    schema: Schema,
-    call: Call,
-    mode: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> Way:
-    """A way to make a call; what it writes gets fresh contents for each round.
-
-    After many calls they might overflow, and arithmetic with infinities takes another time.
-    """
-
-    def make() -> Callable[[], Any]:
-        args, kwargs = inside_a_graph(schema, *copies(call)) if schema.is_mutable else call
-        return functools.partial(function, *args, **kwargs)
-
-    return Way(make, mode)
 
 
 def _working(timing: Timing | Exception) -> Timing:

@@ -20,7 +20,8 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from torchop._core.cache_folder import REMEDY, cache_folder
+from torchop._core.cache_folder import REMEDY
+from torchop._core.cache_folder import cache_folder as cache_folder
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import worker
 from torchop._native.extension.recipe import STEM, Recipe, find_compiler, names_in

@@ -7,24 +7,36 @@ when it compiles a plan, and only if the operator has providers.
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.library
 
 from torchop._compat import libraries
+from torchop._core.call import Call, tensors_in, values_by_name
 from torchop._core.definition import Definition
 from torchop._core.library import check_library
 from torchop._core.lock import registration_lock
 from torchop._core.registry import op_name, own_definition, resolve
-from torchop._rules.kernels import register
+from torchop._errors import nearest, short_repr
+from torchop._rules.kernels import backend_select, register
 from torchop._rules.kernels.devices import DeviceTypes, device_list
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import foreign, priority
-from torchop._rules.providers.priority import REFERENCE, checked_order, unknown_provider
+from torchop._rules.providers.candidates import DeviceKernels
+from torchop._rules.providers.choice import Choice
+from torchop._rules.providers.priority import (
+    REFERENCE,
+    TUNED,
+    checked_order,
+    unknown_provider,
+)
 from torchop._rules.providers.provider import Provider, check_name, make_provider
 from torchop._rules.providers.table import NO_PROVIDERS, ProviderTable
+from torchop._rules.providers.tuned import Buckets, Tuning
 from torchop.extend import OpLike
 
 
@@ -38,6 +50,7 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
         op: the operator.
         order: names of its providers, of which the first that can run a call does. If none can, the
             kernels that were registered without a provider run, which are named `"reference"`.
+            `"tuned"` stands for the provider that was measured as the fastest (`torchop.tune`).
         device_types: the device types that the order is for; None for all without one of their own.
 
     Raises:
@@ -63,10 +76,66 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
     known = rule.provider_names
     for name in names:
         # A definition names providers that come later; if they do not, the first call says so.
-        if name != REFERENCE and name not in known and known:
+        if known and name not in (REFERENCE, TUNED, *known):
             raise unknown_provider("set_priority", definition, name, known)
     with registration_lock:
         rule.update(providers=provider_table(rule).ordered(names, device_list(device_types)))
+
+
+def set_tuning(
+    op: OpLike, table: str | os.PathLike[str] | None = None, /, *, buckets: Buckets | None = None
+) -> None:
+    """Sets the measurements that calls of an operator follow, as its author.
+
+    Calls ask for them where `"tuned"` stands in the order of providers. What the user of the
+    operator measured counts before.
+
+    Args:
+        op: the operator.
+        table: the file that `torchop.tune(..., table=...)` wrote, and that your package ships.
+        buckets: by argument and dimension, the upper bounds of the buckets that its sizes are put
+            into when something is measured, as in `{"x": {0: [1, 16, 256]}}`. A negative dimension
+            counts from the end. Sizes without bounds are put into those of powers of two.
+
+    Raises:
+        OperatorGoneError: the operator was replaced or closed.
+        TypeError, ValueError: no path, or buckets of something that the operator does not have.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::times_five", mutates_args=(), priority=["tuned"])
+        ... def times_five(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 5
+        >>> times_five.set_tuning("tuned.json", buckets={"x": {0: [1, 16, 256]}})
+    """
+    definition = resolve(op, "set_tuning")
+    rule = definition.rule(KernelRule)
+    names = [name for names in definition.schema.parameters for name in names]
+    for name, bounds in (buckets or {}).items():
+        if name not in names:
+            raise ValueError(
+                f"{definition}: set_tuning has buckets for {short_repr(name)}, but the operator "
+                f"takes {', '.join(names)}{nearest(name, names)}."
+            )
+        if not isinstance(bounds, Mapping) or not all(map(_are_bounds, bounds.items())):
+            raise TypeError(
+                f"{definition}: set_tuning expects the upper bounds of buckets by dimension, such "
+                f"as {{{name!r}: {{0: [1, 16, 256]}}}}, got {short_repr(bounds)} for {name!r}."
+            )
+    path = None if table is None else Path(table).absolute()
+    with registration_lock:
+        tuning = Tuning(path, dict(buckets or {}))
+        rule.update(providers=provider_table(rule)._replace(tuning=tuning))
+        priority.add_rule(rule)
+
+
+def _are_bounds(item: tuple[Any, Any]) -> bool:
+    dim, bounds = item
+    return (
+        isinstance(dim, int)
+        and isinstance(bounds, Sequence)
+        and all(isinstance(each, int) and each >= 0 for each in bounds)
+    )
 
 
 def provider_table(rule: KernelRule) -> ProviderTable:
@@ -74,6 +143,32 @@ def provider_table(rule: KernelRule) -> ProviderTable:
     table: Any = rule.providers
     # With a set of its own for what is reported, which is the one thing in it that changes.
     return NO_PROVIDERS._replace(reported=set()) if table is None else table
+
+
+def choice_of_call(
+    definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Choice | None, tuple[Any, ...], dict[str, Any]]:
+    """What chooses the kernel of a call, None without providers, and all arguments it gets."""
+    schema = definition.schema
+    values = values_by_name(schema, args, kwargs)
+    arguments = tuple(values.get(a.name, a.default) for a in schema.positional)
+    keywords = {a.name: values.get(a.name, a.default) for a in schema.keyword_only}
+    device = backend_select.requested_device(schema, args, dict(kwargs))
+    tensors = tensors_in((*arguments, *keywords.values()))
+    device = device or next((tensor.device.type for tensor in tensors), "cpu")
+    rule = definition.rule(KernelRule)
+    # Of another package's operator, only the devices are ours that it has providers for.
+    is_here = definition.is_ours or not {device, None}.isdisjoint(rule.functions)
+    return rule.choice(device) if is_here else None, arguments, keywords
+
+
+def kernels_of_call(
+    op: OpLike, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[DeviceKernels | None, Call]:
+    """The kernels that could run a call, None without providers, and all arguments they get."""
+    definition = resolve(op, "tune")
+    choice, args, kwargs = choice_of_call(definition, args, kwargs)
+    return None if choice is None else choice.kernels, (args, kwargs)
 
 
 def _register(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,42 +19,20 @@ from torchop._errors import (
     warn,
 )
 from torchop._rules.providers import priority
-from torchop._rules.providers.priority import NO_BLOCK, REFERENCE, ActiveOrder, Order, Settings
-from torchop._rules.providers.provider import Provider
-from torchop.extend import OpName
+from torchop._rules.providers.candidates import DeviceKernels, Function, TunedKernels
+from torchop._rules.providers.priority import (
+    NO_BLOCK,
+    REFERENCE,
+    TUNED,
+    ActiveOrder,
+    Settings,
+)
+from torchop._rules.providers.provider import TUNED_PROVIDER, Provider
 
 # The table of a selection begins again when it has so many keys: calls of ever new sizes would
 # otherwise fill the memory. Finding out again takes microseconds, once in so many calls.
 _MOST_KEYS = 4096
 _MOST_SELECTIONS = 64
-
-Function = Callable[..., Any]
-
-
-class DeviceKernels(NamedTuple):
-    """The kernels of one operator that one device has, and all that decides between them.
-
-    Attributes:
-        op: the name of the operator.
-        device: the device type; None for those without kernels of their own.
-        reference: the kernel that was registered without a provider; None without one.
-        providers: the others, by name, in the order in which they were registered.
-        known: the names of all providers of the operator, for whichever device.
-        removed: the names of those that it had once.
-        author: the author's orders, by device type.
-        reported: what was said of providers that were passed by; it outlives plans.
-        prepare: what a plan does to every kernel.
-    """
-
-    op: OpName
-    device: str | None
-    reference: Function | None
-    providers: Mapping[str, Provider]
-    known: Collection[str]
-    removed: Collection[str]
-    author: Mapping[str | None, Order]
-    reported: set[tuple[str, bool]]
-    prepare: Callable[[Function], Function]
 
 
 class Selection:
@@ -66,6 +45,7 @@ class Selection:
         "_chosen",
         "_fallback",
         "_report",
+        "_tuned",
         "candidates",
         "falls_back",
         "function",
@@ -81,6 +61,7 @@ class Selection:
         passed_by: Mapping[str, str],
         falls_back: bool,
         report: Callable[[Selection], None],
+        tuned: TunedKernels | None,
     ) -> None:
         self.order = order
         # Whether the reference, where it runs, runs in place of what the order names.
@@ -89,6 +70,7 @@ class Selection:
         self.passed_by = passed_by  # by name, why
         self._fallback = fallback
         self._report = report  # called where no provider accepts a call
+        self._tuned = tuned  # what the order stands for by "tuned", if it says so
         # What runs, where no provider looks at the arguments.
         self.function: Function | None = None
         if not candidates:
@@ -116,6 +98,8 @@ class Selection:
 
     def answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Function, bool]:
         """The function for a call, and whether tables may keep it for those with the same key."""
+        if self._tuned is not None:
+            self._tuned.measure(args, kwargs)
         provider, function = self.choose(args, kwargs)
         if provider is None:
             self._report(self)
@@ -126,9 +110,21 @@ class Selection:
     ) -> tuple[Provider | None, Function]:
         """The first provider that accepts a call, None for the reference, and the function."""
         for provider, function in self.candidates:
-            if provider.accepts is None or provider.accepts(args, kwargs, is_traced):
+            if provider is TUNED_PROVIDER and self._tuned is not None:
+                if (fastest := self._tuned.fastest(args, kwargs, is_traced)) is not None:
+                    return fastest
+            elif provider.accepts is None or provider.accepts(args, kwargs, is_traced):
                 return provider, function
         return None, self._fallback
+
+
+def _why_not(provider: Provider, settings: Settings, only_deterministic: bool) -> str | None:
+    """Why a provider cannot run any call; None if it can."""
+    if settings.batch_invariant_only and not provider.batch_invariant:
+        return "it is not batch-invariant, and only such kernels are allowed"
+    if only_deterministic and not provider.deterministic:
+        return "it is not deterministic, and only such kernels are allowed"
+    return provider.why_unsupported()
 
 
 class Choice:
@@ -164,6 +160,11 @@ class Choice:
             function = selection.lookup(args, kwargs)
         return function(*args, **kwargs)
 
+    @property
+    def kernels(self) -> DeviceKernels:
+        """The kernels that it chooses between."""
+        return self._kernels
+
     def explain(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, str], Function]:
@@ -172,12 +173,16 @@ class Choice:
         provider, function = selection.choose(args, kwargs)
         chosen = REFERENCE if provider is None else provider.name
         passed_by = dict(selection.passed_by)
+        own = [candidate for candidate, _ in selection.candidates]
+        is_measured = provider is not None and all(provider is not each for each in own)
         for other, _ in selection.candidates:
-            if other is provider:
+            if other is provider or (is_measured and other is TUNED_PROVIDER):
                 break
-            passed_by[other.name] = _DECLINED
+            passed_by[other.name] = _UNMEASURED if other is TUNED_PROVIDER else _DECLINED
         for name in (*self._kernels.providers, REFERENCE):
-            if name != chosen:
+            if name != chosen and is_measured:
+                passed_by[name] = f"{chosen} was measured as the fastest"
+            elif name != chosen:
                 passed_by.setdefault(name, f"{chosen} comes before it")
         return chosen, passed_by, function
 
@@ -185,7 +190,7 @@ class Choice:
         """The provider whose kernel a compiler is to trace; None for the reference."""
         selection = self._selection(priority.current(), self._is_deterministic())
         provider, _ = selection.choose(args, kwargs, is_traced=True)
-        return provider
+        return None if provider is None or provider.name == REFERENCE else provider
 
     def _is_deterministic(self) -> bool:
         return self._has_random and torch.are_deterministic_algorithms_enabled()
@@ -211,14 +216,13 @@ class Choice:
         for name in order.names:
             if name == REFERENCE:
                 break
+            if name == TUNED:
+                candidates.append(TUNED_PROVIDER)
+                continue
             provider = kernels.providers.get(name)
             if provider is None:
                 passed_by[name] = self._why_not_here(name, order)
-            elif settings.batch_invariant_only and not provider.batch_invariant:
-                passed_by[name] = "it is not batch-invariant, and only such kernels are allowed"
-            elif only_deterministic and not provider.deterministic:
-                passed_by[name] = "it is not deterministic, and only such kernels are allowed"
-            elif (why := provider.why_unsupported()) is not None:
+            elif (why := _why_not(provider, settings, only_deterministic)) is not None:
                 passed_by[name] = why
             else:
                 candidates.append(provider)
@@ -238,7 +242,17 @@ class Choice:
             falls_back = False
             fallback = self._refusal(order, candidates, passed_by)
         fallback = self._profiled(settings, REFERENCE, fallback)
-        return Selection(order, pairs, fallback, passed_by, falls_back, self._report_declined)
+        tuned = None
+        if TUNED_PROVIDER in candidates:
+            allowed = {
+                name: provider
+                for name, provider in kernels.providers.items()
+                if _why_not(provider, settings, only_deterministic) is None
+            }
+            profiled = functools.partial(self._profiled, settings)
+            tuned = TunedKernels(kernels, allowed, settings.tuner, profiled)
+        report = self._report_declined
+        return Selection(order, pairs, fallback, passed_by, falls_back, report, tuned)
 
     def _why_not_here(self, name: str, order: ActiveOrder) -> str:
         op, device, *_ = self._kernels
@@ -268,7 +282,10 @@ class Choice:
     ) -> Function:
         op, device, reference, providers, *_ = self._kernels
         reasons = {name: why for name, why in passed_by.items() if name in order.names}
-        reasons |= {provider.name: _DECLINED for provider in candidates}
+        reasons |= {
+            provider.name: _UNMEASURED if provider is TUNED_PROVIDER else _DECLINED
+            for provider in candidates
+        }
         listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
         names = list(providers)
 
@@ -302,7 +319,7 @@ class Choice:
         op, device, _, providers, *_ = self._kernels
         reasons = {name: why for name, why in selection.passed_by.items() if name in providers}
         if is_declined:
-            reasons |= {provider.name: _DECLINED for provider, _ in selection.candidates}
+            reasons |= {p.name: _DECLINED for p, _ in selection.candidates if p.name in providers}
         falls_back = selection.falls_back and (is_declined or not selection.candidates)
         for name, why in reasons.items():
             if name not in selection.order.names:
@@ -321,6 +338,7 @@ class Choice:
                 warn(f"{text} It is in the order of {selection.order.by}.", ProviderWarning)
 
 
+_UNMEASURED = "no measurement is for such a call"
 _DECLINED = "its `supports` says no to the arguments"
 _UNASKED = "no order names it"
 

@@ -6,6 +6,7 @@ from `torchop.set_priority`, else from the author of the operator. Without one, 
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import functools
 import os
@@ -13,7 +14,7 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torchop._compat import compilers, operators
 from torchop._core.blocks import Block
@@ -24,6 +25,8 @@ from torchop._rules.kernels.rule import KernelRule
 from torchop.extend import OpName
 
 REFERENCE = "reference"
+# In an order: the kernel that was measured as the fastest for calls of these sizes.
+TUNED = "tuned"
 VARIABLE = "TORCHOP_PRIORITY"
 
 Order: TypeAlias = tuple[str, ...]
@@ -56,26 +59,40 @@ class ActiveOrder(NamedTuple):
     is_exact: bool = False
 
 
+class Tuner(Protocol):
+    """What measures calls in a block of `torchop.tuning`, given the kernels and the arguments."""
+
+    measure: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
+
+
 class Settings:
     """What the open blocks of a thread or task come to.
 
     The same blocks give the same object, so that calls find quickly what follows from it.
     """
 
-    __slots__ = ("batch_invariant_only", "deterministic_only", "orders", "profile", "strict")
+    __slots__ = (
+        "batch_invariant_only",
+        "deterministic_only",
+        "orders",
+        "profile",
+        "strict",
+        "tuner",
+    )
 
     def __init__(
-        self, orders: tuple[tuple[ScopedOrder, ...], ...], flags: Mapping[str, bool]
+        self, orders: tuple[tuple[ScopedOrder, ...], ...], flags: Mapping[str, Any]
     ) -> None:
         self.orders = orders  # of each block, the innermost first
         self.strict = flags["strict"]
         self.batch_invariant_only = flags["batch_invariant_only"]
         self.deterministic_only = flags["deterministic_only"]
         self.profile = flags["profile"]
+        self.tuner: Tuner | None = flags["tuner"]
 
-    def inside(self, orders: tuple[ScopedOrder, ...], flags: Mapping[str, bool | None]) -> Settings:
+    def inside(self, orders: tuple[ScopedOrder, ...], flags: Mapping[str, Any]) -> Settings:
         """Those of a block inside: a flag that is None stays as it is."""
-        merged = {n: getattr(self, n) if flag is None else flag for n, flag in flags.items()}
+        merged = {n: getattr(self, n) if flags.get(n) is None else flags[n] for n in _FLAGS}
         key = ((orders, *self.orders) if orders else self.orders, tuple(merged.items()))
         if len(_settings) >= _MOST_SETTINGS:
             _settings.clear()  # programs that come here make new orders all the time
@@ -84,8 +101,8 @@ class Settings:
 
 _MOST_SETTINGS = 1000
 _settings: dict[Any, Settings] = {}
-_FLAGS = ("strict", "batch_invariant_only", "deterministic_only", "profile")
-NO_BLOCK = Settings((), dict.fromkeys(_FLAGS, False))
+_FLAGS = ("strict", "batch_invariant_only", "deterministic_only", "profile", "tuner")
+NO_BLOCK = Settings((), {**dict.fromkeys(_FLAGS, False), "tuner": None})
 _current: ContextVar[Settings] = ContextVar("torchop_priority", default=NO_BLOCK)
 # What the open blocks of this thread or task come to.
 current: Callable[[], Settings] = _current.get
@@ -207,7 +224,7 @@ def _check_known(what: str, pattern: str, order: Order) -> None:
         return  # it may be defined later
     known = sorted({name for each in matching for name in each.provider_names})
     for name in order:
-        if name != REFERENCE and name not in known:
+        if name not in (REFERENCE, TUNED, *known):
             raise unknown_provider(what, pattern, name, known)
 
 
@@ -247,7 +264,8 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
     Args:
         orders: a dict from an operator, by name or by a pattern such as `"mylib::*"`, to names of
             providers. The first one that can run a call does; if none can, the kernel of the
-            definition runs, whose name is `"reference"`. None removes the order that was set.
+            definition runs, whose name is `"reference"`. `"tuned"` stands for the one that
+            `torchop.tune` measured as the fastest. None removes the order that was set.
         device_types: the device types that the orders are for; None for all.
 
     Raises:
@@ -338,7 +356,7 @@ class priority(Block):  # noqa: N801  (called like a function)
             "torchop.set_priority."
         )
         flags = (strict, batch_invariant_only, deterministic_only, profile)
-        self._flags = dict(zip(_FLAGS, flags, strict=True))
+        self._flags: dict[str, Any] = dict(zip(_FLAGS, flags, strict=False))
         for name, flag in self._flags.items():
             if not isinstance(flag, bool | None):
                 raise TypeError(f"priority: {name} expects a bool or None, got {short_repr(flag)}.")
@@ -346,9 +364,9 @@ class priority(Block):  # noqa: N801  (called like a function)
         self._entered: list[Token[Settings]] = []
 
     def _recreate_cm(self) -> priority:
-        copy = object.__new__(priority)  # a decorated function may run in several threads at once
-        copy._flags, copy._orders, copy._entered = self._flags, self._orders, []
-        return copy
+        again = copy.copy(self)  # a decorated function may run in several threads at once
+        again._entered = []
+        return again
 
     def __enter__(self) -> None:
         global _blocks_were_opened

@@ -23,7 +23,7 @@ from torchop._errors import (
     short_text,
     users_place,
 )
-from torchop._rules.providers.priority import REFERENCE
+from torchop._rules.providers.priority import REFERENCE, TUNED
 from torchop._schema.callables import check_callable, check_no_generator, check_signature
 from torchop._schema.defaults import fitted, same_default
 from torchop._schema.signatures import spell_function
@@ -49,6 +49,7 @@ class Provider(NamedTuple):
         tolerance: how far results may be from those of the reference, by dtype.
         configs: arguments of this kernel alone, of which the first ones are used.
         kernels: the kernel with each of `configs`; the kernel alone, without any.
+        written: the function that the author wrote.
         site: where the kernel was written.
     """
 
@@ -62,7 +63,29 @@ class Provider(NamedTuple):
     tolerance: Tolerance
     configs: tuple[Mapping[str, Any], ...]
     kernels: tuple[Callable[..., Any], ...]
+    written: Callable[..., Any]
     site: Site
+
+
+def _no_kernel(*arguments: Any) -> Any:
+    raise AssertionError("an order says tuned; that is no kernel")
+
+
+# Stands for `"tuned"` among the candidates of an order. It asks for the arguments of each call.
+TUNED_PROVIDER = Provider(
+    name=TUNED,
+    devices=(),
+    function=_no_kernel,
+    why_unsupported=lambda: None,
+    accepts=_no_kernel,
+    batch_invariant=True,
+    deterministic=True,
+    tolerance={},
+    configs=(),
+    kernels=(),
+    written=_no_kernel,
+    site=Site(__name__, TUNED, __file__, 1),
+)
 
 
 def make_provider(
@@ -110,12 +133,18 @@ def make_provider(
         _checked_tolerance(what, tolerance),
         configurations,
         kernels,
+        function,
         site,
     )
 
 
 def check_name(op: object, name: object, devices: Sequence[str | None]) -> None:
     """Refuses names that orders could not contain, and devices that providers cannot be for."""
+    if name == TUNED:
+        raise ProviderNameError(
+            f"{op}: in an order, {TUNED!r} stands for the provider that was measured as the "
+            "fastest. Choose another name."
+        )
     if name == REFERENCE:
         raise ProviderNameError(
             f"{op}: {REFERENCE!r} is the name of the kernels that are registered without a "

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 from torchop._core.definition import NOTHING
 from torchop._errors import RedefinitionWarning, warn
 from torchop._rules.providers import priority
-from torchop._rules.providers.choice import Choice, DeviceKernels, choice_by_device
+from torchop._rules.providers.candidates import DeviceKernels
+from torchop._rules.providers.choice import Choice, choice_by_device
 from torchop._rules.providers.priority import Order
 from torchop._rules.providers.provider import Provider
+from torchop._rules.providers.tuned import Tuning
 from torchop.extend import OpName
 
 Function = Callable[..., Any]
@@ -24,12 +26,14 @@ class ProviderTable(NamedTuple):
         removed: the names of those that it had once.
         orders: the author's orders, by device type.
         reported: what was said of providers that were passed by.
+        tuning: what the author says about measurements.
     """
 
     by_device: Mapping[str | None, Mapping[str, Provider]]
     removed: frozenset[str]
     orders: Mapping[str | None, Order]
     reported: set[tuple[str, bool]]
+    tuning: Tuning = Tuning()
 
     @property
     def names(self) -> list[str]:
@@ -118,6 +122,7 @@ class ProviderTable(NamedTuple):
                 self.removed,
                 self.orders,
                 self.reported,
+                self.tuning,
                 prepare,
             )
         )

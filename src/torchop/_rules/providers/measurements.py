@@ -1,0 +1,174 @@
+"""Tables of measured kernels: which were the fastest for calls of some sizes, on which device.
+
+A table is a JSON file that people read. It names kernels and their configs, and calls only run
+those that are registered, so a wrong table can make calls slow, but cannot make them do anything
+else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from torchop._errors import short_text
+
+FORMAT = 1
+Sizes: TypeAlias = "tuple[tuple[int, int | None], ...]"
+
+
+class TableError(Exception):
+    """Why a file is no table of measurements."""
+
+
+class NewerTableError(TableError):
+    """The table was written by a newer torchop, so it must not be replaced."""
+
+
+class Measured(NamedTuple):
+    """A kernel that was measured: its provider, and the config it had.
+
+    Attributes:
+        provider: the name of the provider, or `"reference"`.
+        config: the keyword arguments of the kernel, one of the provider's `configs`.
+        digest: of the source of the kernel.
+        microseconds: the median time of a call.
+        interval: the limits that the median is between with a confidence of 95 %.
+    """
+
+    provider: str
+    config: Mapping[str, Any]
+    digest: str
+    microseconds: float
+    interval: tuple[float, float]
+
+    @property
+    def label(self) -> str:
+        """The provider and its config, for people."""
+        return " ".join([self.provider, *(f"{k}={v!r}" for k, v in self.config.items())])
+
+
+class Measurement(NamedTuple):
+    """The kernels that were measured for the calls of one kind, the fastest first.
+
+    Attributes:
+        op: the operator.
+        device: the name of the device, with the number of threads on a CPU.
+        torch: the release of PyTorch.
+        arguments: dtypes and plain values, with a `*` for each size.
+        sizes: for each of these, the least and the greatest; None if there is no greatest.
+        kernels: what was measured.
+    """
+
+    op: str
+    device: str
+    torch: str
+    arguments: str
+    sizes: Sizes
+    kernels: tuple[Measured, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What only one measurement of a table has."""
+        return self[:5]
+
+    @property
+    def call(self) -> str:
+        """The arguments with their sizes, for people."""
+        parts = self.arguments.split("*")
+        spelled = map(_spelled_range, self.sizes)
+        return parts[0] + "".join(a + b for a, b in zip(spelled, parts[1:], strict=False))
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Whether sizes are among those it is for; of symbolic ones, the answer becomes guards."""
+        return all(
+            size >= low and (high is None or size <= high)
+            for size, (low, high) in zip(sizes, self.sizes, strict=True)
+        )
+
+
+def _spelled_range(limits: tuple[int, int | None]) -> str:
+    low, high = limits
+    return f"{low}" if low == high else f"{low}..{'' if high is None else high}"
+
+
+def read(path: Path) -> list[Measurement]:
+    """The measurements of a file.
+
+    Raises:
+        TableError: it cannot be read, or is no table.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content["format"]
+        if isinstance(version, int) and version > FORMAT:
+            raise NewerTableError(
+                f"{path} was written by a newer torchop ({short_text(content.get('torchop'))})"
+            )
+        return list(map(_parsed, content["measurements"]))
+    except OSError as error:
+        raise TableError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        problem = short_text(f"{type(error).__name__}: {error}")
+        raise TableError(f"{path} is no table of measurements ({problem})") from None
+
+
+def _parsed(item: Any) -> Measurement:
+    names = [_checked(item[name], str) for name in ("op", "device", "torch", "arguments")]
+    sizes = tuple(
+        (_checked(a, int), b if b is None else _checked(b, int)) for a, b in item["sizes"]
+    )
+    if names[3].count("*") < len(sizes):
+        raise ValueError(f"{names[3]!r} has not {len(sizes)} sizes")
+    kernels = [
+        Measured(
+            _checked(kernel["provider"], str),
+            _checked(kernel["config"], dict),
+            _checked(kernel["digest"], str),
+            float(kernel["microseconds"]),
+            tuple(map(float, kernel["interval"])),  # type: ignore[arg-type]  # two, as written
+        )
+        for kernel in item["kernels"]
+    ]
+    if not kernels or any(len(kernel.interval) != 2 for kernel in kernels):
+        raise ValueError("a measurement lacks kernels, or an interval limits")
+    return Measurement(names[0], names[1], names[2], names[3], sizes, tuple(kernels))
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def write(path: Path, measurements: Iterable[Measurement]) -> None:
+    """Replaces a file by a table; whoever reads it meanwhile gets the old one or the new one."""
+    version = json.dumps({"format": FORMAT, "torchop": sys.modules["torchop"].__version__})
+    listed = ",\n".join(
+        # One line for each kernel; `json` would make one of each number, or one in all.
+        f"{json.dumps({**m._asdict(), 'kernels': 0})[:-2]}[\n  {_lines(m.kernels)}]}}"
+        for m in sorted(measurements, key=lambda m: (m.key[:4], [low for low, _ in m.sizes]))
+    )
+    text = f'{version[:-1]}, "measurements": [\n{listed}\n]}}'
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.chmod(name, 0o644)  # as other files that are shipped; mkstemp makes it the user's alone
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _lines(kernels: Iterable[Measured]) -> str:
+    return ",\n  ".join(json.dumps(kernel._asdict()) for kernel in kernels)
+
+
+def merged(*tables: Iterable[Measurement]) -> list[Measurement]:
+    """All measurements; of two for the same calls, the later one."""
+    return list({m.key: m for table in tables for m in table}.values())

@@ -1,0 +1,272 @@
+"""Which kernel a call gets by what was measured: `"tuned"` in an order of providers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import platform
+import tokenize
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchop._compat import logs
+from torchop._core.cache_folder import cache_folder
+from torchop._core.call import tensors_in
+from torchop._core.lock import registration_lock
+from torchop._errors import NativeUnavailableError, ProviderWarning, warn
+from torchop._rules.providers import measurements, priority
+from torchop._rules.providers.measurements import Measurement, TableError
+from torchop.extend import OpName, short_repr
+
+# By argument and dimension, the upper bounds of the buckets that its sizes are put into.
+Buckets: TypeAlias = "Mapping[str, Mapping[int, Sequence[int]]]"
+
+
+class Tuning(NamedTuple):
+    """What the author of an operator says about its measurements: the table, and the buckets."""
+
+    table: Path | None = None
+    buckets: Buckets = types.MappingProxyType({})
+
+
+class UnknownKindError(Exception):
+    """An argument of a call that no measurement could be for."""
+
+
+# What was measured in this process, or sent to it by the first rank.
+_own: list[Measurement] = []
+
+
+def users_table() -> Path | None:
+    """The table in the user's cache; None where there is no place for a cache."""
+    with contextlib.suppress(NativeUnavailableError):
+        return cache_folder() / "tuning.json"
+    return None
+
+
+def add(new: Sequence[Measurement]) -> None:
+    """Lets calls follow measurements from now on."""
+    with registration_lock:
+        _own[:] = measurements.merged(_own, new)
+        forget()
+
+
+def forget() -> None:
+    """Has calls read the tables again; the registration lock must be held."""
+    _read.cache_clear()
+    _index.cache_clear()
+    priority.outdate_plans()
+
+
+def find(
+    op: OpName,
+    tuning: Tuning,
+    digests: Mapping[str, str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    reported: set[tuple[str, bool]],
+) -> Measurement | None:
+    """The measurement for a call; warns once if there are only some that cannot be used.
+
+    Args:
+        op: the operator.
+        tuning: what its author says.
+        digests: those of the kernels that there are, by provider.
+        args: the arguments of the call by position.
+        kwargs: those by keyword.
+        reported: what was said before.
+    """
+    try:
+        arguments, sizes = described(args, kwargs)
+    except UnknownKindError:
+        return None
+    problems = []
+    known = _index(tuning.table).get((str(op), arguments), ())
+    device = device_name((*args, *kwargs.values())) if known else ""
+    for measurement, where in known:
+        if measurement.fits(sizes):
+            problem = _staleness(measurement, device, digests)
+            if problem is None:
+                return measurement
+            problems.append(f"the measurements in {where} are not used, because {problem}")
+    if problems and (problems[0], True) not in reported:
+        reported.add((problems[0], True))
+        text = f"{op}: {problems[0]}. Measure here: torchop.tune, or torchop.tuning."
+        logs.calls.info("%s", text)
+        warn(text, ProviderWarning)
+    return None
+
+
+def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]) -> str | None:
+    if measurement.device != device:
+        return f"they were made on {short_repr(measurement.device)}, and this is {device!r}"
+    if measurement.torch != torch_release():
+        return f"they were made with PyTorch {measurement.torch}, and this is {torch_release()}"
+    for kernel in measurement.kernels:
+        if digests.get(kernel.provider, kernel.digest) != kernel.digest:  # it may be gone
+            return f"the kernel of {kernel.provider!r} has changed since they were made"
+    return None
+
+
+@functools.cache
+def _index(
+    table: Path | None,
+) -> Mapping[tuple[str, str], Sequence[tuple[Measurement, str]]]:
+    """What an author's table, the user's and this process have, the last of which counts first."""
+    index: dict[tuple[str, str], list[tuple[Measurement, str]]] = {}
+    user = users_table()
+    sources = [(_own, "this process"), (_read(user) if user and user.exists() else (), str(user))]
+    sources += [] if table is None else [(_read(table), str(table))]
+    for found, where in sources:
+        for measurement in found:
+            index.setdefault((measurement.op, measurement.arguments), []).append(
+                (measurement, where)
+            )
+    return index
+
+
+@functools.cache
+def _read(path: Path) -> Sequence[Measurement]:
+    """The measurements of a file, none and a warning if it is no table."""
+    try:
+        return measurements.read(path)
+    except TableError as error:
+        text = f"{error}, so it is ignored. Remove it, or write it again by torchop.tune."
+        logs.calls.info("%s", text)
+        warn(text, ProviderWarning)
+        return ()
+
+
+def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Dtypes and plain values of a call, with a `*` for each size; and the sizes.
+
+    Raises:
+        UnknownKindError: it has an argument that could be anything.
+    """
+    sizes: list[Any] = []
+
+    def spelled(value: Any) -> str:
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                raise UnknownKindError
+            sizes.extend(value.shape)
+            stars = ", ".join("*" * value.ndim)
+            return f"{str(value.dtype).removeprefix('torch.')}[{stars}]"
+        if isinstance(value, (list, tuple)):
+            return f"({', '.join(map(spelled, value))})"
+        if not isinstance(value, _PLAIN):
+            raise UnknownKindError
+        return repr(value).replace("*", "\\x2a")
+
+    return ", ".join(map(spelled, (*args, *kwargs.values()))), sizes
+
+
+_PLAIN = (
+    *(bool, int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def bucketed(
+    names: Sequence[str], buckets: Buckets, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> measurements.Sizes:
+    """The ranges that the sizes of a call are in, powers of two where the author names none."""
+    ranges = []
+    for name, value in zip(names, (*args, *kwargs.values()), strict=True):
+        bounds = buckets.get(name, {})
+        for tensor in tensors_in([value]):
+            for dim, size in enumerate(tensor.shape):
+                own = bounds.get(dim, bounds.get(dim - tensor.ndim))
+                ranges.append(_power_of_two(size) if own is None else _between(own, size))
+    return tuple(ranges)
+
+
+def _power_of_two(size: int) -> tuple[int, int]:
+    high = 1 << max(0, size - 1).bit_length() if size else 0
+    return (high // 2 + 1 if high > 1 else high), high
+
+
+def _between(bounds: Sequence[int], size: int) -> tuple[int, int | None]:
+    low = 0
+    for bound in sorted(bounds):
+        if size <= bound:
+            return low, bound
+        low = bound + 1
+    return low, None
+
+
+def device_name(values: Sequence[Any]) -> str:
+    """The device of a call as a user knows it, with the number of threads on a CPU."""
+    devices: Iterator[torch.device] = (tensor.device for tensor in tensors_in(values))
+    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+    if device.type == "cpu":
+        return f"{_processor()}, {torch.get_num_threads()} threads"
+    module = torch.get_device_module(device)
+    return (
+        str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+    )
+
+
+@functools.cache
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "CPU part"):
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def torch_release() -> str:
+    """The release of PyTorch, without what tells builds of it apart."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def digest(function: Callable[..., Any]) -> str:
+    """A digest of the source of a kernel, and of what it uses of its module.
+
+    That is functions, plain values such as the text of a C++ program, and files that a `Path` is.
+    """
+    function = _written(function)
+    if not isinstance(function, types.FunctionType):  # of C++, or an object
+        return getattr(function, "__qualname__", type(function).__qualname__)
+    return _digest(function)
+
+
+@functools.lru_cache(1024)
+def _digest(function: types.FunctionType) -> str:
+    texts = list(_sources(function, set()))
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _written(function: Any) -> Any:
+    """What an author wrote, inside of what Triton, `functools` and torchop put around it."""
+    inner = getattr(function, "fn", getattr(function, "func", function))
+    return inspect.unwrap(inner)
+
+
+def _sources(function: Any, seen: set[int]) -> Iterator[str]:
+    function = _written(function)
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
+        return
+    seen.add(id(function))
+    code = function.__code__
+    try:
+        yield inspect.getsource(function)
+    except (OSError, SyntaxError, tokenize.TokenError):
+        yield code.co_code.hex() + repr(code.co_consts)
+    for name in code.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, (str, int, float)):
+            yield f"{name} = {value!r}"
+        elif isinstance(value, Path) and value.is_file():
+            yield hashlib.sha256(value.read_bytes()).hexdigest()
+        elif getattr(value, "__module__", None) == function.__module__:
+            yield from _sources(value, seen)

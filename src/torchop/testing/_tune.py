@@ -1,0 +1,408 @@
+"""Tuning: which provider, with which config, is the fastest on this machine, for which calls."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchop import NativeUnavailableError, ProviderWarning, priority
+from torchop._compat import autograd, fake_tensors
+from torchop._native.extension import files
+from torchop._rules.providers import kernels_of_call, measurements, tuned
+from torchop._rules.providers.candidates import DeviceKernels
+from torchop._rules.providers.measurements import Measured, Measurement
+from torchop._rules.providers.priority import REFERENCE
+from torchop._rules.user.examples import make_examples
+from torchop.extend import Operator, OpLike, short_repr, short_text, warn
+from torchop.testing import probes
+from torchop.testing._samples import Sample, sample_of
+from torchop.testing._timing import Timing, timed, way
+from torchop.testing.process_state import restored
+
+_SECONDS = 0.3  # for each kernel and call, unless one call takes longer
+
+
+class Tuned(NamedTuple):
+    """What `torchop.tune` found; it prints itself as a table.
+
+    Attributes:
+        op: the name of the operator.
+        measurements: for each kind of call, its `device`, its `call` in words, and its `kernels`,
+            the fastest first, each with `provider`, `config`, `microseconds` and `interval`.
+        problems: which kernels were left out, and why; and what the time was not enough for.
+
+    Example:
+        >>> import torchop
+        >>> torchop.Tuned("docs::scale", (), ("it has no call",)).problems
+        ('it has no call',)
+    """
+
+    op: str
+    measurements: tuple[Measurement, ...]
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [self.op]
+        for measurement in self.measurements:
+            lines.append(f"  {measurement.call}")
+            for kernel in measurement.kernels:
+                low, high = kernel.interval
+                times = f"{kernel.microseconds:10.2f} us  ({low:.2f} to {high:.2f})"
+                lines.append(f"  {times}  {kernel.label}")
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+
+def tune(
+    op: OpLike,
+    inputs: Sequence[Any] | None = None,
+    /,
+    *,
+    budget: float = 60.0,
+    table: str | os.PathLike[str] | None = None,
+) -> Tuned:
+    """Measures the kernels of an operator's providers, with each of their configs, on this machine.
+
+    Only kernels take part whose results agree with those of the reference, within the tolerance of
+    their provider. They take turns; on an accelerator, events time them, with empty caches. Calls
+    in whose order `"tuned"` stands then run the fastest one, in this process and in later ones.
+
+    If there is a process group, all its ranks call this with the same operator: the first one
+    measures, and the others get what it found.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        inputs: calls, each a tuple of arguments or a dict of them, one for each bucket of sizes
+            that you want measured. Without them, the registered examples are used.
+        budget: the seconds after which no more is measured.
+        table: the file that gets the measurements, beside those that it has: one that a package
+            ships and that `CustomOp.set_tuning` names. By default, it is in the user's cache.
+
+    Returns:
+        What was measured, and which kernels were left out, and why.
+
+    Raises:
+        MissingRuleError: there are no inputs, neither passed nor registered.
+        ValueError: the operator has no providers, no reference, or an effect, which measuring would
+            repeat; or an input has no data.
+        TypeError: an input is not a call of the operator, or `budget` no number of seconds.
+
+    Warns:
+        ProviderWarning: the table cannot be written.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::twice", mutates_args=(), priority=["tuned"])
+        ... def twice(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 2
+        >>> @twice.register_kernel("cpu", provider="loop")
+        ... def _(x):
+        ...     return torch.tensor([2 * number for number in x.tolist()])
+        >>> found = torchop.tune(twice, [(torch.ones(1000),)])
+        >>> [kernel.provider for kernel in found.measurements[0].kernels]
+        ['reference', 'loop']
+
+    The idea is Triton's `autotune`, for kernels of any kind.
+    """
+    operator = Operator(op, "tune")
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(f"tune: budget is a number of seconds, got {short_repr(budget)}.")
+    calls = [_call(operator, each) for each in _given(op, inputs)]
+    tuner = _Tuner(budget, None if table is None else Path(table))
+    kernels = [kernels_of_call(op, *call) for call in calls]
+    for each, _ in kernels:
+        if (problem := _why_not(operator, each)) is not None:
+            raise ValueError(f"tune: {operator}: {problem}")
+    with _progress(len(calls), str(operator)) as advance:
+        for number, (each, (args, kwargs)) in enumerate(kernels):
+            assert each is not None  # as was checked
+            tuner.find(each, args, kwargs, len(calls) - number)
+            advance()
+    return tuner.finish(str(operator))
+
+
+class tuning(priority):  # noqa: N801  (called like a function)
+    """Measures the kernels of operators for the calls inside of a `with` block.
+
+    A call is measured if `"tuned"` stands in the operator's order, and nothing is known of such
+    calls yet; what was found counts after the block. Nothing is measured during graph capture,
+    while a compiler traces, inside a backward, or of an operator with an effect. The block is for
+    the calls of this thread, or of this asyncio task. If there is a process group, all its ranks
+    open and leave the block: the first one measures, and the others get what it found at the end.
+
+    Args:
+        budget: the seconds after which no more is measured.
+        table: the file that gets the measurements, as in `torchop.tune`.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::thrice", mutates_args=(), priority=["tuned"])
+        ... def thrice(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 3
+        >>> @thrice.register_kernel("cpu", provider="loop")
+        ... def _(x):
+        ...     return torch.tensor([3 * number for number in x.tolist()])
+        >>> with torchop.tuning():
+        ...     _ = thrice(torch.ones(1000))
+        >>> torchop.explain(thrice, torch.zeros(999)).provider
+        'reference'
+    """
+
+    def __init__(
+        self, *, budget: float = 60.0, table: str | os.PathLike[str] | None = None
+    ) -> None:
+        super().__init__()
+        self._options = budget, None if table is None else Path(table)
+        self._tuners: list[_Tuner] = []
+
+    def _recreate_cm(self) -> tuning:
+        return tuning(budget=self._options[0], table=self._options[1])
+
+    def __enter__(self) -> None:
+        self._tuners.append(_Tuner(*self._options))
+        self._flags = {"tuner": self._tuners[-1]}
+        super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._tuners.pop().finish("")
+
+
+class _Tuner:
+    """Measures calls within a budget, and keeps what it found until the end."""
+
+    def __init__(self, budget: float, table: Path | None) -> None:
+        self._left, self._table = budget, table
+        self._found: dict[tuple[Any, ...], Measurement] = {}
+        self._seen: set[tuple[Any, ...]] = set()
+        self._problems: list[str] = []
+        self._lock = threading.RLock()  # measurements of two threads would disturb each other
+
+    def measure(
+        self, kernels: DeviceKernels, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Measures a call of a program, unless that would disturb it or is known."""
+        call = args, dict(kwargs)
+        if _is_measurable(call) and _why_not(Operator(kernels.op, "tuning"), kernels) is None:
+            with self._lock:
+                self.find(kernels, *call, 1, known=True)
+
+    def find(
+        self,
+        kernels: DeviceKernels,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        calls: int,
+        known: bool = False,
+    ) -> None:
+        """Measures a call, if there is time left.
+
+        Args:
+            kernels: what is measured.
+            args: the arguments of the call.
+            kwargs: those by keyword.
+            calls: how many calls share the time that is left.
+            known: whether one of which something is known is left out.
+        """
+        operator = Operator(kernels.op, "tune")
+        names = [argument.name for argument in operator.schema.arguments]
+        try:
+            arguments, _ = tuned.described(args, kwargs)
+            sizes = tuned.bucketed(names, kernels.tuning.buckets, args, kwargs)
+        except tuned.UnknownKindError:
+            self._problems.append("a call was left out, because it has arguments of other kinds")
+            return
+        device = tuned.device_name((*args, *kwargs.values()))
+        release = tuned.torch_release()
+        measurement = Measurement(str(operator), device, release, arguments, sizes, ())
+        if measurement.key in self._seen or _rank():  # then the first rank measures
+            return
+        if known and kernels.measured(args, kwargs) is not None:
+            return
+        self._seen.add(measurement.key)
+        if self._left <= 0:
+            self._problems.append(f"{measurement.call} was left out: the budget is spent")
+            return
+        start = time.perf_counter()
+        measured, problems = measure_kernels(kernels, (args, kwargs), self._left / calls)
+        self._left -= time.perf_counter() - start
+        self._problems += [f"{measurement.call}: {problem}" for problem in problems]
+        if measured:
+            self._found[measurement.key] = measurement._replace(kernels=measured)
+
+    def finish(self, op: str) -> Tuned:
+        """Writes what was found, sends it to the other ranks, and lets calls follow it."""
+        found = tuple(self._found.values()), tuple(self._problems)
+        if _rank() is not None and torch.distributed.get_world_size() > 1:
+            box = [found]
+            torch.distributed.broadcast_object_list(box, src=0)
+            found = box[0]
+        if found[0] and not _rank():
+            try:
+                _save(self._table, found[0])
+            except (OSError, NativeUnavailableError, measurements.TableError) as error:
+                warn(
+                    "tune: the measurements count in this process only, because their table cannot "
+                    f"be written: {short_text(error)}.",
+                    ProviderWarning,
+                )
+        tuned.add(found[0])
+        return Tuned(op, *found)
+
+
+def measure_kernels(
+    kernels: DeviceKernels, call: Sample, seconds: float = 60.0
+) -> tuple[tuple[Measured, ...], list[str]]:
+    """Times the kernels that agree with the reference, and says why others are left out.
+
+    Args:
+        kernels: those of one device.
+        call: all arguments, as the schema has them.
+        seconds: the most that it may take, as far as a call does not take longer.
+    """
+    operator = Operator(kernels.op, "tune")
+    reference = kernels.reference
+    assert reference is not None  # as was checked
+    own = Measured(REFERENCE, {}, tuned.digest(reference), 0, (0, 0))
+    candidates = {REFERENCE: (own, reference)}
+    problems = []
+
+    def outcome(function: Callable[..., Any]) -> list[Any]:
+        args, kwargs = probes.copies(call)
+        return probes.outcome(operator.overload, args, kwargs, function)
+
+    with restored(), torch.no_grad():
+        expected = outcome(reference)
+        for provider in kernels.providers.values():
+            if (problem := provider.why_unsupported()) is not None:
+                problems.append(f"{provider.name}: {problem}")
+                continue
+            if provider.accepts is not None and not provider.accepts(*call, False):
+                continue
+            for config, kernel in zip(provider.configs or ({},), provider.kernels, strict=True):
+                name, digest = provider.name, tuned.digest(provider.written)
+                measured = Measured(name, config, digest, 0, (0, 0))
+                function = kernels.prepare(kernel)
+                try:
+                    _check_agreement(outcome(function), expected, provider.tolerance)
+                except Exception as error:  # of a kernel, which may raise anything
+                    problems.append(f"{measured.label} is left out: {short_text(error)}")
+                    continue
+                candidates[measured.label] = measured, function
+        ways = {
+            label: way(function, operator.schema, call, torch.no_grad)
+            for label, (_, function) in candidates.items()
+        }
+        # A third of the time is for finding out how long a call takes.
+        timings = timed(ways, call, min(_SECONDS, seconds / 1.5 / len(ways)), on_device=True)
+    found = []
+    for label, (measured, _) in candidates.items():
+        timing = timings[label]
+        if isinstance(timing, Timing):
+            rounded = round(timing.interval[0], 3), round(timing.interval[1], 3)
+            found.append(measured._replace(microseconds=round(timing.median, 3), interval=rounded))
+        else:
+            problems.append(f"{label} is left out: {short_text(timing)}")
+    return tuple(sorted(found, key=lambda kernel: kernel.microseconds)), problems
+
+
+def _check_agreement(
+    results: Sequence[Any], expected: Sequence[Any], tolerance: Mapping[torch.dtype, Any]
+) -> None:
+    if len(results) != len(expected):
+        raise AssertionError(f"it has {len(results)} results, and the reference {len(expected)}")
+    for one, other in zip(results, expected, strict=True):
+        dtype = other.dtype if isinstance(other, torch.Tensor) else torch.bool
+        rtol, atol = tolerance.get(dtype, (None, None))
+        probes.assert_same([one], [other], "its result", rtol=rtol, atol=atol)
+
+
+def _given(op: OpLike, inputs: Sequence[Any] | None) -> list[Any]:
+    if inputs is None:
+        return [args if not kwargs else {**kwargs} for args, kwargs in make_examples(op)]
+    if not isinstance(inputs, (list, tuple)) or not inputs:
+        raise TypeError(
+            f"tune: inputs is a list of calls, each a tuple of arguments or a dict of them, got "
+            f"{short_repr(inputs)}."
+        )
+    return list(inputs)
+
+
+def _call(operator: Operator, given: Any) -> Sample:
+    args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
+    try:
+        return sample_of(operator, "tune", args, kwargs)
+    except TypeError as error:
+        raise TypeError(f"tune: an input is no call of {operator}: {short_text(error)}") from None
+
+
+def _why_not(operator: Operator, kernels: DeviceKernels | None) -> str | None:
+    """Why the kernels of an operator cannot be measured; None if they can."""
+    if kernels is None or not kernels.providers:
+        return (
+            "it has no providers, so there is nothing to choose from. Register some: "
+            "register_kernel(device_types, function, provider=...)."
+        )
+    if kernels.reference is None:
+        return "it has no reference here that results could be compared with."
+    if operator.effect is not None:
+        return "it has an effect, which measuring would repeat."
+    return None
+
+
+def _is_measurable(call: Sample) -> bool:
+    """Whether a call can be repeated here, and its time would mean something."""
+    tensors = probes.tensors_of(call)
+    is_captured = any(each.is_cuda for each in tensors) and torch.cuda.is_current_stream_capturing()
+    return not (
+        is_captured
+        or torch.compiler.is_compiling()
+        or autograd.is_in_backward()
+        or any(fake_tensors.is_fake(each) or not probes.is_plain(each) for each in tensors)
+    )
+
+
+def _rank() -> int | None:
+    """The rank of this process; None outside of a process group."""
+    group = torch.distributed
+    return group.get_rank() if group.is_available() and group.is_initialized() else None
+
+
+def _save(table: Path | None, found: Sequence[Measurement]) -> None:
+    path = table
+    if path is None:
+        files.make_cache_folder()
+        path = tuned.users_table()
+        assert path is not None  # the folder is there
+    before: Sequence[Measurement] = ()
+    if path.exists():
+        try:
+            before = measurements.read(path)
+        except measurements.NewerTableError:
+            raise
+        except measurements.TableError:
+            pass  # calls have warned of it, and it is of no use
+    measurements.write(path, measurements.merged(before, found))
+
+
+@contextlib.contextmanager
+def _progress(total: int, description: str) -> Iterator[Callable[[], None]]:
+    """A progress bar, on a terminal and with the package that draws it."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield lambda: None
+        return
+    from rich.console import Console  # only the extra torchop[cli] has it
+    from rich.progress import Progress  # the same
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda: bar.advance(task)
