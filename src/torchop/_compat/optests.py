@@ -34,6 +34,22 @@ def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
     return {**tests, "test_faketensor": _comparing_strides(tests["test_faketensor"])}
 
 
+@contextlib.contextmanager
+def quick_inductor() -> Iterator[dict[str, Any]]:
+    """The options of `torch.compile` with which Inductor compiles one small program quickest.
+
+    It would compile six other programs first, to see which vector instructions it may use, and
+    headers that pay off after ten programs, and would start processes that import PyTorch. For an
+    operator it is all the same, because it is called and not compiled.
+    """
+    from unittest import mock  # milliseconds, as below
+
+    from torch._inductor import cpu_vec_isa  # it takes a second
+
+    with mock.patch.object(cpu_vec_isa, "supported_vec_isa_list", []):
+        yield {"compile_threads": 1, "cpp.simdlen": 1, "cpp_cache_precompile_headers": False}
+
+
 def _strides_are_compared() -> bool:
     """Whether the check of fake kernels compares strides on the CPU, which it does since 2.13."""
     tensor = torch.empty(2, 2)

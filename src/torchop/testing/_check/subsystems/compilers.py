@@ -65,8 +65,15 @@ def compiles_the_same(
 
     torch.compiler.reset()
     try:
-        compiled = torch.compile(program, backend=backend, dynamic=dynamic, fullgraph=True)
-        probes.assert_same(run(compiled), run(program), f"compiled with {backend}")
+        with optests.quick_inductor() as settings:
+            compiled = torch.compile(
+                program,
+                backend=backend,
+                dynamic=dynamic,
+                fullgraph=True,
+                options=settings if backend == "inductor" else None,
+            )
+            probes.assert_same(run(compiled), run(program), f"compiled with {backend}")
     finally:
         torch.compiler.reset()
 
