@@ -115,40 +115,40 @@ def leaks_nothing(
     function, inputs = probes.as_function(op, call_args, call_kwargs)
     windows = 5
     each = calls // (windows - 1)
-    was_enabled = gc.isenabled()
-    gc.disable()  # so that all that the calls make is young, and quickly collected
+    was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    # Only a full collection frees the tuples that Python keeps for later, up to 2,000 of each
+    # length. It is quick, as it need not look at the objects that were there before.
+    gc.freeze()
     try:
-        # Python keeps up to 2,000 freed tuples of each length, which only a full collection frees.
-        # That takes long, so it is made where something seems to stay.
-        for generation in (0, 2):
-            objects, memory, files = [], [], []
-            for _ in range(windows):
-                for _ in range(each):
-                    if gradients:
-                        probes.gradients(function, inputs)
-                        continue
-                    with torch.no_grad():
-                        op(*call_args, **call_kwargs)
-                gc.collect(generation)
-                objects.append(sys.getallocatedblocks())
-                memory.append(allocated_bytes())
-                files.append(open_files())
-            growths = {
-                kind: [after - before for before, after in itertools.pairwise(numbers)][1:]
-                for kind, numbers in (
-                    ("open files", files),
-                    ("Python objects", objects),
-                    ("bytes of memory", memory),
-                )
-            }
-            limits = {"open files": each, "Python objects": each, "bytes of memory": 32 * each}
-            growths = {what: some for what, some in growths.items() if min(some) >= limits[what]}
-            if not growths:
-                return
+        objects, memory, files = [], [], []
+        for _ in range(windows):
+            for _ in range(each):
+                if gradients:
+                    probes.gradients(function, inputs)
+                    continue
+                with torch.no_grad():
+                    op(*call_args, **call_kwargs)
+            gc.collect()
+            objects.append(sys.getallocatedblocks())
+            memory.append(allocated_bytes())
+            files.append(open_files())
     finally:
+        if not had_frozen:  # what others have frozen on purpose stays frozen
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
-    raise AssertionError(f"each {each} calls leave more behind: {growths}.")
+    growths = {}
+    for what, numbers, limit in (
+        ("open files", files, each),
+        ("Python objects", objects, each),
+        ("bytes of memory", memory, 32 * each),
+    ):
+        growth = [after - before for before, after in itertools.pairwise(numbers)][1:]
+        if min(growth) >= limit:
+            growths[what] = growth
+    if growths:
+        raise AssertionError(f"each {each} calls leave more behind: {growths}.")
 
 
 def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -> None:
