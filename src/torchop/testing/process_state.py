@@ -77,7 +77,7 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "os.getcwd()": (os.getcwd, os.chdir),
     "os.environ": (lambda: dict(os.environ), set_environment),
     "random.getstate()": (random.getstate, random.setstate),
-    "torch.get_rng_state()": (lambda: torch.get_rng_state().tolist(), None),
+    "torch.get_rng_state()": (lambda: torch.get_rng_state().view(torch.int64).tolist(), None),
     "numpy.random.get_state()": (_numpy_state, lambda state: _numpy_random().set_state(state)),
     "numpy.geterr()": (
         lambda: sys.modules["numpy"].geterr(),
