@@ -47,6 +47,15 @@ def quietly(call: Callable[[], Any]) -> Any:
         return call()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_compilers(frozen_objects: None) -> None:
+    """Keeps the collections of these tests from looking at all that PyTorch's compilers import."""
+    torch.compile(torch.sin, backend="aot_eager")(T)
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
+
+
 # Ways in which an operator ends. Each takes what holds the operator, and lets go of it.
 
 
