@@ -9,7 +9,7 @@ SOURCES := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* ben
 # and pytest all of its own.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo introduction newcomer test test-all device zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
+.PHONY: demo introduction newcomer native test test-all device zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	realworld-vllm \
 	matrix interpreters
@@ -23,9 +23,11 @@ introduction:
 
 # The tests have a cache in the working tree. It is filled here, because pytest keeps what is said
 # while it imports the tests.
-test: export TORCHOP_CACHE_DIR ?= $(CURDIR)/.native_cache
-test: $(STAMP)
+native test: export TORCHOP_CACHE_DIR ?= $(CURDIR)/.native_cache
+native: $(STAMP)
 	@$(BIN)/python -c "import torchop; torchop.native.wait()"
+
+test: native
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The tests on a device that is not there, which need a process of their own.
