@@ -1,6 +1,6 @@
 """The complete run: every check on every operator of the zoo, stock `opcheck` beside it.
 
-Prints the score: `python -m tests.testing.zoo [--quick] [--html FILE] [NAME ...]`.
+Prints the score: `python -m tests.testing.zoo [--quick] [--table] [--html FILE] [NAME ...]`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import io
 import logging
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
@@ -40,11 +42,28 @@ def stock_finds(specimen: Specimen) -> bool:
     return False
 
 
+def print_table(reports: Sequence[CheckReport]) -> None:
+    """How many operators each check finds, alone or with others, and for how many seconds."""
+    finds, alone, seconds = Counter[str](), Counter[str](), Counter[str]()
+    wrong = {specimen.name for specimen in WRONG}
+    for report in reports:
+        failed = [failure.check for failure in report.failures if report.op in wrong]
+        finds.update(failed)
+        alone.update(failed if len(failed) == 1 else ())
+        for result in report.results:
+            seconds[result.check] += result.seconds
+    print("\nfinds  alone  seconds  finds/s  check")
+    for check in sorted(seconds, key=lambda name: -finds[name] / max(seconds[name], 1e-3)):
+        rate = finds[check] / max(seconds[check], 1e-3)
+        print(f"{finds[check]:5} {alone[check]:6} {seconds[check]:8.2f} {rate:8.2f}  {check}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of operators")
     parser.add_argument("--html", help="write the reports to this file")
     parser.add_argument("--quick", action="store_true", help="without what takes seconds")
+    parser.add_argument("--table", action="store_true", help="what each check finds, and costs")
     options = parser.parse_args()
     only = [kind.name for kind in kinds() if not kind.is_costly] if options.quick else None
     warnings.simplefilter("ignore")
@@ -91,6 +110,8 @@ def main() -> int:
         f"{score['alarms']} false alarms for {score['right']} right operators; stock opcheck gives "
         f"{score['stock alarms']}."
     )
+    if options.table:
+        print_table(reports)
     if options.html:
         write_html(reports, options.html)
     return int(score["found"] < score["wrong"] or score["alarms"] > 0)
