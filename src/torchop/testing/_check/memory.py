@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchop._rules.user.preconditions.base import with_size
 from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
@@ -105,15 +106,14 @@ def repeats_its_rows(
     """Where an input repeats its rows up to another size, a result repeats its own."""
     few = probes.outcome_of_copies(op, args, kwargs)
     actual = probes.outcome(op, *resized(Example(args, kwargs), {size: new}))
-    expected = probes.mapped(few, lambda tensor: _repeated(tensor, size, new))
+
+    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+        for dim in (dim for dim, present in enumerate(tensor.shape) if present == size):
+            tensor = with_size(tensor, dim, new)
+        return tensor
+
+    expected = probes.mapped(few, repeated)
     probes.assert_same(actual, expected, f"with {new} in place of {size}", **tolerances)
-
-
-def _repeated(tensor: torch.Tensor, size: int, new: int) -> torch.Tensor:
-    index = torch.arange(new, device=tensor.device) % size
-    for dim in (dim for dim, present in enumerate(tensor.shape) if present == size):
-        tensor = tensor.index_select(dim, index)
-    return tensor
 
 
 # --------------------------------------------------------------------------------------------------

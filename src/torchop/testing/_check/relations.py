@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchop._rules.user.preconditions.base import Precondition, Unfit
+from torchop._rules.user.preconditions.base import Precondition
 from torchop.preconditions import Indices, Lengths, Offsets, Sorted
-from torchop.testing._check.subject import CannotCheck, Example
+from torchop.testing._check.subject import Example
 from torchop.testing.probes import is_plain, is_sorted
 
 
@@ -38,15 +38,12 @@ def with_valid_integers(before: Example, after: Example) -> Example:
         after: the same with other sizes.
 
     Raises:
-        CannotCheck: there are no such integers.
+        Unfit: there are no such integers.
     """
     tensors = after.tensors
     for place, old in enumerate(before.tensors):
         for relation in _relations(old, before) if _has_integers(old) else ():
-            try:
-                tensors[place] = relation.fitted(tensors[place], dict(enumerate(tensors)))
-            except Unfit as error:
-                raise CannotCheck(str(error)) from None
+            tensors[place] = relation.fitted(tensors[place], dict(enumerate(tensors)))
     return after.with_tensors(tensors)
 
 

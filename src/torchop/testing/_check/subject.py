@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,15 @@ class CannotCheck(Exception):  # noqa: N818  (not an error: what a check says in
 
 class Refused(CannotCheck):
     """What refuses the arguments of a case: the operator, or its reference."""
+
+
+@contextlib.contextmanager
+def only_if_valid() -> Iterator[None]:
+    """A block that makes an example, which there is not if nothing near it is valid."""
+    try:
+        yield
+    except Unfit as error:
+        raise CannotCheck(str(error)) from None
 
 
 def breaks_contract(error: BaseException) -> bool:
@@ -193,11 +203,8 @@ class Subject:
         """
         if self.preconditions is None:
             return example
-        try:
-            with torch.no_grad():
-                made = self.preconditions.fitted(self.preconditions.arguments(*example))
-        except Unfit as error:
-            raise CannotCheck(str(error)) from None
+        with only_if_valid(), torch.no_grad():
+            made = self.preconditions.fitted(self.preconditions.arguments(*example))
         return self._with_values(example, made)
 
     def at_limits(self, example: Example) -> Iterator[tuple[str, Example]]:

@@ -10,8 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from torchop._rules.user.preconditions.base import with_size
 from torchop.testing._check.relations import are_distinct, has_fixed_values, with_valid_integers
-from torchop.testing._check.subject import Arrangement, CannotCheck, Example, Subject
+from torchop.testing._check.subject import (
+    Arrangement,
+    CannotCheck,
+    Example,
+    Subject,
+    only_if_valid,
+)
 from torchop.testing.probes import is_plain, negative_view, rolled_elements
 
 # Elements behind each tensor that do not belong to it, and in front of one with an offset.
@@ -193,17 +200,11 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
         if not is_plain(tensor):
             return tensor
         for dim, size in enumerate(tensor.shape):
-            new = changes.get(size, size)
-            if new < size:
-                tensor = tensor.narrow(dim, 0, new)
-            elif new > size:
-                if size == 0:
-                    raise CannotCheck("there is no element to repeat")
-                index = torch.arange(new, device=tensor.device) % size
-                tensor = tensor.index_select(dim, index)
+            tensor = with_size(tensor, dim, changes.get(size, size))
         return tensor.clone(memory_format=torch.contiguous_format)
 
-    return with_valid_integers(example, example.map(change))
+    with only_if_valid():
+        return with_valid_integers(example, example.map(change))
 
 
 # One more than what blocks and grids often have. The first is one more than 256 times 4, too.

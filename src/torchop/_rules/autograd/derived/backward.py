@@ -73,7 +73,8 @@ class DerivedFormula(Formula):
                 result, packed = training(args, kwargs)
                 return result, packed
         state = replay.ambient_state(values)
-        result = replay.repeatable(self.definition, state, call)
+        with replay.repeatable(self.definition, state):
+            result = call()
         # On shards, the backward takes none, so those that make no difference are not saved.
         is_needed = (
             not state.are_plain

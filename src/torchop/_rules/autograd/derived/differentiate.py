@@ -44,7 +44,8 @@ class Rerun(NamedTuple):
         def run_with_inputs() -> Result:
             pairs = zip(self.tensors, self.needed, strict=True)
             inputs = [_body_input(tensor) if need else tensor for tensor, need in pairs]
-            return repeatable(self.definition, ambient_state(values), lambda: run(inputs))
+            with repeatable(self.definition, ambient_state(values)):
+                return run(inputs)
 
         # Under vmap of the backward alone, the random numbers are those of the one forward.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():

@@ -7,6 +7,7 @@ and in a compiled graph be a result of one operator and an argument of another.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
@@ -240,12 +241,13 @@ _WHILE_CAPTURED = (
 _OF_PYTORCH = frozenset({"aten", "prim", "prims"})
 
 
-def repeatable(definition: Definition, state: AmbientState, run: Callable[[], Result]) -> Result:
-    """What `run` returns, which may draw no random numbers while a graph is captured."""
+def repeatable(
+    definition: Definition, state: AmbientState
+) -> contextlib.AbstractContextManager[object]:
+    """A block that may draw no random numbers while a graph is captured."""
     if not state.are_captured:
-        return run()
-    with RefusingDraws(definition, _WHILE_CAPTURED):
-        return run()
+        return contextlib.nullcontext()
+    return RefusingDraws(definition, _WHILE_CAPTURED)
 
 
 class RefusingDraws(TorchDispatchMode):

@@ -108,7 +108,8 @@ class Satisfies(Precondition):
 def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
     """A tensor with another size in a dimension: the first elements, or all of them repeated."""
     old = tensor.shape[dim]
-    if size > old == 0:
+    if size <= old:
+        return tensor if size == old else tensor.narrow(dim, 0, size)
+    if old == 0:
         raise Unfit("there is no element to repeat")
-    index = torch.arange(size, device=tensor.device) % max(old, 1)
-    return tensor if size == old else tensor.index_select(dim, index)
+    return tensor.index_select(dim, torch.arange(size, device=tensor.device) % old)
