@@ -21,10 +21,11 @@ from torchop import MissingRuleError, NativeUnavailableError
 from torchop._accelerate.accelerate import aligned
 from torchop._inspect import call_record
 from torchop._rules.user.examples import make_examples
-from torchop.cli.child_process import ChildError, answers, first_line, preload
+from torchop.cli.child_process import answers_of, first_line, preload
 from torchop.cli.measure import Call
 from torchop.cli.selection import Selection, selecting
 from torchop.extend import Operator
+from torchop.testing._processes import ChildError
 from torchop.testing._samples import with_fake_tensors
 from torchop.testing._timing import Timing, Way, timed, way
 from torchop.testing.probes import mapped, tensors_of
@@ -113,11 +114,13 @@ def bench(selection: Selection, text: str | None, as_json: bool) -> None:
     results = []
     for op in selection.operators:
         try:
-            with answers("forkserver", _costs, (op, text), _LIMIT, selection.modules) as messages:
+            with answers_of(
+                "forkserver", _costs, (op, text), _LIMIT, selection.modules
+            ) as messages:
                 results.append(next(messages))
-        except click.ClickException as error:
+        except (ChildError, click.ClickException) as error:
             name = f"{op}: " if isinstance(error, ChildError) else ""
-            click.echo(f"not measured: {name}{error.message}", err=True)
+            click.echo(f"not measured: {name}{error}", err=True)
             continue
         if not as_json:
             click.echo("\n".join(results[-1].lines()))

@@ -34,7 +34,7 @@ from torchop.cli.certificate import (
     write_badge,
     write_certificate,
 )
-from torchop.cli.child_process import ChildError, answers, first_line, preload
+from torchop.cli.child_process import answers_of, first_line, preload
 from torchop.cli.mutation import mutate_operators
 from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import OpName, short_text
@@ -53,6 +53,7 @@ from torchop.testing._check.run import (
     unmet,
 )
 from torchop.testing._check.subject import Case, Subject
+from torchop.testing._processes import ChildError
 
 _TAIL = 2**16  # bytes of the output of a child, of which a message shows a part
 # Called with the share of the checks that are done, and the name of the next.
@@ -241,7 +242,7 @@ def _check_operator(op: str, request: Request, progress: _Progress) -> CheckRepo
             args = op, request, tuple(results), spent, folder
             output = folder / "output"
             try:
-                with answers(
+                with answers_of(
                     "forkserver", _messages, args, request.timeout, request.modules, output
                 ) as messages:
                     for kind, value in messages:

@@ -24,8 +24,9 @@ from torchop import (
 )
 from torchop._inspect import call_record
 from torchop._inspect.registrant import modules_of
-from torchop.cli.child_process import answers, first_line, preload
+from torchop.cli.child_process import answers_of, first_line, preload
 from torchop.extend import Operator, OpName
+from torchop.testing._processes import ChildError
 from torchop.testing._samples import inside_a_graph
 from torchop.testing._timing import Timing, timed, way
 
@@ -78,10 +79,10 @@ def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
             break
         measurement = Measurement()
         try:
-            with answers(method, measurements, (op, kinds), _LIMIT, modules) as messages:
+            with answers_of(method, measurements, (op, kinds), _LIMIT, modules) as messages:
                 for answer in messages:
                     measurement = answer
-        except click.ClickException as error:
+        except (ChildError, click.ClickException) as error:
             measurement = measurement._replace(problem=str(error))
     return measurement
 

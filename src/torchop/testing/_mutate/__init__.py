@@ -1,7 +1,7 @@
 """`torchop.testing.mutate`: small changes of an operator's functions, and which no check notices.
 
 `edits` finds the changes in the text of a function, `installing` runs a function with one of them,
-`child` and `judging` do that in processes which may end or hang, and `report` is what users get.
+`judging` does that in processes which may end or hang, and `report` is what users get.
 
 mutmut and cosmic-ray generate such changes, too. They rewrite the files of a project, start its
 test command for each change, and know no tensors. Here a change is judged by checks in a process

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 import multiprocessing
+import os
 import random
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchop._compat import on_demand
 from torchop.extend import Operator, OpLike
 from torchop.testing._authored import authored_functions
 from torchop.testing._check.run import Budget
-from torchop.testing._mutate.child import Ended, forked
 from torchop.testing._mutate.installing import CannotChangeError, Mutant, mutants_of
 from torchop.testing._mutate.judging import Message, judge
 from torchop.testing._mutate.report import MutationReport, Verdict
+from torchop.testing._processes import ChildError, answers
 
 # Seconds that a check gets with a change, and how often what it takes without one.
 _LEAST_SECONDS, _TIMES_AS_LONG = 5.0, 10.0
@@ -144,27 +147,25 @@ class _Checks:
         def run_checks(*more: Any) -> Iterator[Message]:
             return judge(op, make_examples(), options, *more)
 
-        self._judge = run_checks
+        self._run_checks = run_checks
         self._seconds: dict[str, float] = {}
         self.failing: list[str] = []
-        messages: list[Message] = []
+        found: list[Message] = []
         current = "the start"
-        with forked(self._judge) as receive:
-            while (message := receive(_TO_START)) is not None:
-                if isinstance(message, Ended):
-                    how = f"ended the process, {message}" if message else "did not come back"
-                    raise RuntimeError(
-                        f"mutate({operator}): without a change, it {how}, in {current}. Repair "
-                        "that first, or leave the check out with only=."
-                    )
-                if message.kind == "error":
-                    raise message.value
-                current = message.name
-                messages.append(message)
-        for name in messages.pop().value:
+        with self._messages(itertools.repeat(_TO_START)) as messages:
+            try:
+                for message in messages:
+                    current = message.name
+                    found.append(message)
+            except ChildError as error:
+                raise RuntimeError(
+                    f"mutate({operator}): without a change, it {error.problem}, in {current}. "
+                    "Repair that first, or leave the check out with only=."
+                ) from None
+        for name in found.pop().value:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)  # here, so that no other fork has to
-        results = [each.value for each in messages if each.kind == "result"]
+        results = [each.value for each in found if each.kind == "result"]
         for result in results:
             if result.outcome == "passed":
                 self._seconds[result.check] = result.seconds
@@ -176,41 +177,47 @@ class _Checks:
                 f"mutate({operator}): no check passes without a change, so that none can notice "
                 f"one. {why}"
             )
-        self._calls = messages[-1].value
+        self._calls = found[-1].value
         # Calls with results that are not the same each time tell nothing.
-        with forked(lambda: self._judge([])) as receive:
-            while isinstance(message := receive(_TO_START), Message):
-                if message.kind == "calls":
-                    again = message.value
-                    self._calls = {k: v for k, v in self._calls.items() if again.get(k) == v}
+        with self._messages(itertools.repeat(_TO_START), []) as messages:
+            again = [each.value for each in messages if each.kind == "calls"]
+        for calls in again:
+            self._calls = {k: v for k, v in self._calls.items() if calls.get(k) == v}
         self._tried = dict.fromkeys(self._seconds, 0)
         self._noticed = dict.fromkeys(self._seconds, 0)
 
+    def _messages(
+        self, limits: Iterator[float], *more: Any
+    ) -> contextlib.AbstractContextManager[Iterator[Message]]:
+        """What the checks say in a fork, whose output is for nobody."""
+        return answers("fork", self._run_checks, more, limits, Exception, Path(os.devnull))
+
     def verdict(self, mutant: Mutant, changed: _Changed) -> Verdict:
         order = sorted(self._seconds, key=self._worth, reverse=True)
-        check, calls = "", {}
-        with forked(lambda: self._judge(order, changed)) as receive:
+        check, calls = "the start", {}
+
+        def limits() -> Iterator[float]:
             while True:
-                limit = _LEAST_SECONDS + _TIMES_AS_LONG * self._seconds.get(check, 1.0)
-                message = receive(limit)
-                if isinstance(message, Ended):
-                    check = check or "the start"
-                    if not message:
-                        return Verdict(mutant, "timed out", check, f"it took over {limit:.0f} s")
-                    self._count(check, noticed=True)
-                    return Verdict(mutant, "killed", check, f"it ended the process, {message}")
-                if message is None:
-                    break
-                if message.kind == "error":  # such as examples that the function itself makes
-                    return Verdict(mutant, "killed", "the start", str(message.value))
-                check = message.name
-                if message.kind == "calls":
-                    calls = message.value
-                elif message.kind == "result":
-                    failed = message.value.outcome == "failed"
-                    self._count(check, noticed=failed)
-                    if failed:
-                        return Verdict(mutant, "killed", check, message.value.message)
+                yield _LEAST_SECONDS + _TIMES_AS_LONG * self._seconds.get(check, 1.0)
+
+        with self._messages(limits(), order, changed) as messages:
+            try:
+                for message in messages:
+                    check = message.name
+                    if message.kind == "calls":
+                        calls = message.value
+                    elif message.kind == "result":
+                        failed = message.value.outcome == "failed"
+                        self._count(check, noticed=failed)
+                        if failed:
+                            return Verdict(mutant, "killed", check, message.value.message)
+            except ChildError as error:
+                if error.is_late:
+                    return Verdict(mutant, "timed out", check, f"it {error.problem}")
+                self._count(check, noticed=True)
+                return Verdict(mutant, "killed", check, f"it {error.problem}")
+            except Exception as error:  # such as of examples that the function itself makes
+                return Verdict(mutant, "killed", "the start", str(error))
         same = all(calls.get(name) == digest for name, digest in self._calls.items())
         return Verdict(mutant, "equal" if same else "survived")
 

@@ -26,13 +26,12 @@ class Message(NamedTuple):
     """What a child says.
 
     Attributes:
-        kind: that a check starts, its result, what calls came to, which modules are imported, or an
-            error of the caller's.
+        kind: that a check starts, its result, what calls came to, or which modules are imported.
         name: the name of the check.
-        value: a `Result`, the digests of the calls, the names of the modules, or the exception.
+        value: a `Result`, the digests of the calls, or the names of the modules.
     """
 
-    kind: Literal["check", "result", "calls", "modules", "error"]
+    kind: Literal["check", "result", "calls", "modules"]
     name: str
     value: Any = None
 
@@ -52,11 +51,7 @@ def judge(
         changed: a function, and the code that it has meanwhile.
     """
     with contextlib.nullcontext() if changed is None else installed(*changed):
-        try:
-            checks = plan_checks(op, examples, **options)
-        except Exception as error:
-            yield Message("error", "", error)
-            return
+        checks = plan_checks(op, examples, **options)
         for check in _in_order(checks, order, options):
             yield Message("check", check.name)
             result = run_check(check)
