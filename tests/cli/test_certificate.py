@@ -160,8 +160,16 @@ def test_what_is_no_certificate_is_refused(certified, run, change, message):
             lambda c: c["operators"][0]["checks"][0].update(check=1),
             "'check' is missing, or not of type str",
         ),
-        (lambda content: content["request"].pop("seed"), "its request is not one of `check`"),
-        (lambda content: content["request"].update(modules=3), "its request is not one of `check`"),
+        (lambda content: content["request"].pop("seed"), "'seed' is missing, or not of type int"),
+        (
+            lambda content: content["request"].update(modules=3),
+            "'modules' is missing, or not of type list",
+        ),
+        (
+            lambda c: c["request"].update(budget="x"),
+            "'budget' is missing, or not of type int | float",
+        ),
+        (lambda content: content["request"].update(modules=[3]), "3 cannot be imported"),
         (
             lambda content: content["request"].update(modules=["../x"]),
             "is not the name of a module",

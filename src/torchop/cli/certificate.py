@@ -31,7 +31,7 @@ from torchop.testing.process_state import restored, seed_torch
 FORMAT = 1
 _SIGNATURE = re.compile(r"[^<>\s][^<>\n]* <[^<>@\s]+@[^<>@\s]+>")
 # What a certificate has, and what each operator in it has.
-_FIELDS: dict[str, type] = {
+_FIELDS = {
     "format": int,
     "date": str,
     "environment": dict,
@@ -41,13 +41,24 @@ _FIELDS: dict[str, type] = {
     "totals": dict,
     "digest": str,
 }
-_OF_OPERATOR: dict[str, type] = {
+_OF_OPERATOR = {
     "op": str,
     "schema": str,
     "sources": str,
     "kernels": list,
     "examples": str,
     "checks": list,
+}
+_OF_CHECK = {"check": str, "outcome": str, "reason": str}
+_OF_REQUEST = {
+    "modules": list,
+    "examples": str | None,
+    "reference": str | None,
+    "expected": str | None,
+    "only": list,
+    "seed": int,
+    "timeout": int | float,
+    "budget": int | float | None,
 }
 
 
@@ -191,19 +202,20 @@ def read_certificate(path: Path) -> dict[str, Any]:
             f"but its content has {found}. Write it again with `torchop check --certificate`"
         )
     _refuse_fields(path, content, _FIELDS)
+    _refuse_fields(path, content["request"], _OF_REQUEST)
     for operator in content["operators"]:
         _refuse_fields(path, operator, _OF_OPERATOR)
         for check in operator["checks"]:
-            _refuse_fields(path, check, {"check": str, "outcome": str, "reason": str})
+            _refuse_fields(path, check, _OF_CHECK)
     return content
 
 
-def _refuse_fields(path: Path, values: Any, fields: Mapping[str, type]) -> None:
+def _refuse_fields(path: Path, values: Any, fields: Mapping[str, Any]) -> None:
     for name, kind in fields.items():
-        if not isinstance(values, dict) or type(values.get(name)) is not kind:
+        if not isinstance(values, dict) or not isinstance(values.get(name, ...), kind):
             raise click.ClickException(
                 f"{path} is not a certificate that torchop wrote: {name!r} is missing, or not of "
-                f"type {kind.__name__}"
+                f"type {getattr(kind, '__name__', kind)}"
             )
 
 
