@@ -221,34 +221,29 @@ class KernelRule(CompiledRule[Kernels]):
             log.warning(message, self.definition, action, device_type, problem)
         block = object()  # blocks may be left in another order than they were entered
         with registration_lock:
-            self._switch({**self.switches, block: (device_type, enabled)})
+            self.update(switches={**self.switches, block: (device_type, enabled)})
         try:
             yield
         finally:
             with registration_lock:
-                self._switch({b: state for b, state in self.switches.items() if b is not block})
+                others = {b: state for b, state in self.switches.items() if b is not block}
+                self.update(switches=others)
 
     @property
     def disabled(self) -> frozenset[str]:
         """The device types whose kernel is off, which the last block for each decides."""
-        return _disabled(self.switches)
-
-    def _switch(self, switches: Mapping[object, tuple[str, bool]]) -> None:
-        self.update(switches=switches)
+        return frozenset(device for device, on in dict(self.switches.values()).items() if not on)
 
     def _active(self) -> Mapping[str | None, Callable[..., Any]]:
         """The function that runs for each device."""
         functions, guard = self.functions, self.definition.declaration.guard
         if guard is None and not self.switches:
             return functions
-        disabled, original = _disabled(self.switches), self.definition.function
-        return {
-            device: _guarded(
-                original if device in disabled and original is not None else function,
-                guard,
-            )
-            for device, function in functions.items()
-        }
+        disabled, original = self.disabled, self.definition.function
+        if original is not None:
+            off = dict.fromkeys(functions.keys() & disabled, original)
+            functions = {**functions, **off}
+        return {device: _guarded(function, guard) for device, function in functions.items()}
 
     def _key(self, device: str | None) -> str:
         if device is None:
@@ -309,10 +304,6 @@ class KernelRule(CompiledRule[Kernels]):
         else:
             result = function(*args, **kwargs)
         return kernels.finish(definition, args, kwargs, result)
-
-
-def _disabled(switches: Mapping[object, tuple[str, bool]]) -> frozenset[str]:
-    return frozenset(device for device, on in dict(switches.values()).items() if not on)
 
 
 def _guarded(function: Callable[..., Any], guard: Guard | None) -> Callable[..., Any]:
