@@ -216,6 +216,8 @@ def test_a_pattern_may_name_overloads(namespace, library):
         assert not is_native(ops.default)
     with torchop.accelerate(f"{namespace}::op") as acceleration:
         assert len(acceleration.operators) == 3  # a name stands for all its overloads
+    with torchop.accelerate(f"{namespace}::op.default") as acceleration:
+        assert [row.op for row in acceleration.operators] == [f"{namespace}::op"]
 
 
 def test_a_pattern_leaves_out_what_stands_for_another_operator(namespace):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
@@ -11,13 +10,13 @@ from typing import TypeVar
 
 from torchop._compat import operators
 from torchop._core.registry import own_definition
-from torchop._schema.naming import RESERVED_NAMESPACES
+from torchop._schema import naming
 from torchop.extend import OpName, short_repr, short_text
 
 Value = TypeVar("Value")
 
 # Namespaces that `*` does not match.
-_INTERNAL = RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
+_INTERNAL = naming.RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
 
 
 def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
@@ -33,7 +32,7 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
                 f"{caller} expects patterns of operator names, such as 'mylib::*', got "
                 f"{type(pattern).__name__}: {short_repr(pattern)}.{_instead_of(caller, pattern)}"
             )
-        if "::" not in pattern and not pattern.startswith("*"):
+        if not naming.is_pattern(pattern):
             # PyTorch prints names of operators with dots.
             namespace, *name = re.split("[.:]", pattern.removeprefix("torch.ops."), maxsplit=1)
             meant = f"{namespace or 'mylib'}::{''.join(name) or '*'}"
@@ -49,9 +48,9 @@ def is_match(name: OpName, pattern: str) -> bool:
     # Internal operators of PyTorch and torchop only match a pattern that names their namespace.
     if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
         return False
-    if not any(fnmatch.fnmatchcase(text, pattern) for text in (str(name), name.packet)):
+    if not naming.is_match(name, pattern):
         return False
-    return pattern in (str(name), name.packet) or not _is_companion(name)
+    return naming.is_name(name, pattern) or not _is_companion(name)
 
 
 def _is_companion(name: OpName) -> bool:

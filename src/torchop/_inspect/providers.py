@@ -11,6 +11,7 @@ from torchop._compat import operators
 from torchop._core.definition import Definition
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import priority, provider_table
+from torchop._schema.naming import is_match
 
 
 class Provided(NamedTuple):
@@ -74,7 +75,7 @@ def providers(*ops: str) -> list[Provided]:
     return [
         kernel
         for rule in sorted(priority.rules_with_providers(), key=lambda r: r.definition.name)
-        if any(priority.is_match(pattern, rule.definition.name) for pattern in wanted)
+        if any(is_match(rule.definition.name, pattern) for pattern in wanted)
         for kernel in _kernels_of(rule)
     ]
 

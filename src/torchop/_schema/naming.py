@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import keyword
 import re
 from collections.abc import Callable, Iterable
@@ -108,6 +109,25 @@ class OpName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.namespace}::{self.local}"
+
+
+def is_name(name: OpName, text: str) -> bool:
+    """Whether a text names an operator, or all overloads of which it is one."""
+    return text in (name.packet, f"{name.packet}.{name.overload or 'default'}")
+
+
+def is_match(name: OpName, pattern: str) -> bool:
+    """Whether a pattern, as one of file names, matches an operator, or a name is its name.
+
+    `f.*` matches the overloads of `f` that have a name.
+    """
+    texts = (str(name), name.packet)
+    return is_name(name, pattern) or any(fnmatch.fnmatchcase(text, pattern) for text in texts)
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a name of an operator could match."""
+    return "::" in text or text.startswith("*")
 
 
 def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:

@@ -7,7 +7,6 @@ from `torchop.set_priority`, else from the author of the operator. Without one, 
 from __future__ import annotations
 
 import copy
-import fnmatch
 import functools
 import os
 import re
@@ -22,6 +21,7 @@ from torchop._core.lock import registration_lock
 from torchop._errors import ProviderNameError, nearest, short_repr
 from torchop._rules.kernels.devices import DeviceTypes, device_list
 from torchop._rules.kernels.rule import KernelRule
+from torchop._schema.naming import is_match, is_name, is_pattern
 from torchop.extend import OpName
 
 REFERENCE = "reference"
@@ -43,11 +43,11 @@ class ScopedOrder(NamedTuple):
     names: Order
 
     def fits(self, name: OpName, device: str | None) -> bool:
-        return self.device in (None, device) and is_match(self.pattern, name)
+        return self.device in (None, device) and is_match(name, self.pattern)
 
     def specificity(self, name: OpName) -> tuple[bool, int, bool]:
         """Of two that fit, the greater one counts: a name, a longer pattern, one for a device."""
-        return self.pattern in _spelled(name), len(self.pattern), self.device is not None
+        return is_name(name, self.pattern), len(self.pattern), self.device is not None
 
 
 class ActiveOrder(NamedTuple):
@@ -127,15 +127,6 @@ def rules_with_providers() -> list[KernelRule]:
         return [each for each in _rules_with_providers if each.definition.reason_gone is None]
 
 
-def is_match(pattern: str, name: OpName) -> bool:
-    """Whether a pattern stands for an operator."""
-    return any(fnmatch.fnmatchcase(text, pattern) for text in _spelled(name))
-
-
-def _spelled(name: OpName) -> tuple[str, ...]:
-    return (str(name), name.packet) if name.overload else (name.packet, f"{name}.default")
-
-
 def blocks_were_opened() -> bool:
     """Whether calls have to look for blocks: from the first one that was opened in the process."""
     return _blocks_were_opened
@@ -153,14 +144,14 @@ def active_order(
         fitting = [each for each in orders if each.fits(name, device)]
         if fitting:
             order = max(fitting, key=lambda each: each.specificity(name))
-            return ActiveOrder(order.names, by, order.pattern in _spelled(name))
+            return ActiveOrder(order.names, by, is_name(name, order.pattern))
     names = author.get(device, author.get(None, ()))
     return ActiveOrder(names, "the operator's author", is_exact=True) if names else ActiveOrder()
 
 
 def devices_with_orders(name: OpName, author: Mapping[str | None, Order]) -> frozenset[str]:
     """The device types for which an operator has an order of their own."""
-    devices = {order.device for order in _process if is_match(order.pattern, name)}
+    devices = {order.device for order in _process if is_match(name, order.pattern)}
     return frozenset(device for device in (*devices, *author) if device is not None)
 
 
@@ -201,7 +192,7 @@ def _scoped_orders(
     scoped = []
     for pattern, names in orders.items():
         pattern = _written(pattern)
-        if not isinstance(pattern, str) or ("::" not in pattern and pattern[:1] != "*"):
+        if not isinstance(pattern, str) or not is_pattern(pattern):
             raise ValueError(
                 f"{what} expects names of operators, or patterns such as 'mylib::*', got "
                 f"{short_repr(pattern)}."
@@ -218,7 +209,7 @@ def _written(operator: object) -> Any:
 
 def _check_known(what: str, pattern: str, order: Order) -> None:
     """Refuses providers that no operator of a pattern has, as far as there are operators."""
-    matching = [r for r in rules_with_providers() if is_match(pattern, r.definition.name)]
+    matching = [r for r in rules_with_providers() if is_match(r.definition.name, pattern)]
     is_name = re.search(r"[*?\[]", pattern) is None
     if not matching and not (is_name and operators.is_registered(*_packet_and_overload(pattern))):
         return  # it may be defined later
@@ -239,7 +230,7 @@ def _of_environment() -> tuple[ScopedOrder, ...]:
     for part in filter(None, os.environ.get(VARIABLE, "").split(";")):
         pattern, equals, names = part.partition("=")
         pattern, order = pattern.strip(), tuple(n.strip() for n in names.split(",") if n.strip())
-        if not equals or ("::" not in pattern and pattern[:1] != "*"):
+        if not equals or not is_pattern(pattern):
             raise ValueError(
                 f"{VARIABLE} expects orders such as 'mylib::rms_norm=vendor,triton;mylib::*=triton'"
                 f", got {short_repr(part)}."
