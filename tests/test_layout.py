@@ -110,7 +110,7 @@ EXCEPTIONS = {
     ),
     "export": (
         "functional operators stand for others as in compiled graphs",
-        {"_rules.functionalization.counterparts"},
+        {"_rules.functionalization.companions"},
     ),
     "testing": (
         "it drives PyTorch's checks, fake tensors and simulated ranks, finds writes as `checking` "

@@ -20,7 +20,7 @@ from tests.core.operators import (
     names,
     of_a_class,
     plain,
-    with_counterparts,
+    with_companions,
 )
 from torchop._compat import deregistration, libraries, operators, registries, torch_ops
 from torchop._core import define, registry
@@ -69,7 +69,7 @@ STEPS: dict[str, tuple[Any, str]] = {
 }
 
 
-KINDS = {f.__name__: f for f in (plain, inlined, with_counterparts, of_a_class, family)}
+KINDS = {f.__name__: f for f in (plain, inlined, with_companions, of_a_class, family)}
 
 
 class Injection(NamedTuple):
@@ -163,7 +163,7 @@ def test_a_redefinition_that_is_interrupted_leaves_the_older_one_or_a_free_name(
 def test_every_step_is_one_of_a_redefinition(namespace, error):
     # Or the tests above would interrupt nothing.
     def again() -> None:
-        for make in (plain, inlined, plain, with_counterparts):
+        for make in (plain, inlined, plain, with_companions):
             make(namespace)
 
     with warnings.catch_warnings():

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 import torchop
 from torchop._compat import functional_traces
-from torchop._rules.functionalization.counterparts import functional_schema, writing_into_copies
+from torchop._rules.functionalization.companions import functional_schema, writing_into_copies
 from torchop.extend import (
     Operator,
     OpOverload,

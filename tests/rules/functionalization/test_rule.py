@@ -59,13 +59,13 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_only_operators_that_need_counterparts_have_them(namespace, schema):
+def test_only_operators_that_need_companions_have_them(namespace, schema):
     mutates = {"x"} if "!" in schema else ()
     torchop.custom_op(f"{namespace}::op", lambda x, y: None, mutates_args=mutates, schema=schema)
     assert names(namespace) == {"op"} | SCHEMAS[schema]
 
 
-def test_the_schema_of_a_counterpart_keeps_defaults_and_strings(namespace):
+def test_the_schema_of_a_companion_keeps_defaults_and_strings(namespace):
     def kernel(xs, label='a, ")(', dims=(1, 2), *, weights, by=0.5):
         return [weights]
 
@@ -88,16 +88,16 @@ def test_the_schema_of_a_counterpart_keeps_defaults_and_strings(namespace):
         library.define(f"op{write(arguments, write_results(results))}")
 
 
-def test_counterparts_end_with_their_operator(namespace):
+def test_companions_end_with_their_operator(namespace):
     scale = _scale_out(namespace)
-    counterpart = getattr(torch.ops, namespace).scale__mutable.out
+    companion = getattr(torch.ops, namespace).scale__mutable.out
     out = torch.zeros(2)
-    assert counterpart(torch.ones(2), out=out) is None
+    assert companion(torch.ones(2), out=out) is None
     assert out.tolist() == [2.0, 2.0]
 
     again = _scale_out(namespace, 3.0)  # the same place defines it again
     with pytest.raises(torchop.OperatorGoneError, match="is gone"):
-        counterpart(torch.ones(2), out=out)
+        companion(torch.ones(2), out=out)
     getattr(torch.ops, namespace).scale__mutable.out(torch.ones(2), out=out)
     assert out.tolist() == [3.0, 3.0]
     assert scale is not again
@@ -114,7 +114,7 @@ def test_counterparts_end_with_their_operator(namespace):
     assert not {"other", "other__functional"} & names(namespace)
 
 
-def test_a_definition_that_fails_leaves_no_counterpart(namespace):
+def test_a_definition_that_fails_leaves_no_companion(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("scale__mutable.out() -> ()")  # the name is taken
         with pytest.raises(
@@ -159,7 +159,7 @@ def test_a_rule_of_the_user_for_the_functional_trace_counts(namespace):
     assert set(calls) == {scale.overload}
 
 
-def test_a_saved_program_names_the_module_of_a_counterpart(namespace):
+def test_a_saved_program_names_the_module_of_a_companion(namespace):
     scale = _scale_out(namespace)
 
     class Model(torch.nn.Module):

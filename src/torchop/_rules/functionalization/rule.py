@@ -1,7 +1,7 @@
 """Functionalization: how compilers trace an operator that mutates.
 
 PyTorch functionalizes an operator that returns fresh tensors, and the trace keeps that form. The
-other forms are traced as counterparts, which PyTorch compiles right:
+other forms are traced as companions, which PyTorch compiles right:
 
 - An operator with `torch.Tag.inplace` or `torch.Tag.out` is traced as one that returns nothing, and
   the trace goes on with its arguments. Inductor 2.13 treats a returned argument as fresh memory,
@@ -28,8 +28,14 @@ from torchop._core.call import map_tensors, mutated_tensors, returned_result
 from torchop._core.declaration import Declaration
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._errors import FunctionalizationError
-from torchop._rules.functionalization import counterparts as counterparts_module
-from torchop._rules.functionalization.counterparts import FUNCTIONAL, MUTABLE, without_none
+from torchop._rules.functionalization.companions import (
+    FUNCTIONAL,
+    MUTABLE,
+    define_of_kind,
+    holds_none,
+    masks,
+    without_none,
+)
 from torchop._rules.functionalization.hidden_aliases import copy_hidden_aliases
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.forms import Form
@@ -39,7 +45,7 @@ from torchop._schema.schema import Argument, Schema
 class Functionalized(NamedTuple):
     """The compiled rule: the operators that stand for this one in a functional trace."""
 
-    counterparts: Mapping[str, Definition]
+    companions: Mapping[str, Definition]
     returns_lists: bool
     # The types of outputs that a trace cannot follow.
     untraceable: tuple[str, ...]
@@ -48,7 +54,7 @@ class Functionalized(NamedTuple):
 class FunctionalizationRule(CompiledRule[Functionalized]):
     """How a compiler's functional trace records an operator that mutates."""
 
-    counterparts: Mapping[str, Definition] = NOTHING
+    companions: Mapping[str, Definition] = NOTHING
     # The backends that trace the function instead, and the function; for inlined operators.
     inlined: tuple[object, Callable[..., Any]] | None = None
 
@@ -65,9 +71,8 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
     def install_on_defined(self) -> None:
         # At definition, not when a trace needs them: a process may load a cached or exported graph
         # that calls them, without a trace.
-        self.counterparts = {
-            kind: counterparts_module.define(self.definition, kind)
-            for kind in _needed(self.definition.schema)
+        self.companions = {
+            kind: define_of_kind(self.definition, kind) for kind in _needed(self.definition.schema)
         }
 
     def cache_parts(self) -> Iterator[object]:
@@ -85,7 +90,7 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         schema = self.definition.schema
         returns = schema.returns if schema.form is Form.PLAIN else ()
         return Functionalized(
-            counterparts=self.counterparts,
+            companions=self.companions,
             returns_lists="List[Tensor]" in returns,
             untraceable=tuple(kind for kind in returns if kind not in _TRACEABLE),
         )
@@ -95,7 +100,7 @@ _TRACEABLE = ("Tensor", "List[Tensor]")
 
 
 def _needed(schema: Schema) -> Iterator[str]:
-    if schema.form is not Form.PLAIN or counterparts_module.masks(schema):
+    if schema.form is not Form.PLAIN or masks(schema):
         yield MUTABLE
     if schema.form is Form.PLAIN and schema.returns and set(schema.returns) <= set(_TRACEABLE):
         mutated = [argument.kind for argument in schema.arguments if argument.is_mutated]
@@ -139,12 +144,12 @@ def _trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, _Values]:
-    """Calls the operator or its counterpart inside the functional trace.
+    """Calls the operator or its companion inside the functional trace.
 
-    Returns the result, and what a functional counterpart wrote.
+    Returns the result, and what a functional companion wrote.
     """
     schema = definition.schema
-    functional = rule.counterparts.get(FUNCTIONAL)
+    functional = rule.companions.get(FUNCTIONAL)
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     if functional is not None and (rule.returns_lists or not mutated):
         if names := _names_if_shared(definition, args, kwargs, mutated):
@@ -160,11 +165,9 @@ def _trace(
         *returned, written = result
         pairs = list(zip(mutated, written, strict=True))
         return tuple(returned) if len(returned) > 1 else returned[0], pairs
-    mutable = rule.counterparts.get(MUTABLE)
+    mutable = rule.companions.get(MUTABLE)
     overload = definition.overload
-    if mutable is not None and (
-        schema.form is not Form.PLAIN or counterparts_module.holds_none(schema, args, kwargs)
-    ):
+    if mutable is not None and (schema.form is not Form.PLAIN or holds_none(schema, args, kwargs)):
         overload = mutable.overload
         args, kwargs = without_none(schema, args, kwargs)
     return mode.__torch_dispatch__(overload, types, args, kwargs), []

@@ -1,7 +1,7 @@
-"""Counterparts: the companions of an operator that mutates, which the functional trace holds.
+"""Companions of an operator that mutates, which stand for it in the functional trace.
 
-A counterpart calls the operator that it stands for. Its schema differs where PyTorch's
-functionalization, or Inductor, cannot take that operator's:
+Each calls the operator that it stands for. Its schema differs where PyTorch's functionalization, or
+Inductor, cannot take that operator's:
 
 - `name__mutable` mutates the same arguments, gets lists without None and, beside each list, the
   positions of its tensors; it does not return its arguments.
@@ -31,8 +31,8 @@ FUNCTIONAL = "functional"
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 
 
-def define(definition: Definition, kind: str) -> Definition:
-    """Defines the counterpart of a kind, for an operator whose schema the dispatcher knows."""
+def define_of_kind(definition: Definition, kind: str) -> Definition:
+    """Defines the companion of a kind, for an operator whose schema the dispatcher knows."""
     schema, kernel = (_mutable if kind == MUTABLE else _functional)(definition)
     # On fake tensors it calls the operator, whose fake kernel describes the results.
     return define_companion(definition, kind, schema, kernel, kernel)
@@ -54,7 +54,7 @@ def holds_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """From the arguments of a call of the operator, those of its mutable counterpart."""
+    """From the arguments of a call of the operator, those of its mutable companion."""
     names = masks(schema)
     given: dict[str, list[bool] | None] = dict.fromkeys(names.values())
 
