@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -32,9 +32,8 @@ def ignores_surroundings(
         results = probes.outcome_of_copies(op, args, kwargs)
         return probes.mapped(results, torch.zeros_like) if draws else results
 
-    _, changes_of, is_exact = _SURROUNDINGS[kind]
     expected = call()
-    for words, change in changes_of(call):
+    for words, change in _environments(call) if kind == "environment" else _CHANGES[kind]:
         try:
             with restored():
                 change()
@@ -43,28 +42,17 @@ def ignores_surroundings(
             if kind == "environment":
                 continue  # a value that the operator refuses
             raise
-        limits = {"rtol": 0, "atol": 0} if is_exact else tolerances
-        probes.assert_same(actual, expected, f"with {words}", **limits)
+        if kind == "default_dtype":
+            tolerances = {"rtol": 0, "atol": 0}
+        probes.assert_same(actual, expected, f"with {words}", **tolerances)
 
 
-_Changes = Iterator[tuple[str, Callable[[], object]]]
+_Changes = Iterable[tuple[str, Callable[[], object]]]
 
 
-def _default_dtypes(call: Callable[[], Any]) -> _Changes:
-    for dtype in (torch.float64, torch.float16):
-        yield f"the default dtype {dtype}", functools.partial(torch.set_default_dtype, dtype)
-
-
-def _flushing(call: Callable[[], Any]) -> _Changes:
-    def flush() -> None:
-        if not torch.set_flush_denormal(True):
-            raise NotImplementedError("this processor cannot flush denormal numbers to zero")
-
-    yield "torch.set_flush_denormal(True)", flush
-
-
-def _locales(call: Callable[[], Any]) -> _Changes:
-    yield "a locale whose decimal point is a comma", set_decimal_comma
+def _flush_denormals() -> None:
+    if not torch.set_flush_denormal(True):
+        raise NotImplementedError("this processor cannot flush denormal numbers to zero")
 
 
 def _environments(call: Callable[[], Any]) -> _Changes:
@@ -89,20 +77,20 @@ def _environments(call: Callable[[], Any]) -> _Changes:
                 )
 
 
-# The question of each check, what is changed for it, and whether results are the same to the bit.
-_SURROUNDINGS: dict[str, tuple[str, Callable[[Callable[[], Any]], _Changes], bool]] = {
-    "default_dtype": (
-        "Does a call do the same whatever the default dtype is?",
-        _default_dtypes,
-        True,
-    ),
-    "flush_denormal": (
-        "Does it do the same where the processor takes denormal numbers for zero?",
-        _flushing,
-        False,
-    ),
-    "locale": ("Does it do the same whatever the locale is?", _locales, False),
-    "environment": ("Does it do the same whatever the environment is?", _environments, False),
+# What is changed for each check, except for the environment, of which the call says what it reads.
+_CHANGES: dict[str, _Changes] = {
+    "default_dtype": [
+        (f"the default dtype {dtype}", functools.partial(torch.set_default_dtype, dtype))
+        for dtype in (torch.float64, torch.float16)
+    ],
+    "flush_denormal": [("torch.set_flush_denormal(True)", _flush_denormals)],
+    "locale": [("a locale whose decimal point is a comma", set_decimal_comma)],
+}
+_QUESTIONS = {
+    "default_dtype": "Does a call do the same whatever the default dtype is?",
+    "flush_denormal": "Does it do the same where the processor takes denormal numbers for zero?",
+    "locale": "Does it do the same whatever the locale is?",
+    "environment": "Does it do the same whatever the environment is?",
 }
 
 
@@ -118,5 +106,5 @@ def _cases(kind: str, subject: Subject, details: Details) -> Iterator[Case]:
 
 CHECKS = tuple(
     CheckKind(f"contracts.{kind}", question, functools.partial(_cases, kind))
-    for kind, (question, _, _) in _SURROUNDINGS.items()
+    for kind, question in _QUESTIONS.items()
 )
