@@ -14,7 +14,7 @@ from torchop._native import low_level, switch
 from torchop._native.plan import NativeCalls, is_returnable, unknown_type
 from torchop._native.reasons import Reason
 from torchop._schema.schema import OPTIONAL_TENSOR_LISTS
-from torchop._schema.text import arguments_of
+from torchop._schema.text import arguments_alone
 from torchop.extend import Operator, OpName, Schema, mutated_tensors, named_inputs, values_by_name
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _why_refused(call: Call) -> str:
             "one with __torch_function__ or with attributes that its class computes, or a tensor, "
             "list, tuple or dict"
         )
-    written = [each for each in arguments_of(call.schema.written) if each != "*"][call.refused]
+    written = arguments_alone(call.schema.written)[call.refused]
     return (
         f"{_refused(call)} does not have exactly the type of the schema, which is '{written}', but "
         f"is {_spelled_type(value)}, so the dispatcher converts it or refuses it"

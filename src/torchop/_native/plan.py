@@ -20,7 +20,7 @@ from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import OBJECTS, Argument, Schema
-from torchop._schema.text import arguments_of, results_of
+from torchop._schema.text import arguments_alone, results_of
 
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
@@ -228,7 +228,7 @@ def is_returnable(schema: Schema) -> bool:
 def unknown_type(schema: Schema, plan: Plan) -> str:
     """What of a schema keeps calls from being native by its type, where something does."""
     if plan.unknown_parameter is not None:
-        arguments = [each for each in arguments_of(schema.written) if each != "*"]
+        arguments = arguments_alone(schema.written)
         what = f"argument '{arguments[plan.unknown_parameter]}'"
     else:
         kinds = zip(schema.returns, results_of(schema.written), strict=True)

@@ -19,6 +19,11 @@ def arguments_of(schema: str) -> list[str]:
     return _pieces(schema[schema.index("(") + 1 : _end_of_arguments(schema)])
 
 
+def arguments_alone(schema: str) -> list[str]:
+    """The same without the `*`, so that each has its place in a call."""
+    return [argument for argument in arguments_of(schema) if argument != "*"]
+
+
 def results_of(schema: str) -> list[str]:
     """The results of a schema, such as `Tensor` and `Tensor[]`."""
     results = schema[_end_of_arguments(schema) + 1 :].partition("->")[2].strip()

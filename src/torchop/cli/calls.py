@@ -20,7 +20,7 @@ import torchop
 from torchop import MissingRuleError, NativeUnavailableError
 from torchop._accelerate.accelerate import aligned
 from torchop._inspect import call_record
-from torchop._rules.user.examples import make_examples
+from torchop._rules.user.examples import make_examples, operator_of_examples
 from torchop.cli.child_process import answers_of, first_line, preload
 from torchop.cli.measure import Call
 from torchop.cli.selection import Selection, selecting
@@ -138,8 +138,7 @@ def calls_of(op: str, text: str | None) -> list[Call]:
     """
     if text is not None:
         return [_evaluated(text)]
-    # Registered examples are calls of the handle, which may take structures.
-    called = Operator(Operator(op, "examples").handle or op, "examples")
+    called = operator_of_examples(op, "examples")
     try:
         return [called.flat_arguments(*example) for example in make_examples(op)]
     except MissingRuleError:

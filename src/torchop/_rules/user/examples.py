@@ -85,6 +85,11 @@ def make_examples(op: OpLike) -> list[Example]:
     return [_example(overload, index, example) for index, example in enumerate(examples)]
 
 
+def operator_of_examples(op: OpLike, caller: str) -> Operator:
+    """The operator as its registered examples call it: by its handle, which may take structures."""
+    return Operator(Operator(op, caller).handle or op, caller)
+
+
 def _example(op: OpOverload, index: int, example: Any) -> Example:
     signature = Operator(op, "examples").signature
     if isinstance(example, Mapping):
@@ -104,7 +109,7 @@ def _example(op: OpOverload, index: int, example: Any) -> Example:
             f"{error}."
         ) from None
     if preconditions.PRECONDITIONS.has(op):
-        called = Operator(Operator(op, "examples").handle or op, "examples")
+        called = operator_of_examples(op, "examples")
         declared = preconditions.PRECONDITIONS.lookup(op)
         problem = declared.problem(declared.arguments(*called.flat_arguments(args, kwargs)))
         if problem is not None:

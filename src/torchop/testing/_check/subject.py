@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchop import AliasError, ResultError, UndeclaredMutationError
 from torchop._compat import dispatch, fake_tensors
-from torchop._rules.user.examples import make_examples
+from torchop._rules.user.examples import make_examples, operator_of_examples
 from torchop._rules.user.preconditions import PRECONDITIONS
 from torchop._rules.user.preconditions.base import Unfit
 from torchop.extend import Form, Operator, OpLike, named_inputs, short_text
@@ -143,11 +143,9 @@ class Subject:
     ) -> None:
         self.operator = Operator(op, "check")
         pairs = [_pair(example) for example in examples] if examples else make_examples(op)
-        if self.operator.handle is not None:
-            handle = Operator(self.operator.handle, "check")
-            # Registered examples are calls of the handle, also where the operator is named.
-            if not examples or all(_is_call(handle, *pair) for pair in pairs):
-                self.operator = handle
+        by_handle = operator_of_examples(op, "check")
+        if not examples or all(_is_call(by_handle, *pair) for pair in pairs):
+            self.operator = by_handle
         self.name = str(self.operator)
         self.schema = self.operator.schema
         self.op = self.operator.overload
