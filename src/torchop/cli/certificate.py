@@ -25,6 +25,7 @@ from torchop._inspect.registrant import in_dispatcher
 from torchop.extend import Operator, short_text
 from torchop.testing import CheckReport, _contents, probes
 from torchop.testing._authored import authored_functions
+from torchop.testing._check.report import write_json
 from torchop.testing._check.subject import Subject
 from torchop.testing.process_state import restored, seed_torch
 
@@ -261,7 +262,7 @@ def write_badge(reports: Sequence[CheckReport], not_checked: Sequence[str], path
     color = "#c0392b" if failed or not reports else "#b7791f" if left else "#2e7d32"
     if path.suffix == ".json":
         values = {"schemaVersion": 1, "label": "torchop check", "message": message, "color": color}
-        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        write_json(values, path)
         return
     label = "torchop check"
     left_width, right_width = (7 * len(text) + 12 for text in (label, message))

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import json
 import math
 import os
 import sys
@@ -42,7 +41,7 @@ from torchop.testing import CheckReport, Result
 from torchop.testing._check import program
 from torchop.testing._check.api import call_costs
 from torchop.testing._check.kinds import Details
-from torchop.testing._check.report import write_html
+from torchop.testing._check.report import write_html, write_json
 from torchop.testing._check.run import (
     Budget,
     Check,
@@ -163,8 +162,7 @@ def check(
     if report is not None:
         write_html(reports, report)
     if json_path is not None:
-        values = [each.to_dict() for each in reports]
-        json_path.write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+        write_json([each.to_dict() for each in reports], json_path)
     if certificate is not None:
         write_certificate(certified(reports, unchecked, request, signed_off_by), certificate)
     if badge is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from torchop import MissingRuleError
 from torchop.cli.child_process import first_line
 from torchop.testing import MutationReport
+from torchop.testing._check.report import write_json
 from torchop.testing._mutate.api import run
 
 
@@ -62,6 +62,5 @@ def mutate_operators(
             click.echo(str(report))
         bar.remove_task(task)
     if json_path is not None:
-        text = json.dumps([report.to_dict() for report in reports], indent=1)
-        json_path.write_text(text + "\n", encoding="utf-8")
+        write_json([report.to_dict() for report in reports], json_path)
     return bool(reports) and not any(report.survivors for report in reports)

@@ -18,7 +18,7 @@ import pytest
 from torchop._accelerate import patterns
 from torchop.extend import OpName
 from torchop.testing._check import api
-from torchop.testing._check.report import CheckReport, Result, write_html
+from torchop.testing._check.report import CheckReport, Result, write_html, write_json
 from torchop.testing._check.run import Budget, Check, expected_for, plan_checks
 
 # What `pytest.mark.torchop` passes on to `plan_checks`.
@@ -235,7 +235,7 @@ def write_report(test_reports: Sequence[Any], path: Path) -> None:
     reports = [_together(by_operator[op]) for op in sorted(by_operator)]
     if path.suffix == ".json":
         values = [report.to_dict() for report in reports]
-        path.write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+        write_json(values, path)
     else:
         write_html(reports, path)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import os
+import platform
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -97,8 +99,6 @@ class Result:
 
 def environment() -> dict[str, str]:
     """The versions and devices of this process."""
-    import platform  # needed for reports alone
-
     devices = [f"CPU ({os.cpu_count()} cores, {platform.machine()})"]
     if torch.cuda.is_available():
         devices += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -260,10 +260,7 @@ class CheckReport:
         Args:
             path: the file, which is replaced.
         """
-        import json  # needed for reports alone
-
-        text = json.dumps(self.to_dict(), indent=1, default=str)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_json(self.to_dict(), path)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the report as one page of HTML, without other files.
@@ -275,6 +272,11 @@ class CheckReport:
             ModuleNotFoundError: jinja2 is missing, which the extra `test` of torchop installs.
         """
         write_html([self], path)
+
+
+def write_json(values: Any, path: str | os.PathLike[str]) -> None:
+    """Writes plain values as JSON; what JSON has no form for, as its text."""
+    Path(path).write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def write_html(reports: Sequence[CheckReport], path: str | os.PathLike[str]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from torchop.testing._check.report import environment
+from torchop.testing._check.report import environment, write_json
 from torchop.testing._mutate.installing import Mutant
 
 Outcome = Literal["killed", "timed out", "survived", "equal", "not run"]
@@ -86,12 +85,9 @@ class MutationReport:
 
     def summary(self) -> str:
         """One line: how many changes have each outcome."""
-        counts = [
-            f"{n} {word}"
-            for outcome, word in _IN_WORDS.items()
-            if (n := len(self.with_outcome(outcome)))
-        ]
-        counted = ", ".join(counts) or "nothing to change"
+        counts = Counter(verdict.outcome for verdict in self.verdicts)
+        parts = [f"{counts[each]} {word}" for each, word in _IN_WORDS.items() if counts[each]]
+        counted = ", ".join(parts) or "nothing to change"
         return f"{self.op}: {len(self.verdicts)} changes: {counted} ({self.seconds:.1f} s)"
 
     def __str__(self) -> str:
@@ -122,10 +118,7 @@ class MutationReport:
 
     def by_check(self) -> dict[str, int]:
         """How many changes each check noticed, most first."""
-        names = [verdict.check for verdict in self.with_outcome("killed")]
-        return {
-            name: names.count(name) for name in sorted(set(names), key=lambda n: -names.count(n))
-        }
+        return dict(Counter(each.check for each in self.with_outcome("killed")).most_common())
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values: what `to_json` writes."""
@@ -137,4 +130,4 @@ class MutationReport:
         Args:
             path: the file, which is replaced.
         """
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_json(self.to_dict(), path)
