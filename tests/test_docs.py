@@ -32,6 +32,7 @@ from markdown_it import MarkdownIt
 
 import torchop
 from tests.support import close_operators, needs_native
+from torchop._rules.providers import tuned
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -58,6 +59,12 @@ class Block(NamedTuple):
     language: str
     code: str
     output: str
+
+
+@pytest.fixture(autouse=True)
+def measurements_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Examples that measure kernels write a table, which later runs are not to find."""
+    monkeypatch.setattr(tuned, "users_table", lambda: tmp_path / "tuning.json")
 
 
 def collect(path: Path) -> list[Block]:

@@ -17,6 +17,7 @@ from torchop.cli.providers import providers
 from torchop.cli.record import record
 from torchop.cli.schema import schema
 from torchop.cli.stubs import stubs
+from torchop.cli.tuning import tuning
 from torchop.cli.verify import certificate
 
 
@@ -48,6 +49,7 @@ COMMANDS = (
     record,
     schema,
     stubs,
+    tuning,
 )
 for command in COMMANDS:
     main.add_command(command)

@@ -1,0 +1,111 @@
+"""`python -m torchop tuning`: tables of measured kernels, shown, merged, pruned and compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from torchop._accelerate.accelerate import aligned
+from torchop._rules.providers import measurements, tuned
+from torchop._rules.providers.measurements import Measurement, TableError
+
+_TABLE = click.Path(dir_okay=False, path_type=Path)
+_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def tuning() -> None:
+    """Shows, merges, prunes and compares tables of measured kernels.
+
+    torchop.tune and torchop.tuning write them. A command that gets no table takes the user's own.
+    """
+
+
+@tuning.command()
+@click.argument("table", type=_TABLE, required=False)
+@_AS_JSON
+def show(table: Path | None, as_json: bool) -> None:
+    """Shows what was measured."""
+    found = _read(_or_users(table))
+    if as_json:
+        items = [
+            {**m._asdict(), "call": m.call, "kernels": [k._asdict() for k in m.kernels]}
+            for m in found
+        ]
+        click.echo(json.dumps(items, indent=1))
+        return
+    rows = [("operator", "call", "kernel", "us", "interval", "device", "torch")]
+    for m in found:
+        for kernel in m.kernels:
+            low, high = kernel.interval
+            times = f"{kernel.microseconds:.2f}", f"{low:.2f} to {high:.2f}"
+            rows.append((m.op, m.call, kernel.label, *times, m.device, m.torch))
+    click.echo(aligned(rows))
+
+
+@tuning.command()
+@click.argument("tables", type=_TABLE, nargs=-1, required=True)
+@click.option("--into", type=_TABLE, help="The table to extend; the user's own without it.")
+def merge(tables: Sequence[Path], into: Path | None) -> None:
+    """Adds the measurements of tables to one; of two for the same calls, the later one stays."""
+    target = _or_users(into)
+    before = _read(target) if target.exists() else []
+    found = measurements.merged(before, *map(_read, tables))
+    _write(target, found)
+    click.echo(f"{target} has {len(found)} measurements, of which {len(before)} were there.")
+
+
+@tuning.command()
+@click.argument("table", type=_TABLE, required=False)
+@click.option("--device", help="Remove those of a device, too.")
+def prune(table: Path | None, device: str | None) -> None:
+    """Removes what was measured with another release of PyTorch."""
+    path = _or_users(table)
+    found = _read(path)
+    kept = [m for m in found if m.torch == tuned.torch_release() and m.device != device]
+    _write(path, kept)
+    click.echo(f"{path} has {len(kept)} measurements; {len(found) - len(kept)} were removed.")
+
+
+@tuning.command()
+@click.argument("before", type=_TABLE)
+@click.argument("after", type=_TABLE)
+@_AS_JSON
+def compare(before: Path, after: Path, as_json: bool) -> None:
+    """Compares the fastest kernels of the calls that two tables have, on whatever devices."""
+    earlier = {(m.op, m.call): m for m in _read(before)}
+    rows = []
+    for m in _read(after):
+        if (old := earlier.get((m.op, m.call))) is not None:
+            one, other = old.kernels[0], m.kernels[0]
+            times = one.microseconds, other.microseconds
+            rows.append((m.op, m.call, one.label, times[0], other.label, times[1]))
+    names = ("operator", "call", "before", "us before", "after", "us after")
+    if as_json:
+        click.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=1))
+    else:
+        click.echo(aligned([names, *(tuple(map(str, row)) for row in rows)]))
+
+
+def _or_users(table: Path | None) -> Path:
+    path = table or tuned.users_table()
+    if path is None:
+        raise click.ClickException("there is no place for a cache; name a table")
+    return path
+
+
+def _read(path: Path) -> list[Measurement]:
+    try:
+        return measurements.read(path)
+    except TableError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _write(path: Path, found: Sequence[Measurement]) -> None:
+    try:
+        measurements.write(path, found)
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
