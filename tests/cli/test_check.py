@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -267,6 +269,24 @@ def test_what_no_check_notices_is_shown(run, write, namespace, tmp_path):
     outcome = run("check", *arguments, "--reference", f"{module}:RIGHT")
     assert outcome.code == 0
     assert f"{namespace}::half: 2 changes: 2 noticed (" in outcome.out
+
+
+def test_the_tutorial_shows_what_is_printed(run, write, namespace, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "tutorials" / "testing.md").read_text()
+    found = re.search(
+        r"```python\n(?P<module>[^`]+)```\n\n```console\n\$ python -m torchop (?P<command>.+)\n"
+        r"(?P<shown>[^`]+)```",
+        page[page.index("## Are the examples good enough?") :],
+    )
+    assert found is not None
+    module = write("operators", found["module"].replace("mylib::", "NAMESPACE::"))
+    arguments = found["command"].replace("mylib.ops", module).replace("mylib", namespace).split()
+    outcome = run(*arguments, "--import", module)
+    printed = outcome.out.replace(namespace, "mylib").replace(f"{tmp_path}/", "")
+    printed = printed.replace(f"{module.replace(namespace, 'mylib')}.py", "mylib/ops.py")
+    seconds = re.compile(r"\(\d+\.\d s\)")
+    assert seconds.sub("", printed).startswith(seconds.sub("", found["shown"]))
+    assert outcome.code == 0  # as nothing survived
 
 
 def test_mistakes_about_changes_are_told(run, write, namespace, tmp_path):

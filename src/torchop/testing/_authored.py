@@ -12,15 +12,6 @@ from torchop._compat import registries
 from torchop._inspect.registrant import functions_of
 from torchop.extend import Operator
 
-# Where a handle, torchop's or PyTorch's, keeps what was registered, and what that is.
-_ROLES = {
-    "_init_fn": "kernel",
-    "_backend_fns": "kernel",
-    "_abstract_fn": "fake kernel",
-    "_backward_fn": "backward",
-    "_setup_context_fn": "setup_context",
-    "_vmap_fn": "vmap rule",
-}
 # Their functions stand between those of authors, such as what a decorator returns.
 _OF_OTHERS = {"torch", "torchop", *sys.stdlib_module_names}
 
@@ -48,9 +39,7 @@ def _registered(operator: Operator) -> Iterator[tuple[str, Any]]:
     if handle is None:
         yield from (("kernel", function) for function in functions_of(operator.name))
         return
-    for attribute, role in _ROLES.items():
-        value = getattr(handle, attribute, None)
-        yield from ((role, each) for each in (value.values() if type(value) is dict else [value]))
+    yield from registries.registered_functions(handle)
     definition = getattr(handle, "_definition", None)
     for rule in () if definition is None else definition.rules.values():
         yield from (("rule", part) for part in rule.cache_parts())

@@ -229,17 +229,17 @@ class Budget:
     Args:
         seconds: how many; None if they may take as long as they do.
         spent: how many of these are gone.
+        caller: the function that takes a budget, for messages.
     """
 
-    def __init__(self, seconds: float | None, spent: float = 0.0) -> None:
+    def __init__(self, seconds: float | None, spent: float = 0.0, *, caller: str = "check") -> None:
+        what = f"{caller}(..., budget={short_repr(seconds)})"
         if not isinstance(seconds, int | float | None):
-            raise TypeError(
-                f"check(..., budget={short_repr(seconds)}): budget is a number of seconds, or None."
-            )
+            raise TypeError(f"{what}: budget is a number of seconds, or None.")
         if seconds is not None and not seconds >= 0:  # nan, too
             raise ValueError(
-                f"check(..., budget={seconds}): no check would run, and none would fail. Pass a "
-                "number of seconds, or None."
+                f"{what}: no check would run, and none would fail. Pass a number of seconds, or "
+                "None."
             )
         self._seconds, self._spent = seconds, spent
 

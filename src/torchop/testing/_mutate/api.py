@@ -98,7 +98,7 @@ def run(
     progress: Progress = lambda done, total: None,
 ) -> MutationReport:
     """Does what `mutate` does, with examples that only the forks make."""
-    Budget(budget)  # raises if it is no budget
+    Budget(budget, caller="mutate")  # raises if it is no budget
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError("mutate needs os.fork, which this platform has not: use Linux or macOS.")
     operator = Operator(op, "mutate")
@@ -131,6 +131,7 @@ def run(
         tuple(checks.failing),
         options["seed"],
         time.perf_counter() - started,
+        has_reference=options["reference"] is not None,
     )
 
 

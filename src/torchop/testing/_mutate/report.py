@@ -53,6 +53,7 @@ class MutationReport:
         seed: the seed of the generated inputs.
         seconds: how long it took.
         environment: versions and devices.
+        has_reference: whether values were compared with those of a reference.
 
     Example:
         >>> import torch, torchop
@@ -73,6 +74,7 @@ class MutationReport:
     seed: int = 0
     seconds: float = 0.0
     environment: Mapping[str, str] = field(default_factory=environment)
+    has_reference: bool = False
 
     def with_outcome(self, outcome: Outcome) -> list[Verdict]:
         """The changes with an outcome."""
@@ -109,7 +111,8 @@ class MutationReport:
         if self.failing:
             lines.append(f"fail without a change, and notice none: {', '.join(self.failing)}")
         lines += [f"not changed: {name}: {reason}" for name, reason in self.refused.items()]
-        if any(v.mutant.role == "kernel" for v in (*self.survivors, *self.with_outcome("equal"))):
+        unnoticed = (*self.survivors, *self.with_outcome("equal"))
+        if not self.has_reference and any(v.mutant.role == "kernel" for v in unnoticed):
             lines.append(
                 "A kernel is compared with itself unless there is a reference: pass reference=, or "
                 "--reference."
