@@ -10,7 +10,7 @@ from torchop._accelerate import patterns
 from torchop._compat import operators
 from torchop._core.definition import Definition
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.providers import priority, provider_table
+from torchop._rules.providers import priority, provider_table, providers_of
 from torchop._schema.naming import is_match
 
 
@@ -98,8 +98,7 @@ def _kernels_of(rule: KernelRule) -> Iterator[Provided]:
         place = _place(function, definition)
         name = priority.REFERENCE
         yield Provided(op, name, devices, True, "", rank(name, devices[0]), False, True, place)
-    registered = [p for known in table.by_device.values() for p in known.values()]
-    for provider in {id(each): each for each in registered}.values():
+    for provider in providers_of(op):
         reason = provider.why_unsupported()
         yield Provided(
             op,

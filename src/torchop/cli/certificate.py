@@ -157,7 +157,16 @@ def _checks_of(report: CheckReport) -> dict[str, Any]:
         }
         for r in report.results
     ]
-    return {"checks": checks, "totals": dict(Counter(r.outcome for r in report.results))}
+    providers = {
+        name: dict(Counter(r.outcome for r in each.results))
+        for name, each in report.by_provider().items()
+        if name
+    }
+    return {
+        "checks": checks,
+        "providers": providers,
+        "totals": dict(Counter(r.outcome for r in report.results)),
+    }
 
 
 def digest(content: Mapping[str, Any]) -> str:

@@ -41,6 +41,7 @@ from torchop.testing import CheckReport, Result
 from torchop.testing._check import program
 from torchop.testing._check.api import call_costs
 from torchop.testing._check.kinds import Details
+from torchop.testing._check.providers.checks import order_of
 from torchop.testing._check.report import write_html, write_json
 from torchop.testing._check.run import (
     Budget,
@@ -392,6 +393,7 @@ def _program(check: Check, case: Case) -> str:
     try:
         example, options = case.arguments()
         comment = f"{check.name} of {check.subject}: {case.label}"
-        return program.write(check.subject.op, case.probe, *example, options, comment)
+        order = order_of(check.subject)
+        return program.write(check.subject.op, case.probe, *example, options, comment, order)
     except Exception:  # what cannot be written is tried all the same
         return ""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchop._compat import registries
 from torchop._inspect.registrant import functions_of
+from torchop._rules.providers import providers_of
 from torchop.extend import Operator
 
 # Their functions stand between those of authors, such as what a decorator returns.
@@ -36,6 +37,8 @@ def authored_functions(operator: Operator) -> dict[types.FunctionType, str]:
 
 def _registered(operator: Operator) -> Iterator[tuple[str, Any]]:
     handle = registries.published_handle(str(operator))
+    for provider in providers_of(str(operator)):
+        yield from ((f"kernel of {provider.name}", kernel) for kernel in provider.kernels)
     if handle is None:
         yield from (("kernel", function) for function in functions_of(operator.name))
         return

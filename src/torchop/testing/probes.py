@@ -7,7 +7,7 @@ family, and several of them use what is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,10 +135,14 @@ def assert_same(
     *,
     rtol: float | None = None,
     atol: float | None = None,
+    tolerance: Mapping[torch.dtype, tuple[float, float]] = {},
     values: bool = True,
     dtypes: bool = True,
 ) -> None:
-    """Raises AssertionError if the outcomes of two calls differ."""
+    """Raises AssertionError if the outcomes of two calls differ.
+
+    `tolerance` has `(rtol, atol)` for dtypes that have their own.
+    """
     if len(actual) != len(expected):
         raise AssertionError(f"{what}: {len(actual)} results and not {len(expected)}.")
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
@@ -162,11 +166,12 @@ def assert_same(
         if "float8" in str(one.dtype):  # which PyTorch does not compare
             one = one.float()
         other = other.to(one.dtype)
+        relative, absolute = tolerance.get(one.dtype, (rtol, atol))
         torch.testing.assert_close(
             one,
             other,
-            rtol=rtol,
-            atol=atol,
+            rtol=relative,
+            atol=absolute,
             equal_nan=True,
             msg=lambda text, place=place, one=one, other=other: (  # type: ignore[misc]
                 f"{place} is {shown(one)} and should be {shown(other)}. {text}"

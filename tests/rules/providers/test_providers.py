@@ -424,6 +424,49 @@ def test_vmap_autocast_and_fake_tensors(ruled):
     assert ruled(torch.ones(2, device="meta")).is_meta
 
 
+def test_the_flop_formula(ruled):
+    ruled.register_flop_formula(lambda x: 7 * x.numel())
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        ruled(torch.ones(2, 3))
+    assert counter.get_total_flops() == 42
+
+
+@pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
+def test_a_backward_kernel_of_each_provider(namespace):
+    ran = []
+
+    @torchop.custom_op(f"{namespace}::square_backward", mutates_args=())
+    def backward(grad: Tensor, x: Tensor) -> Tensor:
+        ran.append("reference")
+        return 2 * grad * x
+
+    @backward.register_kernel("cpu", provider="fast", supports=lambda grad, x: x.ndim == 1)
+    def _(grad, x):
+        ran.append("fast")
+        return grad * (x + x)
+
+    @torchop.custom_op(f"{namespace}::square", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x * x
+
+    op.register_kernel("cpu", lambda x: x**2, provider="fast")
+    op.register_fake(torch.empty_like)
+    backward.register_fake(lambda grad, x: torch.empty_like(x))
+    op.register_autograd(
+        lambda ctx, grad: backward(grad, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    square = torch.compile(lambda x: op(x), backend="aot_eager", fullgraph=True)
+    for function in (op, square):
+        for shape, expected in (((3,), "fast"), ((3, 1), "reference")):
+            x = torch.full(shape, 3.0, requires_grad=True)
+            with torchop.priority({f"{namespace}::square*": ["fast"]}):
+                function(x).sum().backward()
+            assert x.grad.flatten().tolist() == [6.0] * 3
+            assert ran == [expected]
+            ran.clear()
+
+
 def test_opcheck_holds(ruled):
     torchop.opcheck(ruled, (torch.full((2,), 3.0, requires_grad=True),))
 

@@ -112,5 +112,5 @@ def test_every_family_has_specimens() -> None:
     for specimen in WRONG:
         families.setdefault(str(specimen.check).partition(".")[0], []).append(specimen)
     assert {name: len(found) >= 5 for name, found in families.items()} == dict.fromkeys(
-        ("memory", "dtypes", "values", "sharing", "contracts", "subsystems"), True
+        ("memory", "dtypes", "values", "sharing", "contracts", "subsystems", "providers"), True
     )

@@ -92,3 +92,20 @@ def helper(x: Tensor) -> Tensor:
 
 
 adding, subtracting = (lambda x: x + 1), (lambda x: x - 1)
+
+
+def with_a_provider(namespace: str) -> Any:
+    """An operator with a second kernel, whose mutants only a check of that kernel notices."""
+    op = torchop.custom_op(f"{namespace}::doubled", _doubled, mutates_args=())
+    op.register_fake(lambda x: torch.empty(x.shape, dtype=x.dtype))
+    is_float = torch.Tensor.is_floating_point
+    op.register_kernel("cpu", _doubled_fast, provider="fast", supports=lambda x: is_float(x))
+    return op
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return (x * 2).contiguous()
+
+
+def _doubled_fast(x: Tensor) -> Tensor:
+    return x + x

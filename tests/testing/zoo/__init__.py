@@ -7,10 +7,12 @@ from tests.testing.zoo import (
     declared,
     neighbours,
     right_ones,
+    right_providers,
     right_with_conditions,
     wrong_contracts,
     wrong_in_use,
     wrong_memory,
+    wrong_providers,
     wrong_subsystems,
 )
 from tests.testing.zoo.specimen import RIGHT, WRONG, Specimen
@@ -22,9 +24,11 @@ __all__ = [
     "declared",
     "neighbours",
     "right_ones",
+    "right_providers",
     "right_with_conditions",
     "wrong_contracts",
     "wrong_in_use",
     "wrong_memory",
+    "wrong_providers",
     "wrong_subsystems",
 ]

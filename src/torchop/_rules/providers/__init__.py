@@ -171,6 +171,17 @@ def kernels_of_call(
     return None if choice is None else choice.kernels, (args, kwargs)
 
 
+def providers_of(op: OpLike) -> list[Provider]:
+    """The providers of an operator, in the order in which they were registered."""
+    name = op_name(op, "providers")
+    definition = own_definition(op, name) or foreign.definition_of(name)
+    if definition is None:
+        return []
+    by_device = provider_table(definition.rule(KernelRule)).by_device
+    registered = [each for known in by_device.values() for each in known.values()]
+    return list({id(each): each for each in registered}.values())
+
+
 def _register(
     op: OpLike,
     device_types: Sequence[str | None],

@@ -41,6 +41,9 @@ def check(
     and compiled and exported programs with eager mode. Other checks find what a call writes, keeps
     and leaks. A failing example is made smaller, and printed as a program.
 
+    These checks are of the reference. If the operator has other providers, the kernel of each is
+    compared with it, and what the provider says of itself is checked.
+
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.

@@ -26,9 +26,18 @@ _MOST_BYTES = 2**18
 
 
 def write(
-    op: OpOverload, probe: Any, args: Any, kwargs: Any, options: dict[str, Any], comment: str
+    op: OpOverload,
+    probe: Any,
+    args: Any,
+    kwargs: Any,
+    options: dict[str, Any],
+    comment: str,
+    provider: str | None = None,
 ) -> str:
-    """The program that calls `probe(op, args, kwargs, **options)`, and raises as it does."""
+    """The program that calls `probe(op, args, kwargs, **options)`, and raises as it does.
+
+    With a provider, it does so with that provider's kernel.
+    """
     tensors = _Arguments((args, kwargs, options))
     call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)
     values = {name: tensors.text(value) for name, value in options.items()}
@@ -36,6 +45,10 @@ def write(
     is_public = getattr(sys.modules["torchop.testing"], probe.__name__, None) is probe
     home = "torchop.testing" if is_public else probe.__module__
     imports = {"import torch", f"from {home} import {probe.__name__}", *tensors.imports}
+    call = f"{probe.__name__}(torch.ops.{op}, args, {call_kwargs}{keywords})"
+    if provider is not None:
+        imports.add("import torchop")
+        call = f'with torchop.priority({{"{op.name()}": ["{provider}"]}}):\n    {call}'
     lines = [
         *textwrap.wrap(
             " ".join(comment.split())[:600], 96, initial_indent="# ", subsequent_indent="# "
@@ -45,7 +58,7 @@ def write(
         "",
         *tensors.lines,
         f"args = {_broken(call_args)}",
-        f"{probe.__name__}(torch.ops.{op}, args, {call_kwargs}{keywords})",
+        call,
     ]
     return "\n".join(lines) + "\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 import json
 import os
@@ -96,6 +97,11 @@ class Result:
         """The family of the check: memory, dtypes, values, sharing, subsystems, contracts."""
         return self.check.partition(".")[0]
 
+    @property
+    def provider(self) -> str:
+        """The provider whose kernel was checked; empty for the reference."""
+        return self.check.partition("[")[2].rstrip("]")
+
 
 def environment() -> dict[str, str]:
     """The versions and devices of this process."""
@@ -168,6 +174,27 @@ class CheckReport:
         found["passed"] = found.pop("passed")
         return {outcome: results for outcome, results in found.items() if results}
 
+    def by_provider(self) -> dict[str, CheckReport]:
+        """The report of each kernel, which is then called `ns::name[triton]`, by provider.
+
+        That of the reference, by an empty string, is called as the operator is.
+        """
+        found: dict[str, list[Result]] = {"": []}
+        for result in self.results:
+            plain = dataclasses.replace(result, check=result.check.partition("[")[0])
+            found.setdefault(result.provider, []).append(plain)
+        return {
+            name: dataclasses.replace(
+                self,
+                op=f"{self.op}[{name}]" if name else self.op,
+                results=tuple(results),
+                seconds=sum(result.seconds for result in results) if name else self.seconds,
+                call_costs={} if name else self.call_costs,
+            )
+            for name, results in found.items()
+            if results
+        }
+
     def summary(self) -> str:
         """One line: how many checks have each outcome."""
         counts = [f"{n} {outcome}" for outcome in _SIGNS if (n := self.count(outcome))]
@@ -180,8 +207,11 @@ class CheckReport:
             ("cannot be done", "cannot be done because"),
             ("not run", "not run"),
         ):
-            some = [result for result in self.results if result.outcome == outcome]
+            some = [r for r in self.results if r.outcome == outcome and not r.provider]
             lines += [f"  {result.check}: {verb}: {result.message}" for result in some]
+        for name, report in self.by_provider().items():
+            left_out = report.count("not run") and report.results[-1].message
+            lines += [f"  {report.summary()}{f': {left_out}' if left_out else ''}"] if name else []
         for result in self.results:
             for name, table in result.details.items():
                 lines.append(f"  {result.check}: {name}: {_in_words(table)}")
@@ -290,6 +320,7 @@ def write_html(reports: Sequence[CheckReport], path: str | os.PathLike[str]) -> 
     source = importlib.resources.files(__package__).joinpath("page.html").read_text("utf-8")
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     reports = sorted(reports, key=lambda report: report.ok)  # those with failures come first
+    reports = [each for report in reports for each in report.by_provider().values()]
     results = [result for report in reports for result in report.results]
     checks = dict.fromkeys(result.check for result in results)
     page = template.from_string(source).render(

@@ -29,12 +29,14 @@ from torchop.testing._check import (
     values,
 )
 from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing._check.providers import checks as providers
 from torchop.testing._check.report import Outcome, Result
 from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import (
     CannotCheck,
     Case,
     Example,
+    Excluded,
     Refused,
     Subject,
     breaks_contract,
@@ -50,7 +52,7 @@ _LONGEST_MESSAGE = 1200
 def kinds() -> tuple[CheckKind, ...]:
     """All checks there are, the cheap ones first."""
     # Contracts first: what others call an operator with may stay in its state.
-    families = (contracts, surroundings, memory, dtypes, values, integers, sharing)
+    families = (contracts, surroundings, memory, dtypes, values, integers, sharing, providers)
     subsystems = (gradients, transforms, contexts, compilers)
     every = [kind for family in (*families, *subsystems) for kind in family.CHECKS]
     return tuple(sorted(every, key=lambda kind: kind.is_costly))
@@ -89,12 +91,19 @@ class Check:
 
     subject: Subject
     kind: CheckKind
-    expected: Expectation | None
+    expected: Expectation | None = None
 
     @property
     def name(self) -> str:
-        """The name of the check, such as `"memory.transposed"`."""
-        return self.kind.name
+        """The name of the check, such as `"memory.transposed"`, or `"providers.agrees[triton]"`."""
+        provider = self.subject.provider
+        return self.kind.name if provider is None else f"{self.kind.name}[{provider.name}]"
+
+    def is_named(self, name: str) -> bool:
+        """Whether a name or pattern stands for it; without a provider, for the reference."""
+        if providers.is_of_providers(self.kind) and _is_named(self.kind.name, name):
+            return True
+        return _is_named(self.name, name)
 
 
 def plan_checks(
@@ -106,9 +115,10 @@ def plan_checks(
     **options: Any,
 ) -> list[Check]:
     """The checks of an operator, each of which `run_check` runs; the arguments are `check`'s."""
-    subject = Subject(op, examples, **options)
+    planned = list(_planned(Subject(op, examples, **options)))
     patterns = (only,) if isinstance(only, str) else only
-    chosen = [kind for kind in kinds() if _is_chosen(kind, patterns)]
+    chosen = [check for check in planned if _is_chosen(check, patterns)]
+    subject = planned[0].subject
     if not isinstance(expected, Mapping | None):
         raise TypeError(
             f"check({subject}, expected=...): expected is a dict from the names of checks to the "
@@ -117,8 +127,12 @@ def plan_checks(
         )
     reasons = dict(expected or {})
     wrong: list[tuple[str, object]] = [] if chosen else [("only", only)]
-    wrong += [("only", p) for p in patterns or () if not any(_is_chosen(k, (p,)) for k in kinds())]
-    wrong += [("expected", n) for n in reasons if not any(_is_named(k.name, n) for k in kinds())]
+    wrong += [("only", p) for p in patterns or () if not any(_is_chosen(c, (p,)) for c in planned)]
+    # Of several operators, not all have the same providers.
+    plain = {name: name.partition("[")[0] for name in reasons}
+    wrong += [
+        ("expected", n) for n in reasons if not any(_is_named(k.name, plain[n]) for k in kinds())
+    ]
     if wrong:
         option, name = wrong[-1]
         families = ", ".join(dict.fromkeys(kind.name.partition(".")[0] for kind in kinds()))
@@ -129,9 +143,27 @@ def plan_checks(
         )
     expectations = [Expectation(*item) for item in reasons.items()]
     return [
-        Check(subject, kind, next((e for e in expectations if _is_named(kind.name, e.name)), None))
-        for kind in chosen
+        dataclasses.replace(
+            check, expected=next((e for e in expectations if check.is_named(e.name)), None)
+        )
+        for check in chosen
     ]
+
+
+def _planned(subject: Subject) -> Iterator[Check]:
+    """All checks of an operator with the reference, and those of each provider."""
+    under = list(providers.of_providers(subject))
+    for is_costly in (False, True):
+        some = [kind for kind in kinds() if kind.is_costly is is_costly]
+        for kind in some:
+            if not (under and providers.is_of_providers(kind)):
+                yield Check(subject, kind)
+        for each in under:
+            assert each.provider is not None
+            for kind in some:
+                is_told = providers.is_of_providers(kind) or not each.unsupported
+                if is_told and providers.is_about(kind, each.provider):
+                    yield Check(each, kind)
 
 
 def expected_for(op: str, expected: Mapping[str, Any]) -> Mapping[str, str] | None:
@@ -142,17 +174,20 @@ def expected_for(op: str, expected: Mapping[str, Any]) -> Mapping[str, str] | No
     return operator_patterns.value_for(OpName.parse(op), by_operator)
 
 
-def _is_chosen(kind: CheckKind, patterns: Sequence[str] | None) -> bool:
+def _is_chosen(check: Check, patterns: Sequence[str] | None) -> bool:
+    kind = check.kind
     if patterns is None:
-        return not kind.on_request
+        is_for_nobody = providers.is_of_providers(kind) and check.subject.provider is None
+        return not kind.on_request and not is_for_nobody
     if kind.on_request:
         return kind.name in patterns
-    return any(_is_named(kind.name, pattern) for pattern in patterns)
+    return any(check.is_named(p) or _is_named(kind.name, p) for p in patterns)
 
 
 def _is_named(check: str, name: str) -> bool:
     family, _, last = check.partition(".")
-    return name in (family, last) or fnmatch.fnmatchcase(check, name)
+    # The brackets are those of a provider.
+    return name in (family, last) or fnmatch.fnmatchcase(check, name.replace("[", "[[]"))
 
 
 def run_check(check: Check, *, end: float | None = None) -> Result:
@@ -163,10 +198,13 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         end: when to stop, on the clock of `time.perf_counter`; a check that has not answered by
             then was not run.
     """
+    if check.subject.unsupported:
+        message = f"the provider cannot run here: {check.subject.unsupported}"
+        return Result(check.name, "not run", message, question=check.kind.question)
     started = time.perf_counter()
     run = _Run(check, end)
     try:
-        with warnings.catch_warnings(), _unlogged(), restored():
+        with warnings.catch_warnings(), _unlogged(), restored(), providers.ordered(check.subject):
             warnings.simplefilter("ignore")  # of calls made to see whether they are refused
             outcome, message, text = _named(run.outcome, f"{check.name} of {check.subject}")()
     except CannotCheck as error:
@@ -331,6 +369,8 @@ class _Run:
             if self.subject.broken_in in (None, self.check.name):
                 return refusal
             raise Refused(f"the call breaks the contract, which {self.subject.broken_in} reports")
+        if isinstance(refusal, Excluded):
+            raise CannotCheck(str(refusal))
         if refusal is not None:
             raise Refused(reason(refusal))
         try:
@@ -373,7 +413,8 @@ class _Run:
                 "caller may pass them, declare what one may pass: register_preconditions."
             )
         comment = f"{self.check.name} of {self.subject}: {case.label}"
-        text = program.write(self.subject.op, case.probe, *example, options, comment)
+        order = providers.order_of(self.subject)
+        text = program.write(self.subject.op, case.probe, *example, options, comment, order)
         return "failed", message, text
 
     def _fails_contiguous(self, case: Case, example: Example, options: Any) -> bool:

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchop import AliasError, ResultError, UndeclaredMutationError
+from torchop import AliasError, ProviderError, ResultError, UndeclaredMutationError
 from torchop._compat import dispatch, fake_tensors
+from torchop._rules.providers.provider import Provider
 from torchop._rules.user.examples import make_examples, operator_of_examples
 from torchop._rules.user.preconditions import PRECONDITIONS
 from torchop._rules.user.preconditions.base import Unfit
 from torchop.extend import Form, Operator, OpLike, named_inputs, short_text
 from torchop.testing import probes
+from torchop.testing._check.providers.accepting import accepts
 from torchop.testing._samples import sample_of, with_fake_tensors, with_values
 from torchop.testing.process_state import forks, restored
 
@@ -49,8 +51,8 @@ def breaks_contract(error: BaseException) -> bool:
     return ours or "may not alias any inputs to this custom operator" in text_of(error)  # PyTorch's
 
 
-class Excluded(Exception):  # noqa: N818  (no error: what the preconditions say of a call)
-    """What a call that the preconditions exclude counts as: it is not made."""
+class Excluded(Exception):  # noqa: N818  (no error: what preconditions, or `supports`, say)
+    """What a call counts as that the preconditions, or the provider, exclude: it is not made."""
 
 
 class ForkError(Exception):
@@ -166,6 +168,12 @@ class Subject:
                     f"check({self.name}, ...): example {index} breaks the preconditions: "
                     f"{excluded}. Change it, or what register_preconditions says."
                 )
+        # Whose kernel is checked, None for the reference; the latter's; why it cannot run here.
+        self.provider: Provider | None = None
+        self.of_reference = self
+        self.unsupported = ""
+        # The calls of the checks of inputs, once they were generated for the first provider.
+        self.inputs: list[Case] | None = None
         # Detached and contiguous: how tensors lie in memory is for the checks to choose.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
 
@@ -185,6 +193,17 @@ class Subject:
 
     def __str__(self) -> str:
         return self.name
+
+    def declined(self, example: Example) -> str | None:
+        """Why the provider does not take a call; None if it does, or there is none."""
+        if self.provider is None:
+            return None
+        try:
+            answer = accepts(self.operator, self.provider, *example)
+        except ProviderError as error:  # which one check of the provider is about
+            return str(error)
+        name = self.provider.name
+        return None if answer else f"the provider {name!r} does not take it: `supports` says no"
 
     def excluded(self, example: Example) -> str | None:
         """Why the preconditions exclude a call; None if they do not, or if it is several calls."""
@@ -226,7 +245,7 @@ class Subject:
 
     def refusal(self, example: Example, results: list[Any] | None = None) -> Exception | None:
         """What the operator raises for these arguments; `results` gets its outcome."""
-        excluded = self.excluded(example)
+        excluded = self.excluded(example) or self.declined(example)
         if excluded is not None:
             return Excluded(excluded)
         args, kwargs = example.copy()

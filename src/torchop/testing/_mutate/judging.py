@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from torchop.testing import probes
+from torchop.testing._check.providers.checks import order_of, ordered
 from torchop.testing._check.run import Check, kinds, plan_checks, run_check
 from torchop.testing._check.subject import CannotCheck, Example, ForkError, Subject, reason
 from torchop.testing._contents import digest
@@ -59,7 +60,8 @@ def judge(
             if order is not None and result.outcome == "failed":
                 return
         yield Message("check", "the calls that are compared to the bit")
-        yield Message("calls", "", digests(checks[0].subject))
+        subjects = {id(check.subject): check.subject for check in checks}.values()
+        yield Message("calls", "", {k: v for each in subjects for k, v in digests(each).items()})
         yield Message("modules", "", [name for name in sys.modules if name.startswith("torch.")])
 
 
@@ -78,6 +80,14 @@ def digests(subject: Subject) -> dict[str, str]:
     Returns:
         Digests by the name of the check, and the number of the call.
     """
+    if subject.unsupported:
+        return {}
+    with ordered(subject):
+        found = _digests(subject)
+    return {f"{order_of(subject) or ''} {name}": text for name, text in found.items()}
+
+
+def _digests(subject: Subject) -> dict[str, str]:
     found = {}
     for kind in kinds():
         if kind.is_costly or kind.on_request or kind.name.partition(".")[0] not in _OF_INPUTS:

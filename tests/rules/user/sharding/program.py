@@ -391,6 +391,20 @@ def structured_compiled(mesh: Any) -> None:
 
 
 @case(2)
+def each_provider_has_the_sharding_rule(mesh: Any) -> None:
+    ran: list[str] = []
+    sine.register_kernel("cpu", lambda x: ran.append("fast") or np_sine(x), provider="fast")
+    for order in (["reference"], ["fast"]):
+        with torchop.priority({"ranks::sine": order}):
+            same(sine(on(mesh, X, "S1")), X.sin(), "S1")
+    assert ran == ["fast"]
+
+
+def np_sine(x: Tensor) -> Tensor:
+    return torch.from_numpy(np.sin(x.contiguous().numpy()))
+
+
+@case(2)
 def checked_in_real_processes(mesh: Any) -> None:
     from torchop.testing import check_sharding
 

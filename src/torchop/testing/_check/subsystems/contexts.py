@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import itertools
 import pickle
@@ -48,7 +49,11 @@ def runs_in_threads(op: Any, args: Any, kwargs: Any, seconds: float = 8.0) -> No
         except BaseException as error:
             problems.append(error)
 
-    threads = [threading.Thread(target=call, args=pair, daemon=True) for pair in pairs]
+    # In the caller's context, which says whose kernel runs.
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(call, *pair), daemon=True)
+        for pair in pairs
+    ]
     for thread in threads:
         thread.start()
     end = time.monotonic() + seconds

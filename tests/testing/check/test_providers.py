@@ -1,0 +1,185 @@
+"""Checks of providers: what is planned, what is said, and who is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.testing.mutate.operators import with_a_provider
+from torchop.testing import check, mutate
+from torchop.testing._check.run import plan_checks
+
+X = torch.arange(6.0).view(2, 3) + 1
+
+
+def tripled(x: Tensor) -> Tensor:
+    return (x * 3).contiguous()
+
+
+@pytest.fixture
+def op(namespace: str) -> Any:
+    op = torchop.custom_op(f"{namespace}::op", tripled, mutates_args=())
+    op.register_fake(lambda x: torch.empty(x.shape, dtype=x.dtype))
+    return op
+
+
+def test_an_operator_without_providers_has_none_of_the_checks(op: Any) -> None:
+    assert not any(each.name.startswith("providers.") for each in plan_checks(op, [(X,)]))
+    (result,) = check(op, (X,), only="providers.agrees").results
+    assert (result.outcome, result.message) == (
+        "cannot be done",
+        "it has no provider beside the reference",
+    )
+
+
+def test_what_a_provider_says_decides_what_is_checked(op: Any) -> None:
+    op.register_kernel("cpu", tripled, provider="fast")
+    op.register_kernel("cpu", tripled, provider="noisy", deterministic=False)
+    op.register_kernel("cpu", tripled, provider="row", batch_invariant=True)
+    names = [each.name for each in plan_checks(op, [(X,)])]
+    assert "memory.transposed" in names
+    assert "memory.transposed[fast]" not in names
+    assert {"contracts.schema[fast]", "providers.agrees[fast]"} < set(names)
+    for name, providers in (
+        ("providers.deterministic", ["fast", "row"]),
+        ("contracts.state", ["fast", "row"]),
+        ("providers.batch_invariant", ["row"]),
+        ("providers.configs", []),
+    ):
+        assert [n for n in names if n.startswith(f"{name}[")] == [f"{name}[{p}]" for p in providers]
+
+
+@pytest.mark.parametrize(
+    ("only", "count"),
+    [
+        ("providers.agrees", 2),
+        ("agrees[fast]", 1),
+        ("providers.agrees[fast]", 1),
+        ("contracts.schema", 3),
+        ("contracts.schema[fast]", 1),
+        ("*.agrees[[]fast]", 0),
+    ],
+)
+def test_names_and_patterns(op: Any, only: str, count: int) -> None:
+    op.register_kernel("cpu", tripled, provider="fast")
+    op.register_kernel("cpu", tripled, provider="other")
+    if count:
+        assert len(plan_checks(op, [(X,)], only=only)) == count
+        return
+    with pytest.raises(ValueError, match="no check has such a name"):
+        plan_checks(op, [(X,)], only=only)
+
+
+def test_the_reference_is_checked_whatever_order_there_is(op: Any) -> None:
+    op.register_kernel("cpu", lambda x: x.clone(), provider="wrong")
+    op.set_priority(["wrong"])
+    report = check(
+        op, (X,), reference=tripled, only=["memory.given", "agrees"], raise_exception=False
+    )
+    assert {r.check: r.outcome for r in report.results} == {
+        "memory.given": "passed",
+        "providers.agrees[wrong]": "failed",
+    }
+    assert torchop.explain(op, X).provider == "wrong"
+
+
+def test_a_finding_names_all_and_can_be_repeated(op: Any) -> None:
+    op.register_kernel("cpu", lambda x: x * 3 + (x > 100), provider="fast")
+    (failure,) = check(op, (100 * X,), only="agrees", raise_exception=False).failures
+    assert failure.check == "providers.agrees[fast]"
+    assert "the provider 'fast': result 0 of 1 is [" in failure.message
+    program = failure.program
+    assert (
+        f'with torchop.priority({{"{op.name}": ["fast"]}}):\n    agrees_with_reference(' in program
+    )
+    assert f"providers.agrees[fast] of {op.name}" in " ".join(program.split())
+    with pytest.raises(AssertionError, match="the provider 'fast'"):
+        exec(program, {})
+
+
+def test_providers_that_cannot_run_are_named_with_the_reason(op: Any) -> None:
+    op.register_kernel("cuda", tripled, provider="device")
+    op.register_kernel("cpu", tripled, provider="off", supported=False)
+    op.register_kernel("cpu", tripled, provider="on")
+    report = check(op, (X,), only=["agrees", "supports"])
+    outcomes = {r.check: r.outcome for r in report.results}
+    assert outcomes == {
+        "providers.agrees[device]": "not run",
+        "providers.agrees[off]": "not run",
+        "providers.agrees[on]": "passed",
+        "providers.supports[device]": "not run",
+        "providers.supports[off]": "not run",
+        "providers.supports[on]": "passed",
+    }
+    text = str(report)
+    assert f"{op.name}[device]: 2 not run" in text
+    assert "the provider cannot run here: it is for cuda, and the examples are on cpu" in text
+    assert "the provider cannot run here: it is registered with supported=False" in text
+    assert f"{op.name}[on]: 2 passed" in text
+
+
+def test_the_page_has_a_row_for_each_provider(op: Any, tmp_path: Any) -> None:
+    op.register_kernel("cpu", tripled, provider="fast")
+    report = check(op, (X,), only=["agrees", "memory.given"])
+    assert [*report.by_provider()] == ["", "fast"]
+    report.to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    for name in (op.name, f"{op.name}[fast]"):
+        assert f'<tr data-operator="{name}">' in page
+
+
+def test_a_failure_that_is_expected_of_one_provider(op: Any) -> None:
+    op.register_kernel("cpu", lambda x: x.clone(), provider="wrong")
+    op.register_kernel("cpu", tripled, provider="right")
+    report = check(op, (X,), only="agrees", expected={"providers.agrees[wrong]": "not written yet"})
+    assert {r.provider: r.outcome for r in report.results} == {
+        "wrong": "expected failure",
+        "right": "passed",
+    }
+    assert check(op, (X,), only="agrees", expected={"providers.agrees": "not written yet"}).ok
+
+
+def test_results_may_differ_as_the_provider_says(op: Any) -> None:
+    op.register_kernel("cpu", lambda x: x * 3.01, provider="fast")
+    assert not check(op, (X,), only="agrees", raise_exception=False).ok
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    op.register_kernel(
+        "cpu",
+        lambda x: x * 3.01,
+        provider="fast",
+        supports=lambda x: x.is_floating_point(),
+        tolerance=dict.fromkeys(floats, (1e-2, 1e-2)),
+    )
+    assert check(op, (X,), only="agrees").ok
+
+
+def test_rounding_less_than_the_reference_is_no_fault(op: Any, namespace: str) -> None:
+    def in_steps(x: Tensor) -> Tensor:
+        return ((x * 1.3 + 0.7) * 1.9 - 0.3).contiguous()
+
+    op = torchop.custom_op(f"{namespace}::steps", in_steps, mutates_args=())
+
+    def once(x: Tensor) -> Tensor:
+        return in_steps(x.double()).to(x.dtype)
+
+    op.register_kernel("cpu", once, provider="once", supports=lambda x: x.is_floating_point())
+    half = (torch.randn(64, generator=torch.Generator().manual_seed(0)).half(),)
+    with pytest.raises(AssertionError, match="close"):
+        torch.testing.assert_close(in_steps(half[0].double()).half(), in_steps(half[0]))
+    assert check(op, half, only="memory.given").ok
+    assert check(op, half, only="agrees", raise_exception=False).results[0].outcome == "passed"
+    op.register_kernel("cpu", lambda x: once(x) * 1.05, provider="once")
+    assert not check(op, half, only="agrees", raise_exception=False).ok
+
+
+def test_mutants_of_a_provider_are_noticed(namespace: str) -> None:
+    op = with_a_provider(namespace)
+    report = mutate(op, (X,), only=["memory.given", "providers.agrees"])
+    found = {(v.mutant.role, v.outcome) for v in report.verdicts}
+    assert ("kernel of fast", "killed") in found
+    assert ("kernel of fast", "equal") not in found
+    assert ("kernel of fast", "survived") not in found
