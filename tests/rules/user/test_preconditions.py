@@ -25,6 +25,10 @@ def take(namespace: str) -> CustomOp[..., Tensor]:
     return take
 
 
+async def _waits(table: Tensor) -> bool:
+    return False
+
+
 @pytest.mark.parametrize(
     ("declared", "error", "message"),
     [
@@ -74,6 +78,25 @@ def take(namespace: str) -> CustomOp[..., Tensor]:
             r"of 'table' contradict each other, because no number is at least 1\.0.* at most 0\.4",
         ),
         ([Indices("table")], TypeError, "preconditions are a dict that says by the name of an"),
+        (
+            {"index": Indices("mode")},
+            TypeError,
+            "it is about a tensor, a list or an int, and 'mode' is of type str",
+        ),
+        (
+            {"rate": constraints.interval(float("nan"), 1.0)},
+            ValueError,
+            "no number is at least nan and at most 1",
+        ),
+        (
+            {"table": constraints.interval(torch.zeros(2), torch.ones(2))},
+            TypeError,
+            "depends on tensors that are not there: give it bounds that are numbers",
+        ),
+        ({"table": constraints.dependent}, TypeError, "depends on tensors that are not there"),
+        ({"table": eval("lambda table, /: True")}, TypeError, "named as arguments, without "),
+        ({"table": lambda *table: True}, TypeError, "named as arguments, without "),
+        ({"table": _waits}, TypeError, "and which returns a bool"),
     ],
 )
 def test_wrong_declarations_are_refused(

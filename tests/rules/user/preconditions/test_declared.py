@@ -170,6 +170,74 @@ def test_sizes_that_are_arguments_too(namespace: str) -> None:
     assert one_hot(**kwargs).shape[1] == kwargs["count"]
 
 
+def test_a_size_that_is_an_argument_with_a_default(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::grouped", mutates_args=())
+    def grouped(x: Tensor, groups: int = 1) -> Tensor:
+        return x.view(groups, -1).sum(1)
+
+    grouped.register_preconditions({"x": Shape("groups", 2, least=1), "groups": OneOf(4, 2)})
+    calls = [kwargs for _, kwargs in grouped.examples()]
+    assert [(k["groups"], len(k["x"])) for k in calls] == [(4, 4), (2, 2)]
+    preconditions = PRECONDITIONS.lookup(grouped)
+    made = preconditions.fitted({"x": torch.ones(2, 2), "groups": 4})
+    assert (made["groups"], len(made["x"])) == (2, 2)
+
+
+def test_numbers_keep_the_precision_of_python(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::scaled", mutates_args=())
+    def scaled(x: Tensor, by: float = 0.1, all_by: list[float] = (0.1, 0.7)) -> Tensor:
+        return x * by
+
+    rate = constraints.interval(0.0, 0.7)
+    scaled.register_preconditions({"x": Shape("n"), "by": rate, "all_by": rate})
+    made = PRECONDITIONS.lookup(scaled).fitted({"x": torch.ones(2), "by": 3.0, "all_by": [0.1, 3]})
+    assert (made["by"], made["all_by"]) == (0.7, [0.1, 0.7])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((Shape(10**12),), r"an example of shape \[1000000000000\] would be too large"),
+        ((Shape("m", least=2), Dtype(torch.int8), Indices("x")), None),
+        ((Shape("m", least=2), Dtype(torch.uint8), Offsets("x")), "has no value of 'y'"),
+        ((Shape("m"), Dtype(torch.quint8)), r"no tensor of torch.quint8 can be made"),
+        ((Shape("m"), Dtype(torch.complex64), constraints.positive), "does not hold"),
+        ((Shape("m"), Dtype(torch.float8_e4m3fn), constraints.unit_interval), None),
+        ((Shape("m"), Dtype(torch.float8_e4m3fn), constraints.positive), None),
+    ],
+)
+def test_dtypes_that_hold_few_numbers(namespace: str, words: Any, said: str | None) -> None:
+    @torchop.custom_op(f"{namespace}::pair", mutates_args=())
+    def pair(x: Tensor, y: Tensor) -> Tensor:
+        return x.clone()
+
+    pair.register_preconditions({"x": Shape("r", least=300), "y": words})
+    if said is not None:
+        with pytest.raises(torchop.MissingRuleError, match=said):
+            pair.examples()
+        return
+    preconditions = PRECONDITIONS.lookup(pair)
+    for _, kwargs in pair.examples():
+        assert preconditions.problem(kwargs) is None
+        for _, limit in preconditions.limits(kwargs):
+            assert preconditions.problem(limit) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        (Shape, (-1, "n")),
+        (Shape, (True,)),
+        (Indices, ("x", "0")),
+        (Indices, (["x"],)),
+        (Lengths, (None,)),
+    ],
+)
+def test_words_refuse_what_they_do_not_mean(word: Any, values: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{word.__name__}\(.*\) takes "):
+        word(*values)
+
+
 def test_a_declaration_that_is_not_enough_says_so(bags: Any) -> None:
     bags.register_preconditions({"table": Contiguous()})
     with pytest.raises(

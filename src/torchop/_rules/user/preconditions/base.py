@@ -74,6 +74,8 @@ class Satisfies(Precondition):
         return None if is_valid else f"{self.constraint} does not hold"
 
     def bounds(self, value: Tensor, arguments: Arguments) -> tuple[Any, Any]:
+        if value.is_complex():
+            return None, None  # they have no order
         low, high = (getattr(self.constraint, f"{end}_bound", None) for end in ("lower", "upper"))
         return self._inside(low, value, math.inf), self._inside(high, value, -math.inf)
 
@@ -82,20 +84,28 @@ class Satisfies(Precondition):
         if bound is None:
             return None
         at = torch.tensor(bound, dtype=value.dtype)
-        if bool(self.constraint.check(at)):
+        # PyTorch cannot compare the floating-point numbers of eight bits.
+        if bool(self.constraint.check(at.double() if at.is_floating_point() else at)):
             return at.item()
         if not at.is_floating_point():
             return at.item() + (1 if towards > 0 else -1)
+        if at.itemsize == 1:
+            limits = torch.finfo(at.dtype)
+            step = max(abs(at.item()) * limits.eps, limits.tiny)
+            return at.item() + math.copysign(step, towards)
         return torch.nextafter(at, torch.tensor(towards, dtype=at.dtype)).item()
 
     def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
         if self.problem(value, arguments) is None:
             return value
+        if value.is_complex():
+            raise Unfit(f"{self.constraint} does not hold, and complex numbers have no order")
         if value.is_floating_point():
-            value = value.nan_to_num(0.0)
+            value = value.double().nan_to_num(0.0).to(value.dtype)
         low, high = self.bounds(value, arguments)
         if low is not None or high is not None:
-            return value.clamp(low, high)
+            is_small = value.is_floating_point() and value.itemsize == 1
+            return (value.float() if is_small else value).clamp(low, high).to(value.dtype)
         try:
             # Small numbers, of which well-conditioned matrices are made.
             scale = value.double().abs().amax().clamp(min=1) * value.shape[-1]

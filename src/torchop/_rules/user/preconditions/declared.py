@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions.constraints import Constraint
+from torch.distributions.constraints import Constraint, is_dependent
 
 from torchop._errors import RuleSignatureError, nearest
 from torchop._rules.user.preconditions.base import (
@@ -25,6 +27,7 @@ from torchop.extend import Argument, Schema, short_repr, short_text, values_by_n
 _OF_TENSORS = (Contiguous, Dtype, Like, Shape)
 _OF_INTEGERS = (Indices, Lengths, Offsets)
 _ATTEMPTS = 20
+_MOST_ELEMENTS = 2**24  # of a tensor of an example, so that no machine runs out of memory
 
 
 class Preconditions:
@@ -47,12 +50,12 @@ class Preconditions:
             words = self.by_argument.setdefault(argument, [])
             for item in value if isinstance(value, (tuple, list)) else (value,):
                 what = f"{name}: the precondition {short_repr(item)} of {argument!r}"
-                item = Satisfies(item) if isinstance(item, Constraint) else item
+                item = _constrained(what, item) if isinstance(item, Constraint) else item
                 if isinstance(item, Precondition):
                     _check_word(what, item, known[argument], known)
                     words.append(item)
                 elif callable(item) and not isinstance(item, type):
-                    names = list(inspect.signature(item).parameters)
+                    names = _parameters(what, item)
                     for each in names:
                         _check_known(what, each, known)
                     self.functions.append((argument, item, names))
@@ -87,9 +90,10 @@ class Preconditions:
                         return f"the size {dim!r} is {other} in {where!r}, but {size} in {name!r}"
         for name, function, names in self.functions:
             try:
-                if function(**{each: arguments[each] for each in names}):
+                result = function(**{each: arguments[each] for each in names})
+                if result:
                     continue
-                problem = "returns False"
+                problem = f"returns {short_repr(result)}"
             except Exception as error:  # the author's function, of arguments it is not for
                 problem = f"raises {type(error).__name__}: {short_text(error)}"
             return f"{name!r} is not valid, because the function of {', '.join(names)} {problem}"
@@ -105,8 +109,12 @@ class Preconditions:
         for _ in range(2):  # one argument may be fitted to another that comes later
             for name, word in self.words(made):
                 value = made[name]
-                parts = [word.fitted(part, made) for part in _parts(value, word)]
+                try:
+                    parts = [word.fitted(part, made) for part in _parts(value, word)]
+                except RuntimeError as error:  # of PyTorch, where a dtype does not hold a number
+                    raise Unfit(f"{word} has no value of {name!r}: {short_text(error)}") from None
                 made[name] = _joined(value, word, parts)
+                made |= self._named_ints(word, made[name], made)
         problem = self.problem(made)
         if problem is not None:
             raise Unfit(problem)
@@ -122,9 +130,8 @@ class Preconditions:
                     sizes = dict.fromkeys((word.least, 1))
                     changes += [(f"{dim} = {n}", self.resized(arguments, dim, n)) for n in sizes]
             elif not _holds_tensors(value):
-                (part,) = _parts(value, word)
-                for limit in word.limits(part, arguments):
-                    changed = {**arguments, name: _joined(value, word, [limit])}
+                for limit in _limits(word, value, arguments):
+                    changed = self._replaced(arguments, name, _joined(value, word, [limit]))
                     changes.append((f"{name} at a limit of {word}", changed))
             for words, changed in changes:
                 try:
@@ -141,13 +148,28 @@ class Preconditions:
         one = self._generated_one()
         choices = [(n, w) for n, w in self.words(one) if isinstance(w, OneOf)]
         others = [(n, each) for n, word in choices for each in word.values if each != one[n]]
-        return [one, *(self.fitted({**one, name: value}) for name, value in others)]
+        return [one, *(self.fitted(self._replaced(one, n, value)) for n, value in others)]
+
+    def _replaced(self, arguments: Arguments, name: str, value: Any) -> dict[str, Any]:
+        """The arguments with another value, and with the sizes that it names."""
+        if name in self.least_sizes(arguments) and isinstance(value, int):
+            return self.resized(arguments, name, value)
+        return {**arguments, name: value}
+
+    def _named_ints(self, word: Precondition, value: Any, arguments: Arguments) -> dict[str, int]:
+        """The int arguments that name the sizes of a tensor, with these sizes."""
+        if not isinstance(word, Shape) or not isinstance(value, Tensor):
+            return {}
+        if value.dim() != len(word.dims):
+            return {}
+        named = word.named(value)
+        return {dim: size for dim, size in named.items() if type(arguments.get(dim)) is int}
 
     def _generated_one(self) -> dict[str, Any]:
         problem = ""
         for seed in range(1, 1 + _ATTEMPTS):
             generator = torch.Generator().manual_seed(seed)
-            sizes: dict[str, int] = {}
+            sizes = self._sizes_of_ints()
             made: dict[str, Any] = {}
             later = sorted(self._schema.arguments, key=self._is_like)
             for argument in later:
@@ -160,6 +182,20 @@ class Preconditions:
             except Unfit as error:
                 problem = str(error)
         raise Unfit(problem)
+
+    def _sizes_of_ints(self) -> dict[str, int]:
+        """The sizes that int arguments name, of which they may say which they may be."""
+        named = {dim for words in self.by_argument.values() for w in words for dim in _dims(w)}
+        sizes: dict[str, int] = {}
+        for argument in self._schema.arguments:
+            if argument.kind == "int" and argument.name in named:
+                words = self.by_argument.get(argument.name, [])
+                size = torch.tensor(3 + len(sizes))
+                for word in words:
+                    (part,) = _parts(size.item(), word)
+                    size = torch.as_tensor(word.fitted(part, sizes))
+                sizes[argument.name] = int(size)
+        return sizes
 
     def _is_like(self, argument: Argument) -> bool:
         return any(isinstance(word, Like) for word in self.by_argument.get(argument.name, ()))
@@ -193,10 +229,10 @@ class Preconditions:
             discrete = any(is_of_integers(word) for word in words)
             dtype = dtypes[0] if dtypes else torch.int64 if discrete else torch.float32
             return random_tensor(lengths, dtype, words, made, generator)
-        if argument.has_default:
-            return None
         if argument.name in sizes:
             return sizes[argument.name]
+        if argument.has_default:
+            return None
         for word in words:
             if isinstance(word, OneOf):
                 return word.values[0]
@@ -249,7 +285,12 @@ def random_tensor(
     generator: torch.Generator,
 ) -> Tensor:
     """A tensor of random numbers within the bounds of these words."""
-    low, high = bounds(words, torch.zeros((), dtype=dtype), arguments)
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise Unfit(f"an example of shape {[*shape]} would be too large: pass examples")
+    try:
+        low, high = bounds(words, torch.zeros(1).to(dtype)[0], arguments)
+    except RuntimeError as error:
+        raise Unfit(f"no tensor of {dtype} can be made: {short_text(error)}") from None
     if dtype.is_floating_point and low is None and high is None:
         return torch.randn([*shape], generator=generator).to(dtype)
     low = (high - 2 if high is not None else 0) if low is None else low
@@ -277,7 +318,7 @@ def is_of_integers(word: Precondition) -> bool:
 
 
 def _check_known(what: str, name: Any, known: Mapping[str, Argument]) -> None:
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise RuleSignatureError(
             f"{what}: the operator has no argument {name!r}{nearest(name, known)}. It takes "
             f"{', '.join(known)}."
@@ -293,6 +334,12 @@ def _check_word(
             raise RuleSignatureError(f"{what} relates the argument to itself.")
         if isinstance(word, Like) and not known[other].holds_tensors:
             raise RuleSignatureError(f"{what}: {other!r} is of type {known[other].kind}.")
+        kind = known[other].kind.removeprefix("Optional[")
+        if isinstance(word, _OF_INTEGERS) and not kind.startswith(("Tensor", "List[", "int")):
+            raise RuleSignatureError(
+                f"{what}: it is about a tensor, a list or an int, and {other!r} is of type "
+                f"{known[other].kind}."
+            )
     numbers = ("int", "float", "bool", "number", "complex")
     is_number = any(kind in argument.kind for kind in numbers)
     expected = "tensors" if isinstance(word, _OF_TENSORS) else "tensors and numbers"
@@ -303,16 +350,47 @@ def _check_word(
         )
 
 
+def _constrained(what: str, constraint: Constraint) -> Satisfies:
+    """A constraint as a word; raises RuleSignatureError for one that tells nothing by itself."""
+    ends = [getattr(constraint, f"{end}_bound", None) for end in ("lower", "upper")]
+    if is_dependent(constraint) or any(isinstance(end, Tensor) for end in ends):
+        raise RuleSignatureError(
+            f"{what} depends on tensors that are not there: give it bounds that are numbers, or "
+            "write a function whose parameters are named as arguments."
+        )
+    return Satisfies(constraint)
+
+
+def _parameters(what: str, function: Callable[..., Any]) -> list[str]:
+    """The parameters of an author's function, which are passed by name."""
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):  # a builtin that does not say
+        parameters = []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    waits = inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function)
+    if waits or not parameters or any(each.kind not in by_name for each in parameters):
+        raise RuleSignatureError(
+            f"{what} is no function whose parameters are named as arguments, without * and /, and "
+            "which returns a bool. Write one, such as lambda x: bool((x > 0).all())."
+        )
+    return [each.name for each in parameters]
+
+
 def _check_range(what: str, words: Iterable[Precondition]) -> None:
     constraints = [word for word in words if isinstance(word, Satisfies)]
     is_discrete = any(is_of_integers(word) for word in constraints)
     number = torch.zeros((), dtype=torch.int64 if is_discrete else torch.double)
     low, high = bounds(constraints, number, {})
-    if low is not None and high is not None and low > high:
+    if low is not None and high is not None and not low <= high:  # nan, too
         raise ValueError(
             f"{what} contradict each other, because no number is at least {low} and at most "
             f"{high}: {', '.join(map(repr, constraints))}."
         )
+
+
+def _dims(word: Precondition) -> tuple[str | int, ...]:
+    return word.dims if isinstance(word, Shape) else ()
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -326,7 +404,17 @@ def _parts(value: Any, word: Precondition) -> list[Any]:
         return [value]
     if _holds_tensors(value):
         return [item for item in value if isinstance(item, Tensor)]
-    return [value if isinstance(value, Tensor) else torch.tensor(value)]
+    if isinstance(value, Tensor):
+        return [value]
+    made = torch.tensor(value)
+    # As Python's floats are, whatever the default dtype is.
+    return [torch.tensor(value, dtype=torch.double) if made.is_floating_point() else made]
+
+
+def _limits(word: Precondition, value: Any, arguments: Arguments) -> Iterator[Any]:
+    (part,) = _parts(value, word)
+    with contextlib.suppress(RuntimeError):  # of PyTorch: the dtype does not hold the limit
+        yield from word.limits(part, arguments)
 
 
 def _joined(value: Any, word: Precondition, parts: list[Any]) -> Any:

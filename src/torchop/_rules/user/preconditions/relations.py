@@ -16,8 +16,16 @@ from torchop._rules.user.preconditions.base import Arguments, Precondition, Unfi
 class Related(Precondition):
     """What the elements of one argument have to do with a size of another."""
 
-    of: Any
+    of: Any  # a name; for relations that `check` finds itself, a place
     dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.of, str | int) or type(self.dim) is not int:
+            word = type(self).__name__
+            raise ValueError(
+                f"{word}(of, dim) takes the name of an argument, and an int; got "
+                f"{word}({self.of!r}, dim={self.dim!r})."
+            )
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -77,6 +85,9 @@ class Indices(Related):
         low, high = self.bounds(value, arguments)
         if value.numel() and high < low:
             raise Unfit("there are indices, but nothing that they could refer to")
+        # A small dtype holds not all of them.
+        is_integer = not value.is_floating_point() and value.dtype is not torch.bool
+        high = min(high, torch.iinfo(value.dtype).max) if is_integer else high
         return value.clamp(low, high) if value.numel() else value
 
 

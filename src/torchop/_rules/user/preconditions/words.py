@@ -141,7 +141,7 @@ class Shape(Precondition):
     least: int
 
     def __init__(self, *dims: str | int, least: int = 0) -> None:
-        _check_items("Shape", (least, *dims), lambda dim: isinstance(dim, str | int), "sizes")
+        _check_items("Shape", (least, *dims), _is_size, "names of sizes, and ints from 0")
         object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "least", least)
 
@@ -176,6 +176,10 @@ class Contiguous(Precondition):
 
     def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
         return value.contiguous()
+
+
+def _is_size(dim: Any) -> bool:
+    return isinstance(dim, str) or (type(dim) is int and dim >= 0)
 
 
 def _check_items(
