@@ -105,10 +105,11 @@ class Snapshot:
 
 
 def overlap(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
-    """Whether two storages on the CPU wrap the same memory, which is how NumPy and DLPack share."""
-    if left.device.type != "cpu" or right.device.type != "cpu":
+    """Whether two storages wrap the same memory of a device, which is how NumPy and DLPack do."""
+    if left.device != right.device or left.device.type == "meta":
         return False
-    if not left.nbytes() or not right.nbytes():
+    # Some devices have no addresses.
+    if not left.nbytes() or not right.nbytes() or not left.data_ptr() or not right.data_ptr():
         return False
     return (
         left.data_ptr() < right.data_ptr() + right.nbytes()
@@ -239,7 +240,7 @@ def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
     end = min(max(last for _, last in spans) + MARGIN, storage.nbytes())
     try:
         yield _Memory(storage, start, bytes_of(storage)[start:end].clone())
-    except torch.OutOfMemoryError:
+    except RuntimeError:  # which is what devices raise; few have torch.OutOfMemoryError
         return  # there is no memory for a copy, but the call itself must not fail for that
 
 

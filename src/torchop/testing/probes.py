@@ -286,7 +286,9 @@ def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]
 
 def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
     """A number in which every element of the results counts differently."""
-    total = torch.zeros((), dtype=torch.double)
+    # On the device of the results: one on the CPU would make the host wait for them.
+    device = results[0].device if results else "cpu"
+    total = torch.zeros((), dtype=torch.double, device=device)
     for result in results:
         weights = torch.linspace(0.5, 1.5, result.numel(), dtype=torch.double, device=result.device)
         values = torch.view_as_real(result).sum(-1) if result.is_complex() else result

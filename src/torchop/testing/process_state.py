@@ -42,6 +42,31 @@ def _is_flushing() -> bool:
 _HALF = 0.5  # a name, as Python would multiply two constants when it compiles
 
 
+def device_module() -> Any:
+    """PyTorch's module for the accelerator, such as `torch.cuda`; None if there is none in use.
+
+    An accelerator that nobody has used is not asked, because that would start it.
+    """
+    device = torch.accelerator.current_accelerator()
+    module = None if device is None else torch.get_device_module(device)
+    is_initialized = getattr(module, "is_initialized", lambda: True)
+    return module if module is not None and is_initialized() else None
+
+
+def _each_device(function: Callable[[int], Any]) -> list[Any]:
+    """What a function says of each device of the accelerator; nothing if that cannot be asked."""
+    with contextlib.suppress(NotImplementedError):
+        return [function(index) for index in range(torch.accelerator.device_count())]
+    return []
+
+
+def _set_streams(streams: list[torch.Stream]) -> None:
+    index = torch.accelerator.current_device_index()
+    for stream in streams:
+        torch.accelerator.set_stream(stream)  # which makes its device the current one
+    torch.accelerator.set_device_index(index)
+
+
 def set_environment(variables: Mapping[str, str]) -> None:
     """Makes these the environment variables, and removes all others."""
     for added in os.environ.keys() - variables.keys():
@@ -86,11 +111,31 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
 }
 
 
+# The same of an accelerator that is in use, of whatever type it is. The stream comes first, since
+# to put one back changes the current device.
+_DEVICE_STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "torch.accelerator.current_stream()": (
+        lambda: _each_device(torch.accelerator.current_stream),
+        _set_streams,
+    ),
+    "torch.accelerator.current_device_index()": (
+        torch.accelerator.current_device_index,
+        torch.accelerator.set_device_index,
+    ),
+    "get_rng_state() of the accelerator": (
+        lambda: [s.tolist() for s in _each_device(device_module().get_rng_state)],
+        None,
+    ),
+}
+_ALL_STATES = {**_STATES, **_DEVICE_STATES}
+
+
 def process_state() -> dict[str, Any]:
     """The state of the process that a call could change for what runs after it, by name."""
+    states = _STATES if device_module() is None else _ALL_STATES
     return {
         name: read()
-        for name, (read, _) in _STATES.items()
+        for name, (read, _) in states.items()
         if "numpy" in sys.modules or not name.startswith("numpy.")
     }
 
@@ -119,14 +164,18 @@ def seed_all(seed: int) -> None:
 def restored() -> Iterator[None]:
     """A block after which the process is as it was, whatever the operator did in it."""
     before = process_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    accelerated: dict[str, Any] = {"devices": ()}
+    device_type = torch.accelerator.current_accelerator()
+    if device_type is not None and device_module() is not None:
+        devices = range(torch.accelerator.device_count())
+        accelerated = {"devices": devices, "device_type": device_type.type}
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(**accelerated):
             yield
     finally:
         after = process_state()
         for name, value in before.items():
-            put_back = _STATES[name][1]
+            put_back = _ALL_STATES[name][1]
             if after[name] != value and put_back is not None:
                 # PyTorch refuses some: a default device that was set within itself.
                 with contextlib.suppress(Exception):
@@ -178,6 +227,12 @@ def open_files() -> int:
     with contextlib.suppress(OSError):
         return len(os.listdir("/dev/fd"))
     return 0
+
+
+def device_bytes() -> int:
+    """The bytes that tensors have on all devices of the accelerator; 0 where it does not say."""
+    module = device_module()
+    return sum(_each_device(module.memory_allocated)) if hasattr(module, "memory_allocated") else 0
 
 
 def allocated_bytes() -> int:

@@ -45,6 +45,9 @@ def _functions(native: ModuleType) -> list[Callable[..., object]]:
     def device_count() -> int:
         return native.device_count()
 
+    def memory_allocated(device: Device = None) -> int:
+        return native.memory_allocated() if _index(device) == 0 else 0  # of both devices
+
     def set_device(device: Device) -> None:
         torch.accelerator.set_device_index(_index(device))
 
@@ -75,6 +78,7 @@ def _functions(native: ModuleType) -> list[Callable[..., object]]:
         _lazy_init,
         _is_in_bad_fork,
         device_count,
+        memory_allocated,
         set_device,
         get_amp_supported_dtype,
         device,

@@ -9,11 +9,11 @@ import itertools
 import os
 import sys
 import time
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
@@ -29,6 +29,7 @@ from torchop.testing._check.variants import (
 from torchop.testing._opcheck import opcheck
 from torchop.testing.process_state import (
     allocated_bytes,
+    device_bytes,
     forks,
     open_files,
     process_state,
@@ -83,23 +84,19 @@ def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
     """Nothing holds the memory of the arguments after the call."""
     watched = []
 
-    class Memory(bytearray):
-        """Memory of a tensor, of which one can see when it is freed."""
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().clone()
+        if tensor.layout is torch.strided and tensor.numel():
+            watched.append(StorageWeakRef(copy.untyped_storage()))
+        return copy
 
-    def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type != "cpu":
-            return tensor.detach().clone()
-        memory = Memory(tensor.numel() * tensor.element_size())
-        watched.append(weakref.ref(memory))
-        return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
-
-    call_args, call_kwargs = probes.mapped((args, kwargs), in_memory)
+    call_args, call_kwargs = probes.mapped((args, kwargs), copied)
     with torch.no_grad():
         probes.outcome(op, call_args, call_kwargs)
     del call_args, call_kwargs
-    if any(memory() is not None for memory in watched):
+    if not all(memory.expired() for memory in watched):
         gc.collect()
-    alive = [number for number, memory in enumerate(watched) if memory() is not None]
+    alive = [number for number, memory in enumerate(watched) if not memory.expired()]
     if alive:
         raise AssertionError(
             f"after the call, something still holds the memory of tensor {alive[0]} of its "
@@ -121,7 +118,7 @@ def leaks_nothing(
     # length. It is quick, as it need not look at the objects that were there before.
     gc.freeze()
     try:
-        objects, memory, files = [], [], []
+        objects, memory, files, on_device = [], [], [], []
         for _ in range(windows):
             for _ in range(each):
                 if gradients:
@@ -133,6 +130,7 @@ def leaks_nothing(
             objects.append(sys.getallocatedblocks())
             memory.append(allocated_bytes())
             files.append(open_files())
+            on_device.append(device_bytes())
     finally:
         if not had_frozen:  # what others have frozen on purpose stays frozen
             gc.unfreeze()
@@ -143,6 +141,7 @@ def leaks_nothing(
         ("open files", files, each),
         ("Python objects", objects, each),
         ("bytes of memory", memory, 32 * each),
+        ("bytes on the device", on_device, 32 * each),
     ):
         growth = [after - before for before, after in itertools.pairwise(numbers)][1:]
         if min(growth) >= limit:

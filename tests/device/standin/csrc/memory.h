@@ -57,6 +57,14 @@ class Memory {
     blocks_.erase(block);
   }
 
+  size_t bytes() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    size_t total = 0;
+    for (const auto& [start, block] : blocks_)
+      total += block.size;
+    return total;
+  }
+
   // Opens the block that an address lies in; nullptr if it is none of ours.
   char* open(const void* address) {
     if (address == nullptr || !protects_memory())

@@ -14,5 +14,6 @@ PYBIND11_MODULE(_standin, module) {
   module.def("set_fallback", set_fallback);
   module.def("default_generator", [](int device) { return default_generator(device); });
   module.def("device_count", [] { return int(device_count); });
+  module.def("memory_allocated", [] { return memory().bytes(); });
   module.def("current_place", current_place);
 }

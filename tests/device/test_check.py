@@ -1,0 +1,151 @@
+"""What `check` finds on a device: nothing in right operators, and what calls leave behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.device import standin
+from torchop._core import snapshot
+from torchop.testing import CheckReport, check, probes
+from torchop.testing.process_state import process_state, restored
+
+
+def run(op: Any, *only: str) -> CheckReport:
+    x = torch.arange(6.0, device="standin:1").view(2, 3) / 4 + 0.5
+    return check(op, (x,), only=only or None, raise_exception=False)
+
+
+def define(namespace: str, function: Any) -> Any:
+    op = torchop.custom_op(
+        f"{namespace}::on_device", function, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op.register_fake(lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    return op
+
+
+def failed(report: CheckReport) -> dict[str, str]:
+    return {failure.check: failure.message for failure in report.failures}
+
+
+def test_a_right_operator_passes(namespace: str) -> None:
+    op = define(namespace, lambda x: (x * x).contiguous())
+    op.register_autograd(
+        lambda ctx, grad: 2 * grad * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
+    op.register_vmap(lambda info, in_dims, x: (op(x), in_dims[0]))
+    families = ("memory", "contracts", "gradcheck", "gradgradcheck", "saved", "func", "vmap")
+    report = run(op, *families)
+    assert failed(report) == {}
+    passed = {result.check for result in report.results if result.outcome == "passed"}
+    assert {"contracts.kept", "contracts.process", "contracts.leaks"} <= passed
+    assert {"subsystems.gradcheck", "subsystems.saved", "subsystems.func"} <= passed
+
+
+def test_the_sum_of_gradients_stays_on_the_device() -> None:
+    x = torch.ones(3, device="standin:1")
+    with standin.host_waits() as waits:
+        total = probes.weighted_sum([x])
+    assert total.device == x.device
+    assert waits == []
+
+
+def test_an_argument_that_is_kept(namespace: str) -> None:
+    kept: dict[str, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept["x"] = x
+        return x * 2
+
+    message = failed(run(define(namespace, keep), "contracts.kept"))["contracts.kept"]
+    assert "still holds the memory of tensor 0" in message
+
+
+def test_memory_that_stays_on_the_device(namespace: str) -> None:
+    kept: list[Tensor] = []
+    kernels: list[int] = []
+
+    def leak(x: Tensor) -> Tensor:
+        if len(kept) < 4096:
+            kept.append(torch.empty(1000, device=x.device))
+        else:  # so that a test that fails takes no gigabytes
+            kernels.append(1)
+        return x * 2
+
+    message = failed(run(define(namespace, leak), "contracts.leaks"))["contracts.leaks"]
+    assert "bytes on the device" in message
+
+
+def _other_device(x: Tensor) -> Tensor:
+    torch.accelerator.set_device_index(1 - torch.accelerator.current_device_index())
+    return x * 2
+
+
+def _other_stream(x: Tensor) -> Tensor:
+    torch.accelerator.set_stream(torch.Stream("standin:0"))
+    return x * 2
+
+
+def _draws(x: Tensor) -> Tensor:
+    torch.rand(1, device=x.device)
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (_other_device, "changes torch.accelerator.current_device_index() from 0 to 1"),
+        (_other_stream, "changes torch.accelerator.current_stream()"),
+        (_draws, "changes get_rng_state() of the accelerator"),
+    ],
+)
+def test_what_a_call_changes_is_found_and_put_back(
+    namespace: str, function: Any, said: str
+) -> None:
+    before = process_state()
+    message = failed(run(define(namespace, function), "contracts.process"))["contracts.process"]
+    assert said in message
+    assert process_state() == before
+
+
+def test_the_block_puts_the_device_back() -> None:
+    before = process_state()
+    with restored():
+        _other_stream(torch.ones(1, device="standin:1"))
+        _other_device(torch.ones(1, device="standin:1"))
+        _draws(torch.ones(1, device="standin:1"))
+        assert process_state() != before
+    assert process_state() == before
+
+
+def test_memory_shared_through_dlpack(namespace: str) -> None:
+    def shares(x: Tensor) -> Tensor:
+        again = torch.empty(0, dtype=x.dtype, device=x.device)
+        return again.set_(_wrapped(x.untyped_storage()), 0, x.shape, x.stride())
+
+    message = failed(run(define(namespace, shares), "contracts.schema"))["contracts.schema"]
+    assert "through NumPy or DLPack" in message or "alias" in message
+
+
+def _wrapped(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Another storage of the same memory, as that of a tensor from DLPack."""
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(whole)).untyped_storage()
+
+
+def test_a_copy_for_which_there_is_no_memory(
+    namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(storage: Any) -> Tensor:
+        raise RuntimeError("standin: out of memory")  # few devices have torch.OutOfMemoryError
+
+    op = define(namespace, lambda x: x * 2)
+    monkeypatch.setattr(snapshot, "bytes_of", no_memory)
+    x = torch.ones(2, device="standin:1")
+    with torchop.checking():
+        assert torch.equal(op(x).cpu(), torch.full((2,), 2.0))
