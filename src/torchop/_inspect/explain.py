@@ -17,6 +17,7 @@ from torchop._native.reasons import Reason
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import choice_of_call, foreign
 from torchop._rules.providers.priority import REFERENCE
+from torchop._rules.user.preconditions import PRECONDITIONS
 from torchop.extend import OpLike
 
 
@@ -34,6 +35,8 @@ class Explanation(NamedTuple):
         provider: the provider whose kernel computes the result, `"reference"` for those that are
             registered without one; None for an operator without providers.
         passed_by: for each of the other providers, why its kernel does not, as text.
+        preconditions: what a caller may pass, which calls do not check, as text; and, last, what
+            this call breaks.
 
     Example:
         >>> import torch, torchop
@@ -52,6 +55,7 @@ class Explanation(NamedTuple):
     kernels: tuple[str, ...]
     provider: str | None = None
     passed_by: tuple[str, ...] = ()
+    preconditions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         way = "native" if self.native else "through the dispatcher"
@@ -59,6 +63,7 @@ class Explanation(NamedTuple):
         lines += [f"{index}. {kernel}" for index, kernel in enumerate(self.kernels, 1)]
         lines += [] if self.provider is None else [f"provider: {self.provider}"]
         lines += [f"passed by: {text}" for text in self.passed_by]
+        lines += [f"precondition: {text}" for text in self.preconditions]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -119,7 +124,20 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     if kernels is None:
         table = dispatch.kernel_table(str(name))
         kernels = tuple(f"{key}: {table[key]}" for key in keys if key in table)
-    return Explanation(str(name), native, reason, tuple(keys), kernels, provider, passed_by)
+    declared = _preconditions(op, call)
+    return Explanation(
+        str(name), native, reason, tuple(keys), kernels, provider, passed_by, declared
+    )
+
+
+def _preconditions(op: OpLike, call: Call) -> tuple[str, ...]:
+    """What the preconditions allow for each argument, and how the call breaks them."""
+    if not PRECONDITIONS.has(op):
+        return ()
+    preconditions = PRECONDITIONS.lookup(op)
+    texts = [f"{name}: {text}" for name, text in preconditions.texts().items()]
+    problem = preconditions.problem(preconditions.arguments(call.args, call.kwargs))
+    return (*texts, *([] if problem is None else [f"broken by this call: {problem}"]))
 
 
 def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:

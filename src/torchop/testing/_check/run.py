@@ -394,7 +394,7 @@ class _Run:
             self.subject.broken_in = self.subject.broken_in or self.check.name
         if case.shrink:
             seconds = min(3.0, self.end - time.perf_counter())
-            case = shrunk(case, self._again, seconds)
+            case = shrunk(case, self._again, seconds, self.subject)
             error = self._again(case) or error
         root: BaseException = error
         while root.__cause__ is not None:

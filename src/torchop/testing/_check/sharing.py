@@ -92,6 +92,8 @@ def _pairs(
                 continue
             if with_written and {left, right} & in_lists:
                 continue  # as of an optimizer's parameters: each has memory of its own
+            if with_written and sharing is not _interleaved and _differ(example, left, right):
+                continue  # nobody passes a weight that is a part of what is written
             arrange = functools.partial(_share, sharing, left, right)
             label = f"tensors {left} and {right} {_WORDS[sharing]}"
             if with_written and sharing is not _interleaved:
@@ -102,6 +104,12 @@ def _pairs(
     raise CannotCheck(
         "nothing is written" if with_written else "no call has two tensors that are only read"
     )
+
+
+def _differ(example: Example, left: int, right: int) -> bool:
+    """Whether two tensors have other shapes, so that nobody computes one in place of the other."""
+    tensors = example.tensors
+    return tensors[left].shape != tensors[right].shape
 
 
 def _places_in_lists(example: Example) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -9,16 +10,19 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from torchop.testing._check.subject import Case, Example
+from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.variants import each_resized, sizes
 from torchop.testing.probes import is_plain
 
 
-def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: float) -> Case:
+def shrunk(
+    case: Case, failure: Callable[[Case], Exception | None], seconds: float, subject: Subject
+) -> Case:
     """The case with the smallest example found in that time for which `failure` has something.
 
-    Sizes are made smaller, where several dimensions are equal all of them, and values simpler. A
-    smaller example has to fail in the same way: with an exception of the same class.
+    Sizes are made smaller, where several dimensions are equal all of them, and values simpler, as
+    far as the preconditions of the subject allow it. A smaller example has to fail in the same way:
+    with an exception of the same class.
     """
     before = failure(case)
     if before is None:
@@ -27,7 +31,7 @@ def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: flo
     better = True
     while better:
         better = False
-        for example in _smaller(case.example):
+        for example in _smaller(case.example, subject):
             if time.perf_counter() > end:
                 return case
             candidate = dataclasses.replace(case, example=example)
@@ -37,7 +41,7 @@ def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: flo
     return case
 
 
-def _smaller(example: Example) -> Iterator[Example]:
+def _smaller(example: Example, subject: Subject) -> Iterator[Example]:
     """Simpler examples, the boldest first."""
     if len(example.args) > 1 and all(isinstance(arg, tuple) for arg in example.args):
         for call in example.args:  # of the calls of one program, one
@@ -45,16 +49,20 @@ def _smaller(example: Example) -> Iterator[Example]:
     present = sorted(sizes(example), reverse=True)
     bold = {size: 2 for size in present if size > 2}
     if len(bold) > 1:
-        yield from (smaller for _, smaller in each_resized(example, bold))
+        yield from (smaller for _, smaller in each_resized(example, bold, subject=subject))
     for size in present:
         sizes_tried = dict.fromkeys((1, 2, 3, size // 2, size - 1))
         changes = [{size: new} for new in sizes_tried if 0 < new < size]
-        yield from (smaller for _, smaller in each_resized(example, *changes))
+        yield from (smaller for _, smaller in each_resized(example, *changes, subject=subject))
     tensors = example.tensors
     for index, tensor in enumerate(tensors):
         simple = _simple(tensor)
         if simple is not None:
-            yield example.replace(index, simple)
+            with contextlib.suppress(CannotCheck):
+                fitted = subject.fitted(example.replace(index, simple))
+                # Else the same example would be tried for ever.
+                if not torch.equal(fitted.tensors[index], tensor.detach()):
+                    yield fitted
 
 
 def _simple(tensor: Tensor) -> Tensor | None:
