@@ -181,6 +181,7 @@ def _mutate(
         functools.partial(examples_of, request),
         functools.partial(reference_of, request),
         request.budget,
+        request.timeout,
         json_path,
         seed=request.seed,
         only=request.only or None,

@@ -22,6 +22,7 @@ def mutate_operators(
     examples_of: Callable[[str], Sequence[Any]],
     reference_of: Callable[[str], Any],
     budget: float | None,
+    timeout: float,
     json_path: Path | None,
     **options: Any,
 ) -> bool:
@@ -52,6 +53,7 @@ def mutate_operators(
                     {"reference": reference, **options},
                     budget,
                     progress,
+                    timeout,
                 )
         except MissingRuleError:
             click.echo(f"not changed: {op} has no examples; see --examples")

@@ -92,6 +92,16 @@ def test_what_never_returns_is_told(namespace: str, monkeypatch: pytest.MonkeyPa
     assert all(verdict.message.startswith("it took over ") for verdict in late)
 
 
+def test_no_check_may_take_longer_than_the_timeout(namespace: str) -> None:
+    looping, options = operators.make_looping(namespace), {"only": "memory.given", "seed": 0}
+    options["reference"] = None
+    report = api.run(looping, lambda: [(torch.ones(2),)], options, timeout=1.5)
+    late = report.with_outcome("timed out")
+    assert {verdict.message for verdict in late} == {"it took over 2 seconds"}
+    with pytest.raises(RuntimeError, match="without a change, it took over 0 seconds, in "):
+        api.run(looping, lambda: [(torch.ones(2),)], options, timeout=1e-6)
+
+
 def test_what_crashes_is_noticed(namespace: str) -> None:
     report = mutate(operators.make_crashing(namespace), (torch.ones(2),), only="memory.given")
     (crash,) = [v for v in report.verdicts if v.mutant.change == "!= to =="]

@@ -26,7 +26,7 @@ from torchop.testing._processes import ChildError, answers
 
 # Seconds that a check gets with a change, and how often what it takes without one.
 _LEAST_SECONDS, _TIMES_AS_LONG = 5.0, 10.0
-_TO_START = 300.0  # seconds for the first check without a change, which may compile something
+_LIMIT = 300.0  # seconds for a check without a change, which may compile something
 _Changed = tuple[types.FunctionType, types.CodeType]
 # Called with how many changes are judged, of how many.
 Progress = Callable[[int, int], None]
@@ -96,8 +96,13 @@ def run(
     options: dict[str, Any],
     budget: float | None = None,
     progress: Progress = lambda done, total: None,
+    timeout: float = _LIMIT,
 ) -> MutationReport:
-    """Does what `mutate` does, with examples that only the forks make."""
+    """Does what `mutate` does, with examples that only the forks make.
+
+    Args:
+        timeout: seconds that one check may take, with a change or without one.
+    """
     Budget(budget, caller="mutate")  # raises if it is no budget
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError("mutate needs os.fork, which this platform has not: use Linux or macOS.")
@@ -115,7 +120,7 @@ def run(
             refused[f"{function.__qualname__} ({role})"] = str(error)
     if not changes and not refused:
         refused["the operator"] = "it has no function in Python"
-    checks = _Checks(operator, op, make_examples, options)
+    checks = _Checks(operator, op, make_examples, options, timeout)
     verdicts: dict[int, Verdict] = {}
     # By chance: what a budget leaves out is of no one function.
     places = random.Random(options["seed"]).sample(range(len(changes)), len(changes))
@@ -144,16 +149,17 @@ class _Checks:
         op: OpLike,
         make_examples: Callable[[], Sequence[Any]],
         options: dict[str, Any],
+        timeout: float,
     ) -> None:
         def run_checks(*more: Any) -> Iterator[Message]:
             return judge(op, make_examples(), options, *more)
 
-        self._run_checks = run_checks
+        self._run_checks, self._timeout = run_checks, timeout
         self._seconds: dict[str, float] = {}
         self.failing: list[str] = []
         found: list[Message] = []
         current = "the start"
-        with self._messages(itertools.repeat(_TO_START)) as messages:
+        with self._messages(itertools.repeat(timeout)) as messages:
             try:
                 for message in messages:
                     current = message.name
@@ -180,7 +186,7 @@ class _Checks:
             )
         self._calls = found[-1].value
         # Calls with results that are not the same each time tell nothing.
-        with self._messages(itertools.repeat(_TO_START), []) as messages:
+        with self._messages(itertools.repeat(timeout), []) as messages:
             again = [each.value for each in messages if each.kind == "calls"]
         for calls in again:
             self._calls = {k: v for k, v in self._calls.items() if calls.get(k) == v}
@@ -199,7 +205,8 @@ class _Checks:
 
         def limits() -> Iterator[float]:
             while True:
-                yield _LEAST_SECONDS + _TIMES_AS_LONG * self._seconds.get(check, 1.0)
+                longest = _LEAST_SECONDS + _TIMES_AS_LONG * self._seconds.get(check, 1.0)
+                yield min(longest, self._timeout)
 
         with self._messages(limits(), order, changed) as messages:
             try:
