@@ -9,7 +9,7 @@ SOURCES := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* ben
 # and pytest all of its own.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo introduction newcomer native test test-all device zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
+.PHONY: demo introduction newcomer native test test-all device zoo comparison fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	realworld-vllm \
 	matrix interpreters
@@ -60,6 +60,10 @@ interpreters: $(STAMP)
 # Every check on every operator of the zoo, some wrong and some right, with the score.
 zoo: $(STAMP)
 	$(BIN)/python -m tests.testing.zoo
+
+# Stock checks beside ours on every operator of the zoo, without the checks that compile programs.
+comparison: $(STAMP)
+	$(BIN)/python -m tests.testing.zoo.comparison
 
 # Compares native calls with the dispatcher on N generated examples; a SEED repeats a run. With
 # FUZZ=tests/device/test_differential.py, on a device that is not there.
