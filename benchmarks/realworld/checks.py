@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 # The packages, and the folder of `.realworld` in which each lies: vLLM needs other versions.
@@ -106,6 +107,20 @@ _SECOND = "the fake kernel says int64 of the second result, and returns another 
 _WRITES = "with outliers, the kernel writes into A, which its schema does not name"
 _NO_RULE = "out_dtype, which it calls, has no rule for the modes that look at calls"
 _FLOAT8 = "float8 has no gradients: sums and promotion are not implemented"
+_UNDIFFERENTIATED = "its result requires grad, and it has no kernel for autograd"
+_INT8PACK = "torch._weight_int8pack_mm ends the process for int8 weights at an offset or with gaps"
+_TAKES_ADDRESSES = "the C++ kernel takes the addresses of tensors that are not contiguous"
+_FAKE = "there is no fake kernel, or it says other sizes than the kernel returns"
+_NO_ROWS = "with 0 rows or offsets, the kernel divides by zero, or writes nothing"
+_RETURNS_OFFSETS = "it returns offsets that are an argument, which the schema does not say"
+_NO_BATCHES = "it has no batching rule, and returns what PyTorch makes none for"
+_PROMOTES = "the fake kernel and the kernel promote to other dtypes"
+_REFUSES_LATE = "it refuses a dtype only after it wrote"
+_OVERLAPPING = "a precondition: what is written is not expanded"
+_NO_ATOMS = "with 0 atoms or neighbours, the kernel ends the process"
+_SEGMENTS = "a precondition: indices are below num_segments, and there is one for each row"
+# Of jagged tensors and of neighbours: sizes in one argument have to fit what another holds.
+_UNFITTING = "a precondition: lengths, offsets, permutations and buffers fit each other"
 EXPECTED: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes::dequantize_4bit": {
         "memory": _ADDRESSES,
@@ -136,7 +151,8 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     },
     "bitsandbytes::int8_linear_matmul.out": {},
     "bitsandbytes::int8_linear_matmul": {"memory": _EXPANDED},
-    "bitsandbytes::int8_scaled_mm": {"memory": _EXPANDED},
+    "bitsandbytes::int8_mm_dequant": {"subsystems": _UNDIFFERENTIATED},
+    "bitsandbytes::int8_scaled_mm": {"memory": _EXPANDED, "subsystems": _UNDIFFERENTIATED},
     "bitsandbytes::int8_mixed_scaled_mm": {
         "memory": _EXPANDED,
         "dtypes": _SECOND,
@@ -157,6 +173,98 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
         "dtypes": _READS_DOUBLE,
         "subsystems": _ADDRESSES,
     },
+    "quanto::qbytes_mm": {"memory": _INT8PACK, "sharing": _INT8PACK, "subsystems": _INT8PACK},
+    **dict.fromkeys(
+        (
+            "fbgemm::Bfloat16QuantizedToFloat",
+            "fbgemm::FloatToBfloat16Quantized",
+            "fbgemm::FloatToFused8BitRowwiseQuantized",
+        ),
+        MappingProxyType(
+            {"memory": _TAKES_ADDRESSES, "values": _TAKES_ADDRESSES, "subsystems": _FAKE}
+        ),
+    ),
+    "fbgemm::FloatToFusedNBitRowwiseQuantizedSBHalf": {
+        "memory": _TAKES_ADDRESSES,
+        "values": _TAKES_ADDRESSES,
+    },
+    "fbgemm::Fused8BitRowwiseQuantizedToFloat": {"memory": _TAKES_ADDRESSES, "subsystems": _FAKE},
+    "fbgemm::FusedNBitRowwiseQuantizedSBHalfToFloat": {"memory": _TAKES_ADDRESSES},
+    "fbgemm::batched_dense_vec_jagged_2d_mul": dict.fromkeys(
+        ("contracts", "memory", "subsystems"), _NO_ROWS
+    ),
+    "fbgemm::block_bucketize_sparse_features": {
+        "contracts": _NO_ROWS,
+        "memory": _UNFITTING,
+        "subsystems": _NO_ROWS,
+    },
+    "fbgemm::dense_to_jagged": {"contracts": _RETURNS_OFFSETS, "subsystems": _NO_BATCHES},
+    "fbgemm::index_select_dim0": {"subsystems": _FAKE},
+    "fbgemm::invert_permute": {"memory": _UNFITTING},
+    "fbgemm::jagged_dense_bmm": {
+        "contracts": _RETURNS_OFFSETS,
+        "memory": _UNFITTING,
+        "subsystems": _NO_ROWS,
+    },
+    "fbgemm::jagged_dense_elementwise_add": {"dtypes": _PROMOTES, "subsystems": _BELOW},
+    "fbgemm::jagged_dense_elementwise_mul": {"contracts": _RETURNS_OFFSETS, "dtypes": _PROMOTES},
+    "fbgemm::jagged_index_select": {"subsystems": _NO_BATCHES},
+    "fbgemm::jagged_softmax": {"contracts": _RETURNS_OFFSETS, "memory": _UNFITTING},
+    "fbgemm::jagged_to_padded_dense": {"subsystems": _NO_BATCHES},
+    "fbgemm::offsets_range": {"memory": _NO_ROWS},
+    "fbgemm::pack_segments": {"memory": _TAKES_ADDRESSES},
+    "fbgemm::permute_1D_sparse_data": dict.fromkeys(
+        ("contracts", "memory", "sharing", "subsystems"), _UNFITTING
+    ),
+    "fbgemm::permute_2D_sparse_data": dict.fromkeys(
+        ("contracts", "memory", "sharing", "subsystems"), _UNFITTING
+    ),
+    "fbgemm::segment_sum_csr": {"memory": _TAKES_ADDRESSES},
+    **dict.fromkeys(
+        (
+            *("_C::gelu_and_mul", "_C::gelu_fast", "_C::gelu_new", "_C::gelu_quick"),
+            *("_C::gelu_tanh", "_C::gelu_tanh_and_mul", "_C::rms_norm", "_C::silu_and_mul"),
+        ),
+        dict.fromkeys(("contracts", "memory", "values", "sharing", "subsystems"), _ADDRESSES),
+    ),
+    "_C::fused_add_rms_norm": dict.fromkeys(
+        ("contracts", "memory", "values", "subsystems"), _ADDRESSES
+    ),
+    "_C::dynamic_scaled_int8_quant": dict.fromkeys(
+        ("contracts", "memory", "subsystems"), _ADDRESSES
+    ),
+    "_C::static_scaled_int8_quant": dict.fromkeys(
+        ("contracts", "memory", "subsystems"), _ADDRESSES
+    ),
+    "_C::rotary_embedding": {
+        **dict.fromkeys(("memory", "values", "sharing", "subsystems"), _ADDRESSES),
+        "dtypes": _REFUSES_LATE,
+    },
+    "_C::greedy_argmax": {"subsystems": _FAKE},
+    "_C::fused_gumbel_argmax": {"subsystems": _FAKE},
+    "nvalchemiops::build_cell_list": {"memory": _OVERLAPPING},
+    "nvalchemiops::fire2_step_coord": {"memory": _OVERLAPPING},
+    "nvalchemiops::dftd3_matrix*": dict.fromkeys(("contracts", "memory", "subsystems"), _NO_ATOMS),
+    "nvalchemiops::fire2_step_coord_cell": dict.fromkeys(
+        ("contracts", "memory", "subsystems"), _UNFITTING
+    ),
+    "nvalchemiops::lbfgs_step_coord_cell": {"memory": _UNFITTING},
+    "nvalchemiops::query_cell_list": dict.fromkeys(("contracts", "memory"), _UNFITTING),
+    "nvalchemiops::segmented_dot_double_backward": {"subsystems": _STRIDES},
+    "nvalchemiops::segmented_mean": {"subsystems": _SEGMENTS},
+    "nvalchemiops::segmented_sum": {"subsystems": _SEGMENTS},
+    "nvalchemiops::segmented_mean_backward": {
+        "dtypes": _PROMOTES,
+        "sharing": _UNFITTING,
+        "subsystems": _STRIDES,
+    },
+    "nvalchemiops::segmented_mean_double_backward": {
+        "dtypes": _PROMOTES,
+        "sharing": _UNFITTING,
+        "subsystems": _STRIDES,
+    },
+    "nvalchemiops::segmented_sum_backward": {"dtypes": _PROMOTES, "subsystems": _STRIDES},
+    "nvalchemiops::segmented_sum_double_backward": {"dtypes": _PROMOTES, "subsystems": _STRIDES},
 }
 
 if __name__ == "__main__":
