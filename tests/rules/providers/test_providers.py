@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import math
+import time
 
 import pytest
 import torch
@@ -12,8 +13,6 @@ from torch import Tensor
 import torchop
 from tests.rules.support import adding_one as define
 from tests.support import assert_clean, needs_native, run_program
-from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.providers import choice as choosing
 
 
 def adding(amount):
@@ -275,6 +274,33 @@ def test_supports_that_is_wrong(namespace, supports, words):
         value(op)
 
 
+def test_supports_that_is_a_generator_function(namespace):
+    op = define(namespace)
+
+    def supports(x):
+        yield True
+
+    with pytest.raises(torchop.RuleSignatureError, match=r"'fast': supports: .* is a generator"):
+        op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+
+
+def test_supports_that_is_slow_is_told_of_once(namespace):
+    op = define(namespace, priority=["fast"])
+
+    def supports(x):
+        time.sleep(0.051 if x.shape[0] != 2 else 0)
+        return True
+
+    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+    for size in (1, 2, 3, 4):  # a quick one is between the first and the others
+        assert value(op, torch.zeros(size)) == 10
+    words = r"op: the provider 'fast': supports is slow: it took \d\d+ ms .* `supported`"
+    with pytest.warns(torchop.ProviderWarning, match=words):
+        assert value(op, torch.zeros(5)) == 10
+    for size in (6, 7, 8, 9):
+        assert value(op, torch.zeros(size)) == 10
+
+
 @pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
 def test_values_that_are_equal_and_not_the_same(namespace):
     """The table must not take one for the other."""
@@ -335,24 +361,6 @@ def test_lists_of_tensors_and_missing_tensors(namespace):
     assert value(op, [x]) == 0
     assert value(op, [x, x[None]]) == 0
     assert value(op, [x, x], x) == 0
-
-
-def test_the_table_is_bounded(namespace, monkeypatch):
-    monkeypatch.setattr(choosing, "_MOST_KEYS", 8)
-    asked = []
-    op = define(namespace, priority=["fast"])
-
-    def supports(x):
-        asked.append(len(x))
-        return True
-
-    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
-    for size in range(1, 101):
-        assert value(op, torch.zeros(size)) == 10
-        function = op._definition.plan[KernelRule].functions["cpu"]
-        (selection,) = function.__self__._selections.values()
-        assert len(selection._chosen) <= 8
-    assert asked == [*range(1, 101)]
 
 
 def test_structured_arguments(namespace):

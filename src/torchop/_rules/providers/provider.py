@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,11 +18,13 @@ from torchop._core.definition import Definition
 from torchop._errors import (
     ProviderError,
     ProviderNameError,
+    ProviderWarning,
     RuleSignatureError,
     nearest,
     short_repr,
     short_text,
     users_place,
+    warn,
 )
 from torchop._rules.providers.priority import REFERENCE, TUNED
 from torchop._schema.callables import check_callable, check_no_generator, check_signature
@@ -86,6 +89,8 @@ TUNED_PROVIDER = Provider(
     written=_no_kernel,
     site=Site(__name__, TUNED, __file__, 1),
 )
+
+_SLOW_SECONDS = 0.05  # for what takes microseconds; a busy machine takes longer
 
 
 def make_provider(
@@ -290,13 +295,32 @@ def _asking(
     """What asks `supports` about a call. It gets tensors without data, which it must not read."""
     names = ([each[0] for each in _expected(definition, keyword)] for keyword in (False, True))
     check_signature(f"{what}: supports", supports, *names)
+    check_no_generator(f"{what}: supports", supports, None)
     convention = definition.convention
+    slow: (
+        list[float] | None
+    ) = []  # the last answers, as far as they were slow; None once it is said
+
+    def note(taken: float) -> None:
+        """Says once that answers are slow, if several in a row were: the first may import."""
+        nonlocal slow
+        if slow is not None:
+            slow = [*slow, taken] if taken > _SLOW_SECONDS else []
+            if len(slow) == 3:
+                milliseconds, slow = 1000 * min(slow), None
+                warn(
+                    f"{what}: supports is slow: it took {milliseconds:.0f} ms and more three "
+                    "times in a row, and every call with other shapes or values waits for it. What "
+                    "does not depend on the call belongs into `supported`, which is asked once.",
+                    ProviderWarning,
+                )
 
     def accepts(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool) -> bool:
         if not is_traced:  # then sizes are symbols, of which the answer becomes guards
             args = tuple(map(_without_data, args))
             kwargs = {name: _without_data(value) for name, value in kwargs.items()}
         objects, keywords = convention.arguments(args, dict(kwargs))
+        start = time.perf_counter()
         try:
             with fake_tensors.ReadingStandIns():
                 answer = supports(*objects, **keywords)
@@ -312,6 +336,7 @@ def _asking(
             else:
                 problem = f"raised {type(error).__name__}: {short_text(error)}"
             raise ProviderError(f"{what}: supports {problem}.") from error
+        note(time.perf_counter() - start)
         if isinstance(answer, torch.SymBool) and is_traced:
             return bool(answer)
         if not isinstance(answer, bool):
