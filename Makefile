@@ -122,6 +122,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/compiling.py
+	$(BIN)/python benchmarks/providers.py
 
 # What sharding rules cost, in calls and where DTensor decides anew; on a fake process group.
 sharding: $(STAMP)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import sys
 from collections import Counter
@@ -317,6 +318,23 @@ def test_plans_are_replaced_and_not_kept(ops):
     assert before["Entry"] > 0
     assert after == before
     assert_flat(refresh, SLOW_CALLS)
+
+
+def test_choices_for_ever_new_sizes_leave_nothing_behind(namespace):
+    """The table of what `supports` said begins again and again."""
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x, n: x[:1].clone(),
+        mutates_args=(),
+        schema="(Tensor x, int n) -> Tensor",
+    )
+    op.register_kernel(
+        None, lambda x, n: x[:1].clone(), provider="fast", supports=lambda x, n: n % 2 == 0
+    )
+    op.set_priority(["fast", "reference"])
+    numbers = itertools.count()
+    # An answer takes 20 us and more, so a test run begins again just once or twice.
+    assert_flat(lambda: op(T, next(numbers)), max(4097, CALLS // 4))
 
 
 def test_kernels_that_are_switched_leave_no_plans(ops):

@@ -1,6 +1,7 @@
 """The border of the native call path: everything that crosses it."""
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -87,6 +88,23 @@ class Operator:
         dispatch: Callable[..., Any],
         next: Operator | None = ...,
     ) -> Operator: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class Choice:
+    """Calls the kernel that a call is for, of those that `select` leaves."""
+
+    def __new__(
+        cls,
+        # What its value starts with is one object for the same open blocks.
+        blocks: ContextVar[tuple[Any, ...]],
+        # Given that object, and whether only deterministic kernels are allowed: what has a
+        # `function` for all calls, or None, and then `answer(args, kwargs)`, which returns the
+        # function for a call, and whether it is the one for all that are like it.
+        select: Callable[[Any, bool], Any],
+        asks_for_determinism: bool,  # whether a kernel is not deterministic
+    ) -> Choice: ...
+    @property
+    def count(self) -> int: ...  # of the calls that it has a function for
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 def learn_kernels(plain: str, with_keys: str, kernel: Callable[..., Any]) -> bool: ...

@@ -26,6 +26,7 @@ from torchop._native.extension import api, recipe
 from torchop._native.plan import OwnCalls
 from torchop._rules.autograd import gradients
 from torchop._rules.autograd.derived import replay
+from torchop._rules.kernels import rule
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,8 @@ def _ready(module: ModuleType) -> None:
                     calls = _adopt(handle._definition, module)
                     if handle._definition.has_plan:  # torch.ops may be all that calls it
                         calls.attach()
+                        if handle._definition.rule(rule.KernelRule).providers is not None:
+                            handle._definition.outdate_plan()  # it chooses in Python
             _native = module  # last: until then, whoever asks for the extension comes here
         while _waiting:
             _waiting[-1]()
@@ -201,6 +204,7 @@ def _prepare(module: ModuleType) -> None:
     contract.is_evidently_fresh = module.is_evidently_fresh
     gradients.are_plain = module.are_plain
     replay.pack_on_cpu = module.pack_on_cpu
+    rule.native_choice = module.Choice
     _log_unknown_nodes()
     deregistration.calls_without_frames = _running_calls
 

@@ -173,8 +173,11 @@ class tuning(priority):  # noqa: N801  (called like a function)
         super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
+        tuner = self._tuners.pop()
+        if self._tuners:  # it is entered twice
+            self._flags = {"tuner": self._tuners[-1]}
         super().__exit__(*exception)
-        self._tuners.pop().finish("")
+        tuner.finish("")
 
 
 class _Tuner:

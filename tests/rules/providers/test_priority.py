@@ -1,6 +1,7 @@
 """Priority: which of several kernels of one operator runs, for whom, and what is said of it."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import sys
@@ -111,6 +112,16 @@ def test_an_order_that_was_set_before_the_operator_was_defined(namespace):
     op = define(namespace)
     op.register_kernel("cpu", adding(10), provider="ten")
     assert value(op) == 10
+
+
+def test_an_order_for_a_device_type_that_is_none(op):
+    for setting in (
+        lambda: torchop.set_priority({op: ["ten"]}, device_types="nonsense"),
+        lambda: op.set_priority(["ten"], device_types=["cpu", "nonsense"]),
+    ):
+        with pytest.raises(RuntimeError, match="'nonsense' is not a device type; write one such"):
+            setting()
+    assert value(op) == 1
 
 
 def test_the_environment_counts_before_the_process():
@@ -453,8 +464,75 @@ def test_blocks_are_made_while_providers_are_registered(namespace):
 
 
 def test_a_block_that_was_not_entered():
-    with pytest.raises(RuntimeError, match="it was not entered"):
-        torchop.priority().__exit__(None, None, None)
+    block = torchop.priority({})
+    with pytest.raises(RuntimeError, match="was exited, but it was not entered in this thread"):
+        block.__exit__(None, None, None)
+
+
+def test_a_block_that_is_left_in_another_thread_or_task(op):
+    """Its own thread keeps the order, so whoever leaves it elsewhere is told."""
+    block = torchop.priority({op: ["ten"]})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(block)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            left = pool.submit(block.__exit__, None, None, None)
+            with pytest.raises(RuntimeError, match="not entered in this thread or task"):
+                left.result()
+        assert value(op) == 10
+    assert value(op) == 1
+
+
+def test_blocks_that_are_left_out_of_order(op):
+    outer, inner = torchop.priority({op: ["ten"]}), torchop.priority({op: ["twenty"]}, strict=True)
+    outer.__enter__()
+    inner.__enter__()
+    assert value(op) == 20
+    outer.__exit__(None, None, None)
+    assert value(op) == 20
+    inner.__exit__(None, None, None)
+    assert value(op) == 1
+
+
+def test_a_block_that_is_entered_twice_and_by_threads_at_once(op):
+    block = torchop.priority({op: ["ten"]})
+    with block:
+        with block:
+            assert value(op) == 10
+        assert value(op) == 10
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            assert pool.submit(block(lambda: value(op))).result() == 10
+            assert pool.submit(value, op).result() == 1
+    assert value(op) == 1
+
+
+def test_blocks_of_tasks_that_fail_and_are_cancelled(op):
+    async def inside(name, problem):
+        with torchop.priority({op: [name]}):
+            await asyncio.sleep(0)
+            if problem is not None:
+                raise problem
+            with torchop.priority({op: ["twenty"]}):
+                await asyncio.sleep(60)
+
+    async def main():
+        seen = []
+        with torchop.priority({op: ["ten"]}):
+            failing = asyncio.create_task(inside("reference", ValueError("mine")))
+            waiting = asyncio.create_task(inside("twenty", None))
+            for _ in range(3):
+                await asyncio.sleep(0)
+                seen.append(value(op))
+            waiting.cancel()
+            ended = await asyncio.gather(failing, waiting, return_exceptions=True)
+            seen += [value(op), [type(problem).__name__ for problem in ended]]
+            with pytest.raises(ValueError, match="mine"):
+                await inside("twenty", ValueError("mine"))
+            seen.append(value(op))
+        return [*seen, value(op)]
+
+    expected = [10, 10, 10, 10, ["ValueError", "CancelledError"], 10, 1]
+    assert asyncio.run(main()) == expected
+    assert value(op) == 1
 
 
 # --------------------------------------------------------------------------------------------------

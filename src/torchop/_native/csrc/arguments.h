@@ -46,6 +46,15 @@ struct Parameters {
   }
 };
 
+// Calls a kernel as PyObject_Vectorcall would, for what most kernels are.
+inline PyObject* call_kernel(
+    PyObject* function, PyObject* const* values, size_t nargsf, PyObject* names) {
+  if (C10_LIKELY(PyFunction_Check(function)))
+    return reinterpret_cast<PyFunctionObject*>(function)->vectorcall(
+        function, values, nargsf, names);
+  return PyObject_Vectorcall(function, values, nargsf, names);
+}
+
 // The values of a call, one for each parameter, in the order in which the kernel takes them.
 class Values {
  public:
@@ -166,16 +175,7 @@ class Values {
   PyObject* call(PyObject* function, PyObject* const* values, size_t flags) const {
     if (C10_UNLIKELY(parameters_.leaves_out_defaults))
       return call_without_defaults(function, values, flags);
-    return call(function, values, parameters_.positional | flags, parameters_.keyword_names);
-  }
-
-  static PyObject* call(
-      PyObject* function, PyObject* const* values, size_t nargsf, PyObject* names) {
-    // As PyObject_Vectorcall would, for what most kernels are.
-    if (C10_LIKELY(PyFunction_Check(function)))
-      return reinterpret_cast<PyFunctionObject*>(function)->vectorcall(
-          function, values, nargsf, names);
-    return PyObject_Vectorcall(function, values, nargsf, names);
+    return call_kernel(function, values, parameters_.positional | flags, parameters_.keyword_names);
   }
 
   PyObject* call_without_defaults(PyObject* function, PyObject* const* values, size_t flags) const {
@@ -185,9 +185,9 @@ class Values {
     for (size_t index = positional; index < parameters_.size(); ++index)
       named += !is_default(index);
     if (named == 0)
-      return call(function, values, count | flags, nullptr);
+      return call_kernel(function, values, count | flags, nullptr);
     if (count + named == parameters_.size())
-      return call(function, values, count | flags, parameters_.keyword_names);
+      return call_kernel(function, values, count | flags, parameters_.keyword_names);
     THPObjectPtr names(PyTuple_New(Py_ssize_t(named)));
     if (!names)
       return nullptr;
@@ -201,7 +201,7 @@ class Values {
       passed.push_back(values[index]);
     }
     const size_t nargsf = count | PY_VECTORCALL_ARGUMENTS_OFFSET;
-    return call(function, passed.data() + 1, nargsf, names.get());
+    return call_kernel(function, passed.data() + 1, nargsf, names.get());
   }
 
   // Whether the dispatcher takes a value for the default.

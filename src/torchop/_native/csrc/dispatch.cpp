@@ -229,6 +229,13 @@ const uint64_t plain_keys = [] {
 
 } // namespace
 
+bool has_plain_keys(const at::TensorImpl& impl) {
+  const DispatchKeySet keys = impl.key_set();
+  const uint64_t found = keys.raw_repr();
+  return (found & ~plain_keys) == 0 && (found & backends & ~plain_backends) == 0 &&
+      keys.has_all(DispatchKeySet(DispatchKey::Dense));
+}
+
 Reason tensors_reason(const Seen& seen) {
   if (C10_UNLIKELY(seen.tangent))
     return Reason::Tangent;

@@ -151,6 +151,9 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   return Reason::Native;
 }
 
+// Whether a tensor is dense, on a device whose tensors native calls take, and nothing else.
+bool has_plain_keys(const at::TensorImpl& impl);
+
 // Conditions of the tensors: dense and plain, and all of one backend.
 Reason tensors_reason(const Seen& seen);
 

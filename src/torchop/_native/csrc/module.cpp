@@ -9,6 +9,7 @@
 #include "ambient_state.h"
 #include "autograd.h"
 #include "bypass.h"
+#include "choice.h"
 #include "dispatch.h"
 #include "entry.h"
 #include "frames.h"
@@ -205,6 +206,7 @@ PyMODINIT_FUNC PyInit__call_path() {
   if (module != nullptr &&
       (!torchop::find_tensor_types() || !torchop::find_interpreter() ||
        torchop::add_plan_type(module) < 0 || torchop::add_entry_types(module) < 0 ||
+       torchop::add_choice_type(module) < 0 ||
        PyModule_AddIntConstant(module, "nodes_come_from_apply", torchop::nodes_come_from_apply()) <
            0 ||
        !torchop::add_backends(module)))

@@ -23,7 +23,7 @@ from torchop._core.lock import registration_lock
 from torchop._core.registry import op_name, own_definition, resolve
 from torchop._errors import nearest, short_repr
 from torchop._rules.kernels import backend_select, register
-from torchop._rules.kernels.devices import DeviceTypes, device_list
+from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import foreign, priority
 from torchop._rules.providers.candidates import DeviceKernels
@@ -56,6 +56,7 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
     Raises:
         OperatorGoneError: the operator was replaced or closed.
         ProviderNameError: a `ValueError`: the operator does not have one of these providers.
+        RuntimeError: a device type that PyTorch does not know.
         TypeError: `order` is not a list of names.
 
     Example:
@@ -73,13 +74,14 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
     definition = resolve(op, "set_priority")
     rule = definition.rule(KernelRule)
     names = checked_order(f"{definition}: set_priority", order)
+    devices = known_devices(definition, device_types)
     known = rule.provider_names
     for name in names:
         # A definition names providers that come later; if they do not, the first call says so.
         if known and name not in (REFERENCE, TUNED, *known):
             raise unknown_provider("set_priority", definition, name, known)
     with registration_lock:
-        rule.update(providers=provider_table(rule).ordered(names, device_list(device_types)))
+        rule.update(providers=provider_table(rule).ordered(names, devices))
 
 
 def set_tuning(

@@ -18,6 +18,7 @@ from torchop._errors import (
     ProviderWarning,
     warn,
 )
+from torchop._rules.kernels import rule
 from torchop._rules.providers import priority
 from torchop._rules.providers.candidates import DeviceKernels, Function, TunedKernels
 from torchop._rules.providers.priority import (
@@ -84,7 +85,7 @@ class Selection:
     def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
         """The function for a call, from the table if it is there."""
         try:
-            key = tuple(map(_key, (*args, *kwargs.values())))
+            key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
         except _UnknownError:
             return self.answer(args, kwargs)[0]
         function = self._chosen.get(key)
@@ -130,8 +131,8 @@ def _why_not(provider: Provider, settings: Settings, only_deterministic: bool) -
 class Choice:
     """Finds the function that runs a call, by the order in force and what the providers accept.
 
-    An object is the kernel of one device in a plan, so it is called with all arguments. The plan,
-    and what runs a call, know of it no more than that.
+    An object, or one in C++ that asks it, is the kernel of one device in a plan, so it is called
+    with all arguments. The plan, and what runs a call, know of it no more than that.
     """
 
     __slots__ = ("_has_random", "_kernels", "_selections")
@@ -143,15 +144,22 @@ class Choice:
         self._selections: dict[tuple[Settings, bool], Selection] = {}
 
     def function(self) -> Function:
-        """What a plan calls: the one function that can run, or this object."""
-        if priority.blocks_were_opened():
+        """What a plan calls: the one function that can run, or what chooses for each call."""
+        if not priority.blocks_were_opened():
+            try:
+                usual = self._selection(NO_BLOCK, False)
+            except ProviderNameError:
+                return self._choosing()  # which raises it, for every call
+            is_fixed = not usual.candidates or usual.candidates[0][0].deterministic
+            if usual.function is not None and is_fixed:
+                return usual.function
+        return self._choosing()
+
+    def _choosing(self) -> Function:
+        """What chooses for each call, in C++ if the extension is there."""
+        if rule.native_choice is None:
             return self.__call__
-        try:
-            usual = self._selection(NO_BLOCK, False)
-        except ProviderNameError:
-            return self.__call__  # which raises it, for every call
-        is_fixed = not usual.candidates or usual.candidates[0][0].deterministic
-        return usual.function if usual.function is not None and is_fixed else self.__call__
+        return rule.native_choice(priority.open_blocks, self._selection, self._has_random)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         selection = self._selection(priority.current(), self._is_deterministic())

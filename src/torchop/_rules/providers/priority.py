@@ -6,20 +6,19 @@ from `torchop.set_priority`, else from the author of the operator. Without one, 
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import re
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torchop._compat import compilers, operators
 from torchop._core.blocks import Block
 from torchop._core.lock import registration_lock
 from torchop._errors import ProviderNameError, nearest, short_repr
-from torchop._rules.kernels.devices import DeviceTypes, device_list
+from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.naming import is_match, is_name, is_pattern
 from torchop.extend import OpName
@@ -90,22 +89,34 @@ class Settings:
         self.profile = flags["profile"]
         self.tuner: Tuner | None = flags["tuner"]
 
-    def inside(self, orders: tuple[ScopedOrder, ...], flags: Mapping[str, Any]) -> Settings:
-        """Those of a block inside: a flag that is None stays as it is."""
-        merged = {n: getattr(self, n) if flags.get(n) is None else flags[n] for n in _FLAGS}
-        key = ((orders, *self.orders) if orders else self.orders, tuple(merged.items()))
-        if len(_settings) >= _MOST_SETTINGS:
-            _settings.clear()  # programs that come here make new orders all the time
-        return _settings.setdefault(key, Settings(key[0], merged))
-
 
 _MOST_SETTINGS = 1000
 _settings: dict[Any, Settings] = {}
 _FLAGS = ("strict", "batch_invariant_only", "deterministic_only", "profile", "tuner")
-NO_BLOCK = Settings((), {**dict.fromkeys(_FLAGS, False), "tuner": None})
-_current: ContextVar[Settings] = ContextVar("torchop_priority", default=NO_BLOCK)
-# What the open blocks of this thread or task come to.
-current: Callable[[], Settings] = _current.get
+_NO_FLAGS: Mapping[str, Any] = {**dict.fromkeys(_FLAGS, False), "tuner": None}
+NO_BLOCK = Settings((), _NO_FLAGS)
+# What the open blocks of this thread or task come to, which the extension reads too; and these
+# blocks, the outermost first: they may be left in another order than they were entered.
+open_blocks: ContextVar[tuple[Settings, tuple[priority, ...]]] = ContextVar(
+    "torchop_priority", default=(NO_BLOCK, ())
+)
+
+
+def current() -> Settings:
+    """What the open blocks of this thread or task come to."""
+    return open_blocks.get()[0]
+
+
+def _settings_of(blocks: tuple[priority, ...]) -> Settings:
+    flags = dict(_NO_FLAGS)
+    for block in blocks:
+        flags |= {name: flag for name, flag in block._flags.items() if flag is not None}
+    orders = tuple(block._orders for block in reversed(blocks) if block._orders)
+    key = orders, tuple(flags.values())
+    if len(_settings) >= _MOST_SETTINGS:
+        _settings.clear()  # programs that come here make new orders all the time
+    return _settings.setdefault(key, Settings(orders, flags)) if blocks else NO_BLOCK
+
 
 # The orders of the process; replaced, never changed.
 _process: tuple[ScopedOrder, ...] = ()
@@ -261,6 +272,7 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
 
     Raises:
         ProviderNameError: a `ValueError`: no operator of this name or pattern has this provider.
+        RuntimeError: a device type that PyTorch does not know.
         TypeError, ValueError: `orders` has another form.
 
     Example:
@@ -279,7 +291,7 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
     The idea is `set_priority` of vLLM IR.
     """
     global _process
-    devices = device_list(device_types)
+    devices = known_devices("set_priority", device_types)
     with registration_lock:
         new = _scoped_orders("set_priority", orders, devices)
         taken_back = {_written(key) for key, names in orders.items() if names is None}
@@ -352,12 +364,6 @@ class priority(Block):  # noqa: N801  (called like a function)
             if not isinstance(flag, bool | None):
                 raise TypeError(f"priority: {name} expects a bool or None, got {short_repr(flag)}.")
         self._orders = _scoped_orders("priority", orders)
-        self._entered: list[Token[Settings]] = []
-
-    def _recreate_cm(self) -> priority:
-        again = copy.copy(self)  # a decorated function may run in several threads at once
-        again._entered = []
-        return again
 
     def __enter__(self) -> None:
         global _blocks_were_opened
@@ -365,9 +371,18 @@ class priority(Block):  # noqa: N801  (called like a function)
             with registration_lock:
                 _blocks_were_opened = True
                 outdate_plans()
-        self._entered.append(_current.set(_current.get().inside(self._orders, self._flags)))
+        _set_blocks((*open_blocks.get()[1], self))
 
     def __exit__(self, *exception: object) -> None:
-        if not self._entered:
-            raise RuntimeError("priority() was exited, but it was not entered")
-        _current.reset(self._entered.pop())
+        blocks = open_blocks.get()[1]
+        if self not in blocks:
+            raise RuntimeError(
+                "priority() was exited, but it was not entered in this thread or task. Enter and "
+                "leave it in one, with a `with` statement."
+            )
+        innermost = len(blocks) - 1 - blocks[::-1].index(self)
+        _set_blocks(blocks[:innermost] + blocks[innermost + 1 :])
+
+
+def _set_blocks(blocks: tuple[priority, ...]) -> None:
+    open_blocks.set((_settings_of(blocks), blocks))

@@ -1,0 +1,366 @@
+"""The choice for a call: the tables, in Python and in C++, say what asking would."""
+
+import gc
+import os
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import torchop
+from tests.rules.support import adding_one as define
+from tests.support import needs_native, run_program
+from torchop._rules.kernels import rule
+from torchop._rules.kernels.rule import KernelRule
+from torchop._rules.providers import choice as choosing
+
+EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "1500"))
+
+
+def adding(amount):
+    return lambda x: x + amount
+
+
+def value(op, x=None) -> float:
+    return op(torch.zeros(1) if x is None else x).flatten()[0].item()
+
+
+def in_plan(op):
+    """What stands in the plan for kernels on the CPU."""
+    return op._definition.plan[KernelRule].functions["cpu"]
+
+
+@pytest.fixture(params=[pytest.param("C++", marks=needs_native), "Python"])
+def table(request, monkeypatch) -> Iterator[str]:
+    """The tables that are used; the rest of a call is as ever."""
+    if request.param == "Python":
+        monkeypatch.setattr(rule, "native_choice", None)
+    return request.param
+
+
+# --------------------------------------------------------------------------------------------------
+# What is chosen
+
+SCHEMA = (
+    "(Tensor x, Tensor? y, Tensor[] zs, int n, float f, str s, bool b, Scalar c, *, int[] sizes, "
+    "ScalarType dtype, Device device, float? g=None, Layout? layout=None) -> Tensor"
+)
+
+
+def described(*args, **kwargs) -> str:
+    """All that `supports` may read."""
+
+    def describe(item):
+        if isinstance(item, torch.Tensor):
+            return [tuple(item.shape), item.stride(), item.dtype, item.device]
+        return list(map(describe, item)) if isinstance(item, (list, tuple)) else item
+
+    return repr((describe(args), [(name, describe(item)) for name, item in kwargs.items()]))
+
+
+def accepting(salt: int):
+    """A `supports` that says yes to half of all calls, for reasons that nobody can guess."""
+    return lambda *args, **kwargs: (
+        random.Random(f"{salt}{described(*args, **kwargs)}").random() < 0.5
+    )
+
+
+def calls(chance: random.Random) -> Iterator[tuple[list, dict]]:
+    """Calls that often differ from another one by little."""
+    base = torch.zeros(4, 4)
+    tensors = [
+        *(torch.zeros(2), torch.zeros(3), torch.zeros(2, 1), torch.zeros(1, 2), torch.tensor(0.0)),
+        *(torch.zeros(2, dtype=torch.int64), torch.zeros(0), torch.zeros(0, 2), base[:2], base.t()),
+        *(base[::2], base[:, ::2], base[:, :2], torch.zeros(2).expand(2, 2), torch.zeros(1, 0)),
+        *(torch.nn.Parameter(torch.zeros(2)), torch.zeros(2, dtype=torch.complex64).conj()),
+        *(torch.zeros(2).to_sparse(), torch.zeros(2, dtype=torch.complex64).imag),
+    ]
+    floats = [0.0, -0.0, 1.0, 1.5, float("nan"), float("inf")]
+    texts = ["", "a", "b", "ab", "é", "ÿ", "日本", "\0", "a\0", "x" * 100]
+    numbers = [0, 1, -1, 2**40, -(2**63), 2**63 - 1]
+    while True:
+        args = [
+            chance.choice(tensors),
+            chance.choice([None, *tensors]),
+            chance.choices(tensors, k=chance.randrange(3)),
+            chance.choice(numbers),
+            chance.choice(floats),
+            chance.choice(texts),
+            chance.choice([True, False]),
+            chance.choice([0, 1, True, False, 1.0, 0.0, 1j, complex(-0.0, 1)]),
+        ]
+        kwargs = {
+            "sizes": chance.choices(numbers, k=chance.randrange(3)),
+            "dtype": chance.choice([torch.float32, torch.int64]),
+            "device": chance.choice([torch.device("cpu"), torch.device("cuda", 1)]),
+        }
+        if chance.random() < 0.5:
+            kwargs["g"] = chance.choice([None, *floats])
+        if chance.random() < 0.5:
+            kwargs["layout"] = chance.choice([None, torch.strided, torch.sparse_coo])
+        yield args, kwargs
+        yield [chance.choice(tensors), *args[1:]], kwargs
+        yield [*args[:3], chance.choice(numbers), *args[4:]], kwargs
+
+
+@pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
+def test_a_seen_call_gets_the_kernel_that_asking_gives(namespace, table):
+    chosen = []
+
+    def kernel(name):
+        def run(x, *args, **kwargs):
+            chosen.append(name)
+            return torch.zeros(1)
+
+        return run
+
+    op = torchop.custom_op(f"{namespace}::op", kernel("reference"), mutates_args=(), schema=SCHEMA)
+    for salt, name in enumerate(("first", "second")):
+        op.register_kernel(None, kernel(name), provider=name, supports=accepting(salt))
+    op.set_priority(["first", "second"])
+    chance = random.Random(int(os.environ.get("TORCHOP_FUZZ_SEED", "0")))
+    seen = set()
+    with torch.no_grad():
+        for _, (args, kwargs) in zip(range(EXAMPLES), calls(chance), strict=False):
+            expected = torchop.explain(op, *args, **kwargs).provider
+            seen.add(expected)
+            chosen.clear()
+            op(*args, **kwargs)
+            op(*args, **kwargs)
+            with torchop.native.disabled():
+                op(*args, **kwargs)
+            assert chosen == [expected] * 3, described(*args, **kwargs)
+    assert seen == {"first", "second", "reference"}
+
+
+def test_what_is_seen_is_asked_once(namespace, table):
+    asked = []
+    op = define(namespace, priority=["fast"])
+    op.register_kernel(
+        "cpu", adding(10), provider="fast", supports=lambda x: asked.append(x.shape) is None
+    )
+    for _ in range(3):
+        assert [value(op, torch.zeros(size)) for size in (1, 2, 3)] == [10, 10, 10]
+    assert len(asked) == 3
+    assert type(in_plan(op)).__module__.endswith("_call_path") is (table == "C++")
+
+
+def test_tables_are_bounded(namespace, table, monkeypatch):
+    monkeypatch.setattr(choosing, "_MOST_KEYS", 100)  # in C++, they are 4096
+    op = define(namespace, priority=["fast"])
+    op.register_kernel("cpu", lambda x: x[:1] + 10, provider="fast", supports=lambda x: x.ndim == 1)
+    most = 0
+    base = torch.zeros(5000)
+    for size in range(1, 4500 if table == "C++" else 300):
+        assert value(op, base[:size]) == 10
+        if table == "C++":
+            most = max(most, in_plan(op).count)
+        else:
+            (selection,) = in_plan(op).__self__._selections.values()
+            most = max(most, len(selection._chosen))
+    assert most == (4096 if table == "C++" else 100)
+
+
+@needs_native
+def test_a_table_of_long_keys_is_bounded_by_their_length(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda xs, n: xs[0] + n,
+        mutates_args=(),
+        schema="(Tensor[] xs, int n) -> Tensor",
+    )
+    op.register_kernel("cpu", lambda xs, n: xs[0] - n, provider="fast", supports=lambda xs, n: True)
+    op.set_priority(["fast"])
+    xs, most = [torch.zeros(1)] * 1000, 0
+    for n in range(150):  # each key has 3000 words, of at most 2**18
+        assert op(xs, n).item() == -n
+        most = max(most, in_plan(op).count)
+    assert 50 < most < 2**18 / 3000
+    assert op([torch.zeros(1)] * 2000, 1).item() == -1  # no table keeps it
+
+
+@needs_native
+def test_a_table_keeps_nothing_of_a_call_but_its_numbers(namespace):
+    op = define(namespace, priority=["fast"])
+    op.register_kernel("cpu", adding(10), provider="fast", supports=lambda x: True)
+    x = torch.zeros(3)
+    gone = weakref.ref(x)
+    value(op, x)
+    del x
+    gc.collect()
+    assert gone() is None
+
+
+def test_supports_may_call_the_operator(namespace, table):
+    op = define(namespace, priority=["fast"])
+
+    def supports(x):
+        return x.shape[0] == 1 or value(op, torch.zeros(x.shape[0] - 1)) == 10
+
+    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+    assert value(op, torch.zeros(5)) == 10
+
+
+# --------------------------------------------------------------------------------------------------
+# What a table forgets for
+
+
+@pytest.fixture
+def seen(namespace, table):
+    """An operator, whose provider "ten" takes all calls of one dimension; one was seen."""
+    op = define(namespace, priority=["ten"])
+    op.register_kernel("cpu", adding(10), provider="ten", supports=lambda x: x.ndim == 1)
+    assert value(op) == value(op) == 10
+    yield op
+    torchop.set_priority({op: None})
+
+
+def test_an_order_that_changes(seen):
+    torchop.set_priority({seen: ["reference"]})
+    assert value(seen) == 1
+    torchop.set_priority({seen: None})
+    assert value(seen) == 10
+    seen.set_priority([])
+    assert value(seen) == 1
+
+
+def test_blocks(seen):
+    for _ in range(3):
+        with torchop.priority({seen: ["reference"]}):
+            assert value(seen) == 1
+            with torchop.priority({seen: ["ten"]}):
+                assert value(seen) == 10
+        assert value(seen) == 10
+    with torchop.priority(batch_invariant_only=True), pytest.warns(torchop.ProviderWarning):
+        assert value(seen) == 1
+
+
+def test_more_blocks_than_are_remembered(seen):
+    """Each has an order of its own, whose object may lie where one was that is gone."""
+    for number in range(1200):
+        names = ["reference"] if number % 2 else ["ten", "reference"]
+        with torchop.priority({seen: names, f"other::{number}": names}):
+            assert value(seen) == (1 if number % 2 else 10)
+
+
+def test_deterministic_mode(namespace, table):
+    op = define(namespace, priority=["loose"])
+    options = {"provider": "loose", "deterministic": False, "supports": lambda x: True}
+    op.register_kernel("cpu", adding(10), **options)
+    assert value(op) == 10
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.warns(torchop.ProviderWarning, match="not deterministic"):
+            assert value(op) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert value(op) == 10
+
+
+@pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
+def test_registrations_and_their_end(seen, namespace):
+    seen.register_kernel("cpu", adding(20), provider="ten", supports=lambda x: x.ndim == 1)
+    assert value(seen) == 20
+    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+        seen.register_kernel("cpu", adding(30), provider="ten", lib=library)
+        assert value(seen) == 30
+    assert value(seen) == 1
+    op = define(namespace)
+    assert value(op) == 1
+
+
+@needs_native
+def test_a_table_goes_with_its_operator(namespace):
+    def make():
+        op = define(namespace, priority=["ten"])
+        op.register_kernel("cpu", adding(10), provider="ten", supports=lambda x: x.ndim == 1)
+        assert value(op) == 10
+        return weakref.ref(op._definition)
+
+    gone = make()
+    define(namespace)  # in its place
+    gc.collect()
+    assert gone() is None
+
+
+def test_sixteen_threads_while_everything_changes(namespace, table):
+    """A thread inside of its own block gets the provider that it asks for."""
+    amounts = {"ten": 10.0, "twenty": 20.0, "reference": 1.0}
+    name = f"{namespace}::op"
+    made = threading.Lock()
+    wrong, done = [], threading.Event()
+
+    def make():
+        op = define(namespace)
+        for provider in ("ten", "twenty"):
+            op.register_kernel(
+                "cpu", adding(amounts[provider]), provider=provider, supports=lambda x: x.ndim == 1
+            )
+        return op
+
+    current = [make()]
+
+    def call(provider, number):
+        chance = random.Random(number)
+        while not done.is_set():
+            x = torch.zeros(chance.randrange(1, 30))
+            try:
+                with made:
+                    block = torchop.priority({name: [provider]})
+                with block:
+                    found = current[0](x)[0].item()
+                if found != amounts[provider]:
+                    wrong.append((provider, found))
+                if current[0](x)[0].item() not in (*amounts.values(), 30.0):
+                    wrong.append((None, found))
+            except torchop.OperatorGoneError:
+                pass  # as it is redefined
+
+    threads = [
+        threading.Thread(target=call, args=([*amounts][number % 3], number)) for number in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(60):
+            torchop.set_priority({name: [[*amounts][turn % 3]]})
+            with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+                current[0].register_kernel("cpu", adding(30.0), provider="thirty", lib=library)
+                current[0].set_priority(["thirty"])
+                current[0].set_priority([])
+            if turn % 10 == 9:
+                with made:
+                    current[0] = make()
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        torchop.set_priority({name: None})
+    assert wrong == []
+
+
+# --------------------------------------------------------------------------------------------------
+# With and without the extension
+
+
+@needs_native
+def test_an_extension_that_comes_later_chooses():
+    """The first call of a process is chosen in Python: it is what gets the extension."""
+    program = """
+        import torch, torchop
+        from torchop._rules.kernels import rule
+
+        schema = "(Tensor x) -> Tensor"
+        op = torchop.custom_op("lib::op", lambda x: x + 1, mutates_args=(), schema=schema)
+        op.register_kernel("cpu", lambda x: x + 10, provider="ten", supports=lambda x: True)
+        op.set_priority(["ten"])
+        print(rule.native_choice, op(torch.zeros(1)).item())
+        torchop.native.wait()
+        print(op(torch.zeros(1)).item())
+        print(type(op._definition.plan[rule.KernelRule].functions["cpu"]).__name__)
+    """
+    done = run_program(program, TORCHOP_NATIVE="auto")
+    assert done.stdout.split() == ["None", "10.0", "10.0", "Choice"]
