@@ -206,6 +206,7 @@ def test_forged_fields_are_refused(scale, tmp_path):
         {"sizes": [["5", 8]]},
         {"sizes": [[5, 8, 9]]},
         {"sizes": [[5, 8], [1, 1]]},
+        {"sizes": []},
         {"kernels": []},
         {"kernels": [{**good["measurements"][0]["kernels"][0], "interval": [1]}]},
         {"kernels": [{**good["measurements"][0]["kernels"][0], "config": "rm -rf"}]},

@@ -122,7 +122,7 @@ def _parsed(item: Any) -> Measurement:
     sizes = tuple(
         (_checked(a, int), b if b is None else _checked(b, int)) for a, b in item["sizes"]
     )
-    if names[3].count("*") < len(sizes):
+    if names[3].count("*") != len(sizes):
         raise ValueError(f"{names[3]!r} has not {len(sizes)} sizes")
     kernels = [
         Measured(
