@@ -196,9 +196,10 @@ def ask(tool: str, specimen: Specimen, limit: float = LIMIT) -> Answer:
     work = "fork", _answer, (tool, specimen), itertools.repeat(limit), Exception
     with answers(*work, Path(os.devnull)) as messages:
         try:
-            return Answer(*next(messages))
+            word, seconds = next(messages)
         except ChildError:  # a crash, or no end, which is a finding
-            return Answer("found", time.perf_counter() - started)
+            word, seconds = "found", time.perf_counter() - started
+    return Answer(word, round(seconds, 1))  # as the page has it, so that totals are of its rows
 
 
 def _answer(tool: str, specimen: Specimen) -> Iterator[tuple[str, float]]:
