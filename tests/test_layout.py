@@ -47,21 +47,21 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # what is added to a room is paid for by what is merged or cut there. A budget is raised in a commit
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
-    "_accelerate": 602,
-    "_compat": 2762,
-    "_core": 1535,
-    "_define": 1847,
-    "_inspect": 908,
-    "_native": 1422,
-    "_native/csrc": 3814,
-    "_rules": 4212,
-    "_rules/autograd": 1966,
+    "_accelerate": 620,
+    "_compat": 2788,
+    "_core": 1562,
+    "_define": 1853,
+    "_inspect": 923,
+    "_native": 1408,
+    "_native/csrc": 4275,
+    "_rules": 5025,
+    "_rules/autograd": 1970,
     "_rules/user/sharding": 845,
-    "_schema": 3348,
-    "cli": 2205,
+    "_schema": 3358,
+    "cli": 2184,
     "export": 442,
-    "files": 766,
-    "testing": 5005,
+    "files": 771,
+    "testing": 5945,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
