@@ -98,7 +98,8 @@ NATIVE_TESTS := $(addprefix tests/native/test_,bypass.py handle.py switch.py ove
 	processes.py unusual_arguments.py opaque_arguments.py overloads.py passed_arguments.py greenlets.py \
 	reset_libraries.py thread_end.py deep_recursion.py autograd_fallback.py optional_lists.py) \
 	tests/native/gradients tests/accelerate \
-	tests/rules/autograd/derived/test_native.py tests/inspect/explain tests/test_native.py
+	tests/rules/autograd/derived/test_native.py tests/rules/providers/test_choice.py \
+	tests/inspect/explain tests/test_native.py
 SANITIZED := $(CURDIR)/.native_cache/sanitized
 sanitize: export TORCHOP_CACHE_DIR = $(SANITIZED)
 sanitize: export CXX = g++ -g -fno-omit-frame-pointer -fsanitize=address,undefined \
