@@ -115,6 +115,7 @@ def test_explanations_in_json(run, listed, namespace):
             "kernels",
             "provider",
             "passed_by",
+            "preconditions",
         ]
         assert each["op"] == f"{namespace}::scale"
     (each,) = json.loads(run("explain", *scale, "--call", "torch.ones(2).to_sparse()").out)

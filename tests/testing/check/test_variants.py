@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import stable
 from torchop.testing._check.shrink import shrunk
-from torchop.testing._check.subject import CannotCheck, Case, Example
+from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.variants import (
     LAYOUTS,
     larger_sizes,
@@ -101,12 +101,17 @@ def _case(shape: tuple[int, ...]) -> Case:
     return Case("a case", lambda *args: None, Example((torch.randn(shape),), {}))
 
 
+def _subject() -> Subject:
+    """An operator without preconditions, so that any smaller example is allowed."""
+    return Subject(torch.ops.aten.relu.default, [(torch.ones(1),)])
+
+
 def test_shrinking_finds_the_smallest_size() -> None:
     def failure(case: Case) -> Exception | None:
         (x,) = case.example.args
         return ValueError() if x.shape[0] >= 3 else None
 
-    (x,) = shrunk(_case((17, 5)), failure, 5.0).example.args
+    (x,) = shrunk(_case((17, 5)), failure, 5.0, _subject()).example.args
     assert list(x.shape) == [3, 1]
     assert x.flatten().tolist() == [1.0, 2.0, 3.0] or x.abs().max() <= 1
 
@@ -116,16 +121,16 @@ def test_shrinking_keeps_the_kind_of_failure() -> None:
         (x,) = case.example.args
         return ValueError() if x.shape[0] > 4 else TypeError()
 
-    (x,) = shrunk(_case((9,)), failure, 5.0).example.args
+    (x,) = shrunk(_case((9,)), failure, 5.0, _subject()).example.args
     assert len(x) == 5 or len(x) == 8  # an element less each time, or half of them
-    assert type(failure(shrunk(_case((9,)), failure, 5.0))) is ValueError
+    assert type(failure(shrunk(_case((9,)), failure, 5.0, _subject()))) is ValueError
 
 
 def test_shrinking_ends_in_time_and_by_chance() -> None:
     case = _case((9,))
     answers: list[Any] = [ValueError()]
-    assert shrunk(case, lambda case: answers[0], -1.0).example is case.example
-    assert shrunk(case, lambda case: None, 5.0) is case
+    assert shrunk(case, lambda case: answers[0], -1.0, _subject()).example is case.example
+    assert shrunk(case, lambda case: None, 5.0, _subject()) is case
 
 
 def test_sizes_are_not_so_large_that_results_fill_the_memory() -> None:

@@ -9,7 +9,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -110,44 +110,51 @@ def leaks_nothing(
     """Calls, or calls with backward, leave neither Python objects nor memory behind."""
     call_args, call_kwargs = probes.copies((args, kwargs))
     function, inputs = probes.as_function(op, call_args, call_kwargs)
-    windows = 5
-    each = calls // (windows - 1)
+
+    def call() -> None:
+        if gradients:
+            probes.gradients(function, inputs)
+            return
+        with torch.no_grad():
+            op(*call_args, **call_kwargs)
+
+    # A large process also fills what it keeps for later, so only what grows again is a leak.
+    if _growths(call, calls // 4) and (growths := _growths(call, calls // 4)):
+        raise AssertionError(f"each {calls // 4} calls leave more behind: {growths}.")
+
+
+def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
+    """What grew in every one of four windows of calls, the first apart, and by how much in each."""
     was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     # Only a full collection frees the tuples that Python keeps for later, up to 2,000 of each
     # length. It is quick, as it need not look at the objects that were there before.
     gc.freeze()
+    # What is counted, and how many more of it, for each call, are a leak.
+    counters: dict[str, tuple[Callable[[], int], int]] = {
+        "open files": (open_files, 1),
+        "Python objects": (sys.getallocatedblocks, 1),
+        "bytes of memory": (allocated_bytes, 32),
+        "bytes on the device": (device_bytes, 32),
+    }
+    counts: dict[str, list[int]] = {what: [] for what in counters}
     try:
-        objects, memory, files, on_device = [], [], [], []
-        for _ in range(windows):
+        for _ in range(5):
             for _ in range(each):
-                if gradients:
-                    probes.gradients(function, inputs)
-                    continue
-                with torch.no_grad():
-                    op(*call_args, **call_kwargs)
+                call()
             gc.collect()
-            objects.append(sys.getallocatedblocks())
-            memory.append(allocated_bytes())
-            files.append(open_files())
-            on_device.append(device_bytes())
+            for what, (count, _) in counters.items():
+                counts[what].append(count())
     finally:
         if not had_frozen:  # what others have frozen on purpose stays frozen
             gc.unfreeze()
         if was_enabled:
             gc.enable()
-    growths = {}
-    for what, numbers, limit in (
-        ("open files", files, each),
-        ("Python objects", objects, each),
-        ("bytes of memory", memory, 32 * each),
-        ("bytes on the device", on_device, 32 * each),
-    ):
-        growth = [after - before for before, after in itertools.pairwise(numbers)][1:]
-        if min(growth) >= limit:
-            growths[what] = growth
-    if growths:
-        raise AssertionError(f"each {each} calls leave more behind: {growths}.")
+    growths: dict[str, list[int]] = {}
+    for what, (_, limit) in counters.items():
+        growth = [after - before for before, after in itertools.pairwise(counts[what])]
+        growths |= {what: growth[1:]} if min(growth[1:]) >= limit * each else {}
+    return growths
 
 
 def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -> None:
@@ -248,8 +255,7 @@ def leaks(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("200 calls", leaks_nothing, example, shrink=False)
         trainable = trainable_example(subject)
         if trainable is not None:
-            options = {"gradients": True}
-            label = "200 calls with backward"
+            label, options = "200 calls with backward", {"gradients": True}
             yield Case(label, leaks_nothing, trainable, options=options, shrink=False)
 
 

@@ -84,7 +84,8 @@ def digests(subject: Subject) -> dict[str, str]:
         return {}
     with ordered(subject):
         found = _digests(subject)
-    return {f"{order_of(subject) or ''} {name}": text for name, text in found.items()}
+    order = order_of(subject)
+    return {name if order is None else f"{order} {name}": text for name, text in found.items()}
 
 
 def _digests(subject: Subject) -> dict[str, str]:
