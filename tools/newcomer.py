@@ -15,7 +15,7 @@ import fcntl
 import os
 import pty
 import re
-import select
+import selectors
 import struct
 import subprocess
 import sys
@@ -83,23 +83,26 @@ def _changes(reader: int) -> Iterator[str]:
     """Yields each new text on the terminal; of one that grows, what is there at a pause."""
     shown, rest = "", ""
     is_open = True
-    while is_open:
-        ready, _, _ = select.select([reader], [], [], _PAUSE)
-        if ready:
-            try:
-                block = os.read(reader, 1 << 16)
-            except OSError:  # all processes that had the terminal have ended
-                block = b""
-            is_open = block != b""
-            rest += block.decode("utf-8", "replace")
-        *lines, rest = re.split(r"[\r\n]+", rest)
-        if rest and not (ready and is_open):
-            lines.append(rest)
-        for line in lines:
-            text = _CONTROL.sub("", line).strip()
-            if text and text != shown:
-                shown = text
-                yield text
+    # `select.select` takes no descriptor above 1,023.
+    with selectors.DefaultSelector() as selector:
+        selector.register(reader, selectors.EVENT_READ)
+        while is_open:
+            ready = selector.select(_PAUSE)
+            if ready:
+                try:
+                    block = os.read(reader, 1 << 16)
+                except OSError:  # all processes that had the terminal have ended
+                    block = b""
+                is_open = block != b""
+                rest += block.decode("utf-8", "replace")
+            *lines, rest = re.split(r"[\r\n]+", rest)
+            if rest and not (ready and is_open):
+                lines.append(rest)
+            for line in lines:
+                text = _CONTROL.sub("", line).strip()
+                if text and text != shown:
+                    shown = text
+                    yield text
 
 
 def main() -> int:

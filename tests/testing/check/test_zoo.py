@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests import combinations
 from tests.forking import run_compiling
 from tests.support import assert_clean
 from tests.testing.zoo import RIGHT, WRONG, Specimen
+from tests.testing.zoo.neighbours import close_descriptors
 from torchop.testing import Result
 from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.subsystems.contexts import runs_in_threads
@@ -27,9 +29,10 @@ def found(specimen: Specimen) -> Result:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Result]:
+def results() -> Iterator[dict[str, Result]]:
     """What the checks said of the wrong operators, to be run again by another process."""
-    return {}
+    yield {}
+    close_descriptors()
 
 
 @pytest.mark.parametrize("name", [specimen.name for specimen in WRONG])
