@@ -9,7 +9,7 @@ SOURCES := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* ben
 # and pytest all of its own.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo introduction newcomer native test test-all device zoo comparison fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
+.PHONY: demo introduction newcomer native test test-all device gpu zoo comparison fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	realworld-vllm \
 	matrix interpreters
@@ -33,6 +33,10 @@ test: native
 # The tests on a device that is not there, which need a process of their own.
 device: $(STAMP)
 	$(BIN)/python -m pytest tests/device
+
+# All that needs a GPU, on a machine that has one; elsewhere it shows that it still runs.
+gpu: $(STAMP)
+	$(BIN)/python tools/gpu.py
 
 # What the screen shows in which second, from a fresh clone to a first operator of one's own.
 newcomer:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.device import standin
+from tests.device import target
 
 # Takes `define`: `custom_op` of torchop or of torch.library, or the function that it is given as
 # `by`, in a namespace of the arm. Returns what is to be compared: values, tensors and exceptions,
@@ -60,7 +60,7 @@ def _run(scenario: Scenario, custom_op: Callable[..., Any], namespace: str, arm:
         return (lambda function: note(result(function))) if is_decorator else note(result)
 
     torch.manual_seed(0)
-    with standin.trace() as trace:
+    with target.trace() as trace:
         outcome = scenario(define)
     calls: Counter[str] = Counter()
     for op in made:

@@ -24,7 +24,8 @@ such as `numpy.from_dlpack`, ends the process: test that with `tests.forking.run
 program starts with `from tests.device import standin; standin.load()`.
 
 Tests that hold for any device take it from `tests.devices`, and a file here imports them, as
-`test_leaks.py` does.
+`test_leaks.py` does. What tests ask of a device is in `target.py`, for the stand-in and for one
+that is really there: `TORCHOP_TEST_DEVICE=cuda:0 python -m pytest tests/device`, or `make gpu`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,15 @@ import pytest
 from tests.device import standin
 
 HERE = Path(__file__).parent
+_DEVICE = "TORCHOP_TEST_DEVICE"
+# Of backends that are plug-ins, their fallbacks, and what the stand-in alone can show.
+_ABOUT_THE_STANDIN = (
+    "test_standin.py",
+    "test_kernels.py",
+    "test_overrides.py",
+    "test_explain.py",
+    "test_derived.py",
+)
 
 
 def runs_alone(config: pytest.Config) -> bool:
@@ -50,10 +60,13 @@ def runs_alone(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if runs_alone(config):
+    if runs_alone(config) and _DEVICE not in os.environ:
         standin.load()
-        os.environ["TORCHOP_TEST_DEVICE"] = "standin:1"  # for tests that run on any device
+        os.environ[_DEVICE] = "standin:1"  # for tests that run on any device
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return None if runs_alone(config) else True
+    if not runs_alone(config):
+        return True
+    is_real = not os.environ[_DEVICE].startswith("standin")
+    return True if is_real and collection_path.name in _ABOUT_THE_STANDIN else None

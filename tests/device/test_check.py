@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.device import standin
+from tests.device import target
+from tests.device.target import FIRST, SECOND
 from torchop._core import snapshot
 from torchop.testing import CheckReport, check, probes
 from torchop.testing.process_state import process_state, restored
 
+needs_two_devices = pytest.mark.skipif(target.COUNT < 2, reason="needs two devices")
+
 
 def run(op: Any, *only: str) -> CheckReport:
-    x = torch.arange(6.0, device="standin:1").view(2, 3) / 4 + 0.5
+    x = torch.arange(6.0, device=SECOND).view(2, 3) / 4 + 0.5
     return check(op, (x,), only=only or None, raise_exception=False)
 
 
@@ -48,8 +51,8 @@ def test_a_right_operator_passes(namespace: str) -> None:
 
 
 def test_the_sum_of_gradients_stays_on_the_device() -> None:
-    x = torch.ones(3, device="standin:1")
-    with standin.host_waits() as waits:
+    x = torch.ones(3, device=SECOND)
+    with target.host_waits() as waits:
         total = probes.weighted_sum([x])
     assert total.device == x.device
     assert waits == []
@@ -66,6 +69,7 @@ def test_an_argument_that_is_kept(namespace: str) -> None:
     assert "still holds the memory of tensor 0" in message
 
 
+@target.needs_accelerator
 def test_memory_that_stays_on_the_device(namespace: str) -> None:
     kept: list[Tensor] = []
     kernels: list[int] = []
@@ -87,7 +91,7 @@ def _other_device(x: Tensor) -> Tensor:
 
 
 def _other_stream(x: Tensor) -> Tensor:
-    torch.accelerator.set_stream(torch.Stream("standin:0"))
+    torch.accelerator.set_stream(torch.Stream(FIRST))
     return x * 2
 
 
@@ -96,6 +100,7 @@ def _draws(x: Tensor) -> Tensor:
     return x * 2
 
 
+@needs_two_devices
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -113,12 +118,13 @@ def test_what_a_call_changes_is_found_and_put_back(
     assert process_state() == before
 
 
+@needs_two_devices
 def test_the_block_puts_the_device_back() -> None:
     before = process_state()
     with restored():
-        _other_stream(torch.ones(1, device="standin:1"))
-        _other_device(torch.ones(1, device="standin:1"))
-        _draws(torch.ones(1, device="standin:1"))
+        _other_stream(torch.ones(1, device=SECOND))
+        _other_device(torch.ones(1, device=SECOND))
+        _draws(torch.ones(1, device=SECOND))
         assert process_state() != before
     assert process_state() == before
 
@@ -142,10 +148,10 @@ def test_a_copy_for_which_there_is_no_memory(
     namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(storage: Any) -> Tensor:
-        raise RuntimeError("standin: out of memory")  # few devices have torch.OutOfMemoryError
+        raise RuntimeError("a device: out of memory")  # few devices have torch.OutOfMemoryError
 
     op = define(namespace, lambda x: x * 2)
     monkeypatch.setattr(snapshot, "bytes_of", no_memory)
-    x = torch.ones(2, device="standin:1")
+    x = torch.ones(2, device=SECOND)
     with torchop.checking():
         assert torch.equal(op(x).cpu(), torch.full((2,), 2.0))

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from tests.device import target
 from tests.differential import test_differential as differential
 from tests.differential.describe import Names, describe
 from tests.differential.observe import differences
@@ -22,6 +23,7 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(differential, "EXAMPLES", 400)
 
 
+@target.only_on_the_standin
 def test_contents_of_memory_that_the_host_cannot_read_are_compared():
     one, other = (
         describe(torch.full((2,), number, device="standin"), Names()) for number in (1.0, 2.0)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.device import arms, standin
+from tests.device import arms, standin, target
 from tests.device.arms import error_of
+from tests.device.target import SECOND, TYPE
+from tests.devices import BACKEND
 from tests.support import counting, needs_native
 
 pytestmark = needs_native
@@ -20,7 +22,7 @@ pytestmark = needs_native
 Define = Callable[..., Any]
 
 
-def ones(device: str = "standin:1", **options: Any) -> Tensor:
+def ones(device: str = SECOND, **options: Any) -> Tensor:
     return torch.ones(2, device=device, **options)
 
 
@@ -52,16 +54,16 @@ def derived(strategy: str) -> arms.Scenario:
             return (x * weight).sin() * kept
 
         drop.derive_autograd(strategy)
-        drop.register_autocast("standin", torch.bfloat16)
+        drop.register_autocast(TYPE, torch.bfloat16)
         results = []
-        for context in (torch.enable_grad(), torch.autocast("standin", torch.bfloat16)):
+        for context in (torch.enable_grad(), torch.autocast(TYPE, torch.bfloat16)):
             x, weight = ones(requires_grad=True), ones(requires_grad=True)
             drop(x, weight)  # the first one makes the class of nodes
             with context:
                 y = drop(x, weight)
-            torch.rand(3, device="standin:1")  # must not matter to the backward
+            torch.rand(3, device=SECOND)  # must not matter to the backward
             y.sum().backward()
-            results += [y, x.grad, weight.grad, torch.rand(1, device="standin:1")]
+            results += [y, x.grad, weight.grad, torch.rand(1, device=SECOND)]
         return results
 
     return derived_formula
@@ -69,7 +71,7 @@ def derived(strategy: str) -> arms.Scenario:
 
 def family(define: Define) -> Any:
     def kernel(x: Tensor, *, out: Tensor) -> None:
-        standin.note(f"writes at {standin.current_place()}")
+        target.note(f"writes at {target.current_place()}")
         out.copy_(x * 2)
 
     double = define("double", kernel, by=torchop.out_op, like="x", inplace=True, elementwise=True)
@@ -99,6 +101,7 @@ SCENARIOS: dict[str, tuple[arms.Scenario, dict[str, int] | None]] = {
 }
 
 
+@target.needs_accelerator
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_both_ways(namespace: str, name: str) -> None:
     scenario, expected = SCENARIOS[name]
@@ -110,7 +113,7 @@ def test_both_ways(namespace: str, name: str) -> None:
         assert native.calls == expected
 
 
-@pytest.mark.parametrize("device_types", [None, "standin"])
+@pytest.mark.parametrize("device_types", [None, TYPE])
 def test_an_accelerated_operator_of_custom_op(namespace, device_types):
     @torch.library.custom_op(f"{namespace}::stock", mutates_args=(), device_types=device_types)
     def stock(x: Tensor) -> Tensor:
@@ -130,7 +133,7 @@ def test_an_accelerated_operator_of_custom_op(namespace, device_types):
 
 @pytest.mark.needs_torch("2.13", "its kernel that counts versions is known since then")
 def test_an_accelerated_operator_that_mutates(namespace):
-    @torch.library.custom_op(f"{namespace}::add_", mutates_args=("y",), device_types="standin")
+    @torch.library.custom_op(f"{namespace}::add_", mutates_args=("y",), device_types=TYPE)
     def add_(x: Tensor, y: Tensor) -> None:
         y.add_(x)
 
@@ -146,7 +149,7 @@ def test_an_accelerated_operator_that_mutates(namespace):
 def test_an_accelerated_operator_of_the_low_level(namespace):
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("low(Tensor x) -> Tensor")
-    library.impl("low", lambda x: x * 3, "PrivateUse1")
+    library.impl("low", lambda x: x * 3, BACKEND)
     low = getattr(torch.ops, namespace).low
     assert_unchanged_by_acceleration(namespace, lambda: [low(ones()), low(ones())], low)
     library._destroy()
@@ -156,7 +159,7 @@ def assert_unchanged_by_acceleration(namespace: str, run: Callable[[], Any], op:
     """That the same happens, and by two native calls."""
 
     def seen() -> Any:
-        with standin.trace() as trace:
+        with target.trace() as trace:
             outcome = arms.described(run())
         return outcome, trace
 
@@ -168,6 +171,7 @@ def assert_unchanged_by_acceleration(namespace: str, run: Callable[[], Any], op:
     assert calls == {"native": 2}
 
 
+@target.only_on_the_standin
 def test_a_call_that_is_captured(namespace):
     """No native call reads the state of a generator, or waits, that the dispatcher would not."""
     op = torchop.custom_op(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.device.target import SECOND, TYPE
 
 
 def test_a_recorded_call_under_autocast(namespace):
@@ -14,9 +15,9 @@ def test_a_recorded_call_under_autocast(namespace):
         # The rule turns autocast off for what a kernel calls.
         return x.float() @ x.float()
 
-    product.register_autocast("standin", torch.bfloat16)
-    x = torch.ones(2, 2, device="standin:1")
-    with torch.autocast("standin", torch.bfloat16):
+    product.register_autocast(TYPE, torch.bfloat16)
+    x = torch.ones(2, 2, device=SECOND)
+    with torch.autocast(TYPE, torch.bfloat16):
         expected = product(x)
         with torchop.record(f"{namespace}::*") as calls:
             result = product(x)

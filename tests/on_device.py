@@ -1,0 +1,60 @@
+"""A pytest plug-in: tensors that the tests make without a device are on `TORCHOP_TEST_DEVICE`.
+
+    TORCHOP_TEST_DEVICE=cuda:0 python -m pytest -p tests.on_device tests/rules tests/define
+
+So tests that are about no device in particular hold on that one, too. A test that says "cpu" keeps
+it. Functions are replaced instead of setting a default device, because that is a mode, in which
+calls are not native.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.devices import DEVICE
+
+TESTS = str(Path(__file__).parent)
+FACTORIES = (
+    "arange",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # PyTorch compiles this module from its source, where the functions have to be its own.
+    importlib.import_module("torch._decomp.decompositions_for_jvp")
+    for name in FACTORIES:
+        setattr(torch, name, _on_device(getattr(torch, name)))
+
+
+def _on_device(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        decided = [kwargs.get(name) for name in ("device", "out", "generator", "pin_memory")]
+        is_dense = kwargs.get("layout") in (None, torch.strided)
+        is_ours = sys._getframe(1).f_code.co_filename.startswith(TESTS)
+        if is_ours and is_dense and all(each is None or each is False for each in decided):
+            kwargs["device"] = DEVICE
+        return factory(*args, **kwargs)
+
+    return made

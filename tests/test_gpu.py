@@ -1,0 +1,52 @@
+"""What `make gpu` runs, as far as that can be seen where there is no GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tools import gpu
+
+from tests import on_device
+
+
+def test_the_parts_name_what_there_is(tmp_path: Path) -> None:
+    parts = {part.name: part for part in gpu.parts("cuda:0", tmp_path)}
+    assert {"scenarios", "marked", "anywhere", "benchmark", "page_gpu_kernels"} <= set(parts)
+    assert set(parts) - {"anywhere"} == {part.name for part in gpu.parts("cpu", tmp_path)}
+    paths = [
+        a for part in parts.values() for a in part.command if a.startswith(("tests/", "bench"))
+    ]
+    assert len(paths) > 8
+    assert [path for path in paths if not (gpu.ROOT / path).exists()] == []
+    assert "import torchop" in (tmp_path / "page_gpu_kernels.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "last"),
+    [
+        ("import os; print(os.environ['TORCHOP_TEST_DEVICE'])", "passed", "cuda:0"),
+        ("print('so far'); exit(3)", "failed with exit code 3", "so far"),
+        ("import time; print('on', flush=True); time.sleep(60)", "stopped after 3 s", "on"),
+    ],
+)
+def test_a_part_that_fails_or_hangs_is_told(
+    program: str, status: str, last: str, tmp_path: Path
+) -> None:
+    part = gpu.Part("part", 3, (sys.executable, "-c", program))
+    outcome = gpu.run(part, "cuda:0", tmp_path, 60)
+    assert (outcome.status, outcome.last) == (status, last)
+
+
+def test_tensors_of_tests_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_device, "DEVICE", torch.device("meta"))
+    ones = on_device._on_device(torch.ones)
+    assert ones(2).device.type == "meta"
+    assert ones(2, device="cpu").device.type == "cpu"
+    assert ones(2, layout=torch.strided).device.type == "meta"
+    into = torch.empty(2)
+    assert ones(2, out=into) is into
+    monkeypatch.setattr(on_device, "TESTS", "/elsewhere")  # as for the factories of a library
+    assert ones(2).device.type == "cpu"

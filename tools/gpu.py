@@ -1,0 +1,154 @@
+"""Everything that needs a GPU, as one command of some 8 minutes: `make gpu`.
+
+    python tools/gpu.py [--out FOLDER] [--limit SECONDS]
+
+Each part is a command with a limit of its own, and its output is a file in FOLDER, beside
+summary.json and the numbers of the benchmark. Without a GPU the parts run on the CPU, which shows
+that they still work, and what needs a GPU is told to be skipped. It needs no more than PyTorch,
+pytest and torchop's own dependencies: what a part lacks is told in its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+# Folders of tests that are about no device in particular.
+ANYWHERE = ("tests/core", "tests/define", "tests/rules", "tests/accelerate")
+PAGES = (
+    "docs/tutorials/getting-started.md",
+    "docs/tutorials/gpu-kernels.md",
+    "docs/tutorials/class-form.md",
+)
+DESCRIBE = """
+import platform, torch
+print("torch", torch.__version__, "python", platform.python_version())
+for number in range(torch.cuda.device_count()):
+    print(torch.cuda.get_device_properties(number))
+"""
+
+
+class Part(NamedTuple):
+    """A command, and how many seconds it may take."""
+
+    name: str
+    limit: int
+    command: Sequence[str]
+    on_device: bool = True
+
+
+class Outcome(NamedTuple):
+    """What became of a part; `last` is the last line that it printed."""
+
+    name: str
+    status: str
+    seconds: float
+    last: str
+
+
+def device() -> str:
+    """The device of the tests, asked in a process of its own, so that none has a context here."""
+    ask = "import torch; print('cuda:0' if torch.cuda.is_available() else 'cpu')"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def marked() -> list[str]:
+    """The files with tests that need CUDA."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    here = [file for file in files if "@pytest.mark.cuda" in file.read_text(encoding="utf-8")]
+    return [str(file.relative_to(ROOT)) for file in here]
+
+
+def parts(target: str, out: Path) -> list[Part]:
+    """What is run, the most telling first."""
+    python = sys.executable
+    pytest = (python, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider")
+    found = [
+        Part("machine", 60, (python, "-c", DESCRIBE)),
+        Part("build", 300, (python, "-c", "import torchop; torchop.native.wait()")),
+        Part("scenarios", 240, (*pytest, "tests/device")),
+        Part("marked", 200, (*pytest, "-m", "cuda", *marked()), on_device=False),
+    ]
+    for page in PAGES:
+        program = out / f"page_{Path(page).stem.replace('-', '_')}.py"
+        text = (ROOT / page).read_text(encoding="utf-8")
+        blocks = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
+        program.write_text("\n".join(blocks), encoding="utf-8")  # Triton reads kernels from a file
+        found.append(Part(program.stem, 200, (python, str(program)), on_device=False))
+    benchmark = ("benchmarks/device.py", "--json", str(out / "device.json"))
+    found.append(Part("benchmark", 120, (python, *benchmark)))
+    if target != "cpu":  # where `make test` runs them
+        anywhere = (*pytest, "-p", "tests.on_device", "--tb=line", *ANYWHERE)
+        found.append(Part("anywhere", 600, anywhere))
+    return found
+
+
+def run(part: Part, target: str, out: Path, seconds: float) -> Outcome:
+    """Runs a part, at most as long as there is time."""
+    environment = dict(os.environ)
+    environment.pop("TORCHOP_TEST_DEVICE", None)
+    if part.on_device:
+        environment["TORCHOP_TEST_DEVICE"] = target
+    limit = min(part.limit, seconds)
+    started = time.monotonic()
+    file = out / f"{part.name}.txt"
+    with file.open("w") as output:
+        try:
+            code = subprocess.run(
+                part.command,
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=limit,
+                check=False,
+            ).returncode
+            status = "passed" if code == 0 else f"failed with exit code {code}"
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {limit:.0f} s"
+    lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    return Outcome(part.name, status, time.monotonic() - started, lines[-1] if lines else "")
+
+
+def main() -> int:
+    """Runs all parts; returns 1 if one of them failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    folder = Path(os.environ.get("OUT") or ROOT / ".gpu")
+    parser.add_argument("--out", type=Path, default=folder, help="where the files go")
+    parser.add_argument("--limit", type=float, default=540, help="seconds for all parts together")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    target = device()
+    print(f"Tensors are on {target}; the output of each part is in {out}.", flush=True)
+    end = time.monotonic() + options.limit
+    outcomes = []
+    for part in parts(target, out):
+        left = end - time.monotonic()
+        if left < 10:
+            outcomes.append(Outcome(part.name, "not run, as the time is over", 0.0, ""))
+        else:
+            outcomes.append(run(part, target, out, left))
+        name, status, seconds, last = outcomes[-1]
+        print(f"{name:28} {status:28} {seconds:5.0f} s  {last[:100]}", flush=True)
+    if target == "cpu":
+        print(
+            "There is no GPU: what needs one was skipped, and its tests on tensors there not run."
+        )
+    summary = {"device": target, "parts": [outcome._asdict() for outcome in outcomes]}
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return int(any(outcome.status != "passed" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
