@@ -1,8 +1,15 @@
-"""`python -m torchop providers`."""
+"""`python -m torchop providers`, and `bench --providers`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
+
+import pytest
+
+from torchop.cli import calls
+from torchop.testing import _tune
 
 OPERATORS = """
 import torch, torchop
@@ -48,3 +55,99 @@ def test_json_and_an_operator_without_providers(run, write, namespace):
     assert [kernel["batch_invariant"] for kernel in kernels] == [False, True, False]
     outcome = run("providers", f"{namespace}::alone", "--import", package)
     assert outcome.out == "No operator has more than one provider.\n"
+
+
+COMPARED = """
+import torch, torchop
+
+@torchop.custom_op("NAMESPACE::cube", mutates_args=(), priority=["mul"])
+def cube(x: torch.Tensor) -> torch.Tensor:
+    return x.pow(3)
+
+@cube.register_kernel("cpu", provider="mul", configs=[{"times": 1}, {"times": 2}])
+def _(x, *, times):
+    return x * x * x
+
+@cube.register_kernel("cpu", provider="wrong")
+def _(x):
+    return x * 2
+
+cube.register_examples(lambda: [(torch.full((5,), 3.0),)])
+
+@torchop.custom_op("NAMESPACE::alone", mutates_args=())
+def alone(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+alone.register_examples(lambda: [(torch.ones(2),)])
+"""
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Measures in this process, and not for long."""
+
+    def answers_of(method, function, args, limit, modules):
+        found = (each for each in function(*args) if not isinstance(each, str))
+        return contextlib.nullcontext(pickle.loads(pickle.dumps(each)) for each in found)
+
+    monkeypatch.setattr(calls, "answers_of", answers_of)
+    monkeypatch.setattr(_tune, "_SECONDS", 0.005)
+
+
+def test_kernels_are_compared_over_sizes(run, write, namespace, tmp_path, quick):
+    package, page = write("compared", COMPARED), tmp_path / "page.html"
+    command = "bench", f"{namespace}::cube", "--import", package, "--providers"
+    sizes = "--call", "torch.full((2, n), 3.0)", "--over", "n=4,50"
+    outcome = run(*command, *sizes, "--json", "--report", str(page))
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    assert [each["call"] for each in found] == ["(float32[2, 4] on cpu)", "(float32[2, 50] on cpu)"]
+    for each in found:
+        assert each["op"] == f"{namespace}::cube"
+        assert each["chosen"] == "mul"
+        kernels = [(kernel["provider"], kernel["config"]) for kernel in each["kernels"]]
+        expected = [("mul", {"times": 1}), ("mul", {"times": 2}), ("reference", {})]
+        assert sorted(kernels, key=str) == expected
+        for timed in (*each["kernels"], each["operator"]):
+            low, high = timed["interval"]
+            assert 0 < low <= timed["microseconds"] <= high
+        medians = [kernel["microseconds"] for kernel in each["kernels"]]
+        assert medians == sorted(medians)
+        assert len(each["problems"]) == 1
+        assert each["problems"][0].startswith("wrong is left out: ")
+    shown = page.read_text()
+    assert "<h1>Costs of 2 calls</h1>" in shown
+    assert shown.count('data-chart="calls"') == 2
+    assert "mul times=2 (" in shown
+    assert "the operator, which runs mul (" in shown
+    assert "<script>" not in shown
+    assert "filters" not in shown
+
+
+def test_kernels_are_compared_with_the_examples(run, write, namespace, quick):
+    outcome = run("bench", write("compared", COMPARED), "--providers")
+    assert outcome.code == 0
+    assert f"{namespace}::alone: it has no providers" in outcome.err
+    heading, columns, *rows = outcome.out.splitlines()
+    assert heading == f"{namespace}::cube(float32[5] on cpu)"
+    assert columns.split() == ["kernel", "us", "interval"]
+    assert sum(row.startswith("mul times=") for row in rows) == 2
+    assert any(row.startswith("the operator, which runs mul") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--over", "n=1"], "--over and --report are options of --providers"),
+        (["--providers", "--over", "n=1"], "--over needs the arguments of --call"),
+        (
+            ["--providers", "--over", "n=1", "--call", "torch.ones(m)"],
+            "--call 'torch.ones(m)': NameError: name 'm' is not defined",
+        ),
+        (["--over", "n=a"], "'n=a' is not like 'n=1,16,256'"),
+    ],
+)
+def test_sizes_that_cannot_be_had_are_errors(run, write, namespace, options, message):
+    outcome = run("bench", f"{namespace}::cube", "--import", write("wrong", COMPARED), *options)
+    assert outcome.code != 0
+    assert message in outcome.err

@@ -11,6 +11,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -20,20 +21,77 @@ import torchop
 from torchop import MissingRuleError, NativeUnavailableError
 from torchop._accelerate.accelerate import aligned
 from torchop._inspect import call_record
+from torchop._rules.providers import kernels_of_call
+from torchop._rules.providers.measurements import Measured
 from torchop._rules.user.examples import make_examples, operator_of_examples
 from torchop.cli.child_process import answers_of, first_line, preload
 from torchop.cli.measure import Call
-from torchop.cli.selection import Selection, selecting
+from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import Operator
+from torchop.testing._check.report import CheckReport, write_html
 from torchop.testing._processes import ChildError
 from torchop.testing._samples import with_fake_tensors
 from torchop.testing._timing import Timing, Way, timed, way
+from torchop.testing._tune import measure_kernels, why_not
 from torchop.testing.probes import mapped, tensors_of
 
 _SECONDS = 0.3  # for one way of calling, unless a call takes longer
 _LIMIT = 120.0  # seconds for one operator
 _FUNCTION = "its function alone"
 _CALL = "torch.ops, no_grad"
+
+
+_OPERATOR = "the operator"  # no provider can be called so, because of the space
+
+
+class Comparison(NamedTuple):
+    """The kernels of an operator for one call, the fastest first, and its call in which one runs.
+
+    `chosen` is the provider of that one.
+    """
+
+    op: str
+    call: str
+    chosen: str
+    kernels: tuple[Measured, ...]
+    operator: Measured
+    problems: tuple[str, ...]
+
+    def times(self) -> Iterator[tuple[str, Measured]]:
+        """What was timed, with its name for people."""
+        yield from ((kernel.label, kernel) for kernel in self.kernels)
+        yield f"{_OPERATOR}, which runs {self.chosen}", self.operator
+
+    def lines(self) -> list[str]:
+        """The table, and which kernels are missing in it."""
+        rows = [("kernel", "us", "interval"), *((n, *_in_words(m)) for n, m in self.times())]
+        return [f"{self.op}{self.call}", *aligned(rows).splitlines(), *self.problems, ""]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, with the names that programs rely on."""
+        kernels = [
+            {name: getattr(kernel, name) for name in ("provider", "config", *_TIMES)}
+            for kernel in self.kernels
+        ]
+        operator = {name: getattr(self.operator, name) for name in _TIMES}
+        return {**self._asdict(), "kernels": kernels, "operator": operator}
+
+    def report(self) -> CheckReport:
+        """A report without checks, for its chart."""
+        costs = {
+            f"{name} ({_in_words(measured)[1]})": measured.microseconds
+            for name, measured in self.times()
+        }
+        schema = str(Operator(self.op, "bench").schema)
+        return CheckReport(f"{self.op}{self.call}", schema, (), call_costs=costs)
+
+
+_TIMES = "microseconds", "interval"
+
+
+def _in_words(measured: Measured) -> tuple[str, str]:
+    low, high = measured.interval
+    return f"{measured.microseconds:.2f}", f"{low:.2f} to {high:.2f}"
 
 
 class Costs(NamedTuple):
@@ -59,6 +117,22 @@ class Costs(NamedTuple):
             share = min(100.0, 100 * function / cost)
             lines.append(f"The function is {share:.0f} % of a call ({_CALL}).")
         return [*lines, *self.explanation.splitlines(), ""]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, with the names that programs rely on."""
+        return self._asdict()
+
+
+def _sizes(
+    context: click.Context, option: click.Parameter, text: str | None
+) -> tuple[str, tuple[int, ...]] | None:
+    if text is None:
+        return None
+    name, _, values = text.partition("=")
+    try:
+        return name, tuple(map(int, values.split(",")))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not like 'n=1,16,256'") from None
 
 
 _CALL_OPTION = click.option(
@@ -99,35 +173,60 @@ def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -
 @click.command()
 @selecting
 @_CALL_OPTION
+@click.option("--providers", is_flag=True, help="Compare the kernels of providers.")
+@click.option(
+    "--over",
+    "sizes",
+    metavar="NAME=SIZES",
+    callback=_sizes,
+    help="Compare them over sizes, such as n=1,16,256, for a NAME in the arguments of --call.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench(selection: Selection, text: str | None, as_json: bool) -> None:
+@file_to_write("--report", help="Write the charts of --providers to a page of HTML.")
+def bench(
+    selection: Selection,
+    text: str | None,
+    providers: bool,
+    sizes: tuple[str, tuple[int, ...]] | None,
+    as_json: bool,
+    report: Path | None,
+) -> None:
     """Measures calls of operators, and shows where the time goes.
 
     Each operator runs in a process of its own, with its first registered example, or with the
     arguments of --call. The different ways to call it take turns. The fastest round of each counts.
+
+    With --providers, the kernels that agree with the reference take turns, with all examples, and
+    so does the operator itself. The median counts, and the interval has it with 95 % confidence.
     """
+    if (sizes or report) and not providers:
+        raise click.UsageError("--over and --report are options of --providers")
+    if sizes and (text is None or not sizes[0].isidentifier()):
+        raise click.UsageError("--over needs the arguments of --call, and a name that they have")
     preload([__name__, *selection.modules])
     try:
         torchop.native.wait()  # not in the child, whose time is limited
     except NativeUnavailableError as error:
         click.echo(error, err=True)
-    results = []
+    results: list[Any] = []
     for op in selection.operators:
+        function, args = (_comparisons, (op, text, sizes)) if providers else (_costs, (op, text))
         try:
-            with answers_of(
-                "forkserver", _costs, (op, text), _LIMIT, selection.modules
-            ) as messages:
-                results.append(next(messages))
+            with answers_of("forkserver", function, args, _LIMIT, selection.modules) as messages:
+                for result in messages:
+                    results.append(result)
+                    if not as_json:
+                        click.echo("\n".join(result.lines()))
         except (ChildError, click.ClickException) as error:
             name = f"{op}: " if isinstance(error, ChildError) else ""
             click.echo(f"not measured: {name}{error}", err=True)
-            continue
-        if not as_json:
-            click.echo("\n".join(results[-1].lines()))
     if as_json:
-        click.echo(json.dumps([result._asdict() for result in results], indent=1))
+        click.echo(json.dumps([result.as_json() for result in results], indent=1))
     if not results:
         raise click.ClickException("no operator could be measured")
+    if report is not None:
+        require("jinja2", "--report")
+        write_html([result.report() for result in results], report)
 
 
 def calls_of(op: str, text: str | None) -> list[Call]:
@@ -149,9 +248,9 @@ def calls_of(op: str, text: str | None) -> list[Call]:
         raise click.ClickException(f"the examples of {op}: {first_line(error)}") from None
 
 
-def _evaluated(text: str) -> Call:
+def _evaluated(text: str, **sizes: int) -> Call:
     # As `python -c` does with what stands on its command line.
-    names = {"torch": torch, "capture": lambda *args, **kwargs: (args, kwargs)}
+    names = {"torch": torch, "capture": lambda *args, **kwargs: (args, kwargs), **sizes}
     try:
         call: Call = eval(f"capture({text})", names)
     except (Exception, SystemExit) as error:
@@ -192,6 +291,37 @@ def _costs(op: str, text: str | None) -> Iterator[Any]:
         with torch.no_grad():  # after calls, because the first one finds the kernel
             explanation = torchop.explain(op, *call[0], **call[1])
         yield Costs(op, described(call), microseconds, str(explanation))
+    except click.ClickException:
+        raise
+    except Exception as error:
+        raise click.ClickException(f"{op}: {first_line(error)}") from None
+
+
+def _comparisons(
+    op: str, text: str | None, sizes: tuple[str, tuple[int, ...]] | None
+) -> Iterator[Any]:
+    """Says what is called, for messages, and yields a comparison, for each call."""
+    operator = Operator(op, "bench")
+    try:
+        if text is not None and sizes is not None:
+            calls = [_evaluated(text, **{sizes[0]: size}) for size in sizes[1]]
+        else:
+            calls = calls_of(op, text)
+        for given in calls:
+            call = mapped(given, torch.Tensor.detach)
+            yield f"a call with {described(call)}"
+            kernels, full = kernels_of_call(operator.overload, *call)
+            if (problem := why_not(operator, kernels)) is not None:
+                raise click.ClickException(f"{op}: {problem}")
+            assert kernels is not None  # as was asked
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of providers that are passed by
+                others = {_OPERATOR: operator.overload}
+                measured, problems = measure_kernels(kernels, full, others=others)
+                chosen = torchop.explain(operator.overload, *call[0], **call[1]).provider
+            alone = tuple(each for each in measured if each.provider != _OPERATOR)
+            (whole,) = (each for each in measured if each.provider == _OPERATOR)
+            yield Comparison(op, described(call), chosen or "", alone, whole, tuple(problems))
     except click.ClickException:
         raise
     except Exception as error:

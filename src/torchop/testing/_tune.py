@@ -120,7 +120,7 @@ def tune(
     tuner = _Tuner(budget, None if table is None else Path(table))
     kernels = [kernels_of_call(op, *call) for call in calls]
     for each, _ in kernels:
-        if (problem := _why_not(operator, each)) is not None:
+        if (problem := why_not(operator, each)) is not None:
             raise ValueError(f"tune: {operator}: {problem}")
     with _progress(len(calls), str(operator)) as advance:
         for number, (each, (args, kwargs)) in enumerate(kernels):
@@ -195,7 +195,7 @@ class _Tuner:
     ) -> None:
         """Measures a call of a program, unless that would disturb it or is known."""
         call = args, dict(kwargs)
-        if _is_measurable(call) and _why_not(Operator(kernels.op, "tuning"), kernels) is None:
+        if _is_measurable(call) and why_not(Operator(kernels.op, "tuning"), kernels) is None:
             with self._lock:
                 self.find(kernels, *call, 1, known=True)
 
@@ -263,7 +263,10 @@ class _Tuner:
 
 
 def measure_kernels(
-    kernels: DeviceKernels, call: Sample, seconds: float = 60.0
+    kernels: DeviceKernels,
+    call: Sample,
+    seconds: float = 60.0,
+    others: Mapping[str, Callable[..., Any]] | None = None,
 ) -> tuple[tuple[Measured, ...], list[str]]:
     """Times the kernels that agree with the reference, and says why others are left out.
 
@@ -271,6 +274,7 @@ def measure_kernels(
         kernels: those of one device.
         call: all arguments, as the schema has them.
         seconds: the most that it may take, as far as a call does not take longer.
+        others: more functions that take turns with the kernels, by name.
     """
     operator = Operator(kernels.op, "tune")
     reference = kernels.reference
@@ -301,6 +305,8 @@ def measure_kernels(
                     problems.append(f"{measured.label} is left out: {short_text(error)}")
                     continue
                 candidates[measured.label] = measured, function
+        for name, function in (others or {}).items():
+            candidates[name] = Measured(name, {}, "", 0, (0, 0)), function
         ways = {
             label: way(function, operator.schema, call, torch.no_grad)
             for label, (_, function) in candidates.items()
@@ -348,7 +354,7 @@ def _call(operator: Operator, given: Any) -> Sample:
         raise TypeError(f"tune: an input is no call of {operator}: {short_text(error)}") from None
 
 
-def _why_not(operator: Operator, kernels: DeviceKernels | None) -> str | None:
+def why_not(operator: Operator, kernels: DeviceKernels | None) -> str | None:
     """Why the kernels of an operator cannot be measured; None if they can."""
     if kernels is None or not kernels.providers:
         return (

@@ -320,7 +320,8 @@ def write_html(reports: Sequence[CheckReport], path: str | os.PathLike[str]) -> 
     source = importlib.resources.files(__package__).joinpath("page.html").read_text("utf-8")
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     reports = sorted(reports, key=lambda report: report.ok)  # those with failures come first
-    reports = [each for report in reports for each in report.by_provider().values()]
+    # One without results is of calls alone.
+    reports = [each for one in reports for each in one.by_provider().values() or [one]]
     results = [result for report in reports for result in report.results]
     checks = dict.fromkeys(result.check for result in results)
     page = template.from_string(source).render(
