@@ -24,7 +24,7 @@ from tests.differential.operators import Operator, Workshop
 from tests.differential.stock import is_comparable, is_deliberate, is_wanted_of_accelerated, outcome
 from torchop._native.reasons import Reason
 
-EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "1500"))
+EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "900"))
 SEED = int(os.environ.get("TORCHOP_FUZZ_SEED", "0"))
 # After the tenth example of a run, Hypothesis makes six of seven from parts of those before. Many
 # short runs, each with its own seed, find more.

@@ -227,7 +227,7 @@ def test_sixteen_threads_call_while_orders_change(op):
     wrong, done = [], threading.Event()
 
     def call(name):
-        for _ in range(200):
+        for _ in range(60):
             with torchop.priority({op: [name]}):
                 if value(op) != amounts[name]:
                     wrong.append(name)

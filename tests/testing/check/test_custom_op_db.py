@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.testing._internal.custom_op_db import custom_op_db
 
+from tests import combinations
 from torchop.testing._check.run import plan_checks, run_check
 
 _STRIDES = "the fake kernel says other strides than NumPy's result has"
@@ -41,8 +42,9 @@ def test_database_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("info", custom_op_db, ids=lambda info: info.name)
-def test_findings(info: Any) -> None:
-    samples = list(info.sample_inputs("cpu", torch.float32))[:2]
+def test_findings(info: Any, request: pytest.FixtureRequest) -> None:
+    most = 2 if request.config.getoption(combinations.OPTION) else 1
+    samples = list(info.sample_inputs("cpu", torch.float32))[:most]
     examples = [((sample.input, *sample.args), dict(sample.kwargs)) for sample in samples]
     checks = plan_checks(info.op, examples, expected=EXPECTED.get(info.name, {}))
     # What compilers make of them is in PyTorch's own tests.
