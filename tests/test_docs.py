@@ -41,7 +41,7 @@ PAGES = [
     *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts),
 ]
 PLAIN = {"", "bash", "console", "text", "toml"}  # shown, not run
-DIRECTIVES = {"{calls-chart}", "{eval-rst}", "{include}", "{toctree}"}
+DIRECTIVES = {"{calls-chart}", "{eval-rst}", "{include}", "{kernels-chart}", "{toctree}"}
 # They show commands, which `cli/test_new.py` and `compat/test_logs.py` run.
 PAGES_OF_COMMANDS = {DOCS / "how-to" / "packages.md", DOCS / "how-to" / "logs.md"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -349,6 +349,20 @@ def test_the_picture_of_a_link_shows_the_numbers_that_were_measured() -> None:
         assert f"<title>{picture.text['Description']}" in re.sub(
             " id=[^>]*", "", module.svg(results)
         )
+
+
+def test_the_chart_of_kernels_shows_the_numbers_that_were_measured() -> None:
+    module = chart()
+    found = json.loads(module.KERNELS.read_text(encoding="utf-8"))
+    picture = module.kernels_svg(found)
+    for comparison in found:
+        for timed in (*comparison["kernels"], comparison["operator"]):
+            assert f">{timed['microseconds']:.1f} µs<" in picture
+    # What the page says of it: neither kernel is the faster one of all calls, and the operator
+    # runs the one that is.
+    fastest = [comparison["kernels"][0]["provider"] for comparison in found]
+    assert set(fastest) == {"cpp", "reference"}
+    assert fastest == [comparison["chosen"] for comparison in found]
 
 
 def test_the_table_of_the_readme_has_the_numbers_that_were_measured() -> None:

@@ -1,6 +1,6 @@
-"""The chart of what a call costs, drawn from what `benchmarks/calls.py --json` measured.
+"""The charts of what calls and kernels cost, from what `benchmarks/calls.py` and `bench` measured.
 
-The page has it in its own markup, so that it takes the colours of the page, light or dark. The
+A page has its chart in its own markup, so that it takes the colours of the page, light or dark. The
 README can only point to a file, and a messenger that shows a link to the documentation only takes
 pixels: `python docs/_extensions/chart.py` writes both.
 """
@@ -15,6 +15,7 @@ import jinja2
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "calls.json"
+KERNELS = ROOT / "benchmarks" / "results" / "tuned_rms_norm.json"
 PICTURE = ROOT / "docs" / "_static" / "calls.svg"
 LINK_PICTURE = ROOT / "docs" / "_static" / "link.png"
 
@@ -61,20 +62,47 @@ DARK = ".calls-chart { --ink: #e6edf3; --bar: #8d96a0; --ours: #6cb0ff }"
 def svg(results: dict[str, Any]) -> str:
     """Draws the rows of a file of results: a group of bars for each, on one scale."""
     medians = _medians(results)
+    groups = {
+        ROWS[row]: {
+            ROUTES[route].removeprefix("torch.library."): us for route, us in routes.items()
+        }
+        for row, routes in medians.items()
+    }
     most = max(value for row in medians.values() for value in row.values())
+    return _bars(groups, dict.fromkeys(groups, most), _in_words(medians))
+
+
+def kernels_svg(comparisons: list[dict[str, Any]]) -> str:
+    """Draws what `bench --providers` found: a group for each call, on a scale of its own."""
+    groups: dict[str, dict[str, float]] = {}
+    for found in comparisons:
+        medians = {kernel["provider"]: kernel["microseconds"] for kernel in found["kernels"]}
+        rows = found["call"].partition("[")[2].partition(",")[0]
+        head = f"{rows} rows" if rows != "1" else "1 row"
+        operator = found["operator"]["microseconds"]
+        groups[head] = {name: medians[name] for name in sorted(medians)} | {"torchop": operator}
+    scales = {head: max(bars.values()) for head, bars in groups.items()}
+    words = (
+        f"{head}: {', '.join(f'{name} {us:.1f}' for name, us in bars.items())}"
+        for head, bars in groups.items()
+    )
+    return _bars(groups, scales, f"Microseconds for one call. {'. '.join(words)}.")
+
+
+def _bars(groups: dict[str, dict[str, float]], scales: dict[str, float], title: str) -> str:
     heads, bars, y = [], [], 0
-    for row, head in ROWS.items():
+    for head, values in groups.items():
         heads.append((y + 15, head))
         y += LINE
-        for route, value in medians[row].items():
+        for label, value in values.items():
             bars.append(
                 {
                     "y": y,
-                    "label": ROUTES[route].removeprefix("torch.library."),
-                    "width": round(value / most * (WIDTH - LABEL - 60), 1),
+                    "label": label,
+                    "width": round(value / scales[head] * (WIDTH - LABEL - 60), 1),
                     "value": f"{value:.1f} µs",
                     "mark": jinja2.utils.markupsafe.Markup(
-                        ' class="ours"' if route == "torchop handle" else ""
+                        ' class="ours"' if label == "torchop" else ""
                     ),
                 }
             )
@@ -87,7 +115,7 @@ def svg(results: dict[str, Any]) -> str:
         heads=heads,
         bars=bars,
         dark=jinja2.utils.markupsafe.Markup(DARK),
-        title=_in_words(medians),
+        title=title,
     )
 
 
@@ -157,7 +185,18 @@ def setup(app: Any) -> dict[str, bool]:
             picture = nodes.raw("", svg(results), format="html")
             return [picture, nodes.paragraph("", note, classes=["calls-chart-note"])]
 
+    class Kernels(Directive):
+        """The chart of the kernels of an example."""
+
+        option_spec: ClassVar[dict[str, Any]] = {}
+
+        def run(self) -> list[nodes.Node]:
+            self.state.document.settings.env.note_dependency(str(KERNELS))
+            found = json.loads(KERNELS.read_text(encoding="utf-8"))
+            return [nodes.raw("", kernels_svg(found), format="html")]
+
     app.add_directive("calls-chart", Chart)
+    app.add_directive("kernels-chart", Kernels)
     return {"parallel_read_safe": True}
 
 
