@@ -83,3 +83,22 @@ def kernel_without_a_device(n: str) -> None:
 )
 def autocast_with_the_dtype_first(n: str) -> None:
     scale_of(n).register_autocast(torch.float16, "cuda")
+
+
+@mistake(
+    TypeError,
+    cause="got only torch.float16",
+    fix="Write both, as in register_autocast('cuda', torch.float16)",
+)
+def autocast_without_a_device(n: str) -> None:
+    scale_of(n).register_autocast(torch.float16)
+
+
+@mistake(
+    TypeError,
+    cause="missing one of 'device_type' and 'cast_inputs', because it got only 'cpu'",
+    fix="Write both, as in register_autocast('cuda', torch.float16)",
+)
+def autocast_without_a_dtype(n: str) -> None:
+    scale_of(n)
+    torchop.register_autocast(f"{n}::scale", "cpu")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.library
@@ -15,6 +16,8 @@ from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import short_repr
 from torchop._schema.schema import Argument
+
+Register = TypeVar("Register", bound=Callable[..., None])
 
 
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
@@ -89,6 +92,28 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
     return kernel
 
 
+def _wants_both(register: Register) -> Register:
+    """Refuses a call with only one of the two arguments in a message that names the operator.
+
+    With defaults, the function could do so itself, but checkers of types would accept such calls.
+    """
+
+    @functools.wraps(register)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        values = [*args[1:], *(value for name, value in kwargs.items() if name != "lib")]
+        if args and len(values) == 1:
+            raise TypeError(
+                f"{resolve(args[0], 'register_autocast', kwargs.get('lib'))}: register_autocast is "
+                "missing one of 'device_type' and 'cast_inputs', because it got only "
+                f"{short_repr(values[0])}. Write both, as in "
+                "register_autocast('cuda', torch.float16)."
+            )
+        register(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]  # it takes what `register` takes
+
+
+@_wants_both
 def register_autocast(
     op: OpLike,
     /,
@@ -113,6 +138,7 @@ def register_autocast(
     Raises:
         OperatorNotFoundError: the operator is not defined.
         RuntimeError: a device type that PyTorch does not know.
+        TypeError: the device type or the dtype is missing.
         ValueError: a device type without autocast, or not a floating-point dtype.
 
     Example:
