@@ -14,9 +14,9 @@ import pytest
 
 _MARKER = (
     "torchop(*patterns, only=None, exclude=(), examples=None, reference=None, expected=None, "
-    "seed=0, rtol=None, atol=None, budget=None): one test for each operator whose name matches a "
-    "pattern, such as 'mylib::*', and for each check of torchop.testing.check; the test calls "
-    "torchop_check()."
+    "seed=0, rtol=None, atol=None, budget=None, allow_not_run=False): one test for each operator "
+    "whose name matches a pattern, such as 'mylib::*', and for each check of "
+    "torchop.testing.check; the test calls torchop_check()."
 )
 
 

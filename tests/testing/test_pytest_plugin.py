@@ -75,6 +75,10 @@ def test_that_does_not_call(torchop_check):
 def test_without_time(torchop_check):
     torchop_check()
 
+@pytest.mark.torchop("plugged::good", only="offset", budget=0, allow_not_run=True)
+def test_that_need_not_run(torchop_check):
+    torchop_check()
+
 def test_without_a_mark(torchop_check):
     assert torchop_check("plugged::unknown", (torch.ones(2),), only="memory.offset").ok
     torchop_check("plugged::flat", (torch.ones(2, 3),), only="memory.gaps")
@@ -104,7 +108,7 @@ WRONG = {
     "no_option": (
         '@pytest.mark.torchop("plugged::*", onyl="memory")\n'
         "def test_it(torchop_check): torchop_check()",
-        "pytest.mark.torchop has no argument 'onyl', but exclude, budget, only",
+        "pytest.mark.torchop has no argument 'onyl', but exclude, budget, allow_not_run, only",
     ),
 }
 
@@ -148,7 +152,7 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
         "--torchop-report=out/report.json",
         timeout=400,
     )
-    done.assert_outcomes(passed=3, failed=5, skipped=3, xfailed=1, errors=len(WRONG))
+    done.assert_outcomes(passed=3, failed=6, skipped=3, xfailed=1, errors=len(WRONG))
     text = done.stdout.str()
     for _, message in WRONG.values():
         assert message in text
@@ -159,6 +163,7 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
             "PASSED test_ops.py::test_of_something_else",
             "SKIPPED [[]2] *no tensor has four or five dimensions",
             "SKIPPED [[]1] *the budget of 0 s was spent",
+            "FAILED test_ops.py::test_without_time*offset was not run: the budget of 0 s*",
             "XFAIL test_ops.py::test_operators[[]plugged::flat-memory.gaps]*it takes the address*",
             "FAILED test_ops.py::test_operators[[]plugged::unknown-examples]*has no examples.*",
             "FAILED test_ops.py::test_unexpected[[]plugged::flat-memory.gaps]*",
@@ -185,6 +190,7 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
             ("memory.gaps", "passed"),
             ("memory.channels_last", "cannot be done"),
             ("memory.offset", "not run"),
+            ("memory.offset", "not run"),
         ],
         "plugged::unknown": [
             ("examples", "failed"),
@@ -201,13 +207,17 @@ def test_workers_report_and_a_crash_is_in_the_report(plugged: pytest.Pytester) -
     plugged.makepyfile(
         "import plugged\n"
         "import pytest\n"
+        "plugged.unknown.register_kernel('cpu', provider='fast')(lambda x: plugged.os.abort())\n"
         "@pytest.mark.torchop('plugged::crash', 'plugged::good', only=['gaps', 'contiguous'])\n"
+        "@pytest.mark.torchop('plugged::unknown', only='contracts.kept[fast]',\n"
+        "                     examples=[(plugged.torch.ones(3),)])\n"
         "def test_operators(torchop_check):\n"
         "    torchop_check()\n"
     )
     done = plugged.runpytest_subprocess("-n", "1", "--torchop-report=report.html", timeout=400)
-    done.assert_outcomes(passed=3, failed=1)
+    done.assert_outcomes(passed=3, failed=2)
     done.stdout.fnmatch_lines(["*report of the operators: *report.html*"])
     page = (plugged.path / "report.html").read_text()
-    assert "the check ended the process" in page
+    assert page.count("the check ended the process") == 2
+    assert "contracts.kept[fast]" in page
     assert "plugged::good(Tensor x) -&gt; Tensor" in page

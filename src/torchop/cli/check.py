@@ -42,7 +42,7 @@ from torchop.testing._check import program
 from torchop.testing._check.api import call_costs
 from torchop.testing._check.kinds import Details
 from torchop.testing._check.providers.checks import order_of
-from torchop.testing._check.report import write_html, write_json
+from torchop.testing._check.report import Outcome, write_html, write_json
 from torchop.testing._check.run import (
     Budget,
     Check,
@@ -104,6 +104,11 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) ->
     "--budget", type=float, callback=_seconds, help="Seconds for all checks of one operator."
 )
 @click.option(
+    "--allow-not-run",
+    is_flag=True,
+    help="It is no failure that the budget ended before some checks ran.",
+)
+@click.option(
     "--timeout",
     default=300.0,
     callback=_seconds,
@@ -125,6 +130,7 @@ def check(
     signed_off_by: str | None,
     badge: Path | None,
     mutate: bool,
+    allow_not_run: bool,
     verbose: bool,
     **options: Any,
 ) -> None:
@@ -138,7 +144,8 @@ def check(
     operator and then by check. A known failure does not count as a failure. A check that is listed
     and passes does.
 
-    The exit code is 0 if no check failed, and 1 if one did or no operator has examples.
+    The exit code is 0 if no check failed, and 1 if one did, or was not run although that was not
+    allowed, or no operator has examples.
 
     --mutate changes the operators' Python functions in small ways instead, one at a time, and shows
     the changes that no check notices. The budget is then for all changes of one operator, and the
@@ -152,6 +159,7 @@ def check(
     refuse_signature(signed_off_by, certificate)
     refuse_badge(badge)
     reports, unchecked = check_operators(selection.operators, request)
+    reports = [dataclasses.replace(each, allow_not_run=allow_not_run) for each in reports]
     for each in reports:
         click.echo(str(each) if verbose else each.in_short())
     for problem in unchecked:
@@ -263,9 +271,12 @@ def _check_operator(op: str, request: Request, progress: _Progress) -> CheckRepo
                 if not expected:
                     raise NotCheckedError(f"{op}: {error}") from None
                 if not current:  # between two checks, or after the last one
-                    message = f"it was not run: the process that was to do it {error.problem}."
-                    for name in expected.keys() - results.keys():
-                        results[name] = Result(name, "failed", message)
+                    message = f"the process that was to run it {error.problem}"
+                    left = [name for name in expected if name not in results]
+                    # That it ended is a finding, also where the others may be left out.
+                    for name in left:
+                        outcome: Outcome = "failed" if name == left[0] else "not run"
+                        results[name] = Result(name, outcome, message)
                     break
                 crash = _crash(current, error.problem, folder)
                 results[current], current = as_expected(crash, expected[current]), ""

@@ -24,7 +24,7 @@ from torchop.testing._check.run import Budget, Check, expected_for, plan_checks
 # What `pytest.mark.torchop` passes on to `plan_checks`.
 _OPTIONS = ("only", "examples", "reference", "expected", "seed", "rtol", "atol")
 # What else it takes.
-_OTHERS = ("exclude", "budget")
+_OTHERS = ("exclude", "budget", "allow_not_run")
 # Of these, a mapping by patterns says which operator each is for.
 _BY_OPERATOR = ("examples", "reference", "expected")
 # The name of the one test of an operator of which no check can be planned.
@@ -38,6 +38,7 @@ class _Operator:
     name: str
     options: Mapping[str, Any]
     budget: Budget
+    allow_not_run: bool
 
 
 class _Planned(NamedTuple):
@@ -91,7 +92,9 @@ def _matches(name: OpName, wanted: Sequence[str]) -> bool:
 def _planned_for(op: str, kwargs: Mapping[str, Any]) -> Iterator[_Planned]:
     options = {key: _option(op, key, kwargs[key]) for key in _OPTIONS if key in kwargs}
     options = {key: value for key, value in options.items() if value is not None}
-    operator = _Operator(op, options, Budget(kwargs.get("budget")))
+    operator = _Operator(
+        op, options, Budget(kwargs.get("budget")), bool(kwargs.get("allow_not_run"))
+    )
     try:
         checks = plan_checks(op, **options)
     except Exception as error:
@@ -147,8 +150,8 @@ class PlannedCheck:
     """What `torchop_check` is in a marked test: called, it runs the one check of the test.
 
     A check that passes returns its `Result`. One that fails fails the test, with the program to
-    paste; one that cannot be done skips it, with the reason; one that was expected to fail is an
-    expected failure.
+    paste, and so does one that was not run, unless that is allowed; one that cannot be done skips
+    it, with the reason; one that was expected to fail is an expected failure.
 
     Attributes:
         op: the name of the operator.
@@ -174,10 +177,19 @@ class PlannedCheck:
             costs = _costs(op) if self._config.getoption("--torchop-report") else {}
             result = op.budget.run(check)
             schema, seed = str(check.subject.schema), check.subject.seed
-            report = CheckReport(self.op, schema, (result,), seed, call_costs=costs)
+            report = CheckReport(
+                self.op,
+                schema,
+                (result,),
+                seed,
+                call_costs=costs,
+                allow_not_run=op.allow_not_run,
+            )
         self.reports.append(report)
         if result.outcome == "failed":
             _refuse(f"{self.op}: {self.check}: {result.message}\n\n{result.program}".rstrip())
+        if not report.ok:
+            _refuse(f"{self.op}: {self.check} was not run: {result.message}; see allow_not_run")
         if result.outcome == "expected failure":
             pytest.xfail(" ".join(result.message.split()))
         if result.outcome != "passed":
@@ -222,8 +234,9 @@ def add_results(item: pytest.Item, report: Any) -> None:
 # --------------------------------------------------------------------------------------------------
 # The report
 
-# The end of the name of a test that is one check, which is all that is left of one that crashed.
-_TEST = re.compile(r"\[([^\[\]]+::[^\[\]]+?)-([a-z_]+\.[a-z0-9_]+)\]$")
+# The end of the name of a test that is one check, perhaps of a provider, which is all that is left
+# of one that crashed.
+_TEST = re.compile(r"\[([^\[\]]+::[^\[\]]+?)-([a-z_]+\.[a-z0-9_]+(?:\[[^\[\]]+\])?)\]$")
 
 
 def write_report(test_reports: Sequence[Any], path: Path) -> None:

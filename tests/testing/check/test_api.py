@@ -182,11 +182,29 @@ def test_whole_family_may_be_expected_to_fail(flat: Any, good: Any) -> None:
 
 
 def test_budget_ends_the_run_and_says_so(good: Any) -> None:
-    report = check(good, EXAMPLE, budget=0.0)
+    report = check(good, EXAMPLE, budget=0.0, allow_not_run=True)
     assert report.ok
     assert {result.outcome for result in report.results} == {"not run"}
     assert report.results[0].message == "the budget of 0 s was spent"
     assert "not run" in str(report)
+
+
+def test_what_was_not_run_fails_unless_it_is_allowed(good: Any) -> None:
+    told = r"1 not run .*that 1 of the checks were not run is a failure: the budget of 0 s was"
+    with pytest.raises(torchop.OpCheckError, match=f"(?s){told}.*allow_not_run"):
+        check(good, EXAMPLE, only="memory.given", budget=0)
+    report = check(good, EXAMPLE, only="memory.given", budget=0, raise_exception=False)
+    assert (report.ok, report.failures) == (False, ())
+    assert CheckReport.from_dict(report.to_dict()).ok is False
+    allowed = check(good, EXAMPLE, only="memory.given", budget=0, allow_not_run=True)
+    assert CheckReport.from_dict(allowed.to_dict()).ok is True
+    assert "is a failure" not in str(allowed)
+
+
+def test_what_cannot_be_done_is_no_failure(good: Any) -> None:
+    report = check(good, EXAMPLE, only="memory.channels_last")
+    assert [result.outcome for result in report.results] == ["cannot be done"]
+    assert report.ok
 
 
 def test_budget_ends_a_check_between_its_cases(good: Any) -> None:

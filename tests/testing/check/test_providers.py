@@ -108,15 +108,15 @@ def test_providers_that_cannot_run_are_named_with_the_reason(op: Any) -> None:
     report = check(op, (X,), only=["agrees", "supports"])
     outcomes = {r.check: r.outcome for r in report.results}
     assert outcomes == {
-        "providers.agrees[device]": "not run",
-        "providers.agrees[off]": "not run",
+        "providers.agrees[device]": "cannot be done",
+        "providers.agrees[off]": "cannot be done",
         "providers.agrees[on]": "passed",
-        "providers.supports[device]": "not run",
-        "providers.supports[off]": "not run",
+        "providers.supports[device]": "cannot be done",
+        "providers.supports[off]": "cannot be done",
         "providers.supports[on]": "passed",
     }
     text = str(report)
-    assert f"{op.name}[device]: 2 not run" in text
+    assert f"{op.name}[device]: 2 cannot be done" in text
     assert "the provider cannot run here: it is for cuda, and the examples are on cpu" in text
     assert "the provider cannot run here: it is registered with supported=False" in text
     assert f"{op.name}[on]: 2 passed" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import time
@@ -27,6 +28,7 @@ def check(
     reference: Callable[..., Any] | None = None,
     seed: int = 0,
     budget: float | None = None,
+    allow_not_run: bool = False,
     expected: Mapping[str, str] | None = None,
     raise_exception: bool = True,
     only: str | Sequence[str] | None = None,
@@ -53,6 +55,7 @@ def check(
             values. It is called with contiguous copies.
         seed: the seed of random inputs; the same seed generates the same inputs.
         budget: seconds after which no more is tried; the report lists the checks that did not run.
+        allow_not_run: whether it is no failure that the budget ended before some checks ran.
         expected: reasons for known failures, by the name of a check, its last part, or a family. If
             such a check passes, that is a failure.
         raise_exception: whether to raise failures; otherwise they are only in the report.
@@ -66,7 +69,7 @@ def check(
 
     Raises:
         MissingRuleError: there are no examples, neither passed nor registered.
-        OpCheckError: a check failed; the message is the report.
+        OpCheckError: a check failed, or was not run; the message is the report.
         TypeError: an example has another form, or is not a call of the operator; or `expected` is
             no dict, or `budget` no number.
         ValueError: an example has no data, `only` or `expected` names no check, or `budget` is
@@ -103,6 +106,7 @@ def check(
     with _crashes_told():
         results = [left.run(each) for each in checks]
     report = report_of(checks, results, time.perf_counter() - started)
+    report = dataclasses.replace(report, allow_not_run=allow_not_run)
     if raise_exception and not report.ok:
         raise optests.opcheck_error(OpCheckError)(str(report))
     return report

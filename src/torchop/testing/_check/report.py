@@ -131,6 +131,7 @@ class CheckReport:
         seconds: how long all checks took.
         call_costs: microseconds for one call of the first example, by the way of calling.
         environment: versions and devices.
+        allow_not_run: whether it is no failure that a check was not run.
 
     Example:
         >>> import torch, torchop
@@ -149,11 +150,12 @@ class CheckReport:
     seconds: float = 0.0
     call_costs: Mapping[str, float] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=environment)
+    allow_not_run: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed, except expected failures."""
-        return not self.failures
+        """Whether no check failed, except expected failures, and each was run, unless allowed."""
+        return not self.failures and (self.allow_not_run or not self.count("not run"))
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -210,8 +212,9 @@ class CheckReport:
             some = [r for r in self.results if r.outcome == outcome and not r.provider]
             lines += [f"  {result.check}: {verb}: {result.message}" for result in some]
         for name, report in self.by_provider().items():
-            left_out = report.count("not run") and report.results[-1].message
-            lines += [f"  {report.summary()}{f': {left_out}' if left_out else ''}"] if name else []
+            one, *others = {result.message for result in report.results}
+            left_out = f": {one}" if one and not others else ""  # the provider cannot run here
+            lines += [f"  {report.summary()}{left_out}"] if name else []
         for result in self.results:
             for name, table in result.details.items():
                 lines.append(f"  {result.check}: {name}: {_in_words(table)}")
@@ -222,7 +225,7 @@ class CheckReport:
         return "\n".join([*lines, *self._failures_in_words()])
 
     def in_short(self) -> str:
-        """What failed, as text."""
+        """What failed or was not run, as text."""
         return "\n".join([self.summary(), *self._failures_in_words()])
 
     def _failures_in_words(self) -> list[str]:
@@ -236,6 +239,12 @@ class CheckReport:
             f"  one cause of {len(names)} failures, {cause}: {', '.join(names)}"
             for cause, names in together.items()
         ]
+        if not self.allow_not_run and (missing := self.count("not run")):
+            why = next(result.message for result in self.results if result.outcome == "not run")
+            lines.append(
+                f"  that {missing} of the checks were not run is a failure: {why}. Give them time, "
+                "or pass allow_not_run."
+            )
         for result in failed:
             first = together.get(result.cause, [result.check])[0]
             lines += ["", f"FAILED {result.check}: {result.message}"]

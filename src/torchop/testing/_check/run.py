@@ -200,7 +200,7 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
     """
     if check.subject.unsupported:
         message = f"the provider cannot run here: {check.subject.unsupported}"
-        return Result(check.name, "not run", message, question=check.kind.question)
+        return Result(check.name, "cannot be done", message, question=check.kind.question)
     started = time.perf_counter()
     run = _Run(check, end)
     try:
