@@ -6,8 +6,9 @@ import json
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+import torch
 
-from torchop.cli.certificate import digest
+from torchop.cli.certificate import digest, identity_of
 
 OPERATORS = """
 import torch, torchop
@@ -230,3 +231,12 @@ def test_mistakes_are_told_before_anything_is_checked(
     outcome = run("check", f"{namespace}::good", "--import", module, *arguments)
     assert outcome.code == 2
     assert message in " ".join(outcome.err.split())
+
+
+def test_examples_with_a_generator_have_one_digest() -> None:
+    def examples(seed):
+        mean = torch.ones(2, 3)
+        return [((mean, 1.0), {"generator": torch.Generator().manual_seed(seed)})]
+
+    digests = [identity_of("aten::normal.Tensor_float", lambda s=s: examples(s)) for s in (1, 1, 2)]
+    assert digests[0] == digests[1] != digests[2]

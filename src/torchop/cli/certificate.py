@@ -95,8 +95,14 @@ def identity_of(op: str, make_examples: Callable[[], Sequence[Any]]) -> dict[str
         "sources": _sources(subject.operator),
         # Of other operators, also those in C++, whose source is not here.
         "kernels": sorted(subject.operator.kernels or in_dispatcher(subject.operator)[0]),
-        "examples": _digest_of(json.dumps(named, default=str)),
+        "examples": _digest_of(json.dumps(named, default=_in_words)),
     }
+
+
+def _in_words(value: Any) -> str:
+    """A value that JSON has no word for; the text of a generator is its address."""
+    is_generator = isinstance(value, torch.Generator)
+    return f"{value.device} {value.initial_seed()}" if is_generator else str(value)
 
 
 def _sources(operator: Operator) -> str:

@@ -23,7 +23,8 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return type(value)([mapped(item, change) for item in value])
     if type(value) is dict:
         return {key: mapped(item, change) for key, item in value.items()}
-    return value
+    # A call advances its generator, so equal calls need one each.
+    return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -479,3 +479,18 @@ def test_what_is_expected_and_the_budget_have_types(good: Any) -> None:
         check(good, (x,), expected=["memory.transposed"])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"budget='30'\): budget is a number of seconds, or None"):
         check(good, (x,), budget="30")  # type: ignore[arg-type]
+
+
+def test_integers_that_nobody_declared_are_told_and_no_failure(namespace: str) -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x * 0.5
+
+    op = torchop.custom_op(f"{namespace}::scaled", scaled, mutates_args=())
+    op.register_fake(torch.empty_like)
+    report = check(op, EXAMPLE, only="dtypes.accepted")
+    table = report.results[0].details["dtypes"]
+    assert table["int64"] == "-> float32, but the fake kernel says int64"
+    assert table["float16"] == "-> float16"
+    op.register_preconditions({"x": torchop.preconditions.Dtype(torch.float32, torch.int64)})
+    with pytest.raises(torchop.OpCheckError, match=r"dtypes.accepted: in int64"):
+        check(op, EXAMPLE, only="dtypes.accepted")

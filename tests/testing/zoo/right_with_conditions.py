@@ -224,6 +224,33 @@ def dropped(x: Tensor) -> Tensor:
 
 right(define("dropped", dropped, tags=torch.Tag.nondeterministic_seeded), one)
 
+
+def with_noise(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    noise = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+    return x.contiguous() + noise
+
+
+right(
+    define(
+        "with_noise",
+        with_noise,
+        fake=like,
+        schema="(Tensor x, Generator? generator=None) -> Tensor",
+        tags=torch.Tag.nondeterministic_seeded,
+    ),
+    lambda: [(one()[0], {"generator": torch.Generator().manual_seed(3)})],
+)
+
+
+def times_factor(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+right(
+    define("times_factor", times_factor, fake=lambda x, factor: torch.empty_like(x)),
+    lambda: [(*one()[0], 0.5)],
+)
+
 # --------------------------------------------------------------------------------------------------
 # Results that compilers do not know
 

@@ -123,7 +123,7 @@ class _Arguments:
         if isinstance(value, torch.device):
             return f'torch.device("{value}")'
         if isinstance(value, torch.Generator):
-            return f'torch.Generator("{value.device}").manual_seed(0)'
+            return f'torch.Generator("{value.device}").manual_seed({value.initial_seed()})'
         if value is None or isinstance(
             value, (bool, int, str, torch.dtype, torch.layout, torch.memory_format)
         ):

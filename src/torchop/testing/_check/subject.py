@@ -317,12 +317,12 @@ class Subject:
         for example in self.examples:
             if self.refusal(example) is None:
                 try:
-                    self._run_fake(example)
+                    self.run_fake(example)
                 except Exception as error:
                     return reason(error)
         return None
 
-    def _run_fake(self, example: Example) -> list[Any]:
+    def run_fake(self, example: Example) -> list[Any]:
         mode, (args, kwargs) = with_fake_tensors((example.args, example.kwargs))
         with mode:
             return probes.leaves(self.op(*args, **kwargs))
@@ -333,7 +333,7 @@ class Subject:
         return any(
             fake_tensors.number_of(size) is None
             for example in self.accepted(most=1)
-            for result in probes.tensors_of(self._run_fake(example))
+            for result in probes.tensors_of(self.run_fake(example))
             for size in result.shape
         )
 
