@@ -77,6 +77,27 @@ async def _waits(table: Tensor) -> bool:
             ValueError,
             r"of 'table' contradict each other, because no number is at least 1\.0.* at most 0\.4",
         ),
+        (
+            {"table": (Shape("n", 3), Shape("m", 4))},
+            ValueError,
+            r"'table' contradict each other, because no tensor has the shapes Shape\(dims=\('n', 3",
+        ),
+        (
+            {"table": (Shape("n"), Shape("n", "m"))},
+            ValueError,
+            "'table' contradict each other, because no tensor has the shapes",
+        ),
+        (
+            {"mode": OneOf("sum", 3)},
+            TypeError,
+            "the argument is of type str, which 3 is not",
+        ),
+        (
+            {"rate": OneOf("fast")},
+            TypeError,
+            "the argument is of type float, which 'fast' is not",
+        ),
+        ({"table": OneOf(1)}, TypeError, "the argument is of type Tensor, which 1 is not"),
         ([Indices("table")], TypeError, "preconditions are a dict that says by the name of an"),
         (
             {"index": Indices("mode")},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -26,6 +27,8 @@ from torchop.extend import Argument, Schema, short_repr, short_text, values_by_n
 
 _OF_TENSORS = (Contiguous, Dtype, Like, Shape)
 _OF_INTEGERS = (Indices, Lengths, Offsets)
+# The values of arguments that Python can tell apart; the enumerations of PyTorch are ints, too.
+_VALUES: dict[str, Any] = {"bool": bool, "int": int, "float": int | float, "str": str, "Tensor": ()}
 _ATTEMPTS = 20
 _MOST_ELEMENTS = 2**24  # of a tensor of an example, so that no machine runs out of memory
 
@@ -66,6 +69,7 @@ class Preconditions:
                         "arguments of the operator that returns a bool."
                     )
             _check_range(f"{name}: the preconditions of {argument!r}", words)
+            _check_shapes(f"{name}: the preconditions of {argument!r}", words)
 
     def arguments(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, with defaults."""
@@ -344,7 +348,15 @@ def _check_word(
     is_number = any(kind in argument.kind for kind in numbers)
     expected = "tensors" if isinstance(word, _OF_TENSORS) else "tensors and numbers"
     fits = argument.holds_tensors or (is_number and expected != "tensors")
-    if not fits and not isinstance(word, OneOf):
+    if isinstance(word, OneOf):
+        plain = argument.kind.removeprefix("Optional[").removesuffix("]")
+        types = _VALUES.get(plain, object), type(None) if plain != argument.kind else ()
+        wrong = [value for value in word.values if not isinstance(value, types)]
+        if wrong:
+            raise RuleSignatureError(
+                f"{what}: the argument is of type {argument.kind}, which {wrong[0]!r} is not."
+            )
+    elif not fits:
         raise RuleSignatureError(
             f"{what}: it is for {expected}, but the argument is of type {argument.kind}."
         )
@@ -387,6 +399,17 @@ def _check_range(what: str, words: Iterable[Precondition]) -> None:
             f"{what} contradict each other, because no number is at least {low} and at most "
             f"{high}: {', '.join(map(repr, constraints))}."
         )
+
+
+def _check_shapes(what: str, words: Iterable[Precondition]) -> None:
+    shapes = [word for word in words if isinstance(word, Shape)]
+    for one, other in itertools.pairwise(shapes):
+        pairs = zip(one.dims, other.dims, strict=False)
+        differ = any(a != b for a, b in pairs if isinstance(a, int) and isinstance(b, int))
+        if differ or len(one.dims) != len(other.dims):
+            raise ValueError(
+                f"{what} contradict each other, because no tensor has the shapes {one} and {other}."
+            )
 
 
 def _dims(word: Precondition) -> tuple[str | int, ...]:
