@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 import torchop
 from tests.support import needs_native, run_program, without_notes_of_pytorch
 
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
     {first}
     {second}
@@ -150,3 +152,13 @@ def test_an_operator_that_ends_while_its_call_is_logged(
                 overload(3)
         finally:
             logging.getLogger("torchop").removeHandler(handler)
+
+
+@pytest.mark.parametrize("page", ["logs.md", "several-kernels.md"])
+def test_no_page_names_an_artifact_without_torchop_before_it(page: str) -> None:
+    # On such a value of TORCH_LOGS, `import torch` fails.
+    text = (ROOT / "docs" / "how-to" / page).read_text()
+    values = re.findall(r"(?:TORCH_LOGS=\"?|^\| `)([-+,\w]+)", text, re.MULTILINE)
+    named = [value.split(",") for value in values if "torchop" in value]
+    assert named
+    assert [names for names in named if names[0].lstrip("+-") != "torchop"] == []
