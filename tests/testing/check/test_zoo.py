@@ -18,6 +18,8 @@ from torchop.testing import Result
 from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.subsystems.contexts import runs_in_threads
 
+# Checks that one to three right operators have, which a sample could leave out.
+OF_FEW = {"providers.configs", "providers.batch_invariant"}
 BY_NAME = {specimen.name: specimen for specimen in (*WRONG, *RIGHT)}
 
 
@@ -88,14 +90,15 @@ def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> Non
     """All checks but the costly ones: `python -m tests.testing.zoo` runs those, too.
 
     Each operator gets every fourth one, and each check every fourth operator, unless all
-    combinations are asked for.
+    combinations are asked for. A check that few operators have runs on all of them.
     """
     specimen = BY_NAME[name]
     checks = plan_checks(specimen.op, specimen.examples())
     cheap = [check for check in checks if not check.kind.is_costly]
     assert len(cheap) > 50
     if not request.config.getoption(combinations.OPTION):
-        cheap = cheap[RIGHT.index(specimen) % 4 :: 4]
+        turn = RIGHT.index(specimen) % 4
+        cheap = [c for n, c in enumerate(cheap) if n % 4 == turn or c.kind.name in OF_FEW]
     results = [run_check(check) for check in cheap]
     assert [f"{r.check}: {r.message}" for r in results if r.outcome == "failed"] == []
     # Fewer of an operator on sparse tensors, most of whose layouts have no meaning.
