@@ -159,7 +159,7 @@ def run_module(
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a module, as `python -m` does, in a folder; `stdout` is a file to write to."""
-    return _torch().run(
+    return _compilers().run(  # which most commands import
         timeout,
         stdout=stdout,
         source=f"import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)",
