@@ -626,6 +626,34 @@ def test_a_block_is_not_traced(namespace):
     assert value(compiled()) == 10
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(("strategy", "runs"), [("recompute", 3), ("save", 0)])
+def test_a_derived_formula_differentiates_the_reference(namespace, strategy, runs, native):
+    """Autograd need not be able to follow what other providers do."""
+    op = define(namespace, priority=["numpy"])
+    op.derive_autograd(strategy)
+    calls = []
+
+    @op.register_kernel("cpu", provider="numpy")
+    def _(x):
+        calls.append(x)
+        result = torch.empty(x.shape)
+        result.numpy()[:] = x.detach().numpy() + 1
+        return result
+
+    for _ in range(3):
+        x = torch.ones(3, requires_grad=True)
+        with torch.enable_grad() if native else torchop.native.disabled():
+            result = op(x)
+            result.backward(torch.full((3,), 5.0))
+        assert result.tolist() == [2, 2, 2]
+        assert x.grad.tolist() == [5, 5, 5]
+    assert len(calls) == runs
+    calls.clear()
+    assert op(torch.ones(3)).tolist() == [2, 2, 2]
+    assert len(calls) == 1
+
+
 def test_caches_of_graphs_notice_an_order_where_kernels_are_traced(namespace):
     inlined = define(namespace, compile="inline")
     inlined.register_kernel("cpu", adding(10), provider="ten")

@@ -44,6 +44,8 @@ class Kernels(NamedTuple):
     """The compiled rule: the kernel of each device type; None stands for all other devices."""
 
     functions: Mapping[str | None, Callable[..., Any]]
+    # The same without the kernels of providers.
+    references: Mapping[str | None, Callable[..., Any]]
     check_result: ResultCheck
     outputs_are_fresh: bool
     accept_alias: Callable[[AliasError], None] | None
@@ -134,11 +136,19 @@ class KernelRule(CompiledRule[Kernels]):
 
     def compile(self) -> Kernels:
         definition = self.definition
-        return Kernels(
-            functions={
+
+        def each_checked(
+            functions: Mapping[str | None, Callable[..., Any]],
+        ) -> Mapping[str | None, Callable[..., Any]]:
+            return {
                 device: checked(definition, definition.schema, function)
-                for device, function in self._chosen().items()
-            },
+                for device, function in functions.items()
+            }
+
+        functions = each_checked(self._chosen())
+        return Kernels(
+            functions=functions,
+            references=functions if self.providers is None else each_checked(self._active()),
             check_result=result_check(definition.schema.returns),
             # An operator of another library may return views that its schema does not declare.
             outputs_are_fresh=definition.is_ours
@@ -284,12 +294,25 @@ class KernelRule(CompiledRule[Kernels]):
             self.definition.rule(FakeRule).refuse_data()
         return self._run(None, args, kwargs)
 
+    def run_reference(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the kernel of a dispatch key that is what the operator means, and no provider's."""
+        return self._run(self.installed.get(key), args, kwargs, is_reference=True)
+
     @compilers.never_traced
-    def _run(self, device: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self,
+        device: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_reference: bool = False,
+    ) -> Any:
         definition = self.definition
         plan = definition.plan
         kernels, mutated = plan[KernelRule], plan[MutationRule]
-        function = kernels.functions.get(device)
+        functions = kernels.references if is_reference else kernels.functions
+        function = functions.get(device)
+        if function is None and is_reference:  # a device that only providers have a kernel for
+            function = functions.get(None)
         if function is None:
             if self.refusals is not None:
                 keyset = self.refusals.keys_of_fallback(args, kwargs)

@@ -19,6 +19,7 @@ from torchop._errors import DerivedFormulaError, MissingFormulaError
 from torchop._rules.autograd.derived.replay import ambient_state, repeatable, replayed
 from torchop._rules.autograd.derived.saved_call import SavedCall
 from torchop._rules.autograd.gradients import is_differentiable
+from torchop._rules.kernels.rule import KernelRule
 
 Result = TypeVar("Result")
 # The tensors among the results of a body, given its inputs.
@@ -56,15 +57,17 @@ class Rerun(NamedTuple):
         args, kwargs = self.call.with_tensors(inputs)
         # Not the operator, which autograd would record as one.
         kernels = self.definition.dispatcher_kernels
-        for_every_device = kernels[dispatch.kernel_key("default")]
+        key = every = dispatch.kernel_key("default")
         # The keys of the devices are those of dense tensors.
-        if any(tensor.layout is not torch.strided for tensor in inputs):
-            kernel = for_every_device
-        else:
+        if all(tensor.layout is torch.strided for tensor in inputs):
             # As in the dispatcher, a CPU scalar beside a CUDA tensor runs on CUDA.
             device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")
-            kernel = kernels.get(dispatch.dispatch_key_name(device_type), for_every_device)
-        result = kernel(*args, **kwargs)
+            key = dispatch.dispatch_key_name(device_type)
+        rule = self.definition.rule(KernelRule)
+        if rule.providers is not None:  # whose kernels autograd need not be able to follow
+            result = rule.run_reference(key, args, kwargs)
+        else:
+            result = kernels.get(key, kernels[every])(*args, **kwargs)
         return result if len(self.definition.schema.returns) > 1 else (result,)
 
     def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
