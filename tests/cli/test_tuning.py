@@ -46,6 +46,24 @@ def test_merge_into_a_table_and_into_the_users(run, tables, tmp_path, monkeypatc
     assert measurements.read(tables[0]) == found
 
 
+def test_merge_makes_the_users_cache(run, tables, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHOP_CACHE_DIR", str(tmp_path / "missing" / "cache"))
+    assert "has 2 measurements" in run("tuning", "merge", str(tables[0])).out
+    assert len(measurements.read(tmp_path / "missing" / "cache" / "tuning.json")) == 2
+
+
+def test_a_table_that_cannot_be_written(run, tables, tmp_path, monkeypatch):
+    target = tmp_path / "missing" / "table.json"
+    outcome = run("tuning", "merge", str(tables[0]), "--into", str(target))
+    assert outcome.code == 1
+    assert "table.json cannot be written: No such file or directory" in outcome.err
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHOP_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    outcome = run("tuning", "merge", str(tables[0]))
+    assert outcome.code == 1
+    assert "tuning.json cannot be written: " in outcome.err
+
+
 def test_prune(run, tables):
     outcome = run("tuning", "prune", str(tables[1]))
     assert "has 1 measurements; 1 were removed." in outcome.out

@@ -9,6 +9,8 @@ from pathlib import Path
 import click
 
 from torchop._accelerate.accelerate import aligned
+from torchop._errors import NativeUnavailableError, short_text
+from torchop._native.extension import files
 from torchop._rules.providers import measurements, tuned
 from torchop._rules.providers.measurements import Measurement, TableError
 
@@ -51,10 +53,17 @@ def show(table: Path | None, as_json: bool) -> None:
 @click.option("--into", type=_TABLE, help="The table to extend; the user's own without it.")
 def merge(tables: Sequence[Path], into: Path | None) -> None:
     """Adds the measurements of tables to one; of two for the same calls, the later one stays."""
+    given = list(map(_read, tables))
     target = _or_users(into)
-    before = _read(target) if target.exists() else []
-    found = measurements.merged(before, *map(_read, tables))
-    _write(target, found)
+    try:
+        if into is None:
+            files.make_cache_folder()
+        with measurements.locked(target):
+            before = _read(target) if target.exists() else []
+            found = measurements.merged(before, *given)
+            measurements.write(target, found)
+    except (OSError, NativeUnavailableError) as error:
+        raise _unwritable(target, error) from None
     click.echo(f"{target} has {len(found)} measurements, of which {len(before)} were there.")
 
 
@@ -64,9 +73,14 @@ def merge(tables: Sequence[Path], into: Path | None) -> None:
 def prune(table: Path | None, device: str | None) -> None:
     """Removes what was measured with another release of PyTorch."""
     path = _or_users(table)
-    found = _read(path)
-    kept = [m for m in found if m.torch == tuned.torch_release() and m.device != device]
-    _write(path, kept)
+    _read(path)  # before its folder is asked for
+    try:
+        with measurements.locked(path):
+            found = _read(path)  # again, since another process may have added some
+            kept = [m for m in found if m.torch == tuned.torch_release() and m.device != device]
+            measurements.write(path, kept)
+    except OSError as error:
+        raise _unwritable(path, error) from None
     click.echo(f"{path} has {len(kept)} measurements; {len(found) - len(kept)} were removed.")
 
 
@@ -104,8 +118,6 @@ def _read(path: Path) -> list[Measurement]:
         raise click.ClickException(str(error)) from None
 
 
-def _write(path: Path, found: Sequence[Measurement]) -> None:
-    try:
-        measurements.write(path, found)
-    except OSError as error:
-        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
+def _unwritable(path: Path, error: Exception) -> click.ClickException:
+    problem = error.strerror if isinstance(error, OSError) else short_text(error)
+    return click.ClickException(f"{path} cannot be written: {problem}")

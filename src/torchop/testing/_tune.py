@@ -392,15 +392,16 @@ def _save(table: Path | None, found: Sequence[Measurement]) -> None:
         files.make_cache_folder()
         path = tuned.users_table()
         assert path is not None  # the folder is there
-    before: Sequence[Measurement] = ()
-    if path.exists():
-        try:
-            before = measurements.read(path)
-        except measurements.NewerTableError:
-            raise
-        except measurements.TableError:
-            pass  # calls have warned of it, and it is of no use
-    measurements.write(path, measurements.merged(before, found))
+    with measurements.locked(path):
+        before: Sequence[Measurement] = ()
+        if path.exists():
+            try:
+                before = measurements.read(path)
+            except measurements.NewerTableError:
+                raise
+            except measurements.TableError:
+                pass  # calls have warned of it, and it is of no use
+        measurements.write(path, measurements.merged(before, found))
 
 
 @contextlib.contextmanager

@@ -7,15 +7,22 @@ else.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from torchop._errors import short_text
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 Sizes: TypeAlias = "tuple[tuple[int, int | None], ...]"
@@ -112,7 +119,14 @@ def read(path: Path) -> list[Measurement]:
         return list(map(_parsed, content["measurements"]))
     except OSError as error:
         raise TableError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         problem = short_text(f"{type(error).__name__}: {error}")
         raise TableError(f"{path} is no table of measurements ({problem})") from None
 
@@ -136,6 +150,9 @@ def _parsed(item: Any) -> Measurement:
     ]
     if not kernels or any(len(kernel.interval) != 2 for kernel in kernels):
         raise ValueError("a measurement lacks kernels, or an interval limits")
+    times = [time for kernel in kernels for time in (kernel.microseconds, *kernel.interval)]
+    if not all(math.isfinite(time) and time >= 0 for time in times):
+        raise ValueError("a time is negative or no number")
     return Measurement(names[0], names[1], names[2], names[3], sizes, tuple(kernels))
 
 
@@ -143,6 +160,22 @@ def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps other processes from extending a table, whose entries would replace each other's.
+
+    The folder is locked, because the file is replaced, and a file of its own would be left behind.
+    """
+    with contextlib.ExitStack() as stack:
+        if fcntl is not None:
+            descriptor = os.open(path.absolute().parent, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            # Some network file systems have no locks, and a table without one is better than none.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def write(path: Path, measurements: Iterable[Measurement]) -> None:
