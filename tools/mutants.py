@@ -35,6 +35,7 @@ TESTS = [
     "tests/native/test_autograd_fallback.py",
     "tests/native/test_optional_lists.py",
     "tests/rules/autograd/derived/test_native.py",
+    "tests/rules/providers",
     "tests/core/test_contract_aliases.py",
     "tests/native/test_overloads.py",
     "tests/native/test_resolution.py",
@@ -447,6 +448,29 @@ MUTANTS = {
     ),
     "ambient state: autocast": Mutant(
         "ambient_state.cpp", "!at::autocast::is_autocast_enabled(at::kCPU)", "true"
+    ),
+    "choice: dtype": Mutant(
+        "choice.cpp",
+        "const auto dtype = uint64_t(c10::typeMetaToScalarType(impl.dtype()));",
+        "const auto dtype = uint64_t{0};",
+    ),
+    "choice: strides": Mutant(
+        "choice.cpp", "for (const int64_t stride : strides)\n      add(uint64_t(stride));", ""
+    ),
+    "choice: integers": Mutant("choice.cpp", "add(uint64_t(number));", ""),
+    "choice: keywords": Mutant(
+        "choice.cpp", "if (!add_value(PyTuple_GET_ITEM(keywords, index)) || ", "if ("
+    ),
+    "choice: open blocks": Mutant("choice.cpp", "key.set_subject(place);\n      if", "if"),
+    "choice: lasting answers": Mutant("choice.cpp", " && is_lasting != 0", ""),
+    "choice: changes meanwhile": Mutant(
+        "choice.cpp", " &&\n      choice.known.selections[place].object == object.get()", ""
+    ),
+    "choice: bounded table": Mutant(
+        "choice.cpp", "if (choice.known.table.has_room(key))", "if (true)"
+    ),
+    "choice: determinism": Mutant(
+        "choice.cpp", " &&\n        selections[place].is_deterministic == is_deterministic", ""
     ),
 }
 
