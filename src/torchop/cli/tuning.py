@@ -9,10 +9,11 @@ from pathlib import Path
 import click
 
 from torchop._accelerate.accelerate import aligned
-from torchop._errors import NativeUnavailableError, short_text
+from torchop._errors import NativeUnavailableError
 from torchop._native.extension import files
 from torchop._rules.providers import measurements, tuned
 from torchop._rules.providers.measurements import Measurement, TableError
+from torchop.extend import short_text
 
 _TABLE = click.Path(dir_okay=False, path_type=Path)
 _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
