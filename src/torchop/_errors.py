@@ -317,7 +317,7 @@ for _name in __all__:
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warns at the user's line, outside of torchop and of the package that calls this.
+    """Warns at the user's line, outside of torchop, PyTorch and the package that calls this.
 
     Args:
         message: the text.
@@ -334,7 +334,8 @@ def warn(message: str, category: type[Warning]) -> None:
     """
     frame, level = sys._getframe().f_back, 2
     assert frame is not None  # that of the caller
-    passed_over = {"torchop", _package(frame)} - {"__main__"}
+    # Calls come through PyTorch, too; and the code of its graphs belongs to no module.
+    passed_over = {"torchop", "torch", "", _package(frame)} - {"__main__"}
     while frame is not None and _package(frame) in passed_over:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

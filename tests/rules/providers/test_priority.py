@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import linecache
 import logging
 import sys
 import threading
@@ -297,6 +298,69 @@ def test_a_provider_that_is_not_supported_is_reported_once(namespace, caplog):
         warnings.simplefilter("error")
         assert value(op) == 1
     assert asked == [1]
+
+
+def test_a_provider_that_was_removed_is_reported_once(namespace):
+    op = define(namespace, priority=["gone"])
+    library = torchop.Library(namespace, "FRAGMENT")
+    torchop.register_kernel(
+        op, "cpu", adding(10), provider="gone", supports=lambda x: x.ndim == 1, lib=library
+    )
+    with pytest.warns(torchop.ProviderWarning, match="its `supports` says no"):
+        assert value(op, torch.zeros(1, 1)) == 1
+    library._destroy()
+    match = (
+        rf"^{namespace}::op: the provider 'gone' is passed by( on cpu)?, because it was removed, "
+        r"with the library that it was registered through, and the reference runs instead\. It"
+    )
+    with pytest.warns(torchop.ProviderWarning, match=match):
+        assert value(op) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert value(op) == 1
+    with torchop.priority(strict=True):
+        with pytest.raises(torchop.ProviderError, match=r"\(gone: it was removed, with the lib"):
+            op(torch.zeros(1))
+        op.register_kernel("cpu", adding(20), provider="gone")
+        assert value(op) == 20
+
+
+def test_one_that_was_removed_is_reported_although_another_one_runs(namespace):
+    op = define(namespace, priority=["gone", "other"])
+    op.register_kernel("cpu", adding(20), provider="other")
+    library = torchop.Library(namespace, "FRAGMENT")
+    torchop.register_kernel(op, "cpu", adding(10), provider="gone", lib=library)
+    library._destroy()
+    with pytest.warns(torchop.ProviderWarning, match="was registered through. It is in the order"):
+        assert value(op) == 20
+
+
+@pytest.mark.parametrize(
+    "way", ["handle", "torch.ops", "vmap", "backward", "aot_eager", "inductor"]
+)
+def test_a_warning_points_at_the_users_line(namespace, way):
+    op = define(namespace, priority=["absent"])
+    op.register_fake(torch.empty_like)
+    op.register_kernel("cpu", adding(10), provider="absent", supported=False)
+    x = torch.zeros(1)
+    function = getattr(torch.ops, namespace).op if way == "torch.ops" else op
+    place = "call"
+    if way == "vmap":
+        op.register_vmap("sequential")
+        function, x = torch.vmap(op), torch.zeros(1, 1)
+    elif way == "backward":
+        other = define(f"{namespace}_other")
+        place = "formula"
+        other.register_autograd(lambda ctx, grad: op(grad))  # formula
+        function, x = other(torch.ones(1, requires_grad=True)).backward, torch.ones(1)
+    elif way in ("aot_eager", "inductor"):
+        place = "compiled function"
+        function = torch.compile(lambda x: op(x) * 1, backend=way)  # compiled function
+    with pytest.warns(torchop.ProviderWarning, match="'absent' is passed by") as caught:
+        function(x)  # call
+    (warning,) = [w for w in caught if w.category is torchop.ProviderWarning]
+    assert warning.filename == __file__
+    assert linecache.getline(__file__, warning.lineno).endswith(f"  # {place}\n")
 
 
 def test_the_exception_of_supported_is_the_reason(namespace):

@@ -324,8 +324,9 @@ class Choice:
 
     def _report(self, selection: Selection, is_declined: bool) -> None:
         """Says once of each provider that was asked for why it is passed by."""
-        op, device, _, providers, *_ = self._kernels
-        reasons = {name: why for name, why in selection.passed_by.items() if name in providers}
+        op, device, _, providers, known, removed, *_ = self._kernels
+        asked = {*providers, *(set(removed) - set(known))}
+        reasons = {name: why for name, why in selection.passed_by.items() if name in asked}
         if is_declined:
             reasons |= {p.name: _DECLINED for p, _ in selection.candidates if p.name in providers}
         falls_back = selection.falls_back and (is_declined or not selection.candidates)
@@ -334,7 +335,8 @@ class Choice:
                 continue
             # One of several in an order that is passed by for another one is no surprise, except
             # where it can never run.
-            warns = falls_back or providers[name].why_unsupported() is not None
+            provider = providers.get(name)
+            warns = falls_back or provider is None or provider.why_unsupported() is not None
             if (name, warns) in self._kernels.reported:
                 continue
             self._kernels.reported.add((name, warns))

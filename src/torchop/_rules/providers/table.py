@@ -62,6 +62,8 @@ class ProviderTable(NamedTuple):
             device: {name: other for name, other in known.items() if other is not provider}
             for device, known in self.by_device.items()
         }
+        # That it is gone is said, also of one that was passed by for another reason before.
+        self.reported.difference_update({(provider.name, True), (provider.name, False)})
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 
     def ordered(self, order: Order, devices: Sequence[str | None]) -> ProviderTable:
