@@ -54,14 +54,14 @@ BUDGETS = {
     "_inspect": 923,
     "_native": 1408,
     "_native/csrc": 4275,
-    "_rules": 5025,
-    "_rules/autograd": 1970,
+    "_rules": 5107,
+    "_rules/autograd": 1973,
     "_rules/user/sharding": 845,
     "_schema": 3358,
-    "cli": 2184,
+    "cli": 2308,
     "export": 442,
     "files": 771,
-    "testing": 5945,
+    "testing": 5993,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
