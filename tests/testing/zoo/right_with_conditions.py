@@ -241,16 +241,6 @@ right(
     lambda: [(one()[0], {"generator": torch.Generator().manual_seed(3)})],
 )
 
-
-def times_factor(x: Tensor, factor: float) -> Tensor:
-    return x * factor
-
-
-right(
-    define("times_factor", times_factor, fake=lambda x, factor: torch.empty_like(x)),
-    lambda: [(*one()[0], 0.5)],
-)
-
 # --------------------------------------------------------------------------------------------------
 # Results that compilers do not know
 
