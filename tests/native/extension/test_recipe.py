@@ -68,6 +68,17 @@ def test_key_changes_with_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -
     assert make_recipe(source).key != before
 
 
+def test_key_changes_with_the_commit(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two builds of PyTorch's sources may have one version."""
+    before = make_recipe(source).key
+    monkeypatch.setattr(torch.version, "git_version", "f" * 40)
+    after = make_recipe(source).key
+    assert "-gitffffffffffff-" in after
+    assert after != before
+    monkeypatch.setattr(torch.version, "git_version", None)
+    assert "-gitunknown-" in make_recipe(source).key
+
+
 def test_key_changes_with_the_abi(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = make_recipe(source).key
     monkeypatch.setattr(torch, "compiled_with_cxx11_abi", lambda: False)

@@ -82,8 +82,11 @@ def make_recipe(source: Path | None = None) -> Recipe:
             contents.update(len(part).to_bytes(8, "little"))
             contents.update(part)
     contents.update("\0".join([*compile_flags(), *link_flags()]).encode())
+    # Two builds of PyTorch's sources may have one version, and differ in what the headers declare.
+    commit = (torch.version.git_version or "unknown")[:12]
     parts = [
         f"torch{torch.__version__}",
+        f"git{commit}",
         f"abi{int(torch.compiled_with_cxx11_abi())}",
         _python_and_platform(),
         contents.hexdigest()[:16],
