@@ -56,7 +56,7 @@ def wait(timeout: float | None = None) -> bool:
 
     Returns:
         Whether calls are native from now on. They are not if the time is over while compiling goes
-        on, or if TORCHOP_NATIVE=0 turns native calls off.
+        on, or if TORCHOP_NATIVE=0 or a Python without the GIL turns native calls off.
 
     Raises:
         NativeUnavailableError: there is no compiler, it failed, or what it made cannot be loaded.

@@ -70,6 +70,12 @@ def ours(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return source
 
 
+@pytest.fixture
+def without_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes Python say that it runs without the global interpreter lock."""
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+
+
 Compiler = Callable[[str], Path]
 
 

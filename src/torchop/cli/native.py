@@ -150,6 +150,10 @@ _VERDICTS: dict[native.State, str] = {
     "work without it, but calls take longer. When the reason is gone, `python -m torchop build` "
     "compiles it, or says why that fails.",
 }
+_WITHOUT_LOCK = (
+    "The native call path is not used, because {}. Operators work without it, but calls take "
+    "longer. TORCHOP_NATIVE=require uses it, and turns the GIL on for the whole process."
+)
 
 
 @click.command()
@@ -180,8 +184,8 @@ def doctor(as_json: bool) -> None:
     except NativeUnavailableError as error:
         found["sources"] = str(error)
     else:
-        problem = recipe.unknown_nodes()
-        gradients = f"left to the dispatcher: {problem}" if problem else "recorded natively"
+        nodes = recipe.unknown_nodes()
+        gradients = f"left to the dispatcher: {nodes}" if nodes else "recorded natively"
         found |= {"key": made.key, "build": build, "gradients": gradients}
         failure = native.earlier_failure(made)
         places, state = _places(made)
@@ -201,13 +205,15 @@ def doctor(as_json: bool) -> None:
                 )
                 state = "failed"
         found |= {**places, "last failure": failure or "none on record", **retried}
-    if native.mode() == "0":
+    problem = _lock_problem()
+    if native.mode() == "0" or problem is not None:
         state = "off"
+    verdict = _VERDICTS[state] if problem is None else _WITHOUT_LOCK.format(problem)
     if as_json:
-        report = {"state": state, "verdict": _VERDICTS[state], "found": found}
+        report = {"state": state, "verdict": verdict, "found": found}
         click.echo(json.dumps(report, indent=1))
     else:
-        _print(found, _VERDICTS[state])
+        _print(found, verdict)
     sys.exit(0 if state in ("ready", "idle") else 1)
 
 
@@ -252,11 +258,18 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
 
 
 def _problem_of(place: files.Place) -> str | None:
+    if (problem := _lock_problem()) is not None:
+        return problem  # a command that only looks must not turn the lock on, either
     try:
         place.load()
     except Exception as error:
         return worker.printable(str(error))
     return None
+
+
+def _lock_problem() -> str | None:
+    """Why a program leaves the extension alone, although it may be there; None if it does not."""
+    return recipe.lock_problem() if native.mode() in ("auto", "prebuilt") else None
 
 
 def _try_again() -> str:

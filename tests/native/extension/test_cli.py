@@ -16,7 +16,7 @@ import torch
 import torchop
 from tests.support import Outcome
 from torchop import __main__
-from torchop._native.extension import worker
+from torchop._native.extension import files, worker
 from torchop.testing._extras import installing
 
 pytest.importorskip("click.testing")
@@ -93,6 +93,23 @@ def test_doctor_of_a_pytorch_that_is_too_new(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     expected = "left to the dispatcher: PyTorch 2.99.0 is newer than 2.15"
     assert row(Outcome("doctor").out, "gradients").startswith(expected)
+
+
+@pytest.mark.usefixtures("without_lock")
+def test_doctor_of_a_python_without_the_lock(
+    in_cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler("")
+    outcome = Outcome("doctor")
+    assert files.MODULE not in sys.modules  # to load it would turn the lock on
+    assert outcome.code == 1
+    problem = "this Python runs without the GIL, which native calls still need"
+    assert row(outcome.out, "cache") == f"{in_cache.parent}: cannot be loaded: {problem}"
+    assert f"The native call path is not used, because {problem}. Operators work" in outcome.out
+    monkeypatch.setenv("TORCHOP_NATIVE", "0")
+    assert "turned off by TORCHOP_NATIVE=0" in Outcome("doctor").out
+    monkeypatch.setenv("TORCHOP_NATIVE", "require")
+    assert row(Outcome("doctor").out, "cache") == f"{in_cache.parent}: there, and can be loaded"
 
 
 def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:

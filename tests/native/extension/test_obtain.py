@@ -20,8 +20,8 @@ import pytest
 
 from tests.forking import run_forked
 from torchop._errors import NativeBuildWarning, NativeUnavailableError
-from torchop._native.extension import child, worker
-from torchop._native.extension.api import Extension, OnReady, mode
+from torchop._native.extension import api, child, worker
+from torchop._native.extension.api import Extension, OnReady, mode, why_missing
 
 Compiler = Callable[[str], Path]
 
@@ -125,6 +125,37 @@ def test_second_call_does_nothing(extension: Extension) -> None:
     extension.obtain(receiver)
     extension.obtain(receiver)
     assert len(receiver.modules) == 1
+
+
+@pytest.mark.parametrize("value", ["auto", "prebuilt"])
+@pytest.mark.usefixtures("in_cache", "no_child", "without_lock")
+def test_python_without_the_lock_keeps_it_off(
+    extension: Extension, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To load the extension would turn it on, for the whole process."""
+    monkeypatch.setenv("TORCHOP_NATIVE", value)
+    receiver = Receiver()
+    extension.obtain(receiver)
+    assert receiver.modules == []
+    status = extension.status()
+    reason = "this Python runs without the GIL, which native calls still need"
+    assert (status.state, status.reason) == ("off", reason)
+    assert not extension.wait(receiver, None)
+    monkeypatch.setattr(api, "_extension", extension)
+    assert why_missing() == f"the native call path is not there ({reason})"
+
+
+@pytest.mark.usefixtures("in_cache", "no_child", "without_lock")
+def test_require_turns_the_lock_on_and_says_so(
+    extension: Extension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "require")
+    receiver = Receiver()
+    with pytest.warns(NativeBuildWarning, match=r"require turns the GIL on .*=auto to") as caught:
+        extension.obtain(receiver)
+    assert caught[0].filename == __file__
+    assert len(receiver.modules) == 1
+    assert extension.status().state == "ready"
 
 
 def test_build_goes_on_in_the_background(

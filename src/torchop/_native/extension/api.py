@@ -22,7 +22,7 @@ from torchop._errors import NativeBuildWarning, NativeUnavailableError, short_re
 from torchop._native.extension import child, files, worker
 from torchop._native.extension.child import not_exiting
 from torchop._native.extension.files import Place, UnusableFileError
-from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe
+from torchop._native.extension.recipe import Recipe, find_compiler, lock_problem, make_recipe
 
 Mode = Literal["auto", "0", "require", "prebuilt"]
 State = Literal["off", "idle", "found", "building", "ready", "failed"]
@@ -50,7 +50,7 @@ class Status(NamedTuple):
         state: `"off"`, `"idle"` (no operator was called yet), `"building"`, `"found"` (it is being
             loaded), `"ready"` (it is in use) or `"failed"`.
         path: the extension that is loaded, or being loaded or built.
-        reason: why it failed.
+        reason: why it failed, or why it is off, unless TORCHOP_NATIVE=0 says so.
         seconds: how long building took, or has taken so far.
         key: what the extension was compiled for: PyTorch, Python, platform and sources.
 
@@ -95,7 +95,8 @@ class Extension:
         An extension that is compiled already is loaded, and handed over, before this returns.
         Otherwise it is compiled, in the background, and handed over in another thread; or with
         TORCHOP_NATIVE=require, before this returns. With TORCHOP_NATIVE=prebuilt nothing is
-        compiled, and with TORCHOP_NATIVE=0 nothing happens.
+        compiled, and with TORCHOP_NATIVE=0 nothing happens. Nor does anything happen on a Python
+        that runs without its lock, unless it is required, because loading would turn that on.
 
         Without TORCHOP_NATIVE=require, this raises nothing: it warns, once, with the reason, unless
         somebody waits, who gets it as an exception. What `on_ready` raises counts as a failure to
@@ -107,8 +108,10 @@ class Extension:
                 if self._state == "failed" and wanted == "require":
                     raise _required(self._reason)
                 return
-            if wanted == "0":
+            problem = lock_problem()
+            if wanted == "0" or (problem is not None and wanted != "require"):
                 self._state = "off"
+                self._reason = None if wanted == "0" else problem
                 return
             self._is_settled.clear()  # before: deep in a recursion, this may raise
             self._is_asked_for = True
@@ -131,8 +134,15 @@ class Extension:
             self._warn_of_failure(_errors.users_place())
         else:
             if self._chosen_folder_problem is not None:
-                problem = self._chosen_folder_problem
-                _errors.warn_at(_errors.users_place(), problem, NativeBuildWarning)
+                place = _errors.users_place()
+                _errors.warn_at(place, self._chosen_folder_problem, NativeBuildWarning)
+            if problem is not None:
+                _errors.warn_at(
+                    _errors.users_place(),
+                    f"TORCHOP_NATIVE=require turns the GIL on for this process: {problem}. Set "
+                    "TORCHOP_NATIVE=auto to work without the GIL and without native calls.",
+                    NativeBuildWarning,
+                )
 
     def wait(self, on_ready: OnReady, timeout: float | None) -> bool:
         """Obtains the native call path, and waits; returns whether it is there.
@@ -323,8 +333,8 @@ def status() -> Status:
 def why_missing() -> str:
     """Why calls go through the dispatcher, where the extension is not there."""
     state = status()
-    reason = "TORCHOP_NATIVE=0 turns it off" if state.state == "off" else state.reason
-    return f"the native call path is not there ({reason or state.state})"
+    fallback = "TORCHOP_NATIVE=0 turns it off" if state.state == "off" else state.state
+    return f"the native call path is not there ({state.reason or fallback})"
 
 
 def earlier_failure(recipe: Recipe) -> str | None:

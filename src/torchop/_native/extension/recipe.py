@@ -102,6 +102,16 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
+def lock_problem() -> str | None:
+    """Why this process should not load the extension unasked; None if it may.
+
+    Python turns the global interpreter lock on, for the whole process, for an extension that does
+    not declare that it can do without. It is on all the same with PYTHON_GIL=1, or for another one.
+    """
+    has_lock: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # since 3.13
+    return None if has_lock else "this Python runs without the GIL, which native calls still need"
+
+
 def compile_flags() -> list[str]:
     """The flags of the compiler that do not depend on where things are installed."""
     flags = [
