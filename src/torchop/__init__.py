@@ -7,6 +7,7 @@ from torch.library import wrap_triton
 
 from torchop import _errors
 from torchop import native as native
+from torchop._compat import compile_caches as _compile_caches
 from torchop._compat.classes import CustomOpDef, EffectType
 from torchop._core.checking import checking
 from torchop._core.user_rule import Rule, get_rule
@@ -59,6 +60,9 @@ _scoped_library = Library
 _register_effectful_op = register_effect
 
 _start_native()
+_compile_caches.identify_operators(
+    lambda names: importlib.import_module("torchop._inspect.cache_key").identify(names)
+)
 
 _LATE = {
     "_accelerate.accelerate": ("AcceleratedOperator", "Acceleration", "accelerate"),

@@ -1,17 +1,26 @@
-"""cache_key_tag: what changes the key of compile caches, and that PyTorch honours it."""
+"""What changes the keys of compile caches, by themselves and by `cache_key_tag`."""
 
 from __future__ import annotations
 
+import inspect
+import sys
 import uuid
+import warnings
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.package import DynamoCache
+from torch._dynamo.precompile_context import PrecompileContext
 
 import torchop
 from tests.forking import run_compiling
 from tests.support import assert_clean
+from torchop._compat import compile_caches
+from torchop._inspect import cache_key
 
 
 @pytest.fixture
@@ -58,39 +67,186 @@ def test_tag_does_not_change_with_a_kernel(op: Any) -> None:
     assert torchop.cache_key_tag() == before
 
 
+def _twice(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+def _thrice(grad: Tensor) -> Tensor:
+    return grad * 3
+
+
+def _around(helper: Any) -> Any:
+    return lambda ctx, grad: helper(grad)
+
+
+def _backward_by_helper(ctx: Any, grad: Tensor) -> Tensor:
+    return _twice(grad)
+
+
+def _identity_of_double(op: Any) -> str:
+    return cache_key.identify([str(op._qualname)])[0]
+
+
+def test_what_a_formula_calls_is_part_of_the_key(op: Any, monkeypatch: Any) -> None:
+    op.register_autograd(_around(_twice))
+    twice = _identity_of_double(op)
+    op.register_autograd(_around(_thrice))
+    assert _identity_of_double(op) != twice
+
+    op.register_autograd(_backward_by_helper)
+    by_helper = _identity_of_double(op)
+    assert _identity_of_double(op) == by_helper
+    monkeypatch.setattr(sys.modules[__name__], "_twice", _thrice)
+    assert _identity_of_double(op) != by_helper
+
+
+@pytest.mark.parametrize("way", ["handle", "torch.ops"])
+def test_an_operator_that_a_formula_calls_is_part_of_the_key(
+    op: Any, namespace: str, way: str
+) -> None:
+    inner = torchop.custom_op(
+        f"{namespace}::scale",
+        lambda grad: grad * 2,
+        mutates_args=(),
+        schema="(Tensor grad) -> Tensor",
+    )
+    source = (
+        f"lambda ctx, grad: torch.ops.{namespace}.scale(grad)"
+        if way == "torch.ops"
+        else ("lambda ctx, grad: inner(grad)")
+    )
+    op.register_autograd(eval(source, {"torch": torch, "inner": inner, "__name__": __name__}))
+    before = _identity_of_double(op)
+    inner.register_fake(lambda grad: torch.empty_like(grad))
+    assert _identity_of_double(op) != before
+
+
+@pytest.mark.parametrize("owner", ["custom_op", "Library"])
+def test_operators_of_others_are_part_of_the_key(namespace: str, owner: str) -> None:
+    qualname = f"{namespace}::other"
+    if owner == "custom_op":
+
+        def other(x: Tensor) -> Tensor:
+            return x * 2
+
+        handle = torch.library.custom_op(qualname, other, mutates_args=())
+        changes = [
+            lambda: handle.register_autograd(_backward_by_two),
+            lambda: handle.register_autograd(_backward_by_three),
+            lambda: handle.register_fake(lambda x: torch.empty_like(x)),
+        ]
+    else:
+        torch.library.define(qualname, "(Tensor x) -> Tensor")
+        changes = [
+            lambda: torchop.register_fake(qualname, lambda x: torch.empty_like(x)),
+            lambda: torchop.register_autograd(qualname, _backward_by_two),
+            lambda: torchop.register_autograd(qualname, _backward_by_three),
+        ]
+    seen = {cache_key.identify([qualname])[0]}
+    for change in changes:
+        change()
+        seen.add(cache_key.identify([qualname])[0])
+    assert len(seen) == 4
+
+
+def test_nothing_is_known_of_operators_without_rules() -> None:
+    assert cache_key.identify(["aten::sin", "aten::cos.out"]) == ("", [])
+
+
+def test_a_companion_has_the_rules_of_its_origin(op: Any) -> None:
+    op.register_autograd(_backward_by_two)
+    forms = op.derive_inplace(), op.derive_out()
+    before = [_identity_of_double(form) for form in forms]
+    op.register_autograd(_backward_by_three)
+    assert all(_identity_of_double(form) != old for form, old in zip(forms, before, strict=True))
+
+
+def test_the_operators_of_a_graph_are_found_in_its_regions(namespace: str) -> None:
+    region = torch.fx.Graph()
+    x = region.placeholder("x")
+    region.output(region.call_function(torch.ops.aten.sin.default, (x,)))
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x = graph.call_module("region", (x,))
+    handed_on = graph.call_function(print, (torch.ops.aten.add.Tensor, x))
+    graph.output(graph.call_function(torch.ops.aten.cos.out, (handed_on,)))
+    inner = torch.fx.GraphModule({}, region)
+    module = torch.fx.GraphModule({"region": inner}, graph)
+    names = compile_caches.operators_of(module)
+    assert names == {"aten::sin", "aten::add.Tensor", "aten::cos.out"}
+
+
+def _fake(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_precompiled_program_depends_on_the_code_of_rules(op: Any, tmp_path: Path) -> None:
+    op.register_fake(_fake)
+
+    def program(x: Tensor) -> Any:
+        return op(x) + 1
+
+    # The cache of Dynamo is a folder in that of Inductor.
+    with (
+        torch._dynamo.config.patch(caching_precompile=True),
+        warnings.catch_warnings(),
+        mock.patch.object(DynamoCache, "path_prefix", return_value=str(tmp_path)),
+    ):
+        warnings.simplefilter("ignore")
+        torch.compile(program, fullgraph=True)(torch.ones(2))
+        PrecompileContext.save_to_dynamo_cache()
+        precompiled = DynamoCache.load(program)
+    assert precompiled is not None
+    # Loading compares each of these with the file of its module, and raises if it is another.
+    sources = precompiled.dynamo.source_info.inlined_sources
+    _, first = inspect.getsourcelines(_fake)
+    assert first in {source.firstlineno for source in sources if source.module == __name__}
+
+
 # Dynamo's reset leaves no graph in the memory of the process, so what a compile finds is in the
 # folder of the cache, as in a process that starts after the formula was edited.
 _PROGRAM = """
 import sys, torch, torchop
 from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
-factors = {"two": lambda ctx, grad: grad * 2, "three": lambda ctx, grad: grad * 3}
-for tag in ("untagged", "tagged"):
-    @torchop.custom_op(f"{tag}_{sys.argv[1]}::double", mutates_args=())
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
+class Pass(CustomGraphPass):
+    calls = 0
+    def __call__(self, graph):
+        Pass.calls += 1
+    def uuid(self):
+        return "of the user"
 
-    double.register_fake(lambda x: torch.empty_like(x))
-    for formula, backward in factors.items():
-        double.register_autograd(backward)
-        if tag == "tagged":
-            torch.compiler.config.cache_key_tag = torchop.cache_key_tag()
-        torch._dynamo.reset()
-        counters.clear()
-        x = torch.ones(2, requires_grad=True)
-        torch.compile(lambda x: double(x) + 1, fullgraph=True)(x).sum().backward()
-        hits = counters["aot_autograd"]["autograd_cache_hit"]
-        print(tag, formula, x.grad[0].item(), hits)
+config.post_grad_custom_pre_pass = Pass()
+
+@torchop.custom_op(f"{sys.argv[1]}::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@torchop.custom_op(f"{sys.argv[1]}::other", mutates_args=())
+def other(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+double.register_fake(lambda x: torch.empty_like(x))
+for operator, factor in (double, 2), (double, 3), (other, 4), (double, 3):
+    # A number of its own in the code, as if the file had been edited.
+    operator.register_autograd(eval(f"lambda ctx, grad: grad * {factor}"))
+    torch._dynamo.reset()
+    counters.clear()
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda x: double(x) + 1, fullgraph=True)(x).sum().backward()
+    print(factor, x.grad[0].item(), counters["aot_autograd"]["autograd_cache_hit"], Pass.calls > 0)
 """
 
 
-def test_edited_formula_is_compiled_again_only_with_the_tag() -> None:
+def test_an_edited_formula_of_an_operator_in_the_graph_is_compiled_again() -> None:
     # No cache knows it, so the cache need not be a new one, for which Inductor would compile anew
     # what tells it the vectors of the machine.
     done = run_compiling(_PROGRAM, f"cached_{uuid.uuid4().hex}")
     assert assert_clean(done).splitlines() == [
-        "untagged two 2.0 0",
-        "untagged three 2.0 1",
-        "tagged two 2.0 0",
-        "tagged three 3.0 0",
+        "2 2.0 0 True",
+        "3 3.0 0 True",
+        "4 3.0 1 True",
+        "3 3.0 1 True",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.library
@@ -43,6 +44,16 @@ def process_library(namespace: str) -> Any:
         if namespace not in _process_libraries:
             _process_libraries[namespace] = process_library_type(namespace, "FRAGMENT")
         return _process_libraries[namespace]
+
+
+# The attribute of a library with what is registered through it, for the operators of others.
+DEFINITIONS = "_torchop_definitions"
+
+
+def process_definitions(namespace: str) -> Mapping[str, Any]:
+    """What is registered without a library of the caller's, for the operators of others."""
+    library = _process_libraries.get(namespace)
+    return {} if library is None else library.__dict__.get(DEFINITIONS, {})
 
 
 def check_library(what: object, lib: torch.library.Library | None) -> None:

@@ -11,7 +11,12 @@ from torchop._compat import deregistration, libraries, operators, registries, to
 from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.declaration import Declaration, Site
 from torchop._core.definition import Definition
-from torchop._core.library import check_library, process_library
+from torchop._core.library import (
+    DEFINITIONS,
+    check_library,
+    process_definitions,
+    process_library,
+)
 from torchop._core.lock import completed, registration_lock
 from torchop._errors import (
     OperatorGoneError,
@@ -120,6 +125,13 @@ def own_definitions() -> dict[str, Definition]:
     return {name: d for name, d in definitions.items() if d is not None}
 
 
+def definitions_of(name: OpName) -> list[Definition]:
+    """What is registered for an operator, ours or not: not through libraries of others' own."""
+    own = own_definition(None, name)
+    registered = process_definitions(name.namespace).get(str(name))
+    return [each for each in (own, registered) if each is not None]
+
+
 def find_schema(name: OpName) -> Schema:
     """The schema of an operator; raises OperatorNotFoundError if nobody defined it."""
     if not operators.is_registered(name.packet, name.overload):
@@ -150,7 +162,7 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     """The definition that collects what a library registers for somebody else's operator."""
     schema = find_schema(name)
     # Kept on the library itself, so that they go together.
-    definitions: dict[str, Definition] = library.__dict__.setdefault("_torchop_definitions", {})
+    definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
     definition = definitions.get(str(name))
     if definition is None or definition.schema.text != schema.text:
         if definition is not None:

@@ -181,7 +181,7 @@ def check_not_traced(name: OpName, declared: Declared) -> None:
         "compiled code by the operator's name, so the operator with an effect would be "
         "compiled in some places only. Declare the effect where the operator is "
         'defined, custom_op(..., effects="ordered"), before anything is compiled. '
-        "torchop.cache_key_tag() tells graphs of earlier processes apart."
+        "It tells graphs of earlier processes apart."
     )
 
 
