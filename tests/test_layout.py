@@ -48,10 +48,10 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 620,
-    "_compat": 2788,
-    "_core": 1562,
+    "_compat": 2844,
+    "_core": 1576,
     "_define": 1853,
-    "_inspect": 923,
+    "_inspect": 1010,
     "_native": 1422,
     "_native/csrc": 4275,
     "_rules": 5107,
@@ -60,7 +60,7 @@ BUDGETS = {
     "_schema": 3358,
     "cli": 2318,
     "export": 442,
-    "files": 771,
+    "files": 775,
     "testing": 5993,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
