@@ -51,7 +51,7 @@ BUDGETS = {
     "_compat": 2844,
     "_core": 1576,
     "_define": 1853,
-    "_inspect": 1010,
+    "_inspect": 1013,
     "_native": 1422,
     "_native/csrc": 4275,
     "_rules": 5107,

@@ -55,7 +55,7 @@ def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]
     It is empty if compilers bake nothing of these operators into a graph.
     """
     digest = _Digest()
-    for name in sorted(own_definitions() if operators is None else operators):
+    for name in digest.own if operators is None else sorted(operators):
         digest.add_operator(name)
     return digest.text() if digest.has_rules else "", digest.sources
 
@@ -76,6 +76,10 @@ class _Digest:
         self.sources: list[types.CodeType] = []
         self._hash = hashlib.sha256(torchop.__version__.encode())
         self._seen: set[object] = set()
+
+    @functools.cached_property
+    def own(self) -> list[str]:
+        return sorted(own_definitions())
 
     def text(self) -> str:
         return self._hash.hexdigest()
@@ -153,7 +157,7 @@ class _Digest:
             is_helper = isinstance(value, types.FunctionType) and _package(value) == package
             if name[:2] != "__" and (is_helper or _is_constant(value) or _is_operator(value)):
                 self.add([name, value])
-        for qualname in own_definitions() if "ops" in names else ():
+        for qualname in self.own if "ops" in names else ():
             namespace, _, local = qualname.partition("::")
             if namespace in names and local.partition(".")[0] in names:
                 self.add_operator(qualname)
