@@ -43,6 +43,14 @@ def sample_of(
     return positional, keywords
 
 
+def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
+    """Raises TypeError if an argument that is one tensor has a list: of samples, as a rule."""
+    for argument in schema.arguments:
+        value = values.get(argument.name)
+        if argument.kind == "Tensor" and isinstance(value, (tuple, list)):
+            raise TypeError(f"{argument.name!r} is a {type(value).__name__}, and no tensor")
+
+
 def with_values(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[str, Any]
 ) -> Sample:

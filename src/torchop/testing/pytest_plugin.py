@@ -212,7 +212,7 @@ class AnyCheck:
         report = api.check(op, *examples, raise_exception=False, **options)
         self.reports.append(report)
         if raise_exception and not report.ok:
-            _refuse(str(report))
+            _refuse(report.in_short())
         return report
 
 

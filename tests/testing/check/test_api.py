@@ -69,6 +69,7 @@ def test_failures_are_raised_with_the_report(flat: Any) -> None:
         check(flat, EXAMPLE, only="memory")
     assert isinstance(error.value, OpCheckError)  # what users of torch.library catch
     assert "torch.tensor(" in str(error.value)
+    assert "cannot be done because" not in str(error.value)  # who wants to know that has the report
 
 
 def test_failures_name_check_message_and_program(flat: Any) -> None:
@@ -100,6 +101,8 @@ def test_wrong_examples_are_refused(good: Any) -> None:
         check(good, (torch.ones(2), 2.0, 3.0))
     with pytest.raises(TypeError, match=r"Pass several examples one by one, as in check\(op, \*"):
         check(good, [EXAMPLE, EXAMPLE, EXAMPLE])
+    with pytest.raises(TypeError, match=r"'x' is a tuple, and no tensor. Pass several"):
+        check(good, [EXAMPLE])
     with pytest.raises(ValueError, match="no data"):
         check(good, (torch.ones(2, device="meta"),))
 

@@ -56,6 +56,14 @@ def test_text_tells_what_failed_and_what_was_not_done() -> None:
         assert part in text
 
 
+def test_one_line_tells_why_several_checks_cannot_be_done() -> None:
+    undone = [Result(f"subsystems.{name}", "cannot be done", "no formula") for name in "abc"]
+    lines = str(made(results=(undone[0], RESULTS[0], *undone[1:]))).splitlines()
+    together = "  subsystems.a, subsystems.b, subsystems.c: cannot be done because: no formula"
+    assert lines.count(together) == 1
+    assert sum("no formula" in line for line in lines) == 1
+
+
 def test_failures_of_one_cause_are_told_together() -> None:
     same = {"cause": "IndexError: out of range"}
     report = made(

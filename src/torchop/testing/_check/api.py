@@ -108,7 +108,7 @@ def check(
     report = report_of(checks, results, time.perf_counter() - started)
     report = dataclasses.replace(report, allow_not_run=allow_not_run)
     if raise_exception and not report.ok:
-        raise optests.opcheck_error(OpCheckError)(str(report))
+        raise optests.opcheck_error(OpCheckError)(report.in_short())
     return report
 
 

@@ -209,8 +209,12 @@ class CheckReport:
             ("cannot be done", "cannot be done because"),
             ("not run", "not run"),
         ):
-            some = [r for r in self.results if r.outcome == outcome and not r.provider]
-            lines += [f"  {result.check}: {verb}: {result.message}" for result in some]
+            # Checks that have one reason share a line, because reasons can be long.
+            checks: dict[str, list[str]] = {}
+            for result in self.results:
+                if result.outcome == outcome and not result.provider:
+                    checks.setdefault(result.message, []).append(result.check)
+            lines += [f"  {', '.join(names)}: {verb}: {why}" for why, names in checks.items()]
         for name, report in self.by_provider().items():
             one, *others = {result.message for result in report.results}
             left_out = f": {one}" if one and not others else ""  # the provider cannot run here

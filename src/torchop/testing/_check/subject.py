@@ -21,7 +21,7 @@ from torchop._rules.user.preconditions.base import Unfit
 from torchop.extend import Form, Operator, OpLike, named_inputs, short_text
 from torchop.testing import probes
 from torchop.testing._check.providers.accepting import accepts
-from torchop.testing._samples import sample_of, with_fake_tensors, with_values
+from torchop.testing._samples import refuse_lists, sample_of, with_fake_tensors, with_values
 from torchop.testing.process_state import forks, restored
 
 
@@ -180,7 +180,7 @@ class Subject:
     def _original(self, args: tuple[Any, ...], kwargs: Any) -> Example:
         if not self.operator.takes_structures:
             try:
-                self.operator.signature.bind(*args, **kwargs)
+                refuse_lists(self.schema, self.operator.signature.bind(*args, **kwargs).arguments)
             except TypeError as error:
                 raise TypeError(
                     f"check({self.name}, ...): an example is a tuple of arguments, or (args, "
