@@ -15,6 +15,14 @@ from torchop._schema.schema import Schema
 Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
+def _no_residuals(name: OpName, types: Any) -> Any:
+    raise RuntimeError(f"{name} cannot declare residuals before torchop is imported.")
+
+
+# Checks the types of an operator's residuals, by name; `_rules.residuals` puts it here.
+declare_residuals: Callable[[OpName, Any], Any] = _no_residuals
+
+
 class Site(NamedTuple):
     """Where an operator was defined: two definitions by the same code have the same origin."""
 
@@ -54,6 +62,7 @@ class Declaration(NamedTuple):
         fake: its fake kernel, which is known to be right.
         guard: looks at the arguments of each call before any kernel.
         effect: its side effect; `_rules` knows which there are.
+        residuals: what its kernels return for the backward alone, from `declare_residuals`.
         convention: how the functions of its author are called.
         is_companion: whether it stands for another operator in compiled graphs.
         is_lenient: whether calls do what those of the helper of an engine do: results may share
@@ -69,6 +78,7 @@ class Declaration(NamedTuple):
     fake: Callable[..., Any] | None = None
     guard: Guard | None = None
     effect: Any = None
+    residuals: Any = None
     convention: Convention = FLAT
     is_companion: bool = False
     is_lenient: bool = False

@@ -218,6 +218,11 @@ class Definition:
         """The function as its author wrote it; None for operators of others."""
         return self.function if self.structure is None else self.structure.function
 
+    def authored(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A kernel or fake kernel of the author, which hands its residuals over, if it has some."""
+        declared = self.declaration.residuals
+        return function if declared is None else declared.handing_over(function)
+
     @property
     def entry(self) -> Any:
         """Where native calls come in, if there are any."""

@@ -79,8 +79,8 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
       reference lists, yours, and those of any package.
     - `providers`: a dict of kernels beside these, by provider, each a dict of the arguments of
       `register_kernel`, with `device_types` and `function`.
-    - `mutates_args` (none by default), `schema`, `tags`, `effects`, `compile`, `priority`: as in
-      `custom_op`.
+    - `mutates_args` (none by default), `schema`, `tags`, `effects`, `compile`, `priority`,
+      `residuals`: as in `custom_op`.
 
     Returns:
         A decorator, whose result is the `CustomOp`.

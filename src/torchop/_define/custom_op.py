@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.library
 
 from torchop._compat import compilers
 from torchop._compat.classes import Tag
+from torchop._core import declaration
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
 from torchop._core.library import check_callers_library
 from torchop._define.handle import CustomOp
-from torchop._errors import Place, short_text, users_place
+from torchop._errors import Place, SchemaError, short_text, users_place
 from torchop._rules import inlining
 from torchop._rules.effect import Effect, declared_effect
 from torchop._rules.inlining import Compile
@@ -43,6 +45,7 @@ def custom_op(
     effects: Effect = None,
     compile: Compile = "opaque",
     priority: Sequence[str] = (),
+    residuals: Mapping[str, Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]: ...
 
@@ -60,6 +63,7 @@ def custom_op(
     effects: Effect = None,
     compile: Compile = "opaque",
     priority: Sequence[str] = (),
+    residuals: Mapping[str, Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> CustomOp[P, R]: ...
 
@@ -76,6 +80,7 @@ def custom_op(
     effects: Effect = None,
     compile: Compile = "opaque",
     priority: Sequence[str] = (),
+    residuals: Mapping[str, Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
     """Turns a function into an operator, as a decorator or as a call.
@@ -102,6 +107,8 @@ def custom_op(
             operator, and gradients use the registered formula.
         priority: the order in which calls ask providers, by name. Their kernels, which you register
             later (see `register_kernel`), run in place of the function where they can.
+        residuals: the types of what kernels return for the backward alone, by their names, such as
+            `{"lse": torch.Tensor}`; see `torchop.residuals`.
         lib: the library that the operator lives in; by default it lives as long as the process.
 
     Returns:
@@ -150,6 +157,7 @@ def custom_op(
             compile=compile,
             priority=priority,
             lib=lib,
+            residuals=residuals,
             place=place,
         )
 
@@ -168,6 +176,7 @@ def define_function(
     compile: Compile = "opaque",
     priority: Sequence[str] = (),
     lib: torch.library.Library | None = None,
+    residuals: Mapping[str, Any] | None = None,
     place: Place | None = None,
     is_lenient: bool = False,
 ) -> CustomOp[P, R]:
@@ -178,6 +187,10 @@ def define_function(
     what = f"custom_op({str(name)!r})"
     check_callable(what, function)
     devices = known_devices(name, device_types)
+    declared = None
+    if residuals is not None:
+        declared = declaration.declare_residuals(name, residuals)
+        function = declared.handing_over(function)
     all_tags = checked_tags(name, tags)
     parsed, flat_function, convention = declared_schema(
         name, function, schema, mutates_args, all_tags
@@ -185,20 +198,28 @@ def define_function(
     check_no_generator(what, function, parsed)
     effect = declared_effect(name, effects, parsed, convention)
     inlined = inlining.check_compile(name, compile, effect)
-    declaration = Declaration(
+    if declared is not None:
+        declared.check_operator(parsed, convention)
+        if inlined is not None:
+            raise SchemaError(
+                f'{name}: residuals and compile="inline" exclude each other, because a compiler '
+                "that traces the function differentiates the operators in it."
+            )
+    complete = Declaration(
         name,
         parsed,
         flat_function,
-        Site.of(function, place or users_place()),
+        Site.of(inspect.unwrap(function) if declared else function, place or users_place()),
         devices,
         tags=_with_form(all_tags, parsed.form),
         effect=effect,
+        residuals=declared,
         convention=convention,
         is_lenient=is_lenient,
     )
 
     def build() -> CustomOp[P, R]:
-        definition = define(declaration, lib)
+        definition = define(complete, lib)
         if inlined is not None:
             inlining.install(definition, inlined)
         handle: CustomOp[P, R] = definition.handle

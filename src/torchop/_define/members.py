@@ -138,7 +138,7 @@ MEMBERS: Mapping[str, Member] = {
     "out": _form("derive_out", "operator with out="),
 }
 # What custom_op is called with, under the same names.
-ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority")
+ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority", "residuals")
 
 
 def is_device_type(name: str) -> bool:

@@ -90,7 +90,19 @@ def check_setup_context(
     names = _setup_parameters(has_keywords)
     if setup_context is None or (callable(setup_context) and accepts(setup_context, (), names)):
         return
-    check_signature(f"{name}: setup_context", setup_context, names)
+    more = (RESIDUALS,) if asks_for_residuals(setup_context) else ()
+    check_signature(f"{name}: setup_context", setup_context, names, more)
+
+
+RESIDUALS = "residuals"  # the parameter by which a `setup_context` asks for them
+
+
+def asks_for_residuals(setup_context: Any) -> bool:
+    """Whether a `setup_context` has a parameter for what kernels return for the backward alone."""
+    try:
+        return RESIDUALS in inspect.signature(setup_context).parameters
+    except (TypeError, ValueError):  # no function, or a builtin
+        return False
 
 
 def setup_caller(
@@ -102,6 +114,8 @@ def setup_caller(
     """
     if setup_context is None:
         return None
+    if asks_for_residuals(setup_context):
+        return _setup_with_residuals(setup_context, has_keywords)
     by_keyword = accepts(setup_context, (), _setup_parameters(has_keywords))
     if has_keywords:
         if by_keyword:
@@ -114,6 +128,16 @@ def setup_caller(
             ctx=ctx, inputs=inputs, output=output
         )
     return lambda ctx, inputs, keywords, output: setup_context(ctx, inputs, output)
+
+
+def _setup_with_residuals(
+    setup_context: Callable[..., Any], has_keywords: bool
+) -> Callable[..., Any]:
+    if has_keywords:
+        return setup_context
+    return lambda ctx, inputs, keywords, output, residuals: setup_context(
+        ctx, inputs, output, residuals=residuals
+    )
 
 
 def _setup_parameters(has_keywords: bool) -> tuple[str, ...]:

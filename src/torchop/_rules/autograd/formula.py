@@ -36,6 +36,8 @@ class Formula:
         setup_context: as the user wrote it.
         setup: the same, called with `(ctx, inputs, keyword_only_inputs, output)`.
         backward: what computes the gradients; None if there is no formula.
+        training: the training form, if the operator has residuals and `setup_context` asks for
+            them: see `training`.
         save: `save(ctx, inputs, keyword_only_inputs, output, *seen)`, after the kernel, where
             `seen` is what `run` returned after the result, or what `look` returned; None if nothing
             is saved.
@@ -52,15 +54,20 @@ class Formula:
         definition: Any,
         function: Callable[..., Any] | None = None,
         setup_context: SetupContext | None = None,
+        training: Any = None,
     ) -> None:
         self.definition = definition
         self.function = function
         self.setup_context = setup_context
+        self.training = training
         has_keywords = setup_context is not None and bool(definition.schema.keyword_only)
         self.setup = setup_caller(setup_context, has_keywords)
         self.backward = function
         self.save: Callable[..., None] | None = self.setup
+        self.save_plain: Callable[..., None] | None = None  # of formulas in `opaque`
         self.look: Callable[[Any, Any], Any] | None = None
+        if training is not None:
+            self.save, self.look = training.saving(self.setup), training.look
         self.record_body: Callable[[Any, Any], Any] | None = None
         self.tangents: Tangents | None = None
 
@@ -76,7 +83,7 @@ class Formula:
 
     def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         """Makes the call from the dispatcher; returns the result, and what else `save` gets."""
-        return (call(),)
+        return (call(),) if self.training is None else self.training(args, kwargs)
 
 
 NO_FORMULA = Formula(None)

@@ -197,8 +197,8 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         jvp,
     )
     context = autograd.context_type(function)
-    # On the class, because most calls have no lists, and set neither.
-    context._torchop_inputs = context._torchop_outputs = None
+    # On the class, because most calls have no lists, save no residuals, and set none of these.
+    context._torchop_inputs = context._torchop_outputs = context._torchop_guard = None
     context.saved_tensors = property(saved_tensors)
     # The engine calls this. PyTorch's own `apply` first checks for kinds of functions that this one
     # never is.
@@ -275,7 +275,11 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     if cache is None:
         return autograd.raw_saved_tensors(ctx)
     if not cache:
-        cache.append(autograd.raw_saved_tensors(ctx))
+        tensors = autograd.raw_saved_tensors(ctx)
+        # A transform around the one that differentiates here recorded the residuals itself.
+        if ctx._torchop_guard and torch.is_grad_enabled() and not functorch.is_active():
+            tensors = ctx._torchop_guard(ctx, tensors)
+        cache.append(tensors)
     return cache[0]
 
 

@@ -49,23 +49,34 @@ class PlainFormula(Formula):
         self,
         definition: Definition,
         function: Callable[..., Any],
-        setup_context: SetupContext | None,
+        setup_context: SetupContext | None = None,
+        training: Any = None,
     ) -> None:
-        super().__init__(definition, function, setup_context)
+        super().__init__(definition, function, setup_context, training)
         self.backward = self._backward
-        self.save = self._save
+        self.save_plain, self.save = self.save, self._save
 
     def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         """Makes the call on the plain tensors, if there are others around these."""
-        made = (make(self.definition.overload, args, kwargs) for make in plain_calls)
+        training = self.training
+        called = self.definition if training is None else training.companion
+        made = (make(called.overload, args, kwargs) for make in plain_calls)
         plain = next((plain for plain in made if plain is not None), None)
         if plain is None:
-            return (call(),)
+            return super().run(ctx, args, kwargs, call)
         # Not kept: it leads to the node, and so to `ctx`.
         output, plain.output = plain.output, None
-        return output, plain
+        return output if training is None else training.split(output)[0], None, plain
 
-    def _save(self, ctx: Any, inputs: Any, keywords: Any, output: Any, plain: Any = None) -> None:
+    def _save(
+        self,
+        ctx: Any,
+        inputs: Any,
+        keywords: Any,
+        output: Any,
+        residuals: Any = None,
+        plain: Any = None,
+    ) -> None:
         """Shows `setup_context` the plain tensors, if the call was made on these."""
         if plain is not None:
             # Which entries of the gradients belong to tensors.
@@ -73,9 +84,12 @@ class PlainFormula(Formula):
             ctx._torchop_plain = plain, [isinstance(value, Tensor) for value in values]
             inputs, keywords = self.definition.schema.fill_defaults(plain.args, plain.kwargs)
             output = plain.result
+            if self.training is not None:
+                output, residuals = self.training.split(output)
             plain.forget()  # the node keeps only what is saved
-        if self.setup is not None:
-            self.setup(ctx, inputs, keywords, output)
+        if self.save_plain is not None:
+            more = () if self.training is None else (residuals,)
+            self.save_plain(ctx, inputs, keywords, output, *more)
 
     def _backward(self, ctx: Any, *grads: Any) -> Any:
         plain, of_tensors = getattr(ctx, "_torchop_plain", (None, ()))
@@ -109,9 +123,10 @@ class OpaqueFormula(PlainFormula):
         self,
         definition: Definition,
         function: Callable[..., Any],
-        setup_context: SetupContext | None,
+        setup_context: SetupContext | None = None,
+        training: Any = None,
     ) -> None:
-        super().__init__(definition, function, setup_context)
+        super().__init__(definition, function, setup_context, training)
         # One operator for all formulas that are registered in turn, because graphs know its name.
         operators: dict[str, _Operator] = definition.library.__dict__.setdefault(_ATTRIBUTE, {})
         operator = operators.get(str(definition))
@@ -126,16 +141,16 @@ class OpaqueFormula(PlainFormula):
 
     def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         """Makes the call, and saves the metadata of the gradients that the inputs need."""
-        result, *plain = super().run(ctx, args, kwargs, call)
-        if plain:
-            args, kwargs = plain[0].args, plain[0].kwargs
+        result, *seen = super().run(ctx, args, kwargs, call)
+        if len(seen) > 1:  # a call on plain tensors
+            args, kwargs = seen[1].args, seen[1].kwargs
         filled, _ = self.definition.schema.fill_defaults(args, kwargs)
         # In the backward, where the fake kernel has to describe the gradients, the inputs are gone.
         if _is_traced(list(tensors_in(filled))):
             layout = layout_of(ctx.needs_input_grad)
             tensors = compress(flatten(filled, layout), flatten(ctx.needs_input_grad, layout))
             ctx._torchop_metadata = [(t.shape, t.dtype, t.device) for t in tensors]
-        return result, *plain
+        return result, *seen
 
     def _gradients(self, ctx: Any, *grads: Any) -> Any:
         metadata = getattr(ctx, "_torchop_metadata", None)

@@ -22,6 +22,7 @@ from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.callables import (
     Function,
     Lambda,
+    asks_for_residuals,
     check_setup_context,
     check_signature,
     decorator_or_call,
@@ -52,7 +53,9 @@ def register_autograd(
         setup_context: `setup_context(ctx, inputs, output)`, called after the kernel, to save on
             `ctx` what `backward` needs; with keyword-only arguments in the schema,
             `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the caller
-            omitted have their defaults.
+            omitted have their defaults. With one more parameter, `residuals`, it gets what the
+            kernel returned for the backward alone, with an attribute for each; see
+            `torchop.residuals`.
         jvp: the formula for forward mode, as in `register_jvp`, with the same `setup_context`.
         opaque: whether `backward` cannot be traced, for example because it uses NumPy or addresses
             of data. A compiler then calls it as an operator of its own, `name__opaque_backward`,
@@ -178,15 +181,21 @@ def register(
     grads = (f"grad_{i}" for i in range(len(definition.schema.returns)))
     check_signature(f"{definition}: backward", backward, ("ctx", *grads))
     check_setup_context(definition, setup_context, bool(definition.schema.keyword_only))
+    training = None
+    if asks_for_residuals(setup_context):
+        training = rule.training_form()
     way: type[Formula] = Formula
     if opaque or uses_numpy(backward, setup_context):
         from torchop._rules.autograd.opaque import OpaqueFormula, PlainFormula  # most have none
 
         way = OpaqueFormula if opaque else PlainFormula
+    formula = way(definition, backward, setup_context, training)
     with registration_lock:
+        if training is not None:
+            training.differentiate(way, backward, formula.setup)
         rule.update(
             None if rule.installed else rule.install,
-            formula=way(definition, backward, setup_context),
+            formula=formula,
             tangents=rule.tangents if jvp is None else (jvp, None),
         )
 

@@ -16,14 +16,14 @@ from torchop._core.call import tensors_in
 from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
-from torchop._errors import MissingFormulaError
+from torchop._errors import MissingFormulaError, RuleSignatureError
 from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import check_replaces_no_gradient
 from torchop._rules.autograd.formula import NO_FORMULA, Formula, SetupContext
 from torchop._rules.autograd.function import apply, make_function
 from torchop._rules.mutation.rule import MutationRule
 from torchop._rules.mutation.writable import check_history, check_no_grad, check_saved
-from torchop._schema.callables import check_setup_context, setup_caller
+from torchop._schema.callables import asks_for_residuals, check_setup_context, setup_caller
 from torchop._schema.forms import Form
 
 
@@ -56,7 +56,10 @@ class AutogradRule(CompiledRule[Formula]):
         if self.tangents is not None:
             jvp, setup_context = self.tangents
             has_keywords = bool(self.definition.schema.keyword_only)
-            formula.tangents = jvp, setup_caller(setup_context, has_keywords) or formula.setup
+            setup = setup_caller(setup_context, has_keywords) or formula.setup
+            if setup is not None and asks_for_residuals(setup_context or formula.setup_context):
+                setup = self.training_form().computing(setup)
+            formula.tangents = jvp, setup
         return formula
 
     def cache_parts(self) -> Iterator[object]:
@@ -88,6 +91,17 @@ class AutogradRule(CompiledRule[Formula]):
         check_setup_context(self.definition, setup_context, has_keywords)
         self.update(None if self.installed else self.install, tangents=(jvp, setup_context))
 
+    def training_form(self) -> Any:
+        """What a call runs whose `setup_context` asks for residuals."""
+        definition = self.definition
+        if definition.declaration.residuals is None:
+            raise RuleSignatureError(
+                f"{definition}: setup_context has the parameter 'residuals', but the operator "
+                'declares none. Define it with residuals={"lse": Tensor} or the like, and return '
+                "torchop.residuals(output, lse) from its kernels."
+            )
+        return definition.declaration.residuals.training_form(definition)
+
     @compilers.never_traced
     def kernel(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         definition = self.definition
@@ -114,7 +128,10 @@ class AutogradRule(CompiledRule[Formula]):
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
-            record_body = definition.plan[AutogradRule].record_body
+            formula = definition.plan[AutogradRule]
+            record_body = formula.record_body
+            if is_dual and formula.training is not None:
+                raise forward_mode.refuse(definition)
             # With its body recorded, a call is none of the operator for anybody: so not where
             # forward mode, a transform, or a mode or subclass (the key Python) has to see one.
             if (

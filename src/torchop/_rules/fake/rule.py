@@ -105,6 +105,8 @@ class FakeRule(CompiledRule[Fake]):
         definition = self.definition
         schema = definition.schema
         users_function = function
+        if not getattr(function, "is_declared", False):  # a declaration is of the results alone
+            function = definition.authored(function)
         function = definition.convention.fake(function)
         function = fitted(f"{definition}: a fake kernel", function, schema)
         with registration_lock:

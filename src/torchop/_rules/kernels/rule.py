@@ -180,7 +180,8 @@ class KernelRule(CompiledRule[Kernels]):
         """Makes `function` the kernel of these device types."""
         devices = device_list(device_types)
         definition = self.definition
-        function = fitted_kernel(definition, definition.convention.kernel(function))
+        function = definition.convention.kernel(definition.authored(function))
+        function = fitted_kernel(definition, function)
         with registration_lock:
             names, install = self.places(devices)
             functions = {**self.functions, **dict.fromkeys(names, function)}

@@ -114,7 +114,9 @@ def make_provider(
     _check_parameters(what, definition, function, names)
     site = Site.of(function, users_place())
     kernels = tuple(
-        definition.convention.kernel(functools.partial(function, **each) if each else function)
+        definition.convention.kernel(
+            definition.authored(functools.partial(function, **each) if each else function)
+        )
         for each in configurations or ({},)
     )
     check_no_generator(what, kernels[0], definition.schema)

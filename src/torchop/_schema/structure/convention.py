@@ -126,13 +126,15 @@ class StructuredConvention(Convention):
         call = setup_caller(setup_context, has_keywords)
         assert call is not None  # there is a function to call
 
-        def with_keywords(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+        def with_keywords(
+            ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any, **residuals: Any
+        ) -> None:
             objects, keyword_objects = structure.objects(*inputs, **keyword_only_inputs)
             result = structure.rebuilt_result(output, structure.values.last())
-            call(Context(ctx, structure), objects, keyword_objects, result)
+            call(Context(ctx, structure), objects, keyword_objects, result, **residuals)
 
-        def without_keywords(ctx: Any, inputs: Any, output: Any) -> None:
-            with_keywords(ctx, inputs, {}, output)
+        def without_keywords(ctx: Any, inputs: Any, output: Any, **residuals: Any) -> None:
+            with_keywords(ctx, inputs, {}, output, **residuals)
 
         return _standing_for(
             setup_context, with_keywords if structure.keyword_only else without_keywords

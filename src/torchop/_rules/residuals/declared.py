@@ -1,0 +1,129 @@
+"""The declaration of an operator's residuals, and the check of what kernels return for it."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from types import GenericAlias
+from typing import Any
+
+from torchop._core import contract
+from torchop._core.call import named_inputs, named_outputs, tensors_in
+from torchop._core.contract import result_check, storage_of
+from torchop._core.definition import Definition
+from torchop._errors import AliasError, ResultError, SchemaError, short_repr
+from torchop._rules.residuals.handover import Request, handing_over
+from torchop._rules.residuals.training import TrainingForm, as_tuple, training_form
+from torchop._schema.convention import Convention
+from torchop._schema.declared import declared_schema
+from torchop._schema.naming import OpName
+from torchop._schema.schema import Schema
+
+_class_named: Callable[[str, Mapping[str, Any]], Any] = namedtuple
+
+
+class Declared:
+    """The residuals of one operator, as its definition declares them.
+
+    Attributes:
+        named: makes the object that a `setup_context` gets.
+        schema: one without arguments, which returns the residuals as graphs have them.
+    """
+
+    def __init__(self, name: OpName, types: Mapping[str, Any]) -> None:
+        if not isinstance(types, Mapping) or not types:
+            raise SchemaError(
+                f"{name}: residuals expects the types of the residuals by their names, such as "
+                f'{{"lse": Tensor, "mask": Tensor | None}}; got {short_repr(types)}.'
+            )
+        self.op = str(name)
+        try:
+            self.named = _class_named("residuals", types)
+            each = tuple(types.values())
+
+            def saved() -> Any: ...
+
+            returned = GenericAlias(tuple, each) if len(each) > 1 else each[0]
+            saved.__annotations__["return"] = returned
+            self.schema, _, declared = declared_schema(name, saved, None, (), ())
+        except (SchemaError, TypeError, ValueError) as error:
+            raise SchemaError(f"{name}: residuals={short_repr(types)}: {error}") from None
+        self.structure = declared.structure
+        self._check = result_check(self.schema.returns)
+
+    def check_operator(self, schema: Schema, convention: Convention) -> None:
+        """Refuses operators that cannot have residuals."""
+        if not schema.is_functional or not schema.returns:
+            raise SchemaError(
+                f"{self.op}: residuals are for functional operators, which return fresh tensors "
+                f"and mutate nothing; got {schema}. Define such an operator; derive_inplace() and "
+                "derive_out() of its handle make the forms that write."
+            )
+        structures = (self.structure, convention.structure)
+        if all(each is not None and each.values.places for each in structures):
+            raise SchemaError(
+                f"{self.op}: both the result and the residuals have values that are no tensors, "
+                "and only one of them may. Return such values from the operator alone."
+            )
+
+    def handing_over(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a kernel, or a fake one, return the result alone, and hand over the residuals."""
+        return handing_over(function, self)
+
+    def training_form(self, definition: Definition) -> TrainingForm:
+        """What calls run that record a gradient, for a formula that asks for residuals."""
+        return training_form(definition)
+
+    @property
+    def spelled(self) -> str:
+        """How a kernel returns them."""
+        return f"torchop.residuals(output, {', '.join(self.named._fields)})"
+
+    def flat(self, request: Request) -> tuple[Any, ...]:
+        """What a kernel handed over, checked, as the schema has it."""
+        saved = request.saved
+        if saved is None or len(saved) != len(self.named._fields):
+            got = "none" if saved is None else f"{len(saved)}"
+            raise ResultError(
+                f"{self.op}: where torchop.records_gradient() is True, every kernel and fake "
+                f"kernel must return {self.spelled}, but the one that ran returned {got} of its "
+                f"{len(self.named._fields)} residuals. A declared fake kernel, register_fake("
+                "like=...), has none; register a function."
+            )
+        values: Any = saved if len(saved) > 1 else saved[0]
+        if self.structure is not None:
+            values = self.structure.flat_result(values)
+        else:
+            values = self._check(values, self.op, f"kernel, among its residuals ({self.spelled}),")
+        return as_tuple(self.schema, values)
+
+    def rebuilt(self, flat: Sequence[Any]) -> Any:
+        """The object that a `setup_context` gets, from the residuals as graphs have them."""
+        values: Any = tuple(flat) if len(flat) > 1 else flat[0] if flat else None
+        if self.structure is not None:
+            values = self.structure.rebuilt_result(values, self.structure.values.last())
+        return self.named(*values) if len(self.named._fields) > 1 else self.named(values)
+
+    def check_fresh(
+        self, of: Schema, args: Sequence[Any], kwargs: dict[str, Any], output: Any, flat: Any
+    ) -> None:
+        """Refuses residuals in the memory of inputs or results, which compilers keep apart."""
+        tensors, others = (
+            list(tensors_in(flat)),
+            list(tensors_in(output if isinstance(output, tuple) else (output,))),
+        )
+        if len(set(map(id, tensors))) == len(tensors) and all(
+            contract.is_evidently_fresh((*args, others), kwargs, tensor) for tensor in tensors
+        ):
+            return
+        taken = {storage_of(tensor): where for _, where, tensor in named_inputs(of, args, kwargs)}
+        taken |= {storage_of(tensor): where for where, tensor in named_outputs(output)}
+        for tensor in tensors:
+            where = taken.get(storage_of(tensor))
+            if where is not None:
+                raise AliasError(
+                    f"{self.op}: a residual shares memory with {where}. It must be a fresh tensor, "
+                    "because compilers rely on it: return a copy, .clone(). A setup_context gets "
+                    "the inputs and the output anyway."
+                )
+            taken[storage_of(tensor)] = "another one"

@@ -1,0 +1,214 @@
+"""The training form of an operator with residuals: the operator that returns them too.
+
+A call that records a gradient calls `name__with_residuals` in place of the operator, below
+autograd. So compiled graphs, modes and transforms see one operator whose results are saved, and
+graphs that record nothing have the operator alone. Its kernel, and its fake kernel, call the
+operator, and ask the kernel that runs there for the residuals.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop._compat import checkpointing, compilers, registries
+from torchop._core.call import tensors_in
+from torchop._core.define import all_or_nothing
+from torchop._core.definition import Definition
+from torchop._errors import (
+    MissingFormulaError,
+)
+from torchop._rules.autograd.formula import Formula
+from torchop._rules.autograd.gradients import is_differentiable
+from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.checkpoint_modes import standing_for
+from torchop._rules.companions import define_companion
+from torchop._rules.residuals.handover import Request, request, requested
+from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
+from torchop._schema.schema import Schema
+from torchop._schema.text import arguments_of, results_of, write, write_results
+
+# The attribute of a library that holds the training form, which lives as long as it does.
+_ATTRIBUTE = "_torchop_with_residuals"
+
+
+class TrainingForm:
+    """The operator `name__with_residuals`, and how a formula calls it."""
+
+    def __init__(self, definition: Definition) -> None:
+        self._definition = definition
+        self.declared: Any = definition.declaration.residuals
+        schema = definition.schema
+        results = [*results_of(schema.written), *results_of(self.declared.schema.written)]
+        self.companion = define_companion(
+            definition,
+            "with_residuals",
+            write(arguments_of(schema.written), write_results(results)),
+            self._kernel,
+            self._kernel,  # on fake tensors, the operator calls its fake kernel
+        )
+        # What a rule of the user computes for all elements at once has no residuals.
+        self.companion.rule(VmapRule).register(SEQUENTIAL)
+        hook = standing_for(definition.overload, "")
+        for mode in checkpointing.POLICY_MODES:
+            registries.offer_torch_dispatch(str(self.companion), mode, hook)
+
+    @compilers.never_traced
+    def _kernel(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        definition, declared = self._definition, self.declared
+        output, request = requested(declared, lambda: definition.overload(*args, **kwargs))
+        flat = declared.flat(request)
+        declared.check_fresh(definition.schema, args, kwargs, output, flat)
+        return (*as_tuple(definition.schema, output), *flat)
+
+    def __call__(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Calls it; returns the result of the operator, and the residuals as graphs have them."""
+        return self.split(self.companion.overload(*args, **kwargs))
+
+    def split(self, result: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The same from what the training form returned."""
+        everything = as_tuple(self.companion.schema, result)
+        count = len(self._definition.schema.returns)
+        return everything[:count] if count > 1 else everything[0], everything[count:]
+
+    def look(self, inputs: Any, keywords: Any) -> Request:
+        """What a native call does before the kernel runs."""
+        return request(self.declared)
+
+    def saving(self, setup: Callable[..., Any]) -> Callable[..., None]:
+        """The `save` of a formula whose `setup_context` gets the residuals."""
+
+        def save(ctx: Any, inputs: Any, keywords: Any, output: Any, seen: Any) -> None:
+            declared = self.declared
+            if isinstance(seen, Request):  # of a native call
+                flat = declared.flat(seen)
+                declared.check_fresh(self._definition.schema, inputs, keywords, output, flat)
+                given = declared.named(*seen.saved or ())
+            else:
+                flat, given = seen, declared.rebuilt(seen)
+            setup(ctx, inputs, keywords, output, residuals=given)
+            ids = [id(tensor) for tensor in tensors_in(flat) if is_differentiable(tensor)]
+            places = [place for place, t in enumerate(ctx.to_save or ()) if id(t) in ids]
+            if places:
+                ctx._torchop_guard = functools.partial(_guarded, declared.op, places)
+
+        return save
+
+    def computing(self, setup: Callable[..., Any]) -> Callable[..., None]:
+        """The same for what has only the result: it runs the kernel again."""
+        return lambda ctx, inputs, keywords, output: setup(
+            ctx,
+            inputs,
+            keywords,
+            output,
+            residuals=self.declared.rebuilt(self(inputs, keywords)[1]),
+        )
+
+    def differentiate(
+        self, way: type[Formula], backward: Callable[..., Any], setup: Callable[..., Any]
+    ) -> None:
+        """Gives the training form a formula, for transforms around the one that records a call."""
+        count = len(self._definition.schema.returns)
+
+        def save(ctx: Any, inputs: Any, keywords: Any, result: Any, *seen: Any) -> None:
+            output, flat = self.split(result)
+            # Zeros would hide whether a gradient depends on the residuals, so backward makes those
+            # of the results. What a ctx was told of zeros cannot be read from it.
+            told = [True]
+            ctx.set_materialize_grads = told.append
+            setup(ctx, inputs, keywords, output, residuals=self.declared.rebuilt(flat))
+            del ctx.set_materialize_grads
+            ctx.set_materialize_grads(False)
+            results = as_tuple(self._definition.schema, output)
+            ctx._torchop_zeros = _described(results) if told[-1] else None
+
+        def gradients(ctx: Any, *grads: Any) -> Any:
+            if any(True for _ in tensors_in(grads[count:])):
+                raise _through_residual(self.declared.op)
+            grads = grads[:count]
+            if ctx._torchop_zeros is not None:
+                grads = tuple(map(_materialized, grads, ctx._torchop_zeros))
+            return backward(ctx, *grads)
+
+        formula = way(self.companion, gradients)
+        formula.setup = formula.save_plain = save
+        formula.save = formula.save or save
+        self.companion.rule(AutogradRule).update(formula=formula)
+
+
+def _described(outputs: Any) -> list[Any]:
+    return [
+        _described(output)
+        if isinstance(output, (list, tuple))
+        # Not what is no tensor, or undefined: it has no gradient.
+        else output
+        if not isinstance(output, Tensor)
+        else (output.shape, output.dtype, output.device)
+        for output in outputs
+    ]
+
+
+def _materialized(grad: Any, like: Any) -> Any:
+    if isinstance(like, list):
+        return list(map(_materialized, grad or [None] * len(like), like))
+    if grad is not None or not isinstance(like, tuple):
+        return grad
+    size, dtype, device = like
+    return torch.zeros(size, dtype=dtype, device=device)
+
+
+def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """The saved tensors, for a backward that is recorded: residuals refuse to have a gradient.
+
+    Otherwise they would be constants there, and a second derivative would be silently wrong. They
+    hang on an input, because autograd runs no nodes that lead to none.
+    """
+    inputs = [t for place, t in enumerate(tensors) if place not in places and t is not None]
+    leaves = [getattr(node, "variable", None) for node, _ in ctx.next_functions]
+    anchor = next((t for t in (*inputs, *leaves) if t is not None and t.requires_grad), None)
+    if anchor is None:
+        raise _through_residual(op)
+    return tuple(
+        _Constant.apply(tensor, anchor, op) if place in places else tensor  # type: ignore[no-untyped-call]
+        for place, tensor in enumerate(tensors)
+    )
+
+
+class _Constant(torch.autograd.Function):
+    """Passes on a residual, through which no gradient may flow."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, op: str) -> Tensor:
+        ctx.op = op
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise _through_residual(ctx.op)
+
+
+def _through_residual(op: str) -> MissingFormulaError:
+    return MissingFormulaError(
+        f"{op}: its gradient is differentiated, and depends on a residual, whose own derivative "
+        "nobody knows. In backward, where torch.is_grad_enabled(), compute it from saved inputs "
+        "with differentiable operators instead; or save inputs too, and use .detach() of the "
+        "residual if it is constant."
+    )
+
+
+def training_form(definition: Definition) -> TrainingForm:
+    """That of an operator with residuals, defined when a formula first asks for them."""
+    attributes: dict[str, Any] = definition.library.__dict__
+    if _ATTRIBUTE not in attributes:
+        attributes[_ATTRIBUTE] = all_or_nothing(definition, lambda: TrainingForm(definition))
+    form: TrainingForm = attributes[_ATTRIBUTE]
+    return form
+
+
+def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:
+    count = len(schema.returns)
+    return tuple(result) if count > 1 else (result,) * count
