@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torchop._core.definition import NOTHING
 from torchop._errors import RedefinitionWarning, warn
-from torchop._rules.providers import priority
+from torchop._rules.providers import priority, tuned
 from torchop._rules.providers.candidates import DeviceKernels
 from torchop._rules.providers.choice import Choice, choice_by_device
 from torchop._rules.providers.priority import Order
@@ -134,7 +134,10 @@ class ProviderTable(NamedTuple):
         settings = priority.current()
         yield (settings.batch_invariant_only, settings.deterministic_only)
         for device, known in sorted(self.by_device.items(), key=repr):
-            yield (device, priority.active_order(op, device, self.orders, settings).names)
+            order = priority.active_order(op, device, self.orders, settings).names
+            yield (device, order)
+            if priority.TUNED in order:
+                yield tuned.known(op, self.tuning)
             for name, provider in known.items():
                 yield (name, provider.function)
 

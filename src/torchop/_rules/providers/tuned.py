@@ -104,6 +104,13 @@ def find(
     return None
 
 
+def known(op: OpName, tuning: Tuning) -> list[tuple[Any, ...]]:
+    """What was measured of an operator, for which the winner is traced into graphs."""
+    index = _index(tuning.table)
+    found = [m for (name, _), each in index.items() if name == str(op) for m, _ in each]
+    return [(*m.key, [(k.provider, repr(k.config), k.digest) for k in m.kernels]) for m in found]
+
+
 def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]) -> str | None:
     if measurement.device != device:
         return f"they were made on {short_repr(measurement.device)}, and this is {device!r}"
