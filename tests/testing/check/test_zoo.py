@@ -19,7 +19,7 @@ from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.subsystems.contexts import runs_in_threads
 
 # Checks that one to three right operators have, which a sample could leave out.
-OF_FEW = {"providers.configs", "providers.batch_invariant"}
+OF_FEW = {"providers.configs", "providers.batch_invariant", "providers.donates"}
 BY_NAME = {specimen.name: specimen for specimen in (*WRONG, *RIGHT)}
 
 
