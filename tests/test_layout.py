@@ -48,13 +48,13 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 620,
-    "_compat": 2844,
+    "_compat": 2850,
     "_core": 1583,
-    "_define": 1872,
+    "_define": 1884,
     "_inspect": 1013,
     "_native": 1422,
     "_native/csrc": 4275,
-    "_rules": 5112,
+    "_rules": 5348,
     "_rules/autograd": 2018,
     "_rules/residuals": 319,
     "_rules/user/sharding": 845,
@@ -62,7 +62,7 @@ BUDGETS = {
     "cli": 2318,
     "export": 442,
     "files": 778,
-    "testing": 5993,
+    "testing": 6030,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
