@@ -97,8 +97,10 @@ EXCEPTIONS = {
         | {"_rules", "_schema"},
     ),
     "_rules.providers": (
-        "what chooses between the kernels of providers becomes a part of plans",
-        {"_compat", "_core", "_errors", "_rules.kernels", "_rules.mutation", "_schema"},
+        "what chooses between the kernels of providers becomes a part of plans, and what kernels "
+        "write over becomes a part of graphs",
+        {"_compat", "_core", "_errors", "_rules.companions", "_rules.effect", "_rules.kernels"}
+        | {"_rules.mutation", "_schema"},
     ),
     "_rules.residuals": (
         "what calls that record a gradient run becomes a part of formulas, and of graphs",
