@@ -59,7 +59,7 @@ BUDGETS = {
     "_rules/residuals": 319,
     "_rules/user/sharding": 845,
     "_schema": 3377,
-    "cli": 2318,
+    "cli": 2300,
     "export": 442,
     "files": 778,
     "testing": 6030,

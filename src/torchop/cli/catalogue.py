@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich.table import Table
-from rich.text import Text
 
 import torchop
 from torchop._inspect.registrant import in_dispatcher, place_of
-from torchop.cli.selection import Selection, console, selecting, short_place
+from torchop.cli.selection import Selection, print_table, selecting, short_place
 from torchop.extend import Operator
 
 
@@ -47,25 +45,16 @@ def catalogue(selection: Selection, checked: Path | None, as_json: bool) -> None
     if as_json:
         click.echo(json.dumps([entry._asdict() for entry in entries], indent=1))
         return
-    console().print(_table(entries, with_checked=checked is not None))
-
-
-def _table(entries: list[Entry], with_checked: bool) -> Table:
     columns = ("operator", "kernels", "rules", "tested", "where")
-    table = Table(*columns, box=None, pad_edge=False)
-    for entry in entries:
-        tested = entry.checked or ("not checked" if with_checked else "")
-        if not entry.examples:
-            tested = f"{tested}, no examples" if entry.checked else "no examples"
-        cells = (
-            entry.schema,
-            ", ".join(entry.kernels) or "none",
-            "; ".join(entry.rules) or "none",
-            tested or "has examples",
-            entry.where,
-        )
-        table.add_row(*map(Text, cells))
-    return table
+    print_table(columns, (_cells(entry, with_checked=checked is not None) for entry in entries))
+
+
+def _cells(entry: Entry, with_checked: bool) -> tuple[str, ...]:
+    tested = entry.checked or ("not checked" if with_checked else "")
+    if not entry.examples:
+        tested = f"{tested}, no examples" if entry.checked else "no examples"
+    kernels, rules = ", ".join(entry.kernels) or "none", "; ".join(entry.rules) or "none"
+    return entry.schema, kernels, rules, tested or "has examples", entry.where
 
 
 def _outcomes(path: Path) -> Mapping[str, str]:

@@ -18,14 +18,13 @@ from pathlib import Path
 
 import click
 import torch
-from rich.table import Table
 from rich.text import Text
 
 import torchop
 from torchop import NativeUnavailableError
 from torchop._native.extension import api as native
 from torchop._native.extension import files, recipe, worker
-from torchop.cli.selection import console, require
+from torchop.cli.selection import console, print_table, require
 
 _METADATA = """\
 Metadata-Version: 2.1
@@ -213,19 +212,9 @@ def doctor(as_json: bool) -> None:
         report = {"state": state, "verdict": verdict, "found": found}
         click.echo(json.dumps(report, indent=1))
     else:
-        _print(found, verdict)
+        print_table(("what", "found"), found.items())
+        console().print(Text(f"\n{verdict}"), soft_wrap=True)
     sys.exit(0 if state in ("ready", "idle") else 1)
-
-
-def _print(found: dict[str, str], verdict: str) -> None:
-    table = Table("what", "found", box=None, pad_edge=False)
-    table.columns[1].overflow = "fold"  # a path is copied whole
-    for what, text in found.items():
-        table.add_row(what, Text(text))
-    printer = console()
-    printer.print(table)
-    printer.print()
-    printer.print(Text(verdict), soft_wrap=True)
 
 
 def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:

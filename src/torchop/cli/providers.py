@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 
 import click
-from rich.table import Table
-from rich.text import Text
 
 import torchop
 from torchop._inspect.providers import Provided
-from torchop.cli.selection import Selection, console, selecting, short_place
+from torchop.cli.selection import Selection, print_table, selecting, short_place
 
 
 @click.command()
@@ -29,20 +27,16 @@ def providers(selection: Selection, as_json: bool) -> None:
     if not kernels:
         click.echo("No operator has more than one provider.")
         return
-    console().print(_table(kernels))
-
-
-def _table(kernels: list[Provided]) -> Table:
     columns = ("operator", "order", "provider", "device types", "can run", "where")
-    table = Table(*columns, box=None, pad_edge=False)
-    for kernel in kernels:
-        cells = (
-            kernel.op,
-            "" if kernel.rank is None else str(kernel.rank),
-            kernel.provider,
-            ", ".join(device or "every device" for device in kernel.device_types),
-            "yes" if kernel.supported else f"no: {kernel.reason}",
-            short_place(kernel.where),
-        )
-        table.add_row(*map(Text, cells))
-    return table
+    print_table(columns, map(_cells, kernels))
+
+
+def _cells(kernel: Provided) -> tuple[str, ...]:
+    return (
+        kernel.op,
+        "" if kernel.rank is None else str(kernel.rank),
+        kernel.provider,
+        ", ".join(device or "every device" for device in kernel.device_types),
+        "yes" if kernel.supported else f"no: {kernel.reason}",
+        short_place(kernel.where),
+    )

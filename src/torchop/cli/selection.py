@@ -6,12 +6,14 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from torchop._accelerate import patterns
 from torchop._compat import on_demand
@@ -57,6 +59,15 @@ def console() -> Console:
     """Where a command prints; a file or a program does not want lines broken."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=10_000)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table; what is too long for a column goes on in its next line, such as a path."""
+    folded = [Column(name, overflow="fold") for name in columns]
+    table = Table(*folded, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console().print(table)
 
 
 def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
