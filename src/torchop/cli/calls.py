@@ -24,7 +24,7 @@ from torchop._inspect import call_record
 from torchop._rules.providers import kernels_of_call
 from torchop._rules.providers.measurements import Measured
 from torchop._rules.user.examples import make_examples, operator_of_examples
-from torchop.cli.child_process import answers_of, first_line, preload
+from torchop.cli.child_process import answers_of, errors_told, first_line, preload
 from torchop.cli.measure import Call
 from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import Operator
@@ -159,10 +159,8 @@ def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -
         for call in calls_of(op, text):
             args, kwargs = with_gradients(call) if grad else call
             shown = described((args, kwargs))
-            try:
+            with errors_told(f"{op}{shown}"):
                 explanation = torchop.explain(op, *args, **kwargs)
-            except Exception as error:
-                raise click.ClickException(f"{op}{shown}: {first_line(error)}") from None
             explained.append({"op": op, "call": shown, **explanation._asdict()})
             if not as_json:
                 click.echo(f"{shown}\n{explanation}\n")
@@ -238,23 +236,20 @@ def calls_of(op: str, text: str | None) -> list[Call]:
     if text is not None:
         return [_evaluated(text)]
     called = operator_of_examples(op, "examples")
-    try:
-        return [called.flat_arguments(*example) for example in make_examples(op)]
-    except MissingRuleError:
-        raise click.ClickException(
-            f"{op} has no examples; pass the arguments: --call 'torch.ones(3)'"
-        ) from None
-    except Exception as error:
-        raise click.ClickException(f"the examples of {op}: {first_line(error)}") from None
+    with errors_told(f"the examples of {op}"):
+        try:
+            return [called.flat_arguments(*example) for example in make_examples(op)]
+        except MissingRuleError:
+            raise click.ClickException(
+                f"{op} has no examples; pass the arguments: --call 'torch.ones(3)'"
+            ) from None
 
 
 def _evaluated(text: str, **sizes: int) -> Call:
     # As `python -c` does with what stands on its command line.
     names = {"torch": torch, "capture": lambda *args, **kwargs: (args, kwargs), **sizes}
-    try:
+    with errors_told(f"--call {text!r}"):
         call: Call = eval(f"capture({text})", names)
-    except (Exception, SystemExit) as error:
-        raise click.ClickException(f"--call {text!r}: {first_line(error)}") from None
     return call
 
 
@@ -280,7 +275,7 @@ def described(call: Call) -> str:
 
 def _costs(op: str, text: str | None) -> Iterator[Any]:
     """What is called, for messages, and then the costs."""
-    try:
+    with errors_told(op):
         if Operator(op, "bench").effect is not None:
             raise click.ClickException(f"{op} has an effect, which a measurement would repeat")
         call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
@@ -291,10 +286,6 @@ def _costs(op: str, text: str | None) -> Iterator[Any]:
         with torch.no_grad():  # after calls, because the first one finds the kernel
             explanation = torchop.explain(op, *call[0], **call[1])
         yield Costs(op, described(call), microseconds, str(explanation))
-    except click.ClickException:
-        raise
-    except Exception as error:
-        raise click.ClickException(f"{op}: {first_line(error)}") from None
 
 
 def _comparisons(
@@ -302,7 +293,7 @@ def _comparisons(
 ) -> Iterator[Any]:
     """Says what is called, for messages, and yields a comparison, for each call."""
     operator = Operator(op, "bench")
-    try:
+    with errors_told(op):
         if text is not None and sizes is not None:
             calls = [_evaluated(text, **{sizes[0]: size}) for size in sizes[1]]
         else:
@@ -322,10 +313,6 @@ def _comparisons(
             alone = tuple(each for each in measured if each.provider != _OPERATOR)
             (whole,) = (each for each in measured if each.provider == _OPERATOR)
             yield Comparison(op, described(call), chosen or "", alone, whole, tuple(problems))
-    except click.ClickException:
-        raise
-    except Exception as error:
-        raise click.ClickException(f"{op}: {first_line(error)}") from None
 
 
 def _ways(op: str, call: Call) -> Iterator[tuple[str, Way]]:

@@ -5,7 +5,6 @@ Each operator is checked in a process of its own, so that a crash is a finding.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -33,7 +32,7 @@ from torchop.cli.certificate import (
     write_badge,
     write_certificate,
 )
-from torchop.cli.child_process import answers_of, first_line, preload
+from torchop.cli.child_process import answers_of, errors_told, preload
 from torchop.cli.mutation import mutate_operators
 from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import OpName, short_text
@@ -320,7 +319,7 @@ def _messages(
     examples, reference = examples_of(request, op), reference_of(request, op)
     expected: Mapping[str, str] | None = None
     if request.expected is not None:
-        with _of_option(f"--expected {request.expected}"):
+        with errors_told(f"--expected {request.expected}"):
             expected = expected_for(op, _mapping(request.expected, "checks to reasons"))
     try:
         checks = plan_checks(
@@ -351,7 +350,7 @@ def examples_of(request: Request, op: str) -> tuple[Any, ...]:
     """The examples that --examples has of an operator; none without it."""
     if request.examples is None:
         return ()
-    with _of_option(f"--examples {request.examples}"):
+    with errors_told(f"--examples {request.examples}"):
         by_pattern = _mapping(request.examples, "operators to examples")
         return tuple(patterns.value_for(OpName.parse(op), by_pattern) or ())
 
@@ -360,18 +359,9 @@ def reference_of(request: Request, op: str) -> Any:
     """The function that --reference has for an operator; None without one."""
     if request.reference is None:
         return None
-    with _of_option(f"--reference {request.reference}"):
+    with errors_told(f"--reference {request.reference}"):
         by_pattern = _mapping(request.reference, "operators to functions")
         return patterns.value_for(OpName.parse(op), by_pattern)
-
-
-@contextlib.contextmanager
-def _of_option(option: str) -> Iterator[None]:
-    """A block whose errors are the user's, in what an option names."""
-    try:
-        yield
-    except Exception as error:
-        raise click.ClickException(f"{option}: {first_line(error)}") from None
 
 
 def _mapping(place: str, what: str) -> Mapping[str, Any]:

@@ -109,6 +109,17 @@ def _raised_at(error: BaseException) -> str:
     return lines[-1] if len(lines) > 2 else ""  # the first two are those that import it
 
 
+@contextlib.contextmanager
+def errors_told(what: str) -> Iterator[None]:
+    """Ends the command where something in the block raises, and says what that was about."""
+    try:
+        yield
+    except click.ClickException:
+        raise
+    except (Exception, SystemExit) as error:
+        raise click.ClickException(f"{what}: {first_line(error)}") from None
+
+
 def first_line(error: BaseException) -> str:
     """The type of an exception, and the first line of what it says, made short."""
     text = str(error).strip().partition("\n")[0]
