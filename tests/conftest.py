@@ -17,6 +17,10 @@ os.environ.setdefault("TORCHOP_CACHE_DIR", str(Path(__file__).parents[1] / ".nat
 # Inductor compiles in the process itself. Its pool, which each program of a test would start, has
 # processes that import PyTorch, and takes longer than what tests let it compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Nor does it look for vector instructions, for which it compiles a program for each kind, and then
+# headers that make each program of a test take half as long again. An operator is called, and not
+# compiled.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
 import torch

@@ -73,18 +73,10 @@ SHIP = """
 """
 
 
-# Inductor asks a new cache what vectors the machine has, by compiling a program for each kind. No
-# kernel here would have any.
-_BEFORE = """
-import torch._inductor.config
-torch._inductor.config.cpp.vec_isa_ok = False
-"""
-
-
 def run_in(folder: Path, source: str) -> str:
     """Runs a program in a folder, with the compile cache of that folder."""
     done = run_compiling(
-        _BEFORE + textwrap.dedent(source),
+        textwrap.dedent(source),
         folder=folder,
         timeout=600,
         TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"),
