@@ -39,10 +39,25 @@ def check_bars(
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    # The process that it starts would import PyTorch and its compilers for a number of each call.
     folder = tmp_path_factory.mktemp("calls")
-    plot = folder / "calls.png"
-    arguments = ("--processes", "1", "--rounds", "1", "--plot", str(plot))
-    return *run("calls.py", folder, *arguments), plot
+    file, plot = folder / "results.json", folder / "calls.png"
+    program = f"""
+        import contextlib, io, runpy, sys, types
+        sys.path.insert(0, {str(BENCHMARKS)!r})
+        import calls
+        def run(command, **options):
+            sys.argv[:] = command[1:]
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                runpy.run_path(command[1], run_name="__main__")
+            return types.SimpleNamespace(stdout=output.getvalue())
+        calls.subprocess = types.SimpleNamespace(run=run, PIPE=None)
+        sys.argv[1:] = "--processes 1 --rounds 1 --plot {plot} --json {file}".split()
+        sys.exit(calls.main())
+    """
+    process = run_compiling(program)
+    assert file.exists(), process.stdout + process.stderr
+    return process, json.loads(file.read_text()), plot
 
 
 def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
