@@ -20,7 +20,7 @@ import torchop.export
 import torchop.extend
 import torchop.native
 import torchop.testing
-from tests.support import run_program
+from tests.forking import run_forked
 from torchop._define.registrations import Registrations
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference" / "index.md"
@@ -83,7 +83,7 @@ def test_the_names_of_the_package_are_public() -> None:
 
 def test_modules_are_found_without_an_import_of_their_own() -> None:
     program = "import torchop; print(torchop.testing.check, torchop.export.save, torchop.compat)"
-    assert run_program(program).stdout.startswith("<function check at ")
+    assert run_forked(program).stdout.startswith("<function check at ")
 
 
 def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:

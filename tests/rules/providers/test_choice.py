@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import torchop
+from tests.forking import run_forked
 from tests.rules.support import adding_one as define
-from tests.support import needs_native, run_program
+from tests.support import needs_native
 from torchop._rules.kernels import rule
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import choice as choosing
@@ -363,5 +364,5 @@ def test_an_extension_that_comes_later_chooses():
         print(op(torch.zeros(1)).item())
         print(type(op._definition.plan[rule.KernelRule].functions["cpu"]).__name__)
     """
-    done = run_program(program, TORCHOP_NATIVE="auto")
+    done = run_forked(program, TORCHOP_NATIVE="auto")
     assert done.stdout.split() == ["None", "10.0", "10.0", "Choice"]

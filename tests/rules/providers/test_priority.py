@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.forking import run_forked
 from tests.rules.support import adding_one as define
-from tests.support import assert_clean, run_program
+from tests.support import assert_clean
 
 
 def adding(amount):
@@ -137,7 +138,7 @@ def test_the_environment_counts_before_the_process():
         with torchop.priority({"lib::*": ["reference"]}):
             print(op(torch.zeros(1)).item())
     """
-    done = run_program(program, TORCHOP_PRIORITY="lib::op = ten, twenty; other::*=x")
+    done = run_forked(program, TORCHOP_PRIORITY="lib::op = ten, twenty; other::*=x")
     assert assert_clean(done).split() == ["10.0", "1.0"]
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.forking import run_forked
 from tests.rules.support import adding_one as define
-from tests.support import assert_clean, needs_native, run_program
+from tests.support import assert_clean, needs_native
 
 
 def adding(amount):
@@ -558,7 +559,7 @@ def test_priority_alone_puts_the_function_itself_into_the_plan():
             print(function() is ten, op(torch.zeros(1)).item())
         print(op(torch.zeros(1)).item())
     """
-    assert assert_clean(run_program(program)).split() == ["True", "True", "False", "1.0", "10.0"]
+    assert assert_clean(run_forked(program)).split() == ["True", "True", "False", "1.0", "10.0"]
 
 
 # --------------------------------------------------------------------------------------------------
