@@ -7,6 +7,7 @@ Imports inside functions and under `TYPE_CHECKING` count, because a reader follo
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import io
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import pytest
 
 import torchop
-from tests.support import run_program
+from tests.forking import run_forked
 
 PACKAGE = Path(torchop.__file__).parent
 # From the ground up. A package imports from itself and from those in the rows before its own.
@@ -59,7 +60,7 @@ BUDGETS = {
     "_rules/residuals": 319,
     "_rules/user/sharding": 845,
     "_schema": 3377,
-    "cli": 2300,
+    "cli": 2288,
     "export": 442,
     "files": 778,
     "testing": 6030,
@@ -168,6 +169,12 @@ def imports(package: Path) -> list[Import]:
     return [each for name in modules for each in _imports_of(name, modules)]
 
 
+@functools.cache
+def of_torchop() -> list[Import]:
+    """Those of the package itself, which several tests look at."""
+    return imports(PACKAGE)
+
+
 def _imports_of(importer: str, modules: dict[str, Path]) -> Iterator[Import]:
     text = modules[importer].read_text(encoding="utf-8")
     lines, tree = text.splitlines(), ast.parse(text)
@@ -235,11 +242,11 @@ def test_every_entry_has_a_layer() -> None:
 
 
 def test_no_import_goes_up() -> None:
-    assert upward(imports(PACKAGE)) == []
+    assert upward(of_torchop()) == []
 
 
 def test_no_modules_import_each_other() -> None:
-    assert circle(imports(PACKAGE)) == []
+    assert circle(of_torchop()) == []
 
 
 def test_late_names_are_imported_for_type_checkers() -> None:
@@ -295,7 +302,7 @@ def is_public(each: Import) -> bool:
 
 
 def test_the_core_imports_nothing_of_the_ring() -> None:
-    found = imports(PACKAGE)
+    found = of_torchop()
     rooms = ring(found)
     wrong = [
         f"{each.importer}:{each.line} imports {each.imported}"
@@ -306,7 +313,7 @@ def test_the_core_imports_nothing_of_the_ring() -> None:
 
 
 def test_the_ring_uses_public_names() -> None:
-    found = imports(PACKAGE)
+    found = of_torchop()
     used: dict[str, set[str]] = {room: set() for room in EXCEPTIONS}
     unexpected = []
     for each in of_the_core(found):
@@ -338,13 +345,13 @@ def test_a_private_name_of_the_core_is_found() -> None:
 
 def test_importing_torchop_imports_the_core_alone() -> None:
     program = "import sys, torchop; print(*sys.modules)"
-    loaded = run_program(program).stdout.split()
+    loaded = run_forked(program).stdout.split()
     rooms = {room_of_the_ring(name) for name in loaded if name.startswith("torchop.")}
     assert rooms == {"", "_rules.providers", "_rules.residuals", "_rules.user"}
 
 
 def test_the_core_is_small() -> None:
-    rooms = ring(imports(PACKAGE))
+    rooms = ring(of_torchop())
     count = sum(
         python_lines(path.read_text(encoding="utf-8"))
         for name, path in sources(PACKAGE).items()
@@ -354,7 +361,7 @@ def test_the_core_is_small() -> None:
 
 
 def test_an_import_inside_a_function_says_why() -> None:
-    late = [each for each in imports(PACKAGE) if each.is_late and not each.comment]
+    late = [each for each in of_torchop() if each.is_late and not each.comment]
     assert [f"{each.importer}:{each.line}" for each in late] == []
 
 
@@ -366,6 +373,7 @@ def test_no_file_is_long() -> None:
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
+@functools.cache
 def python_lines(text: str) -> int:
     """Lines that hold code of Python: no blank lines, comments or docstrings."""
     lines = {
