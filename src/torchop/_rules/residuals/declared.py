@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import GenericAlias
 from typing import Any
 
+from torch import Tensor
+
 from torchop._core import contract
 from torchop._core.call import named_inputs, named_outputs, tensors_in
 from torchop._core.contract import result_check, storage_of
@@ -50,6 +52,8 @@ class Declared:
             raise SchemaError(f"{name}: residuals={short_repr(types)}: {error}") from None
         self.structure = declared.structure
         self._check = result_check(self.schema.returns)
+        self._what = f"kernel, among its residuals ({self.spelled}),"
+        self._are_tensors = set(self.schema.returns) == {"Tensor"} and self.structure is None
 
     def check_operator(self, schema: Schema, convention: Convention) -> None:
         """Refuses operators that cannot have residuals."""
@@ -94,8 +98,23 @@ class Declared:
         if self.structure is not None:
             values = self.structure.flat_result(values)
         else:
-            values = self._check(values, self.op, f"kernel, among its residuals ({self.spelled}),")
+            values = self._check(values, self.op, self._what)
         return as_tuple(self.schema, values)
+
+    def are_plain(self, request: Request, inputs: Any, keywords: Any, output: Any) -> bool:
+        """Whether what a kernel handed over certainly needs no other check; quick."""
+        saved, others = request.saved, (*inputs, output)
+        return (
+            saved is not None
+            and self._are_tensors
+            and type(output) is Tensor
+            and len(saved) == len(self.named._fields)
+            and len(set(map(id, saved))) == len(saved)
+            and all(
+                type(tensor) is Tensor and contract.is_evidently_fresh(others, keywords, tensor)
+                for tensor in saved
+            )
+        )
 
     def rebuilt(self, flat: Sequence[Any]) -> Any:
         """The object that a `setup_context` gets, from the residuals as graphs have them."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, TypeVar, cast
 
 Output = TypeVar("Output")
@@ -60,12 +60,10 @@ def residuals(output: Output, /, *saved: Any) -> Output:
     return cast(Output, Residuals(output, saved))
 
 
-class _Thread(threading.local):
-    request: Request | None = None  # of a call that wants the residuals of the next kernel
-    records = False  # whether the kernel that runs is that of such a call
-
-
-_thread = _Thread()
+# For each thread with a call that records a gradient: the request that the next kernel is to take,
+# and whether the kernel that runs took one. Most of the time there is none, which is seen at once.
+_recording: dict[int, tuple[Request | None, bool]] = {}
+_NOTHING = (None, False)
 
 
 def records_gradient() -> bool:
@@ -81,7 +79,7 @@ def records_gradient() -> bool:
 
     It is what `ctx.needs_input_grad` tells the forward of a `torch.autograd.Function`.
     """
-    return _thread.records
+    return bool(_recording) and _recording.get(get_ident(), _NOTHING)[1]
 
 
 class Request:
@@ -96,18 +94,27 @@ class Request:
 
 def request(key: object) -> Request:
     """Asks the next kernel of an operator, which this thread calls now, for its residuals."""
-    _thread.request = made = Request(key)
+    thread, made = get_ident(), Request(key)
+    _recording[thread] = made, _recording.get(thread, _NOTHING)[1]
     return made
 
 
 def requested(key: object, call: Callable[[], Output]) -> tuple[Output, Request]:
     """What a call returns that runs a kernel of an operator, and the request to that kernel."""
-    outer = _thread.request
+    thread = get_ident()
+    outer = _recording.get(thread, _NOTHING)
     try:
         made = request(key)
         return call(), made
     finally:
-        _thread.request = outer
+        _put_back(thread, outer)
+
+
+def _put_back(thread: int, state: tuple[Request | None, bool]) -> None:
+    if state == _NOTHING:
+        _recording.pop(thread, None)
+    else:
+        _recording[thread] = state
 
 
 def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any]:
@@ -119,21 +126,20 @@ def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any
 
     @functools.wraps(function)
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        thread = _thread
-        request = thread.request
-        if request is not None and request.key is not key:  # it waits for another operator
-            request = None
-        if request is None and not thread.records:
+        if not _recording:
             result = function(*args, **kwargs)
             return result.output if type(result) is Residuals else result
-        outer = thread.records
-        thread.records = request is not None
-        if request is not None:
-            thread.request = None  # the kernel may call the operator, too
+        thread = get_ident()
+        request, records = _recording.get(thread, _NOTHING)
+        waiting = None  # for the kernel of another operator, which is outside of this one
+        if request is not None and request.key is not key:
+            request, waiting = None, request
+        # A request is taken here once, because the kernel may call the operator, too.
+        _recording[thread] = waiting, request is not None
         try:
             result = function(*args, **kwargs)
         finally:
-            thread.records = outer
+            _put_back(thread, (waiting, records))
         if type(result) is not Residuals:
             return result
         if request is not None:

@@ -81,20 +81,27 @@ class TrainingForm:
 
     def saving(self, setup: Callable[..., Any]) -> Callable[..., None]:
         """The `save` of a formula whose `setup_context` gets the residuals."""
+        declared, schema = self.declared, self._definition.schema
+        # For the places of residuals among the saved tensors, what guards these.
+        guards: dict[tuple[int, ...], Callable[..., Any]] = {}
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, seen: Any) -> None:
-            declared = self.declared
             if isinstance(seen, Request):  # of a native call
-                flat = declared.flat(seen)
-                declared.check_fresh(self._definition.schema, inputs, keywords, output, flat)
+                flat = seen.saved or ()
+                if not declared.are_plain(seen, inputs, keywords, output):
+                    flat = declared.flat(seen)
+                    declared.check_fresh(schema, inputs, keywords, output, flat)
                 given = declared.named(*seen.saved or ())
             else:
                 flat, given = seen, declared.rebuilt(seen)
             setup(ctx, inputs, keywords, output, residuals=given)
-            ids = [id(tensor) for tensor in tensors_in(flat) if is_differentiable(tensor)]
-            places = [place for place, t in enumerate(ctx.to_save or ()) if id(t) in ids]
-            if places:
-                ctx._torchop_guard = functools.partial(_guarded, declared.op, places)
+            saved = ctx.to_save
+            if saved:
+                ids = set(map(id, tensors_in(flat)))
+                places = tuple([place for place, t in enumerate(saved) if id(t) in ids])
+                ctx._torchop_guard = guards.get(places) or guards.setdefault(
+                    places, functools.partial(_guarded, declared.op, places)
+                )
 
         return save
 
@@ -167,6 +174,9 @@ def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -
     Otherwise they would be constants there, and a second derivative would be silently wrong. They
     hang on an input, because autograd runs no nodes that lead to none.
     """
+    places = [place for place in places if is_differentiable(tensors[place])]
+    if not places:
+        return tuple(tensors)
     inputs = [t for place, t in enumerate(tensors) if place not in places and t is not None]
     leaves = [getattr(node, "variable", None) for node, _ in ctx.next_functions]
     anchor = next((t for t in (*inputs, *leaves) if t is not None and t.requires_grad), None)
