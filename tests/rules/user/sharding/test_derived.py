@@ -66,7 +66,36 @@ def with_formula(formula: Any, **options: Any) -> Definer:
     return define
 
 
+def with_residuals(formula: Any, *, has_own_rule: bool = False) -> Definer:
+    def define(namespace: str) -> Any:
+        residuals = {"product": Tensor}
+        op = torchop.custom_op(
+            f"{namespace}::op", layer_with_product, mutates_args=(), residuals=residuals
+        )
+        op.register_fake(lambda x, w: torchop.residuals(torch.empty_like(x), torch.empty_like(x)))
+
+        def setup_context(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
+            ctx.save_for_backward(*inputs)
+            assert type(residuals.product) is type(inputs[0])
+
+        op.register_autograd(formula, setup_context=setup_context)
+        if has_own_rule:
+            torchop.register_sharding(
+                f"{namespace}::op__with_residuals", "... d, d -> ... d, ... d", whole="d"
+            )
+        return op
+
+    return define
+
+
+def layer_with_product(x: Tensor, w: Tensor) -> Tensor:
+    return torchop.residuals(layer(x, w), x * w)
+
+
 DEFINERS: dict[str, Definer] = {
+    "residuals": with_residuals(traced_formula),
+    "residuals, in NumPy": with_residuals(numpy_formula),
+    "residuals with a rule": with_residuals(traced_formula, has_own_rule=True),
     "formula": with_formula(traced_formula),
     "derived": derived,
     "opaque": with_formula(numpy_formula, opaque=True),

@@ -123,12 +123,32 @@ class _OfBackward(_OfDerived):
         return transposed
 
 
+class _OfWithResiduals(_OfDerived):
+    """The rule of `name__with_residuals`, which nobody told how the residuals are placed.
+
+    So every rank computes everything, unless a rule is registered for this operator.
+    """
+
+    def rows(self, op: OpOverload, call: Call) -> list[Row]:
+        from torch.distributed.tensor import Replicate  # for start-up time
+
+        count = len(self.origin._schema.returns)
+        residuals = [Replicate() for _ in call.results[count:]]
+        same = call._replace(results=call.results[:count])
+        return [
+            row._replace(results=[*row.results, *residuals])
+            for row in self.rule.rows(self.origin, same)
+            if all(placement.is_replicate() for placement in (*row.results, *row.inputs))
+        ]
+
+
 # By the kind of the derived operator. An opaque backward has none, because it sees plain tensors.
 OF_DERIVED: Mapping[str, type[_OfDerived]] = {
     "inplace": _OfInplace,
     "out": _OfOut,
     "training": _OfTraining,
     "backward": _OfBackward,
+    "with_residuals": _OfWithResiduals,
 }
 
 

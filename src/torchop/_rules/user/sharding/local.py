@@ -92,7 +92,8 @@ class LocalCall:
             grad
             if grad is None or not dtensor.has_dtensors(grad)
             else dtensor_registry.shard_of(grad, self._mesh, placements)
-            for grad, placements in zip(grads, self._results_placed, strict=True)
+            # Results that have no gradient, the residuals of a kernel, come last.
+            for grad, placements in zip(grads, self._results_placed, strict=False)
         ]
         on_rank = _on_each_rank(formula) if simulated_ranks.are_simulated() else formula
         return [
