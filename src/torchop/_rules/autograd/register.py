@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch.library
 
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
-from torchop._errors import short_repr
+from torchop._errors import RuleSignatureError, short_repr
 from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import (
     check_derivable,
@@ -39,6 +39,7 @@ def register_autograd(
     setup_context: SetupContext | None = None,
     jvp: Callable[..., Any] | None = None,
     opaque: bool = False,
+    backward_kernel: Callable[..., Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> Function:
     """Registers the backward formula of an operator.
@@ -61,10 +62,16 @@ def register_autograd(
             of data. A compiler then calls it as an operator of its own, `name__opaque_backward`,
             whose gradients look like the inputs. Values on `ctx` must be tensors, numbers, strings,
             None, dtypes or devices, or tuples and lists of these. Eager mode does not change.
+        backward_kernel: in place of `backward` and `setup_context`, one function, which becomes an
+            operator of its own, `name__backward_kernel`. It takes a gradient for each result, and
+            then what its parameters name: arguments of the operator, `output` (`output_0` and so on
+            if there are several) and residuals. It returns the gradient of each tensor of the
+            arguments, in their order, in fresh memory. Its annotations are those of an operator.
+            The gradients look like the arguments, unless you register another fake kernel for it.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `backward`; without it, a decorator.
+        `backward`; without it, a decorator, or None with a `backward_kernel`.
 
     Raises:
         NotImplementedError: the operator has keyword-only tensors.
@@ -98,6 +105,14 @@ def register_autograd(
     The idea is `torch.library.register_autograd`.
     """
     rule = resolve(op, "register_autograd", lib).rule(AutogradRule)
+    if backward_kernel is not None:
+        if backward is not None or setup_context is not None or opaque:
+            raise RuleSignatureError(
+                f"{rule.definition}: register_autograd takes a backward_kernel, or backward, "
+                "setup_context and opaque, not both."
+            )
+        register(rule, backward_kernel, jvp=jvp, is_kernel=True)
+        return cast(Function, None)
     return decorator_or_call(
         lambda function: register(rule, function, setup_context, jvp, opaque=opaque), backward
     )
@@ -159,6 +174,14 @@ def register_jvp(
     return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
 
 
+def _no_kernels(definition: Any, kernel: Callable[..., Any]) -> Any:
+    raise RuntimeError(f"{definition} can have no backward kernel before torchop is imported.")
+
+
+# The backward and the `setup_context` that call a backward kernel; `_rules.residuals` puts it here.
+formula_of_kernel: Callable[[Any, Callable[..., Any]], tuple[Any, Any]] = _no_kernels
+
+
 def register(
     rule: AutogradRule,
     backward: Callable[..., Any],
@@ -166,10 +189,11 @@ def register(
     jvp: Callable[..., Any] | None = None,
     *,
     opaque: bool = False,
+    is_kernel: bool = False,
 ) -> None:
     """Makes `backward` the formula, and `jvp`, if there is one, that of forward mode.
 
-    Compilers do not trace an opaque backward.
+    Compilers do not trace an opaque backward, nor a kernel, which needs no `setup_context`.
     """
     definition = rule.definition
     check_has_gradient(definition)
@@ -177,7 +201,10 @@ def register(
     if jvp is not None:
         jvp, _ = definition.convention.jvp(jvp, None)
         forward_mode.check_jvp(definition, jvp)
-    backward, setup_context = definition.convention.formula(backward, setup_context)
+    if is_kernel:
+        backward, setup_context = formula_of_kernel(definition, backward)
+    else:
+        backward, setup_context = definition.convention.formula(backward, setup_context)
     grads = (f"grad_{i}" for i in range(len(definition.schema.returns)))
     check_signature(f"{definition}: backward", backward, ("ctx", *grads))
     check_setup_context(definition, setup_context, bool(definition.schema.keyword_only))

@@ -88,11 +88,25 @@ def with_residuals(formula: Any, *, has_own_rule: bool = False) -> Definer:
     return define
 
 
+def with_backward_kernel(namespace: str) -> Any:
+    op = torchop.custom_op(f"{namespace}::op", layer, mutates_args=())
+    op.register_fake(lambda x, w: torch.empty_like(x))
+
+    def backward_kernel(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        assert type(x) is type(w) is type(grad) is Tensor
+        gradients = in_numpy(x.numpy(), w.numpy(), grad.numpy())
+        return torch.from_numpy(gradients[0]), torch.from_numpy(gradients[1])
+
+    op.register_autograd(backward_kernel=backward_kernel)
+    return op
+
+
 def layer_with_product(x: Tensor, w: Tensor) -> Tensor:
     return torchop.residuals(layer(x, w), x * w)
 
 
 DEFINERS: dict[str, Definer] = {
+    "a backward kernel": with_backward_kernel,
     "residuals": with_residuals(traced_formula),
     "residuals, in NumPy": with_residuals(numpy_formula),
     "residuals with a rule": with_residuals(traced_formula, has_own_rule=True),

@@ -142,6 +142,15 @@ class _OfWithResiduals(_OfDerived):
         ]
 
 
+class _OfBackwardKernel(_OfDerived):
+    """The rule of `name__backward_kernel`: every rank computes all, until it has its own rule."""
+
+    def rows(self, op: OpOverload, call: Call) -> list[Row]:
+        from torch.distributed.tensor import Replicate  # for start-up time
+
+        return [Row([Replicate() for _ in call.results], [Replicate() for _ in call.inputs])]
+
+
 # By the kind of the derived operator. An opaque backward has none, because it sees plain tensors.
 OF_DERIVED: Mapping[str, type[_OfDerived]] = {
     "inplace": _OfInplace,
@@ -149,6 +158,7 @@ OF_DERIVED: Mapping[str, type[_OfDerived]] = {
     "training": _OfTraining,
     "backward": _OfBackward,
     "with_residuals": _OfWithResiduals,
+    "backward_kernel": _OfBackwardKernel,
 }
 
 
