@@ -226,7 +226,7 @@ class OperatorGoneError(RuntimeError, AssertionError):
 
 
 class OperatorClassError(TypeError):
-    """A class does not describe an operator: a member is no rule, not static, or missing."""
+    """A class does not describe an operator: a member is wrong or missing."""
 
 
 class ProviderError(RuntimeError):

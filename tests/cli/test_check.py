@@ -207,8 +207,8 @@ def test_importing_takes_nothing_of_the_budget(run, write, namespace):
         (["/home/me/mylib.py"], "such as mylib\n"),
         (["."], "'.' is not the name of a module"),
         ([""], "'' is not the name of a module"),
-        (["aten::.*"], "no regular expression: write 'aten::*'."),
-        (["(aten|prims)::sin"], "no regular expression: write 'mylib::*' or 'mylib::sca?e'."),
+        (["aten::.*"], "not regular expressions: write 'aten::*'."),
+        (["(aten|prims)::sin"], "not regular expressions: write 'mylib::*' or 'mylib::sca?e'."),
         (["json"], "json registers no operator that can be recognized as its own; name them"),
     ],
 )

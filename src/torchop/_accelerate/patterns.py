@@ -134,7 +134,7 @@ def _nearest(pattern: str, names: set[OpName]) -> str:
     is_meant = meant != pattern and any(is_match(name, meant) for name in all_names())
     if is_meant or not set("^$|()+{}\\").isdisjoint(pattern):
         example = repr(meant) if is_meant else "'mylib::*' or 'mylib::sca?e'"
-        return f"; a pattern is one of file names, no regular expression: write {example}"
+        return f"; patterns are like those of file names, not regular expressions: write {example}"
     namespace = pattern.partition("::")[0]
     namespaces = {name.namespace for name in names}
     if namespace in namespaces:

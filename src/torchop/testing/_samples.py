@@ -48,7 +48,7 @@ def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
     for argument in schema.arguments:
         value = values.get(argument.name)
         if argument.kind == "Tensor" and isinstance(value, (tuple, list)):
-            raise TypeError(f"{argument.name!r} is a {type(value).__name__}, and no tensor")
+            raise TypeError(f"{argument.name!r} is a {type(value).__name__}, not a tensor")
 
 
 def with_values(

@@ -260,10 +260,11 @@ _TOOL_NAMES = {
 }
 _PAGE = """# Checks compared
 
-What `torchop.testing.check` finds beside the checks that PyTorch has, on {wrong} operators that are
-wrong on purpose and {right} right ones. They are in `tests/testing/zoo`. The authors of the checks
-know most of them, so the numbers tell which faults each tool can see at all, and not what share of
-the faults in your operators it finds.
+This page compares what `torchop.testing.check` finds with what the checks of PyTorch find, on
+{wrong} operators that are wrong on purpose and {right} right ones, which are in
+`tests/testing/zoo`. The authors of the checks know most of these operators. The numbers therefore
+show which faults each tool can see at all, and not what share of the faults in your operators it
+finds.
 
 | tool | found, of {wrong} wrong ones | by the check of the fault | alarms, of {right} right ones \
 | cannot be asked | seconds each |
@@ -275,9 +276,9 @@ Each tool gets the same examples, which are those of the authors.
 - `torch.library.opcheck` runs with all of its tests.
 - `torch.autograd.gradcheck` and `gradgradcheck` run on the examples in float64, where there is a
   gradient.
-- Of OpInfo's tests, those run that need no more than samples: repeated calls, noncontiguous
-  samples, and the reference where there is one. What an author adds to an `OpInfo`, such as further
-  samples, finds more.
+- Of OpInfo's tests, those run that need nothing but samples: repeated calls, noncontiguous
+  samples, and the reference where there is one. An author who adds more to an `OpInfo`, such as
+  further samples, finds more.
 - `torchop.testing.check` runs without the checks that compile and export programs, except for
   operators with a fault that only these find.
 
@@ -287,10 +288,10 @@ double the processes.
 
 ## Operator by operator
 
-"found" is a failure, of the check of the fault if the tool names faults, and "other" one of other
-checks alone; for right operators it is a false alarm. A crash or a hang counts as found, because it
-tells. "-" is that nothing was found, and "cannot" that the tool cannot be asked. In brackets are
-seconds.
+"found" means that the tool failed; if it names faults, the check of this fault failed. "other"
+means that only other checks failed. For right operators, both are false alarms. A crash or a hang
+counts as "found", because nobody overlooks it. "-" means that nothing was found, and "cannot" that
+the tool cannot be asked about this operator. The seconds are in brackets.
 
 | operator | fault | opcheck | gradcheck | OpInfo | check |
 | --- | --- | --- | --- | --- | --- |

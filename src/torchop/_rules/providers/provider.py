@@ -322,7 +322,7 @@ def _asking(
                 warn(
                     f"{what}: supports is slow: it took {milliseconds:.0f} ms and more three "
                     "times in a row, and every call with other shapes or values waits for it. What "
-                    "does not depend on the call belongs into `supported`, which is asked once.",
+                    "does not depend on the call belongs in `supported`, which is asked once.",
                     ProviderWarning,
                 )
 

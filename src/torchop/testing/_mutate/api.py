@@ -105,7 +105,7 @@ def run(
     """
     Budget(budget, caller="mutate")  # raises if it is no budget
     if "fork" not in multiprocessing.get_all_start_methods():
-        raise RuntimeError("mutate needs os.fork, which this platform has not: use Linux or macOS.")
+        raise RuntimeError("mutate needs os.fork, which this platform lacks: use Linux or macOS.")
     operator = Operator(op, "mutate")
     end = time.perf_counter() + (math.inf if budget is None else budget)
     started = time.perf_counter()

@@ -383,8 +383,8 @@ def _parameters(what: str, function: Callable[..., Any]) -> list[str]:
     waits = inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function)
     if waits or not parameters or any(each.kind not in by_name for each in parameters):
         raise RuleSignatureError(
-            f"{what} is no function whose parameters are named as arguments, without * and /, and "
-            "which returns a bool. Write one, such as lambda x: bool((x > 0).all())."
+            f"{what} is not a function that returns a bool, and whose parameters have the names of "
+            "arguments, without * and /. Write one, such as lambda x: bool((x > 0).all())."
         )
     return [each.name for each in parameters]
 
