@@ -46,9 +46,8 @@ def sample_of(
 def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
     """Raises TypeError if an argument that is one tensor has a list: of samples, as a rule."""
     for argument in schema.arguments:
-        value = values.get(argument.name)
-        if argument.kind == "Tensor" and isinstance(value, (tuple, list)):
-            raise TypeError(f"{argument.name!r} is a {type(value).__name__}, not a tensor")
+        if argument.kind == "Tensor" and isinstance(values.get(argument.name), (tuple, list)):
+            raise TypeError(f"{argument.name!r} is a list or tuple, not a tensor")
 
 
 def with_values(

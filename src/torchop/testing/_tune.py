@@ -351,9 +351,7 @@ def _call(operator: Operator, given: Any) -> Sample:
     try:
         return sample_of(operator, "tune", args, kwargs)
     except TypeError as error:
-        raise TypeError(
-            f"tune: an input is not a call of {operator}: {short_text(error)}"
-        ) from None
+        raise TypeError(f"tune: an input does not fit {operator}: {short_text(error)}") from None
 
 
 def why_not(operator: Operator, kernels: DeviceKernels | None) -> str | None:

@@ -101,7 +101,7 @@ def test_wrong_examples_are_refused(good: Any) -> None:
         check(good, (torch.ones(2), 2.0, 3.0))
     with pytest.raises(TypeError, match=r"Pass several examples one by one, as in check\(op, \*"):
         check(good, [EXAMPLE, EXAMPLE, EXAMPLE])
-    with pytest.raises(TypeError, match=r"'x' is a tuple, not a tensor. Pass several"):
+    with pytest.raises(TypeError, match=r"'x' is a list or tuple, not a tensor. Pass"):
         check(good, [EXAMPLE])
     with pytest.raises(ValueError, match="no data"):
         check(good, (torch.ones(2, device="meta"),))
