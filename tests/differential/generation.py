@@ -132,9 +132,11 @@ def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
         devices=devices,
         called_before=not draw(one_in(8)),
         override=override,
+        provider=draw(st.sampled_from(_PROVIDERS)),
     )
 
 
+_PROVIDERS = ("none",) * 6 + ("by priority", "supports", "supports")
 _REGISTRATIONS = (
     *("custom_op", "custom_op", "impl", "impl"),
     *("impl with keys", "two keys", "keys later"),

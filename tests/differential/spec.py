@@ -164,6 +164,7 @@ class OperatorSpec(NamedTuple):
     devices: str | None = None
     called_before: bool = True
     override: Override | None = None
+    provider: str = "none"  # or "by priority", or "supports"
 
     @property
     def schema(self) -> str:
@@ -204,4 +205,5 @@ class OperatorSpec(NamedTuple):
         rules += [] if self.devices is None else [f"device_types={self.devices!r}"]
         rules += [] if self.called_before else ["never called before"]
         rules += [] if self.override is None else [repr(self.override)]
+        rules += [] if self.provider == "none" else [f"a provider, {self.provider}"]
         return f"op{self.schema}  # {', '.join(rules)}"

@@ -114,6 +114,8 @@ def is_comparable(example: Example) -> bool:
         return False
     if example.script.result == "too many":
         return False  # PyTorch reads past the end of such a result, which may end the process
+    if operator.provider != "none":
+        return False
     return operator.override is None and operator.called_before
 
 
