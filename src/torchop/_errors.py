@@ -262,7 +262,7 @@ class RedefinitionWarning(UserWarning):
 
 
 class ProviderWarning(UserWarning):
-    """A provider that an order asks for is passed by."""
+    """A provider that an order asks for is not used."""
 
 
 class SchemaWarning(UserWarning):

@@ -187,7 +187,7 @@ class Rule(Generic[Value]):
         """Called when an operator gets its first value: the place to tell other tools."""
 
     def replaced(self, op: OpOverload) -> None:
-        """Called when another value is there in place of one: drops what was made of that."""
+        """Called when another value takes the place of one: drops what was made of the old one."""
 
     def detach(self, op: OpOverload) -> None:
         """Called when its last value, or the operator, disappears: undoes `attach`."""
@@ -396,7 +396,7 @@ def get_rule(name: str) -> Rule[Any]:
     """Returns a rule by its name: one of torchop's, or one that any package made.
 
     The reference lists the rules that torchop ships, such as `"inverse"`. What the dispatcher knows
-    of, such as a fake kernel, is no rule of this kind.
+    of, such as a fake kernel, is not a rule of this kind.
 
     Args:
         name: what `torchop.Rule` was called with.

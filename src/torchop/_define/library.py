@@ -159,7 +159,7 @@ class Library(OwnLibrary):
             allow_override: whether to replace another kernel at this key.
 
         Raises:
-            TypeError: `fn` is not callable, or `dispatch_key` is no str.
+            TypeError: `fn` is not callable, or `dispatch_key` is not a str.
             RuntimeError: an unknown dispatch key, or a kernel that may not be replaced.
             OperatorGoneError: this library is closed.
         """

@@ -143,7 +143,7 @@ def impl(
 
     Raises:
         RuntimeError: a device type that PyTorch does not know.
-        TypeError: `func` is not callable, or something in `types` is no str.
+        TypeError: `func` is not callable, or something in `types` is not a str.
 
     Example: see `torchop.define`.
 

@@ -46,7 +46,7 @@ class OpName(NamedTuple):
             qualname: `"ns::name"` or `"ns::name.overload"`.
 
         Raises:
-            OperatorNameError: a `ValueError`: it is no such string.
+            OperatorNameError: a `ValueError`: it is not such a string.
         """
         if not isinstance(qualname, str):
             name = short_text(getattr(qualname, "__name__", "crop"))

@@ -105,7 +105,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) ->
 @click.option(
     "--allow-not-run",
     is_flag=True,
-    help="It is no failure that the budget ended before some checks ran.",
+    help="Checks that the budget leaves out do not count as failures.",
 )
 @click.option(
     "--timeout",

@@ -92,7 +92,7 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
         OperatorNotFoundError: the program uses an operator that nobody defined in this process;
             names it and, if `torchop.export.save` wrote the file, the module to import.
         FileNotFoundError: there is no such file.
-        zipfile.BadZipFile: the file is no archive.
+        zipfile.BadZipFile: the file is not an archive.
 
     Warns:
         UserWarning: the list of modules in the file is damaged; the program is loaded without it.

@@ -94,7 +94,7 @@ def tune(
         MissingRuleError: there are no inputs, neither passed nor registered.
         ValueError: the operator has no providers, no reference, or an effect, which measuring would
             repeat; or an input has no data.
-        TypeError: an input is not a call of the operator, or `budget` no number of seconds.
+        TypeError: an input is not a call of the operator, or `budget` is not a number.
 
     Warns:
         ProviderWarning: the table cannot be written.

@@ -50,7 +50,7 @@ def register_kernel(
             returns a bool. It gets tensors without data: it may read shapes, strides, dtypes,
             devices and plain values, and its answer is kept for all calls with the same ones.
         batch_invariant: whether a row of a batch has the same bits whatever else is in the batch.
-        deterministic: whether equal calls give equal bits. If not, calls pass the kernel by under
+        deterministic: whether equal calls give equal bits. If not, calls skip the kernel under
             `torch.use_deterministic_algorithms`.
         tolerance: how far results may be from those of the reference: `(rtol, atol)` by dtype.
         configs: keyword arguments of this kernel alone, such as tile sizes, as a list of dicts. The

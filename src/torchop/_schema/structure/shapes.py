@@ -384,7 +384,7 @@ def register_argument_type(
     Raises:
         SchemaError: a `ValueError`: a parameter of `unflatten` has no name or no annotation, or
             `cls` is a type that operators take already.
-        TypeError: `cls` is no class, or one of the others no function.
+        TypeError: `cls` is not a class, or one of the others is not a function.
 
     Example:
         >>> import fractions, torch, torchop

@@ -55,7 +55,7 @@ def check(
             values. It is called with contiguous copies.
         seed: the seed of random inputs; the same seed generates the same inputs.
         budget: seconds after which no more is tried; the report lists the checks that did not run.
-        allow_not_run: whether it is no failure that the budget ended before some checks ran.
+        allow_not_run: whether checks that the budget left out do not count as failures.
         expected: reasons for known failures, by the name of a check, its last part, or a family. If
             such a check passes, that is a failure.
         raise_exception: whether to raise failures; otherwise they are only in the report.
@@ -69,9 +69,9 @@ def check(
 
     Raises:
         MissingRuleError: there are no examples, neither passed nor registered.
-        OpCheckError: a check failed, or was not run; the message is the report.
+        OpCheckError: a check failed, or was not run; the message tells of these.
         TypeError: an example has another form, or is not a call of the operator; or `expected` is
-            no dict, or `budget` no number.
+            not a dict, or `budget` is not a number.
         ValueError: an example has no data, `only` or `expected` names no check, or `budget` is
             below 0.
 

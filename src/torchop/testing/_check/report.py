@@ -131,7 +131,7 @@ class CheckReport:
         seconds: how long all checks took.
         call_costs: microseconds for one call of the first example, by the way of calling.
         environment: versions and devices.
-        allow_not_run: whether it is no failure that a check was not run.
+        allow_not_run: whether checks that were not run do not count as failures.
 
     Example:
         >>> import torch, torchop
@@ -154,7 +154,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed, except expected failures, and each was run, unless allowed."""
+        """Whether no check failed unexpectedly, and all were run, unless they need not be."""
         return not self.failures and (self.allow_not_run or not self.count("not run"))
 
     @property
@@ -177,9 +177,9 @@ class CheckReport:
         return {outcome: results for outcome, results in found.items() if results}
 
     def by_provider(self) -> dict[str, CheckReport]:
-        """The report of each kernel, which is then called `ns::name[triton]`, by provider.
+        """One report for each provider, by its name, in which `op` is such as `ns::name[triton]`.
 
-        That of the reference, by an empty string, is called as the operator is.
+        The name of the reference is an empty string, and `op` is there that of the operator.
         """
         found: dict[str, list[Result]] = {"": []}
         for result in self.results:
