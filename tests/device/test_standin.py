@@ -103,17 +103,163 @@ def test_random_numbers():
         torch.rand(4, device="standin", generator=torch.Generator())
 
 
+def test_the_allocator_counts():
+    before = [torch.accelerator.memory_allocated(device) for device in (0, 1)]
+    x = torch.empty(5000, device="standin:1")
+    assert torch.standin.memory_allocated(1) == before[1] + 20480  # in pages
+    assert torch.accelerator.memory_allocated(0) == before[0]
+    torch.accelerator.reset_peak_memory_stats(1)
+    torch.empty(5000, device="standin:1")
+    del x
+    assert torch.accelerator.max_memory_allocated(1) == before[1] + 40960
+    assert torch.accelerator.memory_allocated(1) == before[1]
+
+
+def test_memory_ends_on_request():
+    x = torch.ones(10, device="standin:1")
+    ooms = torch.accelerator.memory_stats(1)["num_ooms"]
+    with standin.memory_limit(4096):
+        y = x + 1
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 8192 bytes"):
+            torch.empty(2048, device="standin:1")
+        with pytest.raises(torch.OutOfMemoryError):
+            x + 1
+        del y
+        assert (x + 1).tolist() == [2] * 10  # there is room again
+    assert torch.accelerator.memory_stats(1)["num_ooms"] == ooms + 2
+    assert torch.empty(2048, device="standin:1").numel() == 2048
+
+
+def test_a_graph_replays_its_work_in_the_same_memory():
+    x, pinned = torch.ones(3, device="standin:1"), torch.ones(3).pin_memory()
+    with torch.standin.device(1), standin.capture() as graph:
+        y = torch.cat([x, x.t() * 2])
+        z = y.add_(1).reshape(2, 3).sum(0)
+        pinned.copy_(z, non_blocking=True)
+        numbers = torch.arange(4, device="standin:1") * x[0]  # resized by its kernel
+    assert (y.tolist(), z.tolist(), pinned.tolist()) == ([2, 2, 2, 3, 3, 3], [5] * 3, [5] * 3)
+    x.fill_(2)
+    assert z.tolist() == [5] * 3
+    for _ in range(2):
+        graph.replay()
+    assert (y.tolist(), z.tolist(), pinned.tolist()) == ([3, 3, 3, 5, 5, 5], [8] * 3, [8] * 3)
+    assert numbers.tolist() == [0, 2, 4, 6]
+    torch.manual_seed(0)
+    with standin.capture() as graph:
+        drawn = torch.rand(8, device="standin")
+    before = drawn.tolist()
+    graph.replay()
+    assert drawn.tolist() != before
+
+
 def test_a_capture_refuses_what_cudas_does():
-    x = torch.ones(2, device="standin")
+    x, host = torch.ones(2, device="standin"), torch.ones(2)
+    event = torch.Event("standin")
+    event.record(torch.accelerator.current_stream())
+    refused = "not permitted when stream is capturing"
     with standin.capture():
+        assert torch.standin.is_current_stream_capturing()
         x + 1
         with pytest.raises(RuntimeError, match="get_state during graph capture"):
             torch.standin.get_rng_state()
-        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-            x.sum().item()
-        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-            x.cpu()
+        for forbidden in (
+            lambda: x.sum().item(),
+            lambda: x.cpu(),
+            lambda: x.copy_(host, non_blocking=True),
+            lambda: torch.accelerator.synchronize(),
+            lambda: torch.accelerator.current_stream().query(),
+            lambda: event.query(),
+        ):
+            with pytest.raises(RuntimeError, match=refused):
+                forbidden()
+        with pytest.raises(RuntimeError, match="dependency created on uncaptured work"):
+            torch.accelerator.current_stream().wait_event(event)
+        with pytest.raises(RuntimeError, match="is being captured already"), standin.capture():
+            pass
     assert x.sum().item() == 2
+    assert not torch.standin.is_current_stream_capturing()
+
+
+def test_the_work_of_other_streams_is_not_captured():
+    x, other = torch.ones(2, device="standin"), torch.Stream("standin")
+    with standin.capture() as graph, torch.standin.stream(other):
+        y = x + 1
+    x.fill_(5)
+    graph.replay()
+    assert y.tolist() == [2, 2]
+    with standin.capture() as graph:
+        main = torch.accelerator.current_stream()
+        other.wait_stream(main)
+        with torch.standin.stream(other):
+            y = x + 1
+        main.wait_stream(other)
+    x.fill_(7)
+    graph.replay()
+    assert y.tolist() == [8, 8]
+    with pytest.raises(RuntimeError, match="unjoined work"), standin.capture():
+        other.wait_stream(torch.accelerator.current_stream())
+
+
+def test_a_graph_keeps_the_memory_of_its_pool_alone():
+    x = torch.ones(2, device="standin")
+    reserved = torch.accelerator.memory_reserved(0)
+    with standin.capture() as graph:
+        y = (x + 1) * 2
+    assert torch.accelerator.memory_reserved(0) == reserved + 8192  # also of what was given back
+    with standin.capture(pool=graph.pool()) as second:
+        z = y + x
+    assert second.pool() == graph.pool()
+    x.fill_(3)
+    graph.replay()
+    second.replay()
+    assert z.tolist() == [11, 11]
+    del y, z, graph, second
+    assert torch.accelerator.memory_reserved(0) == reserved
+    with standin.capture() as graph:
+        x + 1
+    del x
+    with pytest.raises(RuntimeError, match="memory that was given back after it was captured"):
+        graph.replay()
+
+
+@pytest.mark.needs_torch("2.13", "torch.accelerator.Graph")
+def test_the_graphs_of_torch_accelerator():
+    x = torch.ones(2, device="standin")
+    graph = torch.accelerator.Graph()
+    with torch.Stream("standin"), graph:
+        y = x + 1
+    x.fill_(3)
+    graph.replay()
+    assert y.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.permute(2, 0, 1),
+        lambda x: x[:, ::2],
+        lambda x: x[:1].expand(2, 3, 4),
+        lambda x: x[None].contiguous(memory_format=torch.channels_last),
+        lambda x: torch.complex(x, -x).conj().mT,
+    ],
+)
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.neg,
+        torch.clone,
+        lambda x: x * 2,
+        lambda x: x + x.mT.mT,
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.linalg.qr(x)[0],
+        lambda x: x.sum(-1),
+    ],
+)
+def test_results_have_the_strides_of_the_cpu(layout, function):
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    expected, result = function(layout(x)), function(layout(x.to("standin:1")))
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result.cpu(), expected)
 
 
 def test_autocast():

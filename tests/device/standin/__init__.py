@@ -5,8 +5,9 @@
 of that kind, and keeps it. See `tests/device/conftest.py` for how tests use it.
 
 What it has: memory that only copies may read; streams and events, which note the order of things;
-a device guard; generators; pinned memory; autocast; an operator without a kernel runs on the CPU.
-`csrc` has a file for each.
+a device guard; generators; pinned memory; autocast; statistics of memory, and its end on request;
+graphs that are captured and replayed; an operator without a kernel runs on the CPU. `csrc` has a
+file for each.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -25,6 +27,7 @@ from tests.device.standin.module import make_module
 
 _HOST_WAITS = "host waits: "
 _native: ModuleType
+_module: ModuleType
 
 
 def load() -> None:
@@ -33,14 +36,15 @@ def load() -> None:
     Without `STANDIN_FALLBACK=0`, operators that it has no kernel for run on the CPU. With
     `STANDIN_PROTECT=0`, the host can read its memory, and nothing is spent on that.
     """
-    global _native
+    global _native, _module
     # It makes tensors while it is imported, which modes and default devices would intercept.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of PyTorch, for itself
         importlib.import_module("torch._decomp.decompositions_for_jvp")
     torch.utils.rename_privateuse1_backend("standin")
     _native = load_extension()
-    torch._register_device_module("standin", make_module(_native))
+    _module = make_module(_native)
+    torch._register_device_module("standin", _module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     _native.set_fallback(os.environ.get("STANDIN_FALLBACK") != "0")
 
@@ -80,16 +84,41 @@ def current_place() -> str:
 
 
 @contextlib.contextmanager
-def capture() -> Iterator[None]:
-    """A block that refuses what CUDA refuses while a graph is captured.
+def capture(pool: int = 0) -> Iterator[Any]:
+    """A block that is captured into a graph, on the current stream; yields the graph.
 
-    That is waiting of the host, and reading the state of a generator.
+    The default stream cannot be captured, so that one of its own takes its place. As on CUDA, some
+    things are refused meanwhile, such as waiting of the host, reading the state of a generator, and
+    copying from memory that is not pinned; what it allocates is of a private pool, or of that of
+    another graph. `graph.replay()` does the work of the block again, in the same memory. If some of
+    that was given back, it raises an exception, where CUDA would use it.
     """
-    _native.capture(True)
+    graph = _native.Graph()
+    stream = torch.accelerator.current_stream()
+    if stream.stream_id == 0:
+        stream = torch.Stream(stream.device)
+    with _module.stream(stream):
+        graph.begin(pool)
+        try:
+            yield graph
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # of work that was not joined
+                graph.end()
+            raise
+        graph.end()
+
+
+@contextlib.contextmanager
+def memory_limit(room: int) -> Iterator[None]:
+    """A block in which the devices have room for so many bytes more than they hold now.
+
+    An allocation beyond that raises `torch.OutOfMemoryError`. Memory comes in pages of 4 KiB.
+    """
+    _native.limit_memory(room)
     try:
         yield
     finally:
-        _native.capture(False)
+        _native.limit_memory(None)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,14 @@ def make_module(native: ModuleType) -> ModuleType:
     module.set_stream = torch.accelerator.set_stream
     module.current_device = torch.accelerator.current_device_index
     module.synchronize = torch.accelerator.synchronize
+    for name in (
+        "memory_stats",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "reset_peak_memory_stats",
+    ):
+        setattr(module, name, getattr(torch.accelerator, name))
     return module
 
 
@@ -45,8 +53,8 @@ def _functions(native: ModuleType) -> list[Callable[..., object]]:
     def device_count() -> int:
         return native.device_count()
 
-    def memory_allocated(device: Device = None) -> int:
-        return native.memory_allocated() if _index(device) == 0 else 0  # of both devices
+    def is_current_stream_capturing() -> bool:
+        return native.is_capturing()
 
     def set_device(device: Device) -> None:
         torch.accelerator.set_device_index(_index(device))
@@ -78,7 +86,7 @@ def _functions(native: ModuleType) -> list[Callable[..., object]]:
         _lazy_init,
         _is_in_bad_fork,
         device_count,
-        memory_allocated,
+        is_current_stream_capturing,
         set_device,
         get_amp_supported_dtype,
         device,

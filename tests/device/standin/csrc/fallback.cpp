@@ -1,13 +1,21 @@
 // fallback.cpp: all other operators, which run on the CPU: a device may have that, or not.
+//
+// PyTorch's own fallback copies the arguments, and results lose their strides. So here, the kernels
+// of PyTorch for the CPU get the memory of the device itself. Operators of others are left to that
+// fallback, because they may keep what they are called with, which the host cannot read later, and
+// may record gradients, which go through its copies.
 #include "fallback.h"
 
 #include <optional>
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/StringUtil.h>
 
+#include "generator.h"
 #include "kernels.h"
 #include "streams.h"
 
@@ -15,9 +23,11 @@ namespace standin {
 
 namespace {
 
+using torch::jit::Stack;
+
 template <class Visitor>
-void each_tensor(const torch::jit::Stack& stack, size_t count, Visitor&& visit) {
-  for (const c10::IValue& value : torch::jit::last(stack, count)) {
+void each_tensor(c10::ArrayRef<c10::IValue> values, Visitor&& visit) {
+  for (const c10::IValue& value : values) {
     if (value.isTensor()) {
       visit(value.toTensor());
     } else if (value.isList()) {
@@ -27,6 +37,32 @@ void each_tensor(const torch::jit::Stack& stack, size_t count, Visitor&& visit) 
       }
     }
   }
+}
+
+// A value with another tensor in place of each that it has.
+template <class Change>
+c10::IValue with_tensors(const c10::IValue& value, Change&& change) {
+  if (value.isTensor())
+    return change(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> items;
+    for (const at::Tensor& item : value.toTensorVector())
+      items.push_back(change(item));
+    return items;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> items;
+    for (const std::optional<at::Tensor>& item : value.toOptionalTensorVector())
+      items.push_back(item.has_value() ? std::optional(change(*item)) : std::nullopt);
+    return items;
+  }
+  return value;
+}
+
+template <class Change>
+void change_last(Stack& stack, size_t count, Change&& change) {
+  for (auto value = stack.end() - ptrdiff_t(count); value != stack.end(); ++value)
+    *value = change(*value);
 }
 
 // Operators that take tensors of several devices: indices may be on the host, and copies go there.
@@ -39,11 +75,10 @@ bool mixes_devices(const std::string& name) {
 }
 
 // The device that the tensors of a call are on, all but scalars of the host. The kernels of a real
-// device refuse two; those of the CPU, which get copies, would not notice.
-std::optional<Device> common_device(
-    const std::string& name, const torch::jit::Stack& stack, size_t count) {
+// device refuse two; those of the CPU would not notice.
+std::optional<Device> common_device(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
   std::optional<Device> common;
-  each_tensor(stack, count, [&](const at::Tensor& tensor) {
+  each_tensor(arguments, [&](const at::Tensor& tensor) {
     if (!tensor.defined() || (tensor.is_cpu() && tensor.dim() == 0))
       return;
     TORCH_CHECK(
@@ -66,18 +101,187 @@ bool reads_values(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
 }
 
-void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+size_t bytes_of(const at::Tensor& tensor) {
+  return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+}
+
+// The tensors of a call as the CPU has them.
+class HostTensors {
+ public:
+  at::Tensor of(const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.device().type() != kStandin)
+      return tensor;
+    at::Tensor view = host_view(tensor, memory_of(tensor).host);
+    pairs_.emplace_back(tensor, view);
+    return view;
+  }
+
+  // Moves what a kernel resized to the device.
+  void write_back() {
+    for (Shared& shared : memories_) {
+      if (shared.host.data() != shared.device.data())
+        move(shared);
+    }
+    for (auto& [tensor, host] : pairs_) {
+      if (tensor.sizes() != host.sizes() || tensor.strides() != host.strides())
+        tensor.unsafeGetTensorImpl()->set_sizes_and_strides(
+            host.sizes(), host.strides(), host.storage_offset());
+    }
+  }
+
+  // The tensor of the device that is the same as one of the CPU, which a kernel returned.
+  at::Tensor on_device(const at::Tensor& result, Device device) const {
+    if (!result.defined() || !result.is_cpu() || result.layout() != at::kStrided)
+      return result;
+    for (const auto& [tensor, host] : pairs_) {
+      if (host.is_same(result))
+        return tensor;
+    }
+    for (const Shared& shared : memories_) {
+      if (shared.host.is_alias_of(result.storage()))
+        return viewed(result, shared.device);
+    }
+    at::Tensor made = at::empty_strided(
+        result.sizes(), result.strides(), at::TensorOptions().dtype(result.dtype()).device(device));
+    if (made.numel() != 0) {
+      const Opened opened(made.const_data_ptr());
+      std::memcpy(made.mutable_data_ptr(), result.const_data_ptr(), bytes_of(result));
+    }
+    return made;
+  }
+
+  std::vector<Place> places() const {
+    std::vector<Place> places;
+    for (const Shared& shared : memories_)
+      places.emplace_back(shared.device);
+    return places;
+  }
+
+ private:
+  // The memory of some of the tensors.
+  struct Shared {
+    c10::Storage device, host;
+    std::optional<Opened> opened;
+  };
+
+  Shared& memory_of(const at::Tensor& tensor) {
+    const c10::Storage& storage = tensor.storage();
+    for (Shared& shared : memories_) {
+      if (shared.device.is_alias_of(storage))
+        return shared;
+    }
+    Shared shared{storage, host_storage(storage), std::nullopt};
+    shared.opened.emplace(storage.data());
+    memories_.push_back(std::move(shared));
+    return memories_.back();
+  }
+
+  static void move(Shared& shared) {
+    const size_t bytes = shared.host.nbytes();
+    shared.opened.reset();
+    shared.device.set_data_ptr_noswap(device_allocator.allocate(bytes));
+    shared.device.set_nbytes(bytes);
+    void* there = const_cast<void*>(shared.device.data());
+    shared.opened.emplace(there);
+    if (bytes != 0)
+      std::memcpy(there, shared.host.data(), bytes);
+    shared.host.set_data_ptr_noswap({there, c10::Device(c10::kCPU)});
+  }
+
+  static at::Tensor viewed(const at::Tensor& result, const c10::Storage& storage) {
+    at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), result.dtype());
+    view.unsafeGetTensorImpl()->set_sizes_and_strides(
+        result.sizes(), result.strides(), result.storage_offset());
+    view._set_conj(result.is_conj());
+    view._set_neg(result.is_neg());
+    return view;
+  }
+
+  std::vector<Shared> memories_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_; // of the device and of the CPU
+};
+
+// An argument as the CPU takes it.
+c10::IValue host_argument(const c10::IValue& value, HostTensors& tensors) {
+  if (value.isDevice() && value.toDevice().type() == kStandin)
+    return c10::Device(c10::kCPU);
+  if (value.isGenerator() && value.toGenerator().device().type() == kStandin)
+    return static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->numbers();
+  return with_tensors(value, [&](const at::Tensor& tensor) { return tensors.of(tensor); });
+}
+
+// What each replay does again, of a call that has been made: `arguments` are the CPU's.
+Work work_of(
+    const c10::OperatorHandle& op,
+    Stack arguments,
+    c10::ArrayRef<c10::IValue> results,
+    std::vector<Place> places) {
+  struct Result {
+    Place place;
+    void* address;
+    size_t bytes;
+  };
+  std::vector<Result> kept;
+  each_tensor(results, [&](const at::Tensor& tensor) {
+    void* address = const_cast<void*>(tensor.defined() ? tensor.const_data_ptr() : nullptr);
+    kept.push_back(
+        {tensor.defined() ? Place(tensor.storage()) : Place(c10::Storage()),
+         address,
+         address == nullptr ? 0 : bytes_of(tensor)});
+  });
+  return [op, arguments = std::move(arguments), kept, places = std::move(places)] {
+    const StandsIn stands_in;
+    std::vector<Opened> opened;
+    for (const Place& place : places)
+      opened.push_back(place.open());
+    Stack stack = arguments;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    size_t index = 0;
+    each_tensor(stack, [&](const at::Tensor& tensor) {
+      const Result& result = kept.at(index++);
+      const Opened target = result.place.open();
+      if (result.bytes != 0 && tensor.const_data_ptr() != result.address)
+        std::memcpy(result.address, tensor.const_data_ptr(), result.bytes);
+    });
+  };
+}
+
+void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const std::string& name = op.operator_name().name;
-  std::optional<Device> device = common_device(name, *stack, count);
+  const bool is_of_others = name.rfind("aten::", 0) != 0;
+  std::optional<Device> device = common_device(name, torch::jit::last(*stack, count));
   if (device.has_value() && device->type() != kStandin)
     device.reset();
+  for (const c10::IValue& value : torch::jit::last(*stack, count)) {
+    if (!device.has_value() && value.isDevice() && value.toDevice().type() == kStandin)
+      device = value.toDevice();
+  }
   const c10::OptionalDeviceGuard guard(device);
-  if (!StandsIn::is_on() && reads_values(op))
+  if (!StandsIn::is_on() && (is_of_others || reads_values(op)))
     note_host_wait(name);
   trace().note(c10::str(op.operator_name(), " on ", current_place()));
   const StandsIn stands_in;
-  at::native::cpu_fallback(op, stack);
+  if (is_of_others)
+    return at::native::cpu_fallback(op, stack);
+  HostTensors tensors;
+  change_last(*stack, count, [&](const auto& value) { return host_argument(value, tensors); });
+  const bool is_captured = capture().includes(current_stream());
+  Stack arguments;
+  if (is_captured)
+    arguments.assign(stack->end() - ptrdiff_t(count), stack->end());
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  tensors.write_back();
+  const size_t returned = op.schema().returns().size();
+  const auto on_device = [&](const at::Tensor& result) {
+    return tensors.on_device(result, Device(kStandin, current_device));
+  };
+  change_last(*stack, returned, [&](const auto& value) { return with_tensors(value, on_device); });
+  if (is_captured)
+    capture().note(
+        current_stream(),
+        work_of(op, std::move(arguments), torch::jit::last(*stack, returned), tensors.places()));
 }
 
 } // namespace

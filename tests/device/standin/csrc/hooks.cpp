@@ -1,7 +1,11 @@
 // hooks.cpp: what PyTorch asks of a device type, and registering the answers.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#if __has_include(<ATen/core/GraphImplInterface.h>) // since 2.13
+#include <ATen/core/GraphImplInterface.h>
+#endif
 
 #include "generator.h"
+#include "graph.h"
 #include "memory.h"
 #include "streams.h"
 
@@ -59,12 +63,49 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 REGISTER_ALLOCATOR(kStandin, &device_allocator);
+REGISTER_HOST_ALLOCATOR(kStandin, &pinned_allocator)
 
 [[maybe_unused]] const bool are_hooks_registered = [] {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   return true;
 }();
 
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+// `torch.accelerator.Graph`.
+struct GraphImpl final : at::GraphImplInterface {
+  explicit GraphImpl(const at::GraphImplArgs&) {}
+
+  void capture_begin(c10::MempoolId_t pool, at::GraphCaptureMode) override {
+    graph_.begin(pool.first);
+  }
+  void capture_end() override {
+    graph_.end();
+  }
+  void instantiate() override {}
+  void replay() override {
+    graph_.replay();
+  }
+  void reset() override {
+    graph_.reset();
+  }
+  c10::MempoolId_t pool() const override {
+    return {graph_.pool(), 0};
+  }
+  void enable_debug_mode() override {}
+  void debug_dump(const std::string&) override {}
+
+ private:
+  Graph graph_;
+};
+#endif
+
 } // namespace
 
 } // namespace standin
+
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+namespace at {
+// The name is that of the device type, in capitals.
+REGISTER_GRAPH_IMPL(STANDIN, standin::GraphImpl)
+} // namespace at
+#endif

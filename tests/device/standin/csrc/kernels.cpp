@@ -6,7 +6,6 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -22,10 +21,6 @@ namespace standin {
 namespace {
 
 constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
-
-const void* address_of(const at::Tensor& tensor) {
-  return tensor.numel() == 0 ? nullptr : tensor.const_data_ptr();
-}
 
 // --- Making tensors
 
@@ -61,10 +56,14 @@ at::Tensor empty_strided(
 void note_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (StandsIn::is_on() || from.is_cpu() == to.is_cpu())
     return;
-  if (to.is_cpu() && !(non_blocking && PinnedAllocator::owns(address_of(to))))
+  const at::Tensor& host = from.is_cpu() ? from : to;
+  const bool is_pinned = PinnedAllocator::owns(host.storage().data());
+  if (to.is_cpu() && !(non_blocking && is_pinned))
     note_host_wait("copy to the host");
   else if (from.is_cpu() && !non_blocking)
     note_host_wait("copy from the host");
+  else if (!is_pinned)
+    refuse_in_capture("copy from memory that is not pinned");
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
@@ -90,8 +89,11 @@ const at::Tensor& resize_(
     impl.empty_tensor_restride(*memory_format);
   const size_t bytes = at::detail::computeStorageNbytesContiguous(
       impl.sizes(), impl.itemsize(), impl.storage_offset());
-  if (bytes > impl.storage().nbytes())
+  if (bytes > impl.storage().nbytes()) {
+    if (impl.storage().nbytes() != 0)
+      refuse_in_capture("enlarge a tensor that holds something");
     at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(impl.storage(), bytes);
+  }
   return self;
 }
 
@@ -118,16 +120,23 @@ void record_stream(at::Tensor&, at::Stream user) {
 
 } // namespace
 
-OnHost::OnHost(const at::Tensor& tensor) : opened_(address_of(tensor)) {
-  tensor_ = at::from_blob(
-      const_cast<void*>(address_of(tensor)),
-      tensor.sizes(),
-      tensor.strides(),
-      at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU));
-  if (tensor.is_conj())
-    tensor_._set_conj(true);
-  if (tensor.is_neg())
-    tensor_._set_neg(true);
+c10::Storage host_storage(const c10::Storage& storage) {
+  return c10::Storage(
+      c10::Storage::use_byte_size_t{},
+      storage.nbytes(),
+      c10::DataPtr(const_cast<void*>(storage.data()), c10::Device(c10::kCPU)),
+      c10::GetAllocator(c10::kCPU),
+      /*resizable=*/true);
+}
+
+at::Tensor host_view(const at::Tensor& tensor, c10::Storage storage) {
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(
+      tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  view._set_conj(tensor.is_conj());
+  view._set_neg(tensor.is_neg());
+  return view;
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
@@ -135,6 +144,17 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const at::AutoDispatchBelowAutograd below;
   const OnHost source(from), target(to);
   target.tensor().copy_(source.tensor());
+  if (!StandsIn::is_on() && is_capturing) {
+    const at::Tensor& there = to.is_cpu() ? from : to;
+    const Place source_place(from.storage()), target_place(to.storage());
+    capture().note(
+        current_place_of(there.device().index()),
+        [=, source = source.tensor(), target = target.tensor()] {
+          const at::AutoDispatchBelowAutograd below;
+          const Opened opened[] = {source_place.open(), target_place.open()};
+          target.copy_(source);
+        });
+  }
   return to;
 }
 

@@ -7,10 +7,38 @@
 
 namespace standin {
 
+// A tensor of the CPU in the memory of another one, which it does not keep; `storage` is the
+// host's for the memory that the tensor is a view of.
+at::Tensor host_view(const at::Tensor& tensor, c10::Storage storage);
+c10::Storage host_storage(const c10::Storage& storage);
+
+// Where a tensor lies. A graph keeps no memory but that of its pool, so it has to be the same block
+// when the graph is replayed.
+class Place {
+ public:
+  explicit Place(const c10::Storage& storage)
+      : address_(storage.data()), serial_(memory().serial_of(address_)) {}
+
+  // Opens it for a replay.
+  Opened open() const {
+    TORCH_CHECK(
+        memory().serial_of(address_) == serial_,
+        "standin: a graph is replayed with memory that was given back after it was captured");
+    return Opened(address_);
+  }
+
+ private:
+  const void* address_;
+  Serial serial_;
+};
+
 // The same memory as a tensor on the CPU, which can be used as long as this lives.
 class OnHost {
  public:
-  explicit OnHost(const at::Tensor& tensor);
+  explicit OnHost(const at::Tensor& tensor)
+      : opened_(tensor.storage().data()),
+        tensor_(
+            tensor.is_cpu() ? tensor.alias() : host_view(tensor, host_storage(tensor.storage()))) {}
 
   const at::Tensor& tensor() const {
     return tensor_;

@@ -1,20 +1,23 @@
-// memory.h: the memory of the device. It is the host's, and only copies may read or write it.
+// memory.h: the memory of the devices. It is the host's, and only copies may read or write it.
 //
 // The pages of a block are closed (PROT_NONE) except while an `Opened` names it. So a kernel of
-// PyTorch for the CPU that gets a tensor of this device ends the process, as it would on a real
+// PyTorch for the CPU that gets a tensor of these devices ends the process, as it would on a real
 // one; an emulation in ordinary memory would let it pass.
 #pragma once
 
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <mutex>
-#include <set>
+#include <optional>
 
-#include <c10/core/Allocator.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 
 #include "streams.h"
 
@@ -29,57 +32,103 @@ inline bool protects_memory() {
   return protects;
 }
 
+// The place of a block in the order in which they were taken, as addresses are used again.
+using Serial = uint64_t;
+
 class Memory {
  public:
   // No bytes have no address, as in PyTorch's other allocators.
-  void* take(size_t size) {
+  void* take(size_t size, DeviceIndex device) {
     if (size == 0)
       return nullptr;
-    if (!protects_memory())
-      return std::malloc(size);
     const size_t page = sysconf(_SC_PAGESIZE);
-    size = (size + page - 1) / page * page;
-    void* start = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TORCH_CHECK_WITH(OutOfMemoryError, start != MAP_FAILED, "standin: out of memory");
+    const size_t reserved = protects_memory() ? (size + page - 1) / page * page : size;
+    const uint64_t pool = capture().pool_of(current_place_of(device));
     std::lock_guard<std::mutex> lock(mutex_);
-    blocks_[static_cast<char*>(start)] = {size, 0};
+    Device& owner = devices_.at(device);
+    void* start = nullptr;
+    if (owner.allocated() + reserved <= owner.limit)
+      start = protects_memory()
+          ? mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+          : std::malloc(reserved);
+    if (start == nullptr || start == MAP_FAILED) {
+      owner.stats.num_ooms += 1;
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, false, "standin out of memory. Tried to allocate ", size, " bytes.");
+    }
+    blocks_[static_cast<char*>(start)] = {reserved, 0, ++taken_, device, pool, false};
+    count(owner, +1, reserved);
+    for (auto& stat : owner.stats.reserved_bytes)
+      stat.increase(reserved);
     return start;
   }
 
   void give_back(void* start) {
     if (start == nullptr)
       return;
-    if (!protects_memory())
-      return std::free(start);
     std::lock_guard<std::mutex> lock(mutex_);
     const auto block = blocks_.find(static_cast<char*>(start));
-    munmap(start, block->second.size);
-    blocks_.erase(block);
+    count(devices_.at(block->second.device), -1, block->second.size);
+    if (block->second.pool != 0)
+      block->second.is_free = true; // a graph may write there each time it is replayed
+    else
+      unmap(block);
   }
 
-  size_t bytes() {
+  // The graphs of a pool are gone, so that what is free in it goes, too.
+  void release_pool(uint64_t pool) {
     std::lock_guard<std::mutex> lock(mutex_);
-    size_t total = 0;
-    for (const auto& [start, block] : blocks_)
-      total += block.size;
-    return total;
+    for (auto block = blocks_.begin(); block != blocks_.end();) {
+      const auto next = std::next(block);
+      if (block->second.pool == pool) {
+        block->second.pool = 0;
+        if (block->second.is_free)
+          unmap(block);
+      }
+      block = next;
+    }
+  }
+
+  c10::CachingDeviceAllocator::DeviceStats stats(DeviceIndex device) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return devices_.at(device).stats;
+  }
+
+  // Calls `change(stat)` for each statistic of a device.
+  template <class Change>
+  void change_stats(DeviceIndex device, Change&& change) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& stats = devices_.at(device).stats;
+    for (auto* group : {&stats.allocation, &stats.allocated_bytes, &stats.reserved_bytes})
+      for (auto& stat : *group)
+        change(stat);
+  }
+
+  // A device has room for so many bytes more; without a number, for all that the host has.
+  void limit(std::optional<size_t> room) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (Device& device : devices_)
+      device.limit = room.has_value() ? device.allocated() + *room : unlimited;
+  }
+
+  // The block that an address lies in, 0 if it is none of ours.
+  Serial serial_of(const void* address) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto block = find(address);
+    return block == blocks_.end() ? 0 : block->second.serial;
   }
 
   // Opens the block that an address lies in; nullptr if it is none of ours.
   char* open(const void* address) {
-    if (address == nullptr || !protects_memory())
+    if (!protects_memory())
       return nullptr;
-    char* place = static_cast<char*>(const_cast<void*>(address));
     std::lock_guard<std::mutex> lock(mutex_);
-    auto after = blocks_.upper_bound(place);
-    if (after == blocks_.begin())
+    const auto block = find(address);
+    if (block == blocks_.end())
       return nullptr;
-    auto& [start, block] = *std::prev(after);
-    if (place >= start + block.size)
-      return nullptr;
-    if (block.opened++ == 0)
-      mprotect(start, block.size, PROT_READ | PROT_WRITE);
-    return start;
+    if (block->second.opened++ == 0)
+      mprotect(block->first, block->second.size, PROT_READ | PROT_WRITE);
+    return block->first;
   }
 
   void close(char* start) {
@@ -90,13 +139,57 @@ class Memory {
   }
 
  private:
+  static constexpr size_t unlimited = std::numeric_limits<size_t>::max();
+
   struct Block {
     size_t size;
     int opened; // by how many, at once
+    Serial serial;
+    DeviceIndex device;
+    uint64_t pool; // of the graph that is captured when it is taken; otherwise 0
+    bool is_free;  // in its pool
+  };
+  using Blocks = std::map<char*, Block>;
+
+  struct Device {
+    size_t limit = unlimited;
+    c10::CachingDeviceAllocator::DeviceStats stats;
+
+    size_t allocated() const {
+      return stats.allocated_bytes[0].current;
+    }
   };
 
+  static void count(Device& device, int number, size_t bytes) {
+    for (auto& stat : device.stats.allocation)
+      number > 0 ? stat.increase(1) : stat.decrease(1);
+    for (auto& stat : device.stats.allocated_bytes)
+      number > 0 ? stat.increase(bytes) : stat.decrease(bytes);
+  }
+
+  Blocks::iterator find(const void* address) {
+    char* place = static_cast<char*>(const_cast<void*>(address));
+    const auto after = blocks_.upper_bound(place);
+    if (address == nullptr || after == blocks_.begin())
+      return blocks_.end();
+    const auto block = std::prev(after);
+    return place < block->first + block->second.size ? block : blocks_.end();
+  }
+
+  void unmap(Blocks::iterator block) {
+    for (auto& stat : devices_.at(block->second.device).stats.reserved_bytes)
+      stat.decrease(block->second.size);
+    if (protects_memory())
+      munmap(block->first, block->second.size);
+    else
+      std::free(block->first);
+    blocks_.erase(block);
+  }
+
   std::mutex mutex_;
-  std::map<char*, Block> blocks_;
+  Blocks blocks_;
+  Serial taken_ = 0;
+  std::array<Device, device_count> devices_;
 };
 
 // Tensors may be freed while the process ends, so it is never destroyed.
@@ -109,6 +202,7 @@ inline Memory& memory() {
 class Opened {
  public:
   explicit Opened(const void* address) : start_(memory().open(address)) {}
+  Opened(Opened&& other) noexcept : start_(std::exchange(other.start_, nullptr)) {}
   ~Opened() {
     if (start_ != nullptr)
       memory().close(start_);
@@ -120,9 +214,9 @@ class Opened {
   char* start_;
 };
 
-struct DeviceAllocator final : c10::Allocator {
+struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
-    void* start = memory().take(size);
+    void* start = memory().take(size, current_device);
     return {start, start, &free, c10::Device(kStandin, current_device)};
   }
   c10::DeleterFnPtr raw_deleter() const override {
@@ -131,6 +225,23 @@ struct DeviceAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t count) const override {
     const Opened target(to), source(from);
     default_copy_data(to, from, count);
+  }
+
+  bool initialized() override {
+    return true;
+  }
+  void emptyCache(c10::MempoolId_t) override {} // it keeps nothing for later
+  void recordStream(const c10::DataPtr&, Stream user) override {
+    trace().note("keep memory for " + name_of(user));
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
+    return memory().stats(index_of(device));
+  }
+  void resetAccumulatedStats(DeviceIndex device) override {
+    memory().change_stats(index_of(device), [](auto& stat) { stat.reset_accumulated(); });
+  }
+  void resetPeakStats(DeviceIndex device) override {
+    memory().change_stats(index_of(device), [](auto& stat) { stat.reset_peak(); });
   }
 
  private:
@@ -142,7 +253,7 @@ struct DeviceAllocator final : c10::Allocator {
 inline DeviceAllocator device_allocator;
 
 // Memory of the host that a copy to the device need not wait for: just a list of its addresses.
-class PinnedAllocator final : public c10::Allocator {
+class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t size) override {
     void* start = std::malloc(size);
@@ -156,6 +267,17 @@ class PinnedAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t count) const override {
     default_copy_data(to, from, count);
   }
+
+  // It keeps nothing for later, and counts nothing.
+  bool record_event(void*, void*, Stream) override {
+    return true;
+  }
+  void empty_cache() override {}
+  at::HostStats get_stats() override {
+    return {};
+  }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 
   static bool owns(const void* address) {
     char* place = static_cast<char*>(const_cast<void*>(address));

@@ -28,35 +28,47 @@ template <class Fill>
 at::Tensor& draw(at::Tensor& self, const MaybeGenerator& given, Fill&& fill) {
   const at::AutoDispatchBelowAutograd below;
   const StandsIn stands_in;
-  at::Tensor drawn = at::empty(self.sizes(), self.options().device(at::kCPU));
-  fill(drawn, numbers_for(self, given));
-  copy_from(drawn, self, /*non_blocking=*/false);
+  const at::Generator numbers = numbers_for(self, given);
+  const OnHost target(self);
+  const auto work = [=, target = target.tensor()] {
+    at::Tensor drawn = at::empty(target.sizes(), target.options());
+    fill(drawn, numbers);
+    target.copy_(drawn);
+  };
+  work();
+  if (is_capturing) {
+    const Place place(self.storage());
+    capture().note(current_place_of(self.device().index()), [=] {
+      const Opened opened = place.open();
+      work();
+    });
+  }
   return self;
 }
 
 at::Tensor& uniform_(at::Tensor& self, double from, double to, MaybeGenerator generator) {
-  return draw(self, generator, [&](at::Tensor& t, auto& g) { t.uniform_(from, to, g); });
+  return draw(self, generator, [=](at::Tensor& t, auto& g) { t.uniform_(from, to, g); });
 }
 
 at::Tensor& normal_(at::Tensor& self, double mean, double deviation, MaybeGenerator generator) {
-  return draw(self, generator, [&](at::Tensor& t, auto& g) { t.normal_(mean, deviation, g); });
+  return draw(self, generator, [=](at::Tensor& t, auto& g) { t.normal_(mean, deviation, g); });
 }
 
 at::Tensor& bernoulli_(at::Tensor& self, double p, MaybeGenerator generator) {
-  return draw(self, generator, [&](at::Tensor& t, auto& g) { t.bernoulli_(p, g); });
+  return draw(self, generator, [=](at::Tensor& t, auto& g) { t.bernoulli_(p, g); });
 }
 
 at::Tensor& random_(at::Tensor& self, MaybeGenerator generator) {
-  return draw(self, generator, [&](at::Tensor& t, auto& g) { t.random_(g); });
+  return draw(self, generator, [=](at::Tensor& t, auto& g) { t.random_(g); });
 }
 
 at::Tensor& random_to(at::Tensor& self, int64_t to, MaybeGenerator generator) {
-  return draw(self, generator, [&](at::Tensor& t, auto& g) { t.random_(to, g); });
+  return draw(self, generator, [=](at::Tensor& t, auto& g) { t.random_(to, g); });
 }
 
 at::Tensor& random_from(
     at::Tensor& self, int64_t from, std::optional<int64_t> to, MaybeGenerator generator) {
-  return draw(self, generator, [&](at::Tensor& t, auto& g) { t.random_(from, to, g); });
+  return draw(self, generator, [=](at::Tensor& t, auto& g) { t.random_(from, to, g); });
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {

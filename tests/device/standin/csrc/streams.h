@@ -8,6 +8,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "capture.h"
 #include "trace.h"
 
 namespace standin {
@@ -29,18 +30,33 @@ inline DeviceIndex index_of(DeviceIndex index) {
   return index < 0 ? current_device : index;
 }
 
-inline std::string name_of(DeviceIndex device, c10::StreamId stream) {
-  return std::to_string(int(device)) + "." + std::to_string(stream);
+inline StreamPlace place_of(const Stream& stream) {
+  return {stream.device_index(), stream.id()};
 }
 
 inline std::string name_of(const Stream& stream) {
-  return name_of(stream.device_index(), stream.id());
+  return name_of(place_of(stream));
 }
 
-// Where work of this thread goes now, such as "1.0".
-inline std::string current_place() {
-  return name_of(current_device, current_streams[current_device]);
+// Where work of this thread goes now, on a device.
+inline StreamPlace current_place_of(DeviceIndex device) {
+  return {device, current_streams[device]};
 }
+
+inline StreamPlace current_stream() {
+  return current_place_of(current_device);
+}
+
+// The same in words, such as "1.0".
+inline std::string current_place() {
+  return name_of(current_stream());
+}
+
+// An event: on which stream it was recorded last, and in which capture, 0 for none.
+struct Event {
+  StreamPlace place;
+  uint64_t capture;
+};
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -92,30 +108,35 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     current_streams[next.device_index()] = next.id();
     return before;
   }
-  bool queryStream(const Stream&) const override {
+  bool queryStream(const Stream& asked) const override {
+    refuse_in_capture("query stream " + name_of(asked));
     return true;
   }
   void synchronizeStream(const Stream& waited) const override {
     note_host_wait("synchronize stream " + name_of(waited));
   }
   // An override since 2.13.
-  bool isStreamCapturing(const Stream&) const {
-    return is_capturing;
+  bool isStreamCapturing(const Stream& stream) const {
+    return capture().includes(place_of(stream));
   }
 
   // Events
 
   void record(
       void** event, const Stream& on, const DeviceIndex, const c10::EventFlag) const override {
-    delete static_cast<std::string*>(*event);
-    *event = new std::string(name_of(on));
+    delete static_cast<Event*>(*event);
+    *event = new Event{place_of(on), capture().number_of(place_of(on))};
     trace().note("record an event on " + name_of(on));
   }
   void block(void* event, const Stream& waiting) const override {
-    if (event != nullptr)
-      trace().note(name_of(waiting) + " waits for " + *static_cast<std::string*>(event));
+    if (event == nullptr)
+      return;
+    const auto& [other, number] = *static_cast<Event*>(event);
+    trace().note(name_of(waiting) + " waits for " + name_of(other));
+    capture().wait(place_of(waiting), other, number);
   }
   bool queryEvent(void*) const override {
+    refuse_in_capture("query an event");
     return true;
   }
   void synchronizeEvent(void*) const override {
@@ -125,7 +146,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return 1.0;
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
-    delete static_cast<std::string*>(event);
+    delete static_cast<Event*>(event);
   }
 
   // What a tensor's memory is kept for.

@@ -49,10 +49,14 @@ inline Trace& trace() {
 // Whether a graph is being captured. What CUDA refuses then is refused here.
 inline std::atomic<bool> is_capturing{false};
 
+inline void refuse_in_capture(const std::string& what) {
+  TORCH_CHECK(
+      !is_capturing, "standin: operation not permitted when stream is capturing (", what, ")");
+}
+
 // Notes that the host waits for the device. While a graph is captured there is nothing to wait for.
 inline void note_host_wait(const std::string& why) {
-  TORCH_CHECK(
-      !is_capturing, "standin: operation not permitted when stream is capturing (", why, ")");
+  refuse_in_capture(why);
   trace().note(host_waits + why);
 }
 
