@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.device import standin
+
+if os.environ.get("TORCHOP_TEST_DEVICE", "").startswith("standin"):
+    standin.load()  # before the device is named
 
 from tests.devices import DEVICE
 
