@@ -46,6 +46,7 @@ _ABOUT_THE_STANDIN = (
     "test_overrides.py",
     "test_explain.py",
     "test_derived.py",
+    "test_devices.py",
 )
 
 

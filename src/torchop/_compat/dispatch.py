@@ -261,22 +261,3 @@ def kernel_table(qualname: str) -> dict[str, str]:
     lines = torch._C._dispatch_dump_table(qualname).splitlines()
     pairs = (line.partition(": ") for line in lines)
     return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}
-
-
-# The accelerator of this process: the one type of device beside the CPU.
-_accelerator: Any = torch._C._accelerator_getAccelerator
-
-
-def accelerator_count() -> int:
-    """The number of accelerators; 0 without one, and until the program has used it."""
-    accelerator = _accelerator()
-    if accelerator is None:
-        return 0
-    module: Any = torch.get_device_module(accelerator.type)
-    is_started = getattr(module, "is_initialized", lambda: True)()
-    return int(module.device_count()) if is_started else 0
-
-
-def accelerators(count: int) -> list[torch.device]:
-    """The first `count` of the accelerators."""
-    return [torch.device(_accelerator().type, index) for index in range(count)]

@@ -32,8 +32,8 @@ class checking(Block):  # noqa: N801  (called like a function)
     kernel that was registered with torchop. Blocks may be nested, and you can decorate a function.
     A block is slow, because it copies the inputs of each call; calls outside of blocks cost nothing
     extra. Some inputs cannot be compared: tensors without data, MKL-DNN tensors, tensors for whose
-    copy the device has no room, and all tensors while a CUDA graph is captured. Other threads
-    should not write into the same memory meanwhile.
+    copy the device has no room, and all tensors while a graph is captured on their device. Other
+    threads should not write into the same memory meanwhile.
 
     Raises:
         UndeclaredMutationError: in the block, by the call of an operator.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._compat import dispatch
+from torchop._compat import devices
 from torchop._core.call import tensors_in
 
 
@@ -28,11 +28,11 @@ def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     """
     # Not torch.get_rng_state and torch.set_rng_state, which modes would trace.
     yield _of_generator(torch.default_generator)
-    for device in sorted({*devices_of(values), *dispatch.accelerators(count)}, key=str):
+    for device in sorted({*devices_of(values), *devices.accelerators(count)}, key=str):
         if device.type not in ("cpu", "meta"):
-            module = torch.get_device_module(device.type)
-            if hasattr(module, "get_rng_state"):
-                yield _of_device(module, device)
+            traits = devices.traits(device.type)
+            if traits.get_rng_state is not None:
+                yield _of_device(traits, device)
     for value in values:
         if isinstance(value, torch.Generator):
             yield _of_generator(value)
@@ -50,17 +50,12 @@ def _of_generator(generator: torch.Generator) -> Generator:
     )
 
 
-def _of_device(module: Any, device: torch.device) -> Generator:
+def _of_device(traits: devices.DeviceTraits, device: torch.device) -> Generator:
+    get, set_state = traits.get_rng_state, traits.set_rng_state
+    assert get is not None
+    assert set_state is not None  # PyTorch asks for both or neither
     return Generator(
-        lambda: module.get_rng_state(device),
-        lambda state: module.set_rng_state(state, device),
-        lambda: _size_of_state(device),
+        functools.partial(get, device),
+        lambda state: set_state(state, device),
+        functools.partial(traits.size_of_state, device),
     )
-
-
-@functools.cache  # it cannot be asked for while a graph is captured
-def _size_of_state(device: torch.device) -> int:
-    if device.type == "cuda":  # a program may be traced for CUDA without such a device
-        return 16  # the seed and the offset
-    size: int = torch.get_device_module(device.type).get_rng_state(device).numel()
-    return size

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._compat import autograd, dispatch, functorch, tracing
+from torchop._compat import autograd, devices, dispatch, functorch, tracing
 from torchop._core.call import named_inputs
 from torchop._core.contract import storage_of
 from torchop._errors import UndeclaredMutationError
@@ -24,7 +24,7 @@ class Snapshot:
 
     What cannot be compared is left out: tensors without data of their own (fake ones, those inside
     a transform of `torch.func`, meta tensors), kinds that hide it (MKL-DNN, nested tensors), memory
-    of which the device has no room for a copy, and everything while a CUDA graph is captured.
+    of which the device has no room for a copy, and everything while a graph is captured.
     """
 
     def __init__(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -35,8 +35,8 @@ class Snapshot:
                 for argument, where, tensor in named_inputs(schema, args, kwargs)
                 if _has_data(tensor)
             ]
-            if any(i.tensor.is_cuda for i in inputs) and torch.cuda.is_current_stream_capturing():
-                inputs = []  # what a CUDA graph captures must not be read
+            if devices.are_captured([item.tensor for item in inputs]):
+                inputs = []  # what a graph captures must not be read
             self._inputs = inputs
             self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
             by_storage: dict[int, list[Tensor]] = {}

@@ -90,8 +90,9 @@ def _written(
             bytes_of(output.untyped_storage()).fill_(
                 byte & 1 if output.dtype is torch.bool else byte
             )
-    devices = {t.device.index for _, _, t in tensors if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices):
+    devices = {t.device for _, _, t in tensors if t.device.type not in ("cpu", "meta")}
+    kind = next(iter(devices)).type if devices else "cuda"  # which it does not ask without devices
+    with torch.random.fork_rng([device.index for device in devices], device_type=kind):
         seed_torch(0)
         overload(*args, **kwargs)
     return outputs

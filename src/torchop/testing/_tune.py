@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchop import NativeUnavailableError, ProviderWarning, priority
-from torchop._compat import autograd, fake_tensors
+from torchop._compat import autograd, devices, fake_tensors
 from torchop._native.extension import files
 from torchop._rules.providers import kernels_of_call, measurements, tuned
 from torchop._rules.providers.candidates import DeviceKernels
@@ -371,9 +371,8 @@ def why_not(operator: Operator, kernels: DeviceKernels | None) -> str | None:
 def _is_measurable(call: Sample) -> bool:
     """Whether a call can be repeated here, and its time would mean something."""
     tensors = probes.tensors_of(call)
-    is_captured = any(each.is_cuda for each in tensors) and torch.cuda.is_current_stream_capturing()
     return not (
-        is_captured
+        devices.are_captured(tensors)
         or torch.compiler.is_compiling()
         or autograd.is_in_backward()
         or any(fake_tensors.is_fake(each) or not probes.is_plain(each) for each in tensors)

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from torchop._compat import devices
+
 
 def _numpy_random() -> Any:
     return sys.modules["numpy"].random
@@ -47,10 +49,10 @@ def device_module() -> Any:
 
     An accelerator that nobody has used is not asked, because that would start it.
     """
-    device = torch.accelerator.current_accelerator()
-    module = None if device is None else torch.get_device_module(device)
-    is_initialized = getattr(module, "is_initialized", lambda: True)
-    return module if module is not None and is_initialized() else None
+    accelerator = devices.accelerator()
+    if accelerator is None or not accelerator.is_in_use():
+        return None
+    return torch.get_device_module(accelerator.type)
 
 
 def _each_device(function: Callable[[int], Any]) -> list[Any]:
@@ -146,7 +148,7 @@ def seed_torch(seed: int) -> None:
     For each kind of device that the process has not used, it keeps the seed for the day that it
     does, together with the text of the stack. Where there is no such device, that day never comes.
     """
-    if torch.accelerator.current_accelerator() is None:
+    if devices.accelerator() is None:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
@@ -165,10 +167,9 @@ def restored() -> Iterator[None]:
     """A block after which the process is as it was, whatever the operator did in it."""
     before = process_state()
     accelerated: dict[str, Any] = {"devices": ()}
-    device_type = torch.accelerator.current_accelerator()
-    if device_type is not None and device_module() is not None:
-        devices = range(torch.accelerator.device_count())
-        accelerated = {"devices": devices, "device_type": device_type.type}
+    accelerator = devices.accelerator()
+    if accelerator is not None and (count := accelerator.device_count()):
+        accelerated = {"devices": range(count), "device_type": accelerator.type}
     try:
         with torch.random.fork_rng(**accelerated):
             yield

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from torchop._compat import devices
 from torchop.testing._extras import installing
 
 Outcome = Literal["passed", "failed", "expected failure", "cannot be done", "not run"]
@@ -105,16 +106,17 @@ class Result:
 
 def environment() -> dict[str, str]:
     """The versions and devices of this process."""
-    devices = [f"CPU ({os.cpu_count()} cores, {platform.machine()})"]
-    if torch.cuda.is_available():
-        devices += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    names = [f"CPU ({os.cpu_count()} cores, {platform.machine()})"]
+    accelerator = devices.accelerator()
+    if accelerator is not None:
+        names += accelerator.names()
     return {
         # Not that of its metadata, which a package that is found by its path does not have.
         "torchop": sys.modules["torchop"].__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "devices": ", ".join(devices),
+        "devices": ", ".join(names),
     }
 
 

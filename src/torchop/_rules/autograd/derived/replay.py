@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchop._compat import dispatch
+from torchop._compat import devices, dispatch
 from torchop._compat.classes import Tag, TorchDispatchMode
 from torchop._compat.settings import Setting, run_with
 from torchop._core.call import tensors_in
@@ -67,7 +67,7 @@ def ambient_state(values: Sequence[Any], *, in_graph: bool = False) -> AmbientSt
     devices, because the number of bytes must be known when the graph is made.
     """
     global _latest
-    count = 0 if in_graph else dispatch.accelerator_count()
+    count = 0 if in_graph else devices.accelerator_count()
     if count == 0 and (packed := pack_on_cpu(values, _latest)) is not None:
         state = AmbientState(packed)
     else:
@@ -196,7 +196,7 @@ def _autocast_settings(device_type: str, enabled: bool, dtype: torch.dtype) -> I
 
 def _device_types(values: Sequence[Any], count: int) -> list[str]:
     types = {"cpu", *(device.type for device in devices_of(values))} - {"meta"}
-    return sorted(types | {device.type for device in dispatch.accelerators(count)})
+    return sorted(types | {device.type for device in devices.accelerators(count)})
 
 
 def _autocasts(device_type: str) -> bool:

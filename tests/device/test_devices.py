@@ -1,0 +1,55 @@
+"""What is asked of a type of device is answered for any, and what may not be read is left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.device import standin
+from torchop._compat import devices
+from torchop.testing._check.report import environment
+
+
+def test_the_table_has_a_line_for_any_type():
+    accelerator = devices.accelerator()
+    assert accelerator is devices.traits("standin")
+    assert accelerator.type == "standin"
+    assert accelerator.device_count() == devices.accelerator_count() == 2
+    assert devices.accelerators(2) == [torch.device("standin", index) for index in (0, 1)]
+    x = torch.ones(1, device="standin")
+    assert not devices.are_captured([x])
+    with standin.capture():
+        assert devices.are_captured([torch.ones(1), x])
+        assert not devices.are_captured([torch.ones(1), torch.ones(1, device="meta")])
+    state = torch.standin.get_rng_state(1)
+    assert accelerator.size_of_state(torch.device("standin", 1)) == state.numel()
+    cpu = devices.traits("cpu")
+    assert (cpu.type, cpu.is_capturing()) == ("cpu", False)
+
+
+@pytest.mark.needs_torch("2.13", "torch.Stream.is_capturing")
+def test_a_module_that_does_not_tell_of_captures(monkeypatch):
+    monkeypatch.delattr(torch.standin, "is_current_stream_capturing")
+    is_capturing = devices.traits.__wrapped__("standin").is_capturing
+    assert not is_capturing()
+    with standin.capture():
+        assert is_capturing()
+
+
+def test_reports_name_the_devices():
+    assert "standin:0, standin:1" in environment()["devices"]
+
+
+def test_checking_reads_nothing_while_a_graph_is_captured(namespace):
+    def write(x: Tensor) -> Tensor:
+        return x.add_(1).clone()
+
+    op = torchop.custom_op(f"{namespace}::op", write, mutates_args=())
+    x = torch.ones(2, device="standin:1")
+    with torch.standin.device(1), torchop.checking():
+        with standin.capture():
+            op(x)
+        with pytest.raises(torchop.UndeclaredMutationError):
+            op(x)
