@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from torchop._core import snapshot
 from torchop.testing import CheckReport, check, probes
 from torchop.testing.process_state import process_state, restored
 
+needs_graphs = pytest.mark.needs_torch("2.13", "torch.accelerator.Graph")
 needs_two_devices = pytest.mark.skipif(target.COUNT < 2, reason="needs two devices")
 
 
-def run(op: Any, *only: str) -> CheckReport:
-    x = torch.arange(6.0, device=SECOND).view(2, 3) / 4 + 0.5
+def run(op: Any, *only: str, device: str = SECOND) -> CheckReport:
+    x = torch.arange(6.0, device=device).view(2, 3) / 4 + 0.5
     return check(op, (x,), only=only or None, raise_exception=False)
 
 
@@ -127,6 +129,104 @@ def test_the_block_puts_the_device_back() -> None:
         _draws(torch.ones(1, device=SECOND))
         assert process_state() != before
     assert process_state() == before
+
+
+# --------------------------------------------------------------------------------------------------
+# Graphs
+
+
+def _grows(kept: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A kernel that takes a larger buffer where the one that it keeps is too small."""
+
+    def kernel(x: Tensor) -> Tensor:
+        if not kept or kept[0].numel() < x.numel():
+            kept[:] = [torch.empty(x.numel(), device=x.device)]
+        buffer = kept[0][: x.numel()].view(x.shape)
+        return buffer.copy_(x) * 2
+
+    return kernel
+
+
+def _elsewhere(streams: list[torch.Stream]) -> Callable[[Tensor], Tensor]:
+    """A kernel whose work is on a stream of its own, for which nobody waits."""
+
+    def kernel(x: Tensor) -> Tensor:
+        if not streams:
+            streams.append(torch.Stream(x.device))
+        with streams[0]:
+            return x * 2
+
+    return kernel
+
+
+def _reads(x: Tensor) -> Tensor:
+    return x * 2 if x.sum().item() > 0 else x * 3
+
+
+@needs_graphs
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        pytest.param(
+            _grows([]), "memory that was given back", marks=target.only_on_the_standin
+        ),  # elsewhere something else may be there by then, or not
+        (_elsewhere([]), "a replay with other values"),
+        (_reads, "no graph can be captured of the call"),
+    ],
+)
+def test_a_kernel_that_a_graph_breaks(
+    namespace: str, kernel: Callable[[Tensor], Tensor], said: str
+) -> None:
+    report = run(define(namespace, kernel), "capture", "repeated", device=FIRST)
+    assert failed(report).keys() == {"subsystems.capture"}
+    assert said in failed(report)["subsystems.capture"]
+
+
+@needs_graphs
+def test_a_kernel_that_is_captured(namespace: str) -> None:
+    def add_(x: Tensor, y: Tensor) -> None:
+        y.add_(x.cumsum(-1))
+
+    schema = "(Tensor x, Tensor(a!) y) -> ()"
+    mutable = torchop.custom_op(f"{namespace}::add_", add_, mutates_args=("y",), schema=schema)
+    x = torch.arange(6.0, device=SECOND).view(2, 3)
+    for report in (
+        run(define(namespace, lambda x: (x * x).contiguous()), "capture"),
+        check(mutable, (x, x.clone()), only="capture", raise_exception=False),
+    ):
+        assert [result.outcome for result in report.results] == ["passed"]
+
+
+@needs_graphs
+def test_a_kernel_that_says_it_cannot_be_captured(namespace: str) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::reads",
+        _reads,
+        mutates_args=(),
+        schema="(Tensor x) -> Tensor",
+        tags=torch.Tag.cudagraph_unsafe,
+    )
+    (result,) = run(op, "capture").results
+    assert result.outcome == "cannot be done"
+    assert "cudagraph_unsafe" in result.message
+
+
+@target.needs_accelerator
+def test_the_results_of_the_cpu(namespace: str) -> None:
+    op = define(namespace, lambda x: x * 2)
+    (result,) = run(op, "subsystems.accelerator").results
+    assert result.outcome == "passed"
+    op.register_kernel("cpu")(lambda x: x * 3)
+    message = failed(run(op, "subsystems.accelerator"))["subsystems.accelerator"]
+    assert f"on {target.TYPE}" in message
+
+
+@target.needs_accelerator
+def test_a_fake_kernel_for_the_cpu_alone(namespace: str) -> None:
+    op = define(namespace, lambda x: x * 2)
+    op.register_fake(lambda x: torch.empty(x.shape))
+    message = failed(run(op, "fake_devices"))["subsystems.fake_devices"]
+    assert f"for arguments on {target.TYPE}" in message
 
 
 def test_memory_shared_through_dlpack(namespace: str) -> None:

@@ -163,6 +163,6 @@ def _add_one(triton: Any, x: Tensor) -> Tensor:
     from tests.device.triton_kernels import add_one  # needs Triton, which has no build for the CPU
 
     result = torch.empty_like(x)
-    with torch.cuda.device(x.device):  # Triton launches on the current one
+    with torch.accelerator.device_index(x.device.index):  # Triton launches on the current one
         add_one[(triton.cdiv(x.numel(), 1024),)](x, result, x.numel(), BLOCK=1024)
     return result

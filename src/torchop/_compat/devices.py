@@ -71,6 +71,12 @@ def accelerator() -> DeviceTraits | None:
     return None if device is None else traits(device.type)
 
 
+def accelerator_type() -> str:
+    """Its type; without one, "cuda", for which most operators have kernels."""
+    found = accelerator()
+    return "cuda" if found is None else found.type
+
+
 def accelerator_count() -> int:
     """The number of accelerators; 0 without one, and until the program has used it."""
     found = accelerator()

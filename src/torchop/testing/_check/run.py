@@ -43,7 +43,13 @@ from torchop.testing._check.subject import (
     reason,
     text_of,
 )
-from torchop.testing._check.subsystems import compilers, contexts, gradients, transforms
+from torchop.testing._check.subsystems import (
+    accelerator,
+    compilers,
+    contexts,
+    gradients,
+    transforms,
+)
 from torchop.testing.process_state import restored
 
 _LONGEST_MESSAGE = 1200
@@ -53,7 +59,7 @@ def kinds() -> tuple[CheckKind, ...]:
     """All checks there are, the cheap ones first."""
     # Contracts first: what others call an operator with may stay in its state.
     families = (contracts, surroundings, memory, dtypes, values, integers, sharing, providers)
-    subsystems = (gradients, transforms, contexts, compilers)
+    subsystems = (gradients, transforms, contexts, accelerator, compilers)
     every = [kind for family in (*families, *subsystems) for kind in family.CHECKS]
     return tuple(sorted(every, key=lambda kind: kind.is_costly))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchop import AliasError, ProviderError, ResultError, UndeclaredMutationError
-from torchop._compat import dispatch, fake_tensors
+from torchop._compat import devices, dispatch, fake_tensors
 from torchop._rules.providers.provider import Provider
 from torchop._rules.user.examples import make_examples, operator_of_examples
 from torchop._rules.user.preconditions import PRECONDITIONS
@@ -309,7 +309,8 @@ class Subject:
         kernels = self.operator.kernels
         if kernels:
             return set(kernels) != {"cpu"}
-        return self.has_kernel("CUDA", "CompositeExplicitAutograd")
+        key = dispatch.dispatch_key_name(devices.accelerator_type())
+        return self.has_kernel(key, "CompositeExplicitAutograd")
 
     @functools.cached_property
     def fake_problem(self) -> str | None:

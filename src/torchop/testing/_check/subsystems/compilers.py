@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchop._compat import fake_tensors, optests
+from torchop._compat import devices, fake_tensors, optests
 from torchop.extend import Form
 from torchop.testing import probes
 from torchop.testing._check.integers import by_name
@@ -132,13 +132,12 @@ def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
                     )
 
 
-def fakes_on_the_device(op: Any, args: Any, kwargs: Any) -> None:
+def fakes_on_the_device(op: Any, args: Any, kwargs: Any, device: str) -> None:
     """The fake kernel returns floating-point tensors on the device of its arguments.
 
     There need be no such device, as fake tensors have no memory. One that it makes for the host,
     whatever device is the default, is there on purpose.
     """
-    device = "cuda"
     with fake_tensors.new_fake_mode():
         moved = probes.mapped(
             (args, kwargs),
@@ -215,7 +214,9 @@ def fake_devices(subject: Subject, details: Details) -> Iterator[Case]:
         raise CannotCheck("its kernels are for the CPU alone")
     for example in subject.accepted(most=1):
         if any(tensor.is_floating_point() for tensor in example.tensors):
-            yield Case("arguments on cuda", fakes_on_the_device, example)
+            device = devices.accelerator_type()
+            label, options = f"arguments on {device}", {"device": device}
+            yield Case(label, fakes_on_the_device, example, options=options)
 
 
 def _stock(test: str, subject: Subject) -> Iterator[Case]:

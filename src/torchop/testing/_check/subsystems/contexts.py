@@ -1,4 +1,4 @@
-"""Checks of what a call may happen in: threads, autocast, modes, subclasses, copies, devices."""
+"""Checks of what a call may happen in: threads, autocast, modes, subclasses, copies."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def runs_in_autocast(op: Any, args: Any, kwargs: Any) -> None:
     """Under autocast, the call does the same as without, or as on inputs that are cast."""
     tensors = probes.tensors_of((args, kwargs))
     device = tensors[-1].device
-    lower = torch.bfloat16 if device.type == "cpu" else torch.float16
+    lower = torch.get_autocast_dtype(device.type)
     floats = [place for place, t in enumerate(tensors) if t.dtype.is_floating_point]
     some = [c for n in range(1, len(floats)) for c in itertools.combinations(floats[:4], n)]
 
@@ -158,14 +158,6 @@ def is_deterministic(op: Any, args: Any, kwargs: Any) -> None:
         probes.assert_same(again, first, "gradients of equal calls", rtol=0, atol=0)
 
 
-def runs_on_cuda(op: Any, args: Any, kwargs: Any) -> None:
-    """On the GPU, the call does the same as on the CPU."""
-    expected = probes.outcome_of_copies(op, args, kwargs)
-    moved = probes.mapped((args, kwargs), torch.Tensor.cuda)
-    actual = probes.mapped(probes.outcome(op, *moved), torch.Tensor.cpu)
-    probes.assert_same(actual, expected, "on CUDA")
-
-
 # --------------------------------------------------------------------------------------------------
 # Cases
 
@@ -228,18 +220,7 @@ def sharding(subject: Subject, details: Details) -> Iterator[Case]:
             yield Case(label, check_sharding, example, options=options, shrink=False)
 
 
-def cuda(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does it do the same on CUDA as on the CPU?"""
-    if not torch.cuda.is_available():
-        raise CannotCheck("there is no CUDA device here")
-    if not subject.has_kernel("CUDA", "CompositeExplicitAutograd"):
-        raise CannotCheck("no CUDA kernel")
-    subject.needs_fixed_results()
-    for example in subject.accepted():
-        yield Case("the example", runs_on_cuda, example)
-
-
 CHECKS = (
     *family("subsystems", threads, autocast, inference_mode, modes, subclasses),
-    *family("subsystems", copies, determinism, sharding, cuda),
+    *family("subsystems", copies, determinism, sharding),
 )

@@ -1,0 +1,131 @@
+"""Checks of an accelerator: it does what the CPU does, and what a call does in a graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torchop._compat import devices, dispatch
+from torchop.testing import probes
+from torchop.testing._check.kinds import Details, family
+from torchop.testing._check.subject import CannotCheck, Case, Subject
+from torchop.testing._check.variants import each_resized, sizes
+
+
+def runs_on_device(op: Any, args: Any, kwargs: Any, device: str) -> None:
+    """On a device, the call does the same as on the CPU."""
+    on_cpu = probes.mapped((args, kwargs), torch.Tensor.cpu)
+    expected = probes.outcome_of_copies(op, *on_cpu)
+    moved = probes.mapped(on_cpu, lambda tensor: tensor.to(device))
+    actual = probes.mapped(probes.outcome(op, *moved), torch.Tensor.cpu)
+    probes.assert_same(actual, expected, f"on {device}")
+
+
+def replays_as_captured(
+    op: Any, args: Any, kwargs: Any, device_type: str, others: Sequence[Any] = ()
+) -> None:
+    """A graph that is captured of a call replays as the call, bit for bit, also with other values.
+
+    `others` are calls that are made in between, after which the graph has to find its memory.
+    """
+    device = torch.device(device_type, torch.accelerator.current_device_index())
+    args, kwargs = probes.mapped((args, kwargs), lambda tensor: tensor.to(device))
+    static = probes.copies((args, kwargs))
+    tensors = probes.tensors_of((args, kwargs))
+    with torch.no_grad():
+        for _ in range(2):  # what a kernel makes in its first calls is no part of the graph
+            probes.outcome_of_copies(op, args, kwargs)
+        try:
+            with captured(device_type) as replay:
+                results = probes.leaves(op(*static[0], **static[1]))
+        except Exception as error:
+            raise AssertionError(
+                f"no graph can be captured of the call: {error!r}. Wait for nothing in the kernel, "
+                "and read no values of tensors there; or define the operator with the tag "
+                "torch.Tag.cudagraph_unsafe, so that compilers leave it out of graphs."
+            ) from None
+        for call in others:
+            with contextlib.suppress(Exception):  # refused, which must change nothing either
+                probes.outcome(op, *probes.mapped(call, lambda tensor: tensor.to(device)))
+        written = probes.written(probes.written_places(op), *static)
+        for what, values in (
+            ("the same values", tensors),
+            ("other values", [probes.rolled_elements(tensor, 1) for tensor in tensors]),
+        ):
+            try:
+                call = probes.with_tensors((args, kwargs), values)
+                expected = probes.outcome_of_copies(op, *call)
+            except Exception:
+                continue  # it refuses them
+            for tensor, value in zip(probes.tensors_of(static), values, strict=True):
+                tensor.copy_(value)
+            replay()
+            torch.accelerator.synchronize()
+            actual = [*results, *written]
+            probes.assert_same(actual, expected, f"a replay with {what}", rtol=0, atol=0)
+
+
+@contextlib.contextmanager
+def captured(device_type: str) -> Iterator[Callable[[], None]]:
+    """A block that is captured into a graph, on a stream of its own; yields what replays it."""
+    module: Any = torch.get_device_module(device_type)
+    kind = _graph_type(device_type)
+    assert kind is not None
+    graph = kind()
+    if kind is getattr(torch.accelerator, "Graph", None):
+        stream = torch.Stream(device_type)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream, graph:
+            yield graph.replay
+    else:
+        with module.graph(graph):
+            yield graph.replay
+
+
+def _graph_type(device_type: str) -> Any:
+    """The class of graphs: of the module of the device, or, since 2.13, of every accelerator."""
+    module: Any = torch.get_device_module(device_type)
+    own = getattr(module, f"{device_type.upper()}Graph", None)
+    return own if own is not None else getattr(torch.accelerator, "Graph", None)
+
+
+def _accelerator_of(subject: Subject) -> str:
+    """The type of the accelerator, for which the operator has a kernel."""
+    if not torch.accelerator.is_available():
+        raise CannotCheck("there is no accelerator here")
+    device = devices.accelerator_type()
+    if not subject.has_kernel(dispatch.dispatch_key_name(device), "CompositeExplicitAutograd"):
+        raise CannotCheck(f"no kernel for {device}")
+    return device
+
+
+def accelerator(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does it do the same on the accelerator as on the CPU?"""
+    device = _accelerator_of(subject)
+    if not subject.has_kernel("CPU", "CompositeExplicitAutograd"):
+        raise CannotCheck("no kernel for the CPU, which it could be compared with")
+    subject.needs_fixed_results()
+    for example in subject.accepted():
+        yield Case("the example", runs_on_device, example, options={"device": device})
+
+
+def capture(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does a graph that is captured of a call replay as the call, also with other values?"""
+    device = _accelerator_of(subject)
+    if _graph_type(device) is None:
+        raise CannotCheck(f"this PyTorch captures no graphs on {device}")
+    if torch.Tag.cudagraph_unsafe in subject.op.tags:
+        raise CannotCheck("it has the tag cudagraph_unsafe, so compilers leave it out of graphs")
+    subject.needs_fixed_results()
+    for example in subject.accepted():
+        # Larger ones, for which a kernel may take other memory in place of what it has kept.
+        changes = [{size: 2 * size + 1} for size in sizes(example)[:2] if size]
+        larger = [tuple(other) for _, other in each_resized(example, *changes, subject=subject)]
+        options = {"device_type": device, "others": larger}
+        yield Case("the example", replays_as_captured, example, options=options)
+
+
+CHECKS = family("subsystems", accelerator, capture)
