@@ -1,5 +1,6 @@
 """A pytest plug-in: tensors that the tests make without a device are on `TORCHOP_TEST_DEVICE`.
 
+    make test DEVICE=standin:1
     TORCHOP_TEST_DEVICE=cuda:0 python -m pytest -p tests.on_device tests/rules tests/define
 
 So tests that are about no device in particular hold on that one, too. A test that says "cpu" keeps
@@ -19,13 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.device import standin
-
-if os.environ.get("TORCHOP_TEST_DEVICE", "").startswith("standin"):
-    standin.load()  # before the device is named
-
-from tests.devices import DEVICE
 
 TESTS = str(Path(__file__).parent)
 FACTORIES = (
@@ -47,20 +41,24 @@ FACTORIES = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Loads the stand-in, if it is the device, once `tests/conftest.py` has prepared torchop."""
+    if os.environ["TORCHOP_TEST_DEVICE"].startswith("standin"):
+        importlib.import_module("tests.device.standin").load()
+    device = importlib.import_module("tests.devices").DEVICE  # which exists from here on
     # PyTorch compiles this module from its source, where the functions have to be its own.
     importlib.import_module("torch._decomp.decompositions_for_jvp")
     for name in FACTORIES:
-        setattr(torch, name, _on_device(getattr(torch, name)))
+        setattr(torch, name, _on_device(getattr(torch, name), device))
 
 
-def _on_device(factory: Callable[..., Any]) -> Callable[..., Any]:
+def _on_device(factory: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Any:
         decided = [kwargs.get(name) for name in ("device", "out", "generator", "pin_memory")]
         is_dense = kwargs.get("layout") in (None, torch.strided)
         is_ours = sys._getframe(1).f_code.co_filename.startswith(TESTS)
         if is_ours and is_dense and all(each is None or each is False for each in decided):
-            kwargs["device"] = DEVICE
+            kwargs["device"] = device
         return factory(*args, **kwargs)
 
     return made

@@ -41,8 +41,7 @@ def test_a_part_that_fails_or_hangs_is_told(
 
 
 def test_tensors_of_tests_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_device, "DEVICE", torch.device("meta"))
-    ones = on_device._on_device(torch.ones)
+    ones = on_device._on_device(torch.ones, torch.device("meta"))
     assert ones(2).device.type == "meta"
     assert ones(2, device="cpu").device.type == "cpu"
     assert ones(2, layout=torch.strided).device.type == "meta"
