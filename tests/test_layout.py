@@ -49,7 +49,7 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 620,
-    "_compat": 2899,
+    "_compat": 2902,
     "_core": 1583,
     "_define": 1884,
     "_inspect": 1013,
@@ -63,7 +63,7 @@ BUDGETS = {
     "cli": 2288,
     "export": 442,
     "files": 778,
-    "testing": 6031,
+    "testing": 6125,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
