@@ -306,9 +306,8 @@ class Subject:
     @property
     def is_for_other_devices(self) -> bool:
         """Whether it has a kernel for another device than the CPU."""
-        kernels = self.operator.kernels
-        if kernels:
-            return set(kernels) != {"cpu"}
+        if self.operator.kernels:
+            return set(self.operator.kernels) != {"cpu"}
         key = dispatch.dispatch_key_name(devices.accelerator_type())
         return self.has_kernel(key, "CompositeExplicitAutograd")
 
