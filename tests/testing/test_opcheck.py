@@ -364,7 +364,7 @@ def test_only_the_output_that_matters_is_named(namespace):
     def op(x: Tensor, *, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return a.copy_(x), b.add_(x)
 
-    with pytest.raises(torchop.OpCheckError, match="failed with 'b' of"):
+    with pytest.raises(torchop.OpCheckError, match="failed: 'b' of"):
         torchop.opcheck(
             op,
             (torch.ones(2),),

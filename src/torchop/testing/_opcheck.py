@@ -128,8 +128,8 @@ def opcheck(
                 # Also the class that users of torch.library.opcheck catch.
                 failure = optests.opcheck_error(OpCheckError)
                 raise failure(
-                    f"opcheck(op, ...): {check} of {operator.name} failed with {error} "
-                    f"{_what_to_do(error)}(scroll up for stack trace)"
+                    f"opcheck(op, ...): {check} of {operator.name} failed: {error}"
+                    f"{_what_to_do(error)}"
                 ) from error
             results[check] = error
     return results
@@ -138,11 +138,11 @@ def opcheck(
 def _what_to_do(error: Exception) -> str:
     """What PyTorch's checks do not tell of a failure: which of two is whose, and the fix."""
     if "found mismatched tensor metadata" in str(error):
-        return "The first is the kernel's, and the fake kernel must return the same. "
+        return " The first is the kernel's, and the fake kernel must return the same."
     if "Gradients of the operator are different in eager-mode PyTorch vs" in str(error):
-        return "Make the formula the same where it is traced, or register one. "
+        return " Make the formula the same where it is traced, or register one."
     if "different in eager-mode PyTorch vs" in str(error):
-        return "Draw random numbers with torch.rand and the like. "
+        return " Draw random numbers with torch.rand and the like."
     return ""
 
 
