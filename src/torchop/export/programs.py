@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 
 import torchop
 from torchop._compat import on_demand
+from torchop._rules.providers import providers_of
 from torchop.export.functional import operators_in
 from torchop.extend import Operator, OpName, short_repr, warn
 
@@ -95,6 +96,8 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
         zipfile.BadZipFile: the file is not an archive.
 
     Warns:
+        ProviderWarning: where the program was saved, an operator had a kernel of a provider that is
+            not registered in this process.
         UserWarning: the list of modules in the file is damaged; the program is loaded without it.
 
     The idea is `torch.export.load`.
@@ -169,6 +172,8 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
             names it and, if `torchop.export.aoti_package` wrote the package, the module to import.
 
     Warns:
+        ProviderWarning: where it was compiled, an operator had a kernel of a provider that is not
+            registered in this process.
         UserWarning: the list of modules in the package is damaged; it is loaded without it.
 
     Example: see `torchop.export.aoti_package`.
@@ -185,10 +190,17 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
 
 
 def _modules_of(ep: ExportedProgram) -> str:
-    """The modules that define the operators of a program, by the operator's name, as JSON."""
+    """The modules that define the operators of a program, by the operator's name, as JSON.
+
+    Also those of the providers that calls ask for as it is saved, by names like `ns::f[triton]`.
+    """
     # By name, because an operator may have been defined again since the program was exported.
     used = [Operator(OpName.parse(op.name()), "save") for op in operators_in(ep).values()]
     modules = {str(op): op.site.module for op in used if op.site is not None}
+    for op in used:
+        asked = {k.provider for k in torchop.providers(str(op)) if k.rank and k.supported}
+        here = [each for each in providers_of(str(op)) if each.name in asked]
+        modules |= {f"{op}[{each.name}]": each.site.module for each in here}
     return json.dumps(modules, sort_keys=True)
 
 
@@ -268,6 +280,16 @@ def _check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: 
             f"{what} uses the operator {operator}, which is not registered in this process. "
             f"{advice}"
         )
+    called_here = set(map(str, used))
+    for name, module in modules.items():
+        op, _, provider = name.removesuffix("]").partition("[")
+        if provider and op in called_here and provider not in {p.name for p in providers_of(op)}:
+            warn(
+                f"{what} calls {op}, which ran the kernel of the provider {provider!r} where the "
+                "program was saved. It is not registered in this process, so another kernel runs. "
+                f"Import the module {module!r}, which registers it.",
+                torchop.ProviderWarning,
+            )
 
 
 def _read_modules(contents: bytes | str, caller: str, entry: str) -> dict[str, str]:
