@@ -61,7 +61,7 @@ BUDGETS = {
     "_rules/user/sharding": 862,
     "_schema": 3377,
     "cli": 2288,
-    "export": 442,
+    "export": 457,
     "files": 778,
     "testing": 6125,
 }
