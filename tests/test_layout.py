@@ -57,13 +57,13 @@ BUDGETS = {
     "_native/csrc": 4275,
     "_rules": 5348,
     "_rules/autograd": 2034,
-    "_rules/residuals": 507,
+    "_rules/residuals": 509,
     "_rules/user/sharding": 862,
     "_schema": 3377,
     "cli": 2288,
     "export": 457,
     "files": 778,
-    "testing": 6125,
+    "testing": 6255,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written

@@ -8,6 +8,7 @@ from torchop.testing._inputs import inputs
 from torchop.testing._mutate.api import mutate
 from torchop.testing._mutate.report import MutationReport
 from torchop.testing._opcheck import opcheck
+from torchop.testing._saved import saved_bytes
 from torchop.testing._sharding import ShardingReport, check_sharding
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "inputs",
     "mutate",
     "opcheck",
+    "saved_bytes",
 ]

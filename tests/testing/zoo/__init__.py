@@ -13,6 +13,7 @@ from tests.testing.zoo import (
     wrong_in_use,
     wrong_memory,
     wrong_providers,
+    wrong_residuals,
     wrong_subsystems,
 )
 from tests.testing.zoo.specimen import RIGHT, WRONG, Specimen
@@ -30,5 +31,6 @@ __all__ = [
     "wrong_in_use",
     "wrong_memory",
     "wrong_providers",
+    "wrong_residuals",
     "wrong_subsystems",
 ]

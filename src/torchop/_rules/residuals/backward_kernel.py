@@ -149,9 +149,11 @@ class BackwardKernel:
             given: dict[str, Any] = {
                 "argument": {**dict(zip(names, inputs, strict=True)), **keywords},
                 "output": output if several else (output,),
-                RESIDUALS: None if residuals is None else residuals._asdict(),
             }
-            values = [given[kind][name] for kind, name in sources]
+            values = [
+                getattr(residuals, name) if kind == RESIDUALS else given[kind][name]
+                for kind, name in sources
+            ]
             are_saved = [value is None or isinstance(value, Tensor) for value in values]
             ctx.save_for_backward(*itertools.compress(values, are_saved))
             ctx.passed = [

@@ -48,6 +48,7 @@ from torchop.testing._check.subsystems import (
     compilers,
     contexts,
     gradients,
+    residuals,
     transforms,
 )
 from torchop.testing.process_state import restored
@@ -59,7 +60,7 @@ def kinds() -> tuple[CheckKind, ...]:
     """All checks there are, the cheap ones first."""
     # Contracts first: what others call an operator with may stay in its state.
     families = (contracts, surroundings, memory, dtypes, values, integers, sharing, providers)
-    subsystems = (gradients, transforms, contexts, accelerator, compilers)
+    subsystems = (gradients, residuals, transforms, contexts, accelerator, compilers)
     every = [kind for family in (*families, *subsystems) for kind in family.CHECKS]
     return tuple(sorted(every, key=lambda kind: kind.is_costly))
 

@@ -1,0 +1,84 @@
+"""Operators with residuals that are wrong, and a right one beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchop
+from tests.testing.zoo.specimen import like, one, right, wrong
+
+CHECK = "subsystems.residuals"
+
+
+def with_slope(
+    name: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+) -> Any:
+    """`zoo::name`, a function of one tensor whose slope is its residual."""
+    residuals = {"slope": Tensor}
+    op = torchop.custom_op(f"zoo::{name}", function, mutates_args=(), residuals=residuals)
+    op.register_fake(fake or (lambda x: torchop.residuals(like(x), like(x))))
+    op.register_vmap("sequential")
+
+    def save(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
+        ctx.save_for_backward(residuals.slope, *inputs)
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        slope, x = ctx.saved_tensors
+        return grad * ((2 * x).cos() * 2 if torch.is_grad_enabled() else slope)
+
+    op.register_autograd(backward, setup_context=setup_context or save)
+    return op
+
+
+def right_slope(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    if not torchop.records_gradient():
+        return (2 * x).sin()
+    return torchop.residuals((2 * x).sin(), 2 * (2 * x).cos())
+
+
+right(with_slope("right_slope", right_slope), one)
+
+
+def another_result_in_training(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    if not torchop.records_gradient():
+        return (2 * x).sin()
+    return torchop.residuals(2 * x.sin() * x.cos(), 2 * (2 * x).cos())
+
+
+wrong(with_slope("another_result_in_training", another_result_in_training), CHECK, one)
+
+
+def slope_of_another_dtype(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return torchop.residuals((2 * x).sin(), (2 * (2 * x).cos()).bfloat16())
+
+
+wrong(with_slope("slope_of_another_dtype", slope_of_another_dtype), CHECK, one)
+
+_slopes: dict[Any, Tensor] = {}
+
+
+def keeps_its_slope(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    slope = _slopes.setdefault((x.shape, x.dtype), torch.empty_like(x))
+    torch.mul((2 * x).cos(), 2, out=slope)
+    return torchop.residuals((2 * x).sin(), slope.view(slope.shape))
+
+
+wrong(with_slope("keeps_its_slope", keeps_its_slope), CHECK, one)
+
+
+def slope_of_inputs(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
+    ctx.save_for_backward((2 * inputs[0]).cos() * 2, *inputs)
+
+
+wrong(with_slope("slope_of_nobody", right_slope, setup_context=slope_of_inputs), CHECK, one)
