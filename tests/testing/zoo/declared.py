@@ -48,13 +48,13 @@ def memory_of(x: Tensor) -> Tensor:
 
 def bags(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> Tensor:
     """The sum or the mean of the rows from each offset to the next one."""
-    rows = table.contiguous()
+    memory = memory_of(table.contiguous())
     places = index.tolist()
     ends = [*offsets.tolist(), len(places)]
     result = torch.zeros(len(offsets), table.shape[1], dtype=table.dtype)
     for bag, (start, end) in enumerate(itertools.pairwise(ends)):
         for place in places[start:end]:
-            result[bag] += memory_of(rows)[place * table.shape[1] :][: table.shape[1]]
+            result[bag] += memory[place * table.shape[1] :][: table.shape[1]]
         if mode == "mean" and end > start:
             result[bag] /= end - start
     return result
