@@ -13,6 +13,7 @@ import torchop
 from tests.forking import run_forked
 from tests.support import assert_clean, needs_native
 from torchop._native import switch
+from torchop._native.extension import recipe
 from torchop._native.extension.worker import digest_file
 
 pytestmark = needs_native
@@ -304,13 +305,15 @@ def test_operator_of_pytorch_with_a_kernel_of_ours_stays_as_it_is():
     assert op._op is before
 
 
-def test_gradients_of_a_pytorch_that_is_too_new_are_logged(monkeypatch, caplog):
+def test_gradients_of_a_pytorch_with_other_nodes_are_logged(monkeypatch, caplog):
+    fields = recipe.node_fields()
     switch._log_unknown_nodes()
     assert not caplog.records
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    monkeypatch.setattr(recipe, "node_fields", lambda: fields | {"more"})
     switch._log_unknown_nodes()
     (message,) = caplog.messages
     assert message == (
-        "Calls that record a gradient go through the dispatcher: PyTorch 2.99.0 is newer than "
-        "2.15, the newest release whose gradients this version of torchop records natively."
+        "Calls that record a gradient go through the dispatcher: the autograd nodes of PyTorch "
+        f"{torch.__version__} have the new field more, so this version of torchop does not know "
+        "how to fill them."
     )

@@ -16,7 +16,7 @@ import torch
 import torchop
 from tests.support import Outcome
 from torchop import __main__
-from torchop._native.extension import files, worker
+from torchop._native.extension import files, recipe, worker
 from torchop.testing._extras import installing
 
 pytest.importorskip("click.testing")
@@ -89,9 +89,12 @@ def test_doctor_of_a_healthy_place(in_cache: Path, compiler: Compiler) -> None:
     assert outcome.out.endswith("The native call path can be used.\n")
 
 
-def test_doctor_of_a_pytorch_that_is_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
-    expected = "left to the dispatcher: PyTorch 2.99.0 is newer than 2.15"
+def test_doctor_of_a_pytorch_with_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "node_fields", lambda: frozenset({"more"}))
+    expected = (
+        f"left to the dispatcher: the autograd nodes of PyTorch {torch.__version__} have the new "
+        "field more, no field cdata, "
+    )
     assert row(Outcome("doctor").out, "gradients").startswith(expected)
 
 

@@ -21,6 +21,7 @@ from torchop._native.extension.recipe import (
     find_compiler,
     include_flags,
     make_recipe,
+    node_fields,
     unknown_nodes,
 )
 
@@ -99,16 +100,79 @@ def test_key_changes_with_the_flags(source: Path, monkeypatch: pytest.MonkeyPatc
     assert make_recipe(source).key != before
 
 
-@pytest.mark.parametrize(
-    ("version", "known"),
-    [("2.11.0", 1), ("2.15.1a0+git123", 1), ("2.16.0a0+git123", 0), ("3.0.0", 0)],
+STRUCT = """
+struct THPFunction {
+  PyObject_HEAD
+  // A comment; with a semicolon;
+  PyObject* needs_input_grad;
+  bool boxed_grads_call = false;
+  std::optional<c10::SmallVector<bool, 24>> is_variable_input;
+%s
+};
+struct Another {
+  bool other;
+};
+"""
+OTHERS = (
+    "to_save non_differentiable dirty_tensors pure_view output_info input_info saved_variables "
+    "saved_for_forward cdata"
 )
-def test_flags_tell_whether_the_nodes_of_autograd_are_known(
-    monkeypatch: pytest.MonkeyPatch, version: str, known: int
+
+
+def declare(monkeypatch: pytest.MonkeyPatch, folder: Path, names: str) -> None:
+    """Makes a header that declares these fields that of PyTorch."""
+    header = folder / "torch" / "csrc" / "autograd" / "python_function.h"
+    header.parent.mkdir(parents=True)
+    header.write_text(STRUCT % "".join(f"  int {name};\n" for name in names.split()))
+    monkeypatch.setattr(module, "_headers", lambda: folder)
+    monkeypatch.setattr(module, "node_fields", node_fields.__wrapped__)
+
+
+def test_nodes_of_this_release_are_known() -> None:
+    fields = node_fields()
+    assert fields is not None
+    assert {"needs_input_grad", "boxed_grads_call", "cdata"} <= fields
+    assert unknown_nodes() is None
+    assert "-DTORCHOP_KNOWS_NODES=1" in compile_flags()
+
+
+def test_later_release_with_the_same_nodes_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    assert f"-DTORCHOP_KNOWS_NODES={known}" in compile_flags()
-    assert (unknown_nodes() is None) == bool(known)
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    declare(monkeypatch, tmp_path, OTHERS)
+    assert unknown_nodes() is None
+
+
+def test_release_with_other_nodes_is_refused_with_the_fields(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    declare(monkeypatch, tmp_path, f"{OTHERS.replace('cdata', '')} hooks")
+    assert unknown_nodes() == (
+        "the autograd nodes of PyTorch 2.11.0 have the new field hooks, no field cdata, so this "
+        "version of torchop does not know how to fill them"
+    )
+    assert "-DTORCHOP_KNOWS_NODES=0" in compile_flags()
+
+
+def test_release_with_an_unreadable_struct_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    declare(monkeypatch, tmp_path, OTHERS)
+    header = tmp_path / "torch" / "csrc" / "autograd" / "python_function.h"
+    header.write_text("class PyNodeObject;")
+    problem = unknown_nodes()
+    assert problem is not None
+    assert "have no field cdata, no field dirty_tensors" in problem
+
+
+def test_where_the_header_is_missing_whoever_compiled_had_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_headers", lambda: tmp_path)
+    monkeypatch.setattr(module, "node_fields", node_fields.__wrapped__)
+    assert unknown_nodes() is None
 
 
 def test_headers_are_where_the_flags_say() -> None:

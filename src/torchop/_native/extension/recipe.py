@@ -8,6 +8,7 @@ this processor can run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.machinery
 import itertools
@@ -27,9 +28,17 @@ CSRC = Path(__file__).parents[1] / "csrc"
 STEM = "_call_path-"
 # The lines of /proc/cpuinfo, on x86 and ARM, that say what code a processor runs.
 _CAPABILITIES = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")
-# The newest release whose autograd nodes are known: what they consist of, and all that happens when
-# a call records one. The headers tell what differs up to here, and nothing of what comes later.
-NEWEST_KNOWN_NODES = (2, 15)
+# The fields of autograd's nodes from PyTorch 2.11 to 2.15 that are filled or read here, and those
+# that may be left alone. A field that a later release adds may need something that nobody does.
+_USED_FIELDS = (
+    "needs_input_grad to_save non_differentiable dirty_tensors pure_view output_info input_info "
+    "saved_variables is_variable_input saved_for_forward cdata"
+)
+_OTHER_FIELDS = (
+    "needs_input_grad_bits materialize_grads materialize_non_diff_grads boxed_grads_call "
+    "compiled_autograd_backward_state compiled_autograd_symints has_freed_buffers "
+    "clear_saved_tensors_on_access saved_tensors_accessed_and_cleared output_grad_dtypes"
+)
 _COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -133,14 +142,37 @@ def compile_flags() -> list[str]:
 
 def unknown_nodes() -> str | None:
     """Why calls that record a gradient go through the dispatcher here; None if they need not."""
-    major, minor = map(int, torch.__version__.split(".")[:2])
-    if (major, minor) <= NEWEST_KNOWN_NODES:
+    fields = node_fields()
+    if fields is None:
+        return None  # whoever compiled the extension had the header
+    used = set(_USED_FIELDS.split())
+    added, missing = sorted(fields - used - set(_OTHER_FIELDS.split())), sorted(used - fields)
+    if not added and not missing:
         return None
-    newest = ".".join(map(str, NEWEST_KNOWN_NODES))
+    changes = [f"the new field {name}" for name in added] + [f"no field {name}" for name in missing]
     return (
-        f"PyTorch {torch.__version__} is newer than {newest}, the newest release whose gradients "
-        "this version of torchop records natively"
+        f"the autograd nodes of PyTorch {torch.__version__} have {', '.join(changes)}, so this "
+        "version of torchop does not know how to fill them"
     )
+
+
+@functools.cache
+def node_fields() -> frozenset[str] | None:
+    """The fields of nodes that are Python objects, by PyTorch's header; None if that is missing."""
+    file = os.path.join(_headers(), "torch", "csrc", "autograd", "python_function.h")
+    try:
+        with open(file, encoding="utf-8") as header:
+            text = header.read()
+    except OSError:
+        return None
+    struct = text.partition("struct THPFunction {")[2].partition("\n};")[0]
+    lines = (line.partition("//")[0].strip() for line in struct.splitlines())
+    declared = (line[:-1].partition("=")[0] for line in lines if line.endswith(";"))
+    return frozenset(words.split()[-1].lstrip("*&") for words in declared)
+
+
+def _headers() -> Path:
+    return Path(torch.__file__).parent / "include"
 
 
 def link_flags() -> list[str]:
@@ -158,7 +190,7 @@ def include_flags() -> list[str]:
     """Where PyTorch's and Python's headers are, as system headers: their warnings are not ours."""
     import sysconfig  # half a millisecond, which only programs that compile should take
 
-    headers = Path(torch.__file__).parent / "include"
+    headers = _headers()
     python = Path(sysconfig.get_paths()["include"])
     if not (python / "Python.h").is_file():
         raise NativeUnavailableError(
