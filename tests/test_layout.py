@@ -53,7 +53,7 @@ BUDGETS = {
     "_core": 1583,
     "_define": 1884,
     "_inspect": 1013,
-    "_native": 1422,
+    "_native": 1450,
     "_native/csrc": 4275,
     "_rules": 5348,
     "_rules/autograd": 2034,
