@@ -221,7 +221,10 @@ class Definition:
     def authored(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A kernel or fake kernel of the author, which hands its residuals over, if it has some."""
         declared = self.declaration.residuals
-        return function if declared is None else declared.handing_over(function)
+        if declared is None or function is self.function:  # which the definition has made one
+            return function
+        wrapper: Callable[..., Any] = declared.handing_over(function)
+        return wrapper
 
     @property
     def entry(self) -> Any:

@@ -363,6 +363,16 @@ def test_forms_of_a_family(namespace):
     assert op.derive_out()(torch.ones(1), out=torch.empty(1)) == 2
 
 
+def test_an_operator_for_one_device(namespace):
+    lse = LogSumExp(f"{namespace}::cpu", device_types="cpu")
+    x = leaf_of([1.0, 2.0])
+    for _ in range(2):
+        assert_close(gradient_of(lse.op, x), x.softmax(-1))
+    assert lse.taken() == [True] * 2
+    lse.op.register_kernel("cpu", lse.op.__wrapped__)  # a kernel that hands over already
+    assert_close(gradient_of(lse.op, x), x.softmax(-1))
+
+
 def test_a_kernel_for_a_device_returns_residuals_too(lse):
     @lse.op.register_kernel("cpu")
     def kernel(x, scale):
