@@ -425,6 +425,13 @@ while (texts.nextNode()) {
 return poor;
 """
 
+# Code that looks like a link and is none.
+UNDERLINED = """
+return [...document.querySelectorAll(".highlight span")]
+  .filter((part) => !part.closest("a") && getComputedStyle(part).textDecorationLine !== "none")
+  .map((part) => part.textContent);
+"""
+
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_pages_fit_the_screen_and_can_be_read(browser: Any, address: str, width: int) -> None:
@@ -436,6 +443,7 @@ def test_pages_fit_the_screen_and_can_be_read(browser: Any, address: str, width:
             place = f"{page} at {width}, {scheme}"
             wrong += [f"{place}: {found} is too wide" for found in browser.execute_script(OVERFLOW)]
             wrong += [f"{place}: contrast {found}" for found in browser.execute_script(CONTRAST)]
+            wrong += [f"{place}: {each} has a line" for each in browser.execute_script(UNDERLINED)]
             wrong += [f"{place}: {message}" for message in errors(browser)]
             if page == "index":
                 assert browser.execute_script(CUT) == [], place
@@ -453,6 +461,9 @@ def test_the_checks_of_the_browser_can_fail(browser: Any, address: str) -> None:
         "document.querySelector('article').append(p);"
     )
     browser.execute_script("document.querySelector('pre').append('# '.repeat(26))")
+    module = "document.querySelector('.highlight .nn')"
+    browser.execute_script(f"{module}.style.setProperty('text-decoration','underline','important')")
+    assert browser.execute_script(UNDERLINED) == ["numpy"]
     assert len(browser.execute_script(CUT)) == 1
     assert "P." in browser.execute_script(OVERFLOW)
     assert any("WWW" in found for found in browser.execute_script(CONTRAST))
