@@ -8,9 +8,11 @@ from torch.library import wrap_triton
 from torchop import _errors
 from torchop import native as native
 from torchop._compat import compile_caches as _compile_caches
+from torchop._compat import planned_outputs as _planned_outputs
 from torchop._compat.classes import CustomOpDef, EffectType
 from torchop._core.checking import checking
 from torchop._core.user_rule import Rule, get_rule
+from torchop._define import out_op as _families
 from torchop._define.class_form import operator
 from torchop._define.custom_op import custom_op, triton_op
 from torchop._define.handle import CustomOp
@@ -61,6 +63,7 @@ _scoped_library = Library
 _register_effectful_op = register_effect
 
 _start_native()
+_families.plan_outputs = _planned_outputs.plan
 _compile_caches.identify_operators(
     lambda names: importlib.import_module("torchop._inspect.cache_key").identify(names)
 )

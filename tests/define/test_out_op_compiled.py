@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Optional
 
 import pytest
 import torch
 from torch import Tensor
-from torch._library._out_variant import to_out_variant
+from torch._inductor import lowering
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
 from tests.define.families import BACKENDS, bounds, sine, write_sine
+from tests.subsystems.graphs import fresh_compiler
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -40,8 +43,13 @@ def test_compiled_forms_equal_eager(namespace: str, backend: str, dynamic: bool)
     torch.testing.assert_close(compiled, eager)
 
 
-# Where Inductor finds the form with out=, by its tag, it calls it in place of the functional one.
-# It gets each of these signatures wrong on 2.13, those of tensors alone with dynamic shapes.
+needs_lowerings = pytest.mark.skipif(
+    not hasattr(lowering, "user_lowerings"), reason="Inductor asks nobody for a lowering"
+)
+
+
+# With `torch.Tag.out`, Inductor 2.13 gets each of these signatures wrong, the first with
+# dynamic shapes. A planned call has the arguments of the call that it replaces.
 def _numbers_first(n: int, x: Tensor, *, out: Tensor) -> None:
     out.copy_(x * n)
 
@@ -66,33 +74,119 @@ def _none_between(x: Tensor, b: Optional[Tensor], y: Tensor, *, out: Tensor) -> 
     out.copy_(x - y if b is None else x - b)
 
 
-INDUCTOR: dict[str, tuple[Callable[..., Any], Any, Callable[..., Any]]] = {
-    "tensors": (write_sine, torch.empty_like, lambda f, x: f(x)),
-    "numbers first": (_numbers_first, lambda n, x: torch.empty_like(x), lambda f, x: f(3, x)),
-    "default": (_default, lambda x, n: torch.empty_like(x), lambda f, x: f(x) + f(x, 5)),
-    "keyword": (_keyword_only, lambda x, *, n: torch.empty_like(x), lambda f, x: f(x, n=2)),
-    "numbers": (_list_of_numbers, lambda x, n: torch.empty_like(x), lambda f, x: f(x, [2, 3])),
-    "list": (_list_of_tensors, lambda xs, n: torch.empty_like(xs[0]), lambda f, x: f([x, x], 2)),
-    "none": (_none_between, lambda x, b, y: torch.empty_like(x), lambda f, x: f(x, None, x * 3)),
+def _named(x: Tensor, *, result: Tensor) -> None:
+    result.copy_(x + 1)
+
+
+def _several(x: Tensor, n: float = 2.0, *, low: Tensor, high: Tensor) -> None:
+    low.copy_(x - n)
+    high.copy_(x + n)
+
+
+def _like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _transposed(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape[1], x.shape[0]).t()
+
+
+def _two(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+# The kernel, how its results are allocated, a call, and what stands in the code for it.
+PLANNED: dict[str, tuple[Callable[..., Any], Any, Callable[..., Any], str]] = {
+    "tensors": (write_sine, _like_first, lambda f, x: f(x), r"\(buf\d+, out=buf\d+\)"),
+    "numbers_first": (
+        _numbers_first,
+        lambda n, x: torch.empty_like(x),
+        lambda f, x: f(3, x),
+        r"\(3, buf\d+, out=buf\d+\)",
+    ),
+    "default": (_default, _like_first, lambda f, x: f(x), r"\(buf\d+, n=3, out=buf\d+\)"),
+    "keyword": (_keyword_only, _like_first, lambda f, x: f(x, n=2), r"\(buf\d+, n=2, out=buf\d+\)"),
+    "numbers": (
+        _list_of_numbers,
+        _like_first,
+        lambda f, x: f(x, [2, x.shape[0]]),
+        r"\(buf\d+, \[2, \w+\], out=buf\d+\)",
+    ),
+    "list": (
+        _list_of_tensors,
+        lambda xs, n: torch.empty_like(xs[0]),
+        lambda f, x: f([x, x.cos()], 2),
+        r"\(\[buf\d+, buf\d+\], 2, out=buf\d+\)",
+    ),
+    "none": (
+        _none_between,
+        _like_first,
+        lambda f, x: f(x, None, x.cos()),
+        r"\(buf\d+, None, buf\d+, out=buf\d+\)",
+    ),
+    "strides": (_default, _transposed, lambda f, x: f(x, 5), r"\(buf\d+, 5, out=buf\d+\)"),
+    "named": (_named, _like_first, lambda f, x: f(x), r"\(buf\d+, result=buf\d+\)"),
+    "several": (
+        _several,
+        _two,
+        lambda f, x: sum(f(x)),
+        r"\(buf\d+, n=2\.0, low=buf\d+, high=buf\d+\)",
+    ),
+    "unread": (
+        _several,
+        _two,
+        lambda f, x: f(x, 1.5)[1],
+        r"\(buf\d+, 1\.5, low=buf\d+, high=buf\d+\)",
+    ),
 }
 
 
+@needs_lowerings
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("signature", list(INDUCTOR))
-def test_inductor_calls_the_functional_operator(
-    namespace: str, signature: str, dynamic: bool
-) -> None:
-    torch._dynamo.reset()
-    kernel, allocate, call = INDUCTOR[signature]
-    family = torchop.out_op(f"{namespace}::op", kernel, allocate=allocate)
-    x = torch.randn(3)
+def test_inductor_plans_the_outputs_of_every_signature(namespace: str, dynamic: bool) -> None:
+    families = {
+        name: torchop.out_op(f"{namespace}::{name}", kernel, allocate=allocate)
+        for name, (kernel, allocate, _, _) in PLANNED.items()
+    }
 
-    def function(x: Tensor) -> Tensor:
-        return call(family, x * 2).cos()
+    def function(x: Tensor) -> list[Tensor]:
+        return [
+            call(families[name], x * number).cos()
+            for number, (name, (_, _, call, _)) in enumerate(PLANNED.items(), 2)
+        ]
 
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
-    torch.testing.assert_close(compiled(x), function(x))
-    assert to_out_variant(family.functional.overload) is None
+    x = torch.randn(3, 4)
+    with fresh_compiler():
+        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        result, (code,) = run_and_get_code(compiled, x)
+        torch.testing.assert_close(result, function(x))
+        if dynamic:
+            other = torch.randn(5, 2)
+            torch.testing.assert_close(compiled(other), function(other))
+    for name, (_, _, _, arguments) in PLANNED.items():
+        assert re.search(rf"torch\.ops\.{namespace}\.{name}\.out{arguments}", code), name
+        assert f"torch.ops.{namespace}.{name}.default(" not in code
+
+
+@needs_lowerings
+def test_planned_outputs_use_the_memory_of_dead_ones(namespace: str) -> None:
+    family = torchop.out_op(f"{namespace}::op", _default, like="x")
+    alone = torchop.out_op(f"{namespace}::alone", _default, like="x")
+    alone.functional.register_kernel("cpu", lambda x, n=3: x * n + 1)
+
+    def function(x: Tensor) -> Any:
+        own = alone(x)  # the form with out= has another kernel
+        for _ in range(10):
+            x = family(x)
+        return x, own
+
+    x = torch.ones(3)
+    with fresh_compiler():
+        result, (code,) = run_and_get_code(torch.compile(function, fullgraph=True), x)
+    assert [each[0].item() for each in result] == [3.0**10, 4.0]
+    assert code.count(f"torch.ops.{namespace}.op.out(") == 10
+    assert code.count("empty_strided_cpu((3, )") == 2
+    assert f"torch.ops.{namespace}.alone.default(" in code
 
 
 def test_exported_program_writes_into_the_buffer(family: torchop.OperatorFamily) -> None:

@@ -202,6 +202,7 @@ def _clear_packet(namespace: str, name: str) -> None:
 _BY_OBJECT = (
     ("torch._ops", "cached_ops"),
     ("torch._inductor.lowering", "lowerings"),
+    ("torch._inductor.lowering", "user_lowerings"),
     ("torch._inductor.lowering", "fallbacks"),
     ("torch._inductor.lowering", "needs_realized_inputs"),
     ("torch._inductor.lowering", "_maybe_layout_constraints"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, overload
 
@@ -11,6 +12,8 @@ import torch.library
 from torch import Tensor
 from typing_extensions import ParamSpec, TypeVar  # those of Python 3.12 have no defaults
 
+from torchop._compat import libraries
+from torchop._compat.classes import OpOverload
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
 from torchop._core.definition import Definition
@@ -25,7 +28,7 @@ from torchop._define.maybe_out import maybe_out
 from torchop._errors import SchemaError, short_repr, users_place
 from torchop._rules.autograd.formula import SetupContext
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
-from torchop._rules.kernels.rule import fitted_kernel
+from torchop._rules.kernels.rule import KernelRule, fitted_kernel
 from torchop._schema import signatures, types
 from torchop._schema.callables import (
     Function,
@@ -190,6 +193,7 @@ def out_op(
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()
             }
+            _plan_outputs(functional, handles[Form.OUT]._live(), outputs)
             return OperatorFamily(
                 functional.handle, handles[Form.OUT], handles.get(Form.INPLACE), kernels
             )
@@ -218,6 +222,31 @@ def _define_form(
     return define_member(
         functional, name, schema, function, guard, lib, devices=devices, tags=tags
     ).handle
+
+
+# What Inductor is told of a family, see `_compat.planned_outputs`; `torchop` has it do so.
+plan_outputs: Callable[[str, Callable[[], Any]], Callable[[], None]] | None = None
+
+
+def _plan_outputs(functional: Definition, out: Definition, names: tuple[str, ...]) -> None:
+    """Lets Inductor call the form with `out=` on buffers that it plans."""
+    members = weakref.ref(functional), weakref.ref(out)  # whose library may be the caller's
+
+    def out_form() -> tuple[OpOverload, tuple[str, ...]] | None:
+        alive = [form for member in members if (form := member()) and form.reason_gone is None]
+        if len(alive) < 2 or _kernels_of(alive[0]) != _kernels_of(alive[1]):
+            return None  # a form may have a kernel of its own, which only its calls run
+        return alive[1].overload, names
+
+    if plan_outputs is not None:
+        libraries.on_close(functional.library, plan_outputs(str(functional), out_form))
+
+
+def _kernels_of(form: Definition) -> object:
+    rule = form.rule(KernelRule)
+    if rule.providers is not None or rule.switches:
+        return form  # it chooses, so it is like no other
+    return {device: inspect.unwrap(kernel) for device, kernel in rule.functions.items()}
 
 
 def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, ...]]:

@@ -17,7 +17,7 @@ import torch
 
 import torchop
 from torchop import Rule, get_rule
-from torchop._compat import registries
+from torchop._compat import planned_outputs, registries
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._core.definition import Definition
 from torchop._core.registry import definitions_of, own_definitions
@@ -108,7 +108,8 @@ class _Digest:
             if rule.has(qualname):
                 parts += rule.cache_parts(rule.lookup(qualname))
         tags = str(definition.declaration.tags)
-        self.add([qualname, definition.schema.written, tags, parts])
+        is_planned = planned_outputs.is_planned(qualname)
+        self.add([qualname, definition.schema.written, tags, is_planned, parts])
         origin = Rule.origin(definition.overload)
         if origin is not None:
             self.add_operator(origin[0]._name)

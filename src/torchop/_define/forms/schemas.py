@@ -55,9 +55,8 @@ def conventional_tags(form: Form) -> tuple[Tag, ...]:
     """The tag of a form, if PyTorch handles it correctly.
 
     Not `torch.Tag.out`: Inductor looks for an overload with this tag, and calls it in place of the
-    functional operator. On 2.13 that fails with dynamic shapes and with several results; it puts
-    all tensors before all other arguments, takes lists apart, and passes defaults and keyword-only
-    arguments twice.
+    functional operator, wrongly for most signatures; see `_compat.planned_outputs`, which makes the
+    right call.
     """
     return () if form is Form.OUT else form_tags(form)
 
