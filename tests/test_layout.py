@@ -49,10 +49,10 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 620,
-    "_compat": 2902,
+    "_compat": 3018,
     "_core": 1583,
-    "_define": 1884,
-    "_inspect": 1013,
+    "_define": 1937,
+    "_inspect": 1014,
     "_native": 1450,
     "_native/csrc": 4275,
     "_rules": 5348,
@@ -62,7 +62,7 @@ BUDGETS = {
     "_schema": 3377,
     "cli": 2288,
     "export": 457,
-    "files": 778,
+    "files": 781,
     "testing": 6255,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
@@ -263,14 +263,17 @@ def test_late_names_are_imported_for_type_checkers() -> None:
 
 
 def ring(found: list[Import]) -> dict[str, str]:
-    """The modules of the ring, each with its room: those of `RING`, and what only these import."""
+    """The modules of the ring, each with its room: those of `RING`, and what only these import.
+
+    A file of `_compat` that `torchop` alone imports connects PyTorch with a tool, so it is one too.
+    """
     users: dict[str, set[str]] = {}
     for each in found:
         users.setdefault(each.importer, set())
         users.setdefault(each.imported, set()).add(each.importer)
     rooms = {name: room for name in users if (room := room_of_the_ring(name))}
     files = {name for name in users if name.startswith("torchop._compat.") and users[name]}
-    while alone := {name for name in files - rooms.keys() if users[name] <= rooms.keys()}:
+    while alone := {n for n in files - rooms.keys() if users[n] - OFFERS <= rooms.keys()}:
         rooms.update(dict.fromkeys(alone, "_compat"))
     return rooms
 
