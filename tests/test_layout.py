@@ -49,20 +49,20 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 620,
-    "_compat": 3018,
+    "_compat": 3036,
     "_core": 1583,
     "_define": 1937,
     "_inspect": 1014,
     "_native": 1450,
     "_native/csrc": 4275,
-    "_rules": 5348,
+    "_rules": 5407,
     "_rules/autograd": 2034,
     "_rules/residuals": 512,
     "_rules/user/sharding": 862,
     "_schema": 3377,
     "cli": 2288,
     "export": 457,
-    "files": 781,
+    "files": 784,
     "testing": 6255,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
