@@ -51,7 +51,7 @@ BUDGETS = {
     "_accelerate": 620,
     "_compat": 3036,
     "_core": 1583,
-    "_define": 1937,
+    "_define": 1978,
     "_inspect": 1014,
     "_native": 1450,
     "_native/csrc": 4275,

@@ -70,6 +70,8 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     - `fake`, `backward` and `jvp` with `setup_context`, `vmap`: as in the methods `register_...`.
       `fake` may be a dict with a declaration instead, `backward` may be `torchop.derived`, and
       `vmap` may be `"sequential"`.
+    - `save_for_backward` in place of `setup_context`: `save_for_backward(inputs, output)`, or with
+      `residuals`, returns a tensor or a tuple, which an opaque `backward(*grads, saved)` gets last.
     - `opaque`: True beside a `backward` that cannot be traced.
     - `autocast`: a dtype, or a dict of dtypes by device type; `torch_dispatch`: a dict of functions
       by mode or subclass.
@@ -202,6 +204,13 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
         raise OperatorClassError(
             f"{what} has the member 'opaque' beside a derived 'backward', which is never opaque. "
             "Remove 'opaque'."
+        )
+    if "save_for_backward" in members and (
+        "setup_context" in members or isinstance(members.get("backward"), Derived)
+    ):
+        raise OperatorClassError(
+            f"{what} has the member 'save_for_backward', whose 'backward' is a function that gets "
+            "what it returns, beside 'setup_context' or a derived 'backward'. Remove one of them."
         )
     function = _function(what, cls, members, attributes, kernels)
     return ClassReading(function, attributes, kernels, members, rules)

@@ -6,6 +6,7 @@ under their own names.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torchop._core.user_rule import reserved_names, rule_names
 from torchop._define.handle import CustomOp
 from torchop._errors import OperatorClassError, short_repr
 from torchop._rules.autograd.formula import Derived
+from torchop._schema.callables import RESIDUALS, asks_for_residuals, check_signature
 
 # Registers a member, given the handle, its value, and all members of the class.
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
@@ -45,9 +47,48 @@ def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[s
     if isinstance(backward, Derived):
         op.derive_autograd(backward.strategy)
         return None
+    if "save_for_backward" in members:
+        return _register_opaque(op, backward, members["save_for_backward"])
     return op.register_autograd(
         backward, setup_context=members.get("setup_context"), opaque=members.get("opaque", False)
     )
+
+
+def _register_opaque(
+    op: CustomOp[..., Any], backward: Callable[..., Any], save: Callable[..., Any]
+) -> object:
+    """Registers a `backward(*grads, saved)`, which gets what `save` returned of a call."""
+    with_residuals = asks_for_residuals(save)
+    grads = [f"grad_{index}" for index in range(len(op.schema.returns))]
+    check_signature(f"{op.name}: backward", backward, (*grads, "saved"))
+    check_signature(
+        f"{op.name}: save_for_backward",
+        save,
+        ("inputs", "output"),
+        (RESIDUALS,) if with_residuals else (),
+    )
+
+    def keep(ctx: Any, saved: Any) -> None:
+        ctx.is_single = not isinstance(saved, tuple)
+        values = (saved,) if ctx.is_single else saved
+        ctx.are_tensors = [value is None or isinstance(value, torch.Tensor) for value in values]
+        ctx.save_for_backward(*itertools.compress(values, ctx.are_tensors))
+        pairs = zip(values, ctx.are_tensors, strict=True)
+        ctx.others = [value for value, is_tensor in pairs if not is_tensor]
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        keep(ctx, save(inputs, output))
+
+    def setup_with_residuals(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
+        keep(ctx, save(inputs, output, residuals=residuals))
+
+    def formula(ctx: Any, *grads: Any) -> Any:
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        saved = tuple(next(tensors if is_tensor else others) for is_tensor in ctx.are_tensors)
+        return backward(*grads, saved[0] if ctx.is_single else saved)
+
+    setup = setup_with_residuals if with_residuals else setup_context
+    return op.register_autograd(formula, setup_context=setup, opaque=True)
 
 
 def _register_autocast(op: CustomOp[..., Any], dtypes: Any, members: Mapping[str, Any]) -> object:
@@ -101,6 +142,7 @@ MEMBERS: Mapping[str, Member] = {
         lambda value: callable(value) or isinstance(value, Mapping),
     ),
     "setup_context": Member(needs=("backward", "jvp")),
+    "save_for_backward": Member(needs=("backward",)),
     "backward": Member(
         _register_backward,
         "a static function, or torchop.derived",

@@ -1,0 +1,101 @@
+"""The class form with the names of the first design: save_for_backward, and an opaque backward."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import torchop
+
+
+def define(namespace):
+    @torchop.operator(f"{namespace}::op")
+    class op:
+        residuals = {"cosine": Tensor}  # noqa: RUF012  (as a class of the design has it)
+
+        @staticmethod
+        def forward(x: Tensor, scale: float = 2.0) -> Tensor:
+            y = np.sin(x.numpy() * np.float32(scale))
+            if not torchop.records_gradient():
+                return torch.from_numpy(y)
+            return torchop.residuals(torch.from_numpy(y), (x * scale).cos())
+
+        @staticmethod
+        def fake(x, scale=2.0):
+            return torchop.residuals(torch.empty_like(x), torch.empty_like(x))
+
+        @staticmethod
+        def save_for_backward(inputs, output, residuals):
+            return residuals.cosine, inputs[1]
+
+        @staticmethod
+        def backward(grad_output, saved):
+            cosine, scale = saved
+            return torch.from_numpy(grad_output.numpy() * cosine.numpy() * np.float32(scale)), None
+
+    return op
+
+
+def test_a_class_with_residuals(namespace):
+    op = define(namespace)
+    x = torch.tensor([0.5, 1.0], requires_grad=True)
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    for function in (op, op, compiled):
+        (gradient,) = torch.autograd.grad(function(x).sum(), x)
+        assert_close(gradient, 2 * (2 * x).cos().detach())
+    assert_close(op(x.detach()), (2 * x).sin().detach())
+
+
+def test_a_class_without_residuals_saves_one_tensor(namespace):
+    @torchop.operator(f"{namespace}::op")
+    class op:
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.exp()
+
+        @staticmethod
+        def save_for_backward(inputs, output):
+            return output
+
+        @staticmethod
+        def backward(grad_output, saved):
+            return torch.from_numpy(grad_output.numpy() * saved.numpy())
+
+    x = torch.tensor([0.5], requires_grad=True)
+    for _ in range(2):
+        assert_close(torch.autograd.grad(op(x), x)[0], x.exp().detach())
+
+
+@pytest.mark.parametrize(
+    "more", [{"setup_context": staticmethod(print)}, {"backward": torchop.derived}]
+)
+def test_members_that_exclude_each_other(namespace, more):
+    members = {
+        "forward": staticmethod(lambda x: x),
+        "save_for_backward": staticmethod(lambda inputs, output: output),
+        "backward": staticmethod(lambda grad, saved: grad),
+    }
+    with pytest.raises(torchop.OperatorClassError, match=r"'save_for_backward'.* Remove one"):
+        torchop.operator(f"{namespace}::op")(type("wrong", (), {**members, **more}))
+
+
+def test_a_backward_that_takes_no_saved_values(namespace):
+    class wrong:
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.exp()
+
+        @staticmethod
+        def save_for_backward(inputs, output):
+            return output
+
+        @staticmethod
+        def backward(grad_output):
+            return grad_output
+
+    with pytest.raises(
+        torchop.RuleSignatureError, match=r"op: backward is called with \(grad_0, saved\)"
+    ):
+        torchop.operator(f"{namespace}::op")(wrong)
+    assert not hasattr(getattr(torch.ops, namespace), "op")
