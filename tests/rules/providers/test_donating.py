@@ -110,6 +110,15 @@ def test_views_and_other_layouts(namespace):
         writing(namespace)(torch.ones(1).expand(3), torch.ones(3))
 
 
+def test_tensors_without_a_pointer(namespace):
+    op, _ = define(namespace)
+    op.register_kernel("cpu", lambda x, w: x.mul_(w), provider="over", donates=("x",))
+    sparse = torch.eye(2).to_sparse()
+    assert op(sparse, torch.full((2, 2), 5.0)).to_dense().tolist() == [[5, 0], [0, 5]]
+    writing(namespace)(sparse, torch.full((2, 2), 3.0))
+    assert sparse.to_dense().tolist() == [[3, 0], [0, 3]]
+
+
 def test_several_results(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=(), priority=["over"])
     def op(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:

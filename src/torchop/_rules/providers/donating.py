@@ -174,7 +174,8 @@ def _as_returned(results: Sequence[Any]) -> Any:
 
 
 def _has_place_of(result: Tensor, target: Tensor) -> bool:
-    return (result.data_ptr(), result.shape, result.stride(), result.dtype) == (
+    # Sparse tensors have no pointer, and share memory only if they are one.
+    return result is target or (result.data_ptr(), result.shape, result.stride(), result.dtype) == (
         *(target.data_ptr(), target.shape, target.stride(), target.dtype),
     )
 
