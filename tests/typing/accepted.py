@@ -178,7 +178,8 @@ def half(x: Tensor, *, rounded: bool = False, out: Tensor) -> Tensor: ...
 half_op = torchop.out_op("typed::half", half, like="x")
 reveal_type(sin)  # IS: OperatorFamily[[x: Tensor, *, out: Tensor], Any]
 reveal_type(half_op.out)  # IS: CustomOp[[x: Tensor, *, rounded: bool=, out: Tensor], Tensor]
-assert_type(sin.inplace, torchop.CustomOp[..., Any] | None)
+assert_type(sin.inplace, torchop.CustomOp[..., Any] | Any)
+sin.inplace(x)
 sin(x, out=x)
 sin(x=x, out=None)
 assert_type(half_op(x, rounded=True), Tensor)

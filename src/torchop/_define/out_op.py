@@ -338,7 +338,8 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        self.inplace = inplace
+        # Not with `| None`, because whoever passed inplace=True would have to check for that.
+        self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
         self._function: Callable[..., R] = maybe_out(functional, out)
         for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__signature__"):
