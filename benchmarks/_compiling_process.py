@@ -2,6 +2,7 @@
 
 python _compiling_process.py first ROUTE BACKEND COUNT
 python _compiling_process.py calls ROUNDS
+python _compiling_process.py chains ROUNDS
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from _harness import Call
 from _structured import Config
 
 FLAT, STRUCTURED, STOCK = ROUTES = ("torchop", "torchop, dataclass", "custom_op")
+# Families, and what PyTorch has for the same.
+FAMILY, TAGGED = ("out_op", "torch.Tag.out")
 PLAIN_ROW, STRUCTURED_ROW, DERIVED_ROW = ("flat", _structured.TITLE, "derived, training")
 CALLS = 10
 
@@ -143,6 +146,66 @@ def _trained(route: str) -> Step:
     return Step(op)
 
 
+def write_double(x: Tensor, *, out: Tensor) -> None:
+    torch.mul(x, 2, out=out)
+
+
+def chains(rounds: int) -> dict[str, dict[str, float]]:
+    """What a call adds to its kernel, and the most memory that a chain of ten calls has at once.
+
+    The first is the slope between chains of ten and of thirty, so that guards and what else is
+    there once for a graph are no part of it.
+    """
+    library = torch.library.Library("bench_out", "FRAGMENT")
+    library.define("double(Tensor x) -> Tensor")
+    tags = [tag for tag in (getattr(torch.Tag, "out", None),) if tag is not None]
+    library.define("double.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", tags=tags)
+    library.impl("double", double, "CPU")
+    library.impl("double.out", lambda x, *, out: torch.mul(x, 2, out=out), "CPU")
+    torch.library.register_fake("bench_out::double", like_first, lib=library)
+    stock: Any = torch.library.custom_op("bench_custom_op::chain", double, mutates_args=())
+    flat = torchop.custom_op("bench_torchop::chain", double, mutates_args=())
+    for op in (stock, flat):
+        op.register_fake(like_first)
+    family = torchop.out_op("bench_torchop::family", write_double, like="x")
+    operators = {
+        FLAT: flat,
+        FAMILY: family.functional,
+        STOCK: stock,
+        TAGGED: torch.ops.bench_out.double.default,
+    }
+    x = torch.ones(2)
+    graphs = {"kernel": Call(double, (x,))}
+    peaks = {}
+    for route, op in operators.items():
+        for count in (CALLS, 3 * CALLS):
+            compiled = torch.compile(program([Step(op)] * count), dynamic=False)
+            graphs[f"{route} {count}"] = Call(compiled, (x,))
+            compiled(x)
+        peaks[route] = _peak(torch.compile(program([Step(op)] * CALLS), dynamic=False))
+    timings = {name: timing.median for name, timing in _harness.measure(graphs, rounds).items()}
+    above = {
+        route: (timings[f"{route} {3 * CALLS}"] - timings[f"{route} {CALLS}"]) / (2 * CALLS)
+        - timings["kernel"]
+        for route in operators
+    }
+    return {"above": above, "peak": peaks, "kernel": {"kernel": timings["kernel"]}}
+
+
+def _peak(compiled: Callable[[Tensor], Tensor]) -> float:
+    """The most memory that a call allocates at once, in results of its size."""
+    x = torch.ones(1 << 16)
+    compiled(x)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        compiled(x)
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most / x.nbytes
+
+
 def measure(what: str, *arguments: str) -> Any:
     torch.set_num_threads(1)
     # Processes that compile in the background would take the time of those that are measured.
@@ -150,6 +213,8 @@ def measure(what: str, *arguments: str) -> Any:
     if what == "first":
         route, backend, count = arguments
         return first_compile(route, backend, int(count))
+    if what == "chains":
+        return chains(int(arguments[0]))
     rounds, *backend_name = arguments
     return calls(int(rounds), *backend_name)
 
