@@ -128,6 +128,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/compiling.py
 	$(BIN)/python benchmarks/providers.py
+	$(BIN)/python benchmarks/residuals.py
 
 # What sharding rules cost, in calls and where DTensor decides anew; on a fake process group.
 sharding: $(STAMP)

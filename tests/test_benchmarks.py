@@ -182,6 +182,12 @@ def test_training_measures_what_each_strategy_keeps(tmp_path: Path) -> None:
     assert all(measured["microseconds"] > 0 for measured in row.values())
 
 
+def test_residuals_measures_each_way(tmp_path: Path) -> None:
+    process, results = run("residuals.py", tmp_path, "--rounds", "1")
+    check_bars(process, results["bars"], 3)
+    assert all(median > 0 for median in results["calls"].values())
+
+
 def test_compiling_measures_the_first_compile_and_calls(tmp_path: Path) -> None:
     # Of all processes, one: each would import PyTorch and its compilers for a number.
     file = tmp_path / "results.json"
