@@ -1,6 +1,8 @@
 """The training form of operators with residuals."""
 
 import inspect
+import pickle
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +12,15 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.testing import assert_close
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torchop
 from tests.rules.support import leaf_of
 from tests.support import needs_native
 from torchop import AliasError, ForwardModeError, MissingFormulaError, ResultError
+from torchop._rules.residuals import handover
 
 
 @pytest.fixture(autouse=True)
@@ -583,3 +588,65 @@ def test_wrong_declarations(namespace, case):
     with pytest.raises(torchop.SchemaError, match=f"{namespace}::op: .*{message}"):
         torchop.custom_op(f"{namespace}::op", compute, **{"mutates_args": (), **options})
     assert not hasattr(getattr(torch.ops, namespace), "op")
+
+
+# --------------------------------------------------------------------------------------------------
+# Surroundings
+
+
+def test_threads_do_not_meet(lse):
+    x = leaf_of([1.0, 2.0])
+    expected = x.detach().softmax(-1)
+    wrong = []
+
+    def work():
+        for _ in range(50):
+            if not torch.equal(gradient_of(lse.op, x), expected):
+                wrong.append("a gradient")
+            lse.op(x.detach())
+            if torchop.records_gradient():
+                wrong.append("a call that is not recorded")
+
+    gradient_of(lse.op, x)
+    lse.taken()
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert sum(lse.told) == 4 * 50
+    assert len(lse.told) == 2 * 4 * 50
+    assert handover._recording == {}
+
+
+def test_modes_and_subclasses_see_the_training_form(lse):
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    with Mode():
+        lse.op(x)
+    assert seen == [f"{lse.op.name}__with_residuals"]
+    two = TwoTensor(x.detach(), x.detach()).requires_grad_()
+    gradient = gradient_of(lse.op, two)
+    assert_close(gradient.a, x.softmax(-1))
+
+
+def test_a_handle_in_a_pickle_and_in_a_checking_block(lse):
+    x = leaf_of([1.0, 2.0])
+    assert pickle.loads(pickle.dumps(lse.op)) is lse.op
+    with torchop.checking():
+        assert_close(gradient_of(lse.op, x), x.softmax(-1))
+
+
+def test_a_provider_without_residuals_is_refused_where_they_are_wanted(lse):
+    lse.op.register_kernel("cpu", lambda x, scale: x.logsumexp(-1), provider="bare")
+    lse.op.set_priority(["bare"])
+    lse.op(torch.ones(2))
+    with pytest.raises(ResultError, match="every kernel and fake kernel must return"):
+        lse.op(leaf_of([1.0, 2.0]))
