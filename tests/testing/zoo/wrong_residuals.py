@@ -38,6 +38,8 @@ def with_slope(
 
 
 def right_slope(x: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        raise TypeError(f"right_slope takes floating-point tensors, got {x.dtype}")
     x = x.contiguous()
     if not torchop.records_gradient():
         return (2 * x).sin()
