@@ -45,7 +45,7 @@ def test_a_right_operator_passes(namespace: str) -> None:
     )
     op.register_vmap(lambda info, in_dims, x: (op(x), in_dims[0]))
     families = ("memory", "contracts", "gradcheck", "gradgradcheck", "saved", "func", "vmap")
-    report = run(op, *families)
+    report = run(op, *families, "autograd_registration")
     assert failed(report) == {}
     passed = {result.check for result in report.results if result.outcome == "passed"}
     assert {"contracts.kept", "contracts.process", "contracts.leaks"} <= passed

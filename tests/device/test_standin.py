@@ -288,6 +288,9 @@ def test_other_operators_run_on_the_cpu():
     with standin.without_fallback(), pytest.raises(NotImplementedError, match="aten::add"):
         x + 1
     assert (x + 1).tolist() == [2, 3]
+    both = torch.zeros(2, 2, device="standin")
+    both[:, 1].fill_(3)
+    assert both.tolist() == [[0, 3], [0, 3]]
 
 
 def test_the_fallback_can_be_left_out_from_the_start():

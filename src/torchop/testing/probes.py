@@ -228,8 +228,10 @@ def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> tor
     ]
     for other in here or [tensor]:
         if other.numel():
-            place = other.shape, other.stride(), other.storage_offset()
-            outside.as_strided(*place).fill_(False)
+            steps = other.stride()
+            # Each element once: few devices write twice to one place.
+            shape = [1 if step == 0 else n for n, step in zip(other.shape, steps, strict=True)]
+            outside.as_strided(shape, steps, other.storage_offset()).fill_(False)
     return rows[outside]
 
 

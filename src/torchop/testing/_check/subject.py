@@ -353,12 +353,15 @@ class Subject:
             raise CannotCheck(f"no fake kernel that runs: {self.fake_problem}")
 
     @property
+    def devices(self) -> set[str]:
+        """The types of the devices on which the tensors of the examples are."""
+        return {t.device.type for example in self.examples for t in example.tensors}
+
+    @property
     def has_autograd_kernel(self) -> bool:
         """Whether something is registered for the operator where autograd calls it."""
-        devices = {t.device.type for example in self.examples for t in example.tensors}
-        return self.has_kernel(
-            "Autograd", *(f"Autograd{dispatch.dispatch_key_name(device)}" for device in devices)
-        )
+        names = (dispatch.dispatch_key_name(device) for device in self.devices)
+        return self.has_kernel("Autograd", *(f"Autograd{name}" for name in names))
 
     @functools.cached_property
     def double_examples(self) -> list[Example]:

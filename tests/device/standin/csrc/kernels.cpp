@@ -67,7 +67,9 @@ void note_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  to.resize_(from.sizes());
+  // A tensor of this size keeps its strides, as with every resize_ of PyTorch.
+  if (to.sizes() != from.sizes())
+    to.resize_(from.sizes());
   return copy_from(from, to, /*non_blocking=*/false);
 }
 
