@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 import torchop
 from torchop import CustomOp
-from torchop.preconditions import Indices, Like, OneOf, Shape
+from torchop.preconditions import Dtype, Indices, Like, OneOf, Shape
 
 VALUES = {"preconditions": {"x": constraints.unit_interval}}
 
@@ -106,8 +106,33 @@ async def _waits(table: Tensor) -> bool:
         ),
         (
             {"rate": constraints.interval(float("nan"), 1.0)},
+            TypeError,
+            "has the bound nan, which is no number that a tensor holds",
+        ),
+        (
+            {"table": constraints.integer_interval(0, 2**70)},
+            TypeError,
+            "has the bound 1180591620717411303424, which is no number that a tensor holds",
+        ),
+        (
+            {"table": constraints.interval("a", "b")},
+            TypeError,
+            "has the bound 'a', which is no number that a tensor holds",
+        ),
+        (
+            {"table": (Dtype(torch.half), Dtype(torch.int64, torch.double))},
             ValueError,
-            "no number is at least nan and at most ",
+            "contradict each other, because .*torch.float16.* have nothing in common",
+        ),
+        (
+            {"mode": (OneOf("sum"), OneOf("mean", "max"))},
+            ValueError,
+            "contradict each other, because .*'sum'.*'mean', 'max'.* have nothing in common",
+        ),
+        (
+            {"index": (Indices("table"), Dtype(torch.int32, torch.double))},
+            ValueError,
+            r"because Indices\(of='table', dim=0, least=0\) is about integers, and torch.float64",
         ),
         (
             {"table": constraints.interval(torch.zeros(2), torch.ones(2))},

@@ -194,12 +194,22 @@ def test_numbers_keep_the_precision_of_python(namespace: str) -> None:
     assert (made["by"], made["all_by"]) == (0.7, [0.1, 0.7])
 
 
+def test_a_value_for_which_there_is_no_example_is_left_out(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::rows", mutates_args=())
+    def rows(x: Tensor, k: int) -> Tensor:
+        return x.clone()
+
+    rows.register_preconditions({"x": Shape("k", 2), "k": OneOf(0, 5)})
+    assert [kwargs["k"] for _, kwargs in rows.examples()] == [0]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((Shape(10**12),), r"an example of shape \[1000000000000\] would be too large"),
+        ((Shape(10**12),), r"an example of shape \[1000000000000\] has .*, or would be too large"),
         ((Shape("m", least=2), Dtype(torch.int8), Indices("x")), None),
         ((Shape("m", least=2), Dtype(torch.uint8), Offsets("x")), "has no value of 'y'"),
+        ((Shape("k"), Dtype(torch.int8)), "has a negative size, or would be too large"),
         ((Shape("m"), Dtype(torch.quint8)), r"no tensor of torch.quint8 can be made"),
         ((Shape("m"), Dtype(torch.complex64), constraints.positive), "does not hold"),
         ((Shape("m"), Dtype(torch.float8_e4m3fn), constraints.unit_interval), None),
@@ -208,10 +218,10 @@ def test_numbers_keep_the_precision_of_python(namespace: str) -> None:
 )
 def test_dtypes_that_hold_few_numbers(namespace: str, words: Any, said: str | None) -> None:
     @torchop.custom_op(f"{namespace}::pair", mutates_args=())
-    def pair(x: Tensor, y: Tensor) -> Tensor:
+    def pair(x: Tensor, y: Tensor, k: int = -3) -> Tensor:
         return x.clone()
 
-    pair.register_preconditions({"x": Shape("r", least=300), "y": words})
+    pair.register_preconditions({"x": Shape("r", least=300), "y": words, "k": OneOf(-3)})
     if said is not None:
         with pytest.raises(torchop.MissingRuleError, match=said):
             pair.examples()

@@ -84,6 +84,12 @@ def test_matrices_are_made_positive_definite(values: list[float]) -> None:
         Satisfies(constraints.positive_definite).fitted(torch.ones(2, 3), {})
 
 
+def test_unsigned_numbers_that_decrease_are_not_sorted() -> None:
+    value = torch.tensor([3, 1, 2], dtype=torch.uint8)
+    assert Sorted().problem(value, {}) == "its elements are not sorted"
+    check_fitted(Sorted(), value, {})
+
+
 X = torch.ones(4, 3)
 
 
@@ -127,7 +133,7 @@ def test_other_problems() -> None:
         OneOf()
     with pytest.raises(ValueError, match=r"Dtype\(...\) takes dtypes, at least one; got \('a',\)"):
         Dtype("a")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"takes 'shape', 'dtype' and 'device'; got \('size',\)"):
+    with pytest.raises(ValueError, match=r"'shape', 'dtype' and 'device'; got \('x', 'size'\)"):
         Like("x", "size")  # type: ignore[arg-type]
 
 

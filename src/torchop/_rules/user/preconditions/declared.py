@@ -70,6 +70,7 @@ class Preconditions:
                     )
             _check_range(f"{name}: the preconditions of {argument!r}", words)
             _check_shapes(f"{name}: the preconditions of {argument!r}", words)
+            _check_choices(f"{name}: the preconditions of {argument!r}", words)
 
     def arguments(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name, with defaults."""
@@ -151,8 +152,12 @@ class Preconditions:
         """
         one = self._generated_one()
         choices = [(n, w) for n, w in self.words(one) if isinstance(w, OneOf)]
-        others = [(n, each) for n, word in choices for each in word.values if each != one[n]]
-        return [one, *(self.fitted(self._replaced(one, n, value)) for n, value in others)]
+        made = [one]
+        for name, each in ((n, each) for n, word in choices for each in word.values):
+            if each != one[name]:
+                with contextlib.suppress(Unfit):  # such as 5 rows, where it has none to repeat
+                    made.append(self.fitted(self._replaced(one, name, each)))
+        return made
 
     def _replaced(self, arguments: Arguments, name: str, value: Any) -> dict[str, Any]:
         """The arguments with another value, and with the sizes that it names."""
@@ -289,8 +294,8 @@ def random_tensor(
     generator: torch.Generator,
 ) -> Tensor:
     """A tensor of random numbers within the bounds of these words."""
-    if math.prod(shape) > _MOST_ELEMENTS:
-        raise Unfit(f"an example of shape {[*shape]} would be too large: pass examples")
+    if min(shape, default=0) < 0 or math.prod(shape) > _MOST_ELEMENTS:
+        raise Unfit(f"an example of shape {[*shape]} has a negative size, or would be too large")
     try:
         low, high = bounds(words, torch.zeros(1).to(dtype)[0], arguments)
     except RuntimeError as error:
@@ -370,6 +375,12 @@ def _constrained(what: str, constraint: Constraint) -> Satisfies:
             f"{what} depends on tensors that are not there: give it bounds that are numbers, or "
             "write a function whose parameters are named as arguments."
         )
+    for end in ends:
+        is_number = end is None or (isinstance(end, int | float) and end == end)
+        if not is_number or (isinstance(end, int) and not -(2**63) <= end < 2**63):
+            raise RuleSignatureError(
+                f"{what} has the bound {short_repr(end)}, which is no number that a tensor holds."
+            )
     return Satisfies(constraint)
 
 
@@ -410,6 +421,21 @@ def _check_shapes(what: str, words: Iterable[Precondition]) -> None:
             raise ValueError(
                 f"{what} contradict each other, because no tensor has the shapes {one} and {other}."
             )
+
+
+def _check_choices(what: str, words: Iterable[Precondition]) -> None:
+    choices = [each.dtypes for each in words if isinstance(each, Dtype)]
+    choices = choices or [each.values for each in words if isinstance(each, OneOf)]
+    if choices and not any(all(one in each for each in choices) for one in choices[0]):
+        raise ValueError(f"{what} contradict each other, because {choices} have nothing in common.")
+    integers = next((word for word in words if isinstance(word, _OF_INTEGERS)), None)
+    for word in words if integers is not None else ():
+        for dtype in word.dtypes if isinstance(word, Dtype) else ():
+            if dtype.is_floating_point or dtype.is_complex:
+                raise ValueError(
+                    f"{what} contradict each other, because {integers} is about integers, and "
+                    f"{dtype} is no dtype of these."
+                )
 
 
 def _dims(word: Precondition) -> tuple[str | int, ...]:

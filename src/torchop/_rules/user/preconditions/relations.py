@@ -20,11 +20,13 @@ class Related(Precondition):
     dim: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.of, str | int) or type(self.dim) is not int:
-            word = type(self).__name__
+        of, *others = dataclasses.astuple(self)
+        kinds = [field.type for field in dataclasses.fields(self)][1:]
+        fit = [type(other).__name__ == kind for other, kind in zip(others, kinds, strict=True)]
+        if not isinstance(of, str | int) or not all(fit):
             raise ValueError(
-                f"{word}(of, dim) takes the name of an argument, and an int; got "
-                f"{word}({self.of!r}, dim={self.dim!r})."
+                f"{type(self).__name__}(...) takes the name of an argument, and ints, or a bool "
+                f"for last; got {self}."
             )
 
     @property
@@ -198,8 +200,11 @@ class Like(Precondition):
 
     def __init__(self, of: str, *same: Literal["shape", "dtype", "device"]) -> None:
         known = ("shape", "dtype", "device")
-        if not set(same) <= set(known):
-            raise ValueError(f"Like({of!r}, ...) takes 'shape', 'dtype' and 'device'; got {same}.")
+        if not isinstance(of, str) or not all(each in known for each in same):
+            raise ValueError(
+                "Like(...) takes the name of an argument, and 'shape', 'dtype' and 'device'; got "
+                f"{(of, *same)}."
+            )
         object.__setattr__(self, "of", of)
         object.__setattr__(self, "same", same or known)
 

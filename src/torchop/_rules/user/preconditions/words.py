@@ -23,7 +23,8 @@ class Sorted(Precondition):
     """
 
     def problem(self, value: Tensor, arguments: Arguments) -> str | None:
-        is_sorted = value.dim() < 1 or bool((value.diff() >= 0).all())
+        # Compared, because the difference of unsigned numbers is never negative.
+        is_sorted = value.dim() < 1 or bool((value[..., 1:] >= value[..., :-1]).all())
         return None if is_sorted else "its elements are not sorted"
 
     def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
@@ -141,7 +142,8 @@ class Shape(Precondition):
     least: int
 
     def __init__(self, *dims: str | int, least: int = 0) -> None:
-        _check_items("Shape", (least, *dims), _is_size, "names of sizes, and ints from 0")
+        sizes = (least, *(dim for dim in dims if not isinstance(dim, str)))
+        _check_items("Shape", sizes, _is_size, "names of sizes, and ints from 0")
         object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "least", least)
 
@@ -179,7 +181,7 @@ class Contiguous(Precondition):
 
 
 def _is_size(dim: Any) -> bool:
-    return isinstance(dim, str) or (type(dim) is int and dim >= 0)
+    return type(dim) is int and dim >= 0
 
 
 def _check_items(
