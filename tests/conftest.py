@@ -126,6 +126,7 @@ def frozen_objects() -> None:
 def _shared_state() -> dict[str, Any]:
     """What the tests of a process share, without random numbers, which change on purpose."""
     state = {name: value for name, value in process_state().items() if "state()" not in name}
+    del state["warnings.filters"]  # which pytest puts back, and what is imported adds to
     for name, value in state.pop("os.environ").items():
         if not re.fullmatch(r"PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_\w+", name):
             state[f"os.environ[{name!r}]"] = value

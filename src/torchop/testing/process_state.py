@@ -12,9 +12,11 @@ import gc
 import locale
 import os
 import random
+import signal
 import struct
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -69,6 +71,16 @@ def _set_streams(streams: list[torch.Stream]) -> None:
     torch.accelerator.set_device_index(index)
 
 
+def _signal_handlers() -> list[tuple[int, Any]]:
+    return [(number, signal.getsignal(number)) for number in sorted(signal.valid_signals())]
+
+
+def _set_signal_handlers(handlers: list[tuple[int, Any]]) -> None:
+    for number, handler in handlers:
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
 def set_environment(variables: Mapping[str, str]) -> None:
     """Makes these the environment variables, and removes all others."""
     for added in os.environ.keys() - variables.keys():
@@ -101,6 +113,9 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         functools.partial(locale.setlocale, locale.LC_ALL),
         functools.partial(locale.setlocale, locale.LC_ALL),
     ),
+    # What is imported meanwhile adds some for good; checks put theirs back.
+    "warnings.filters": (lambda: [*warnings.filters], None),
+    "signal.getsignal()": (_signal_handlers, _set_signal_handlers),
     "os.getcwd()": (os.getcwd, os.chdir),
     "os.environ": (lambda: dict(os.environ), set_environment),
     "random.getstate()": (random.getstate, random.setstate),

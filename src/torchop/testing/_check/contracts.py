@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,6 +57,17 @@ def is_repeatable(op: Any, args: Any, kwargs: Any, first: Any = None) -> None:
         probes.assert_same(again, expected, what, rtol=0, atol=0)
         if number > 5 and time.perf_counter() > end:
             break
+
+
+def draws_from_its_generator(op: Any, args: Any, kwargs: Any) -> None:
+    """Where a generator is passed, no other one decides what the results are."""
+    drawn = []
+    for seed in (1, 2):
+        call_args, call_kwargs = probes.copies((args, kwargs))
+        seed_all(seed)
+        drawn.append(probes.leaves(op(*call_args, **call_kwargs)))
+    what = "equal generators, and another seed of PyTorch's own"
+    probes.assert_same(drawn[1], drawn[0], what, rtol=0, atol=0)
 
 
 def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
@@ -161,7 +173,9 @@ def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -
     """The call changes no default, no mode, no environment, and, unless it draws, no generator."""
     seed_all(20010)  # which no kernel sets
     process, forked = os.getpid(), forks()
-    with torch.enable_grad():
+    with torch.enable_grad(), warnings.catch_warnings():
+        # One that no kernel sets again, and with which a warning is not shown.
+        warnings.filterwarnings("ignore", ".*")
         before = process_state()
         op(*args, **kwargs)
         if os.getpid() != process:
@@ -183,7 +197,8 @@ def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -
                 "torch.Tag.nondeterministic_seeded, and no operator seeds a generator that others "
                 "use."
             )
-        values = "" if name == "os.environ" else f" from {value} to {after[name]}"
+        is_long = isinstance(value, list | dict)
+        values = "" if is_long else f" from {value} to {after[name]}"
         raise AssertionError(f"the call changes {name}{values}, which other code relies on.")
 
 
@@ -211,6 +226,9 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("repeated calls", is_repeatable, example)
         first = {"first": subject.first_results(example)}
         yield Case("the first call", is_repeatable, example, options=first, shrink=False)
+        arguments = (*example.args, *example.kwargs.values())
+        if any(isinstance(argument, torch.Generator) for argument in arguments):
+            yield Case("two equal generators", draws_from_its_generator, example)
 
 
 def state(subject: Subject, details: Details) -> Iterator[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchop.testing import probes
+from torchop.testing._check.integers import by_name
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.memory import raises_nothing
 from torchop.testing._check.subject import (
@@ -19,6 +21,7 @@ from torchop.testing._check.subject import (
     Subject,
     reason,
 )
+from torchop.testing._check.variants import each_resized, sizes
 from torchop.testing._opcheck import opcheck
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -89,6 +92,29 @@ def computes_in_double(op: Any, args: Any, kwargs: Any) -> None:
             raise AssertionError(
                 f"result {index} is of dtype float64, but each element is a float32: "
                 f"{result.flatten()[:3].tolist()}. The kernel computes in float32."
+            )
+
+
+def keeps_float_arguments(op: Any, args: Any, kwargs: Any, name: str) -> None:
+    """A float argument counts with more digits than float32 could hold.
+
+    Only where a change that float32 would show matters so much that a smaller one must, too.
+    """
+
+    def results(share: float) -> list[Tensor]:
+        changed = {**kwargs, name: kwargs[name] * (1 + share)}
+        tensors = probes.tensors_of(probes.outcome_of_copies(op, args, changed))
+        return [tensor for tensor in tensors if tensor.dtype is torch.double]
+
+    plain, near, far = (results(share) for share in (0.0, 2.0**-32, 2.0**-20))
+    for one, small, large in zip(plain, near, far, strict=True):
+        if one.shape != large.shape or not torch.equal(one, small):
+            continue
+        if bool(((large - one).abs() > 2.0**-24 * one.abs()).all()) and one.numel():
+            raise AssertionError(
+                f"{name}={kwargs[name]!r} and {kwargs[name] * (1 + 2.0**-32)!r} give the same "
+                "results in float64. The kernel keeps 24 of the 53 bits of a float argument; take "
+                "double."
             )
 
 
@@ -164,6 +190,9 @@ def accepted(subject: Subject, details: Details) -> Iterator[Case]:
             table[name] = f"-> {', '.join(dtypes)}" if dtypes else "accepted"
             if subject.fake_problem is None:
                 yield _faked(f"in {name}", changed)
+                none = dict.fromkeys(sizes(changed), 0) if dtype is torch.double else {}
+                for _, empty in each_resized(changed, none, subject=subject) if none else ():
+                    yield _faked(f"in {name}, with 0 elements", empty)
             else:
                 yield Case(f"in {name}", raises_nothing, changed)
 
@@ -209,7 +238,13 @@ def double(subject: Subject, details: Details) -> Iterator[Case]:
             noise = torch.rand(tensor.shape, generator=generator, dtype=torch.double)
             return tensor.double() * (1 + 1e-9 * noise.to(tensor.device))
 
-        yield Case("in double", computes_in_double, example.map(change), shrink=False)
+        doubled = example.map(change)
+        yield Case("in double", computes_in_double, doubled, shrink=False)
+        named = by_name(subject, doubled)
+        for name, value in named.kwargs.items() if not subject.is_random else ():
+            if type(value) is float and math.isfinite(value) and value:
+                options = {"name": name}
+                yield Case(f"{name} in double", keeps_float_arguments, named, options=options)
 
 
 def refused(subject: Subject, details: Details) -> Iterator[Case]:

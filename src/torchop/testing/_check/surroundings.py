@@ -84,11 +84,16 @@ _CHANGES: dict[str, _Changes] = {
         for dtype in (torch.float64, torch.float16)
     ],
     "flush_denormal": [("torch.set_flush_denormal(True)", _flush_denormals)],
+    "num_threads": [
+        (f"torch.set_num_threads({number})", functools.partial(torch.set_num_threads, number))
+        for number in (1, 5)
+    ],
     "locale": [("a locale whose decimal point is a comma", set_decimal_comma)],
 }
 _QUESTIONS = {
     "default_dtype": "Does a call do the same whatever the default dtype is?",
     "flush_denormal": "Does it do the same where the processor takes denormal numbers for zero?",
+    "num_threads": "Does it do the same with any number of threads?",
     "locale": "Does it do the same whatever the locale is?",
     "environment": "Does it do the same whatever the environment is?",
 }

@@ -79,7 +79,8 @@ def ordered(subject: Subject) -> contextlib.AbstractContextManager[None]:
 _OF_KERNELS = frozenset(
     (
         *("contracts.schema", "contracts.kept", "contracts.leaks", "contracts.process"),
-        *("contracts.flush_denormal", "contracts.locale", "contracts.environment"),
+        *("contracts.flush_denormal", "contracts.num_threads", "contracts.locale"),
+        "contracts.environment",
         *("memory.uninitialized", "memory.blocks", "subsystems.fake"),
     )
 )

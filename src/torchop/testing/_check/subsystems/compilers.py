@@ -187,9 +187,14 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
         changes += larger_sizes(example, BLOCKS[:1])
         for change, resized in each_resized(example, *changes, subject=subject):
             yield check(sizes_changed(change), resized)
+        named = by_name(subject, example)
+        for argument in subject.schema.arguments:
+            is_given = named.kwargs.get(argument.name) is not None
+            if is_given and argument.kind.startswith("Optional["):
+                changed = Example((), {**named.kwargs, argument.name: None})
+                yield check(f"{argument.name}=None", changed)
         if subject.operator.function is None:
             continue  # in C++, it may rely on integers that fit, and end the process
-        named = by_name(subject, example)
         for name, value in named.kwargs.items():
             for number in {0, -1, value + 1} - {value} if type(value) is int else ():
                 changed = Example((), {**named.kwargs, name: number})
