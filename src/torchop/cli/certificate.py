@@ -16,6 +16,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import click
@@ -41,6 +42,7 @@ _FIELDS = {
     "not_checked": list,
     "totals": dict,
     "digest": str,
+    "signed_off_by": str | EllipsisType,
 }
 _OF_OPERATOR = {
     "op": str,
@@ -223,6 +225,13 @@ def read_certificate(path: Path) -> dict[str, Any]:
         _refuse_fields(path, operator, _OF_OPERATOR)
         for check in operator["checks"]:
             _refuse_fields(path, check, _OF_CHECK)
+    refuse_signature(content.get("signed_off_by"), path)
+    outcomes = Counter(c["outcome"] for each in content["operators"] for c in each["checks"])
+    if not outcomes or outcomes != content["totals"]:
+        raise click.ClickException(
+            f"{path} is not a certificate that torchop wrote: its totals are {content['totals']}, "
+            f"but its checks come to {dict(outcomes)}"
+        )
     return content
 
 

@@ -76,7 +76,8 @@ class NotCheckedError(click.ClickException):
     """Why an operator cannot be checked, which is not the caller's mistake."""
 
 
-def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+def seconds(ctx: Any, param: Any, value: float | None) -> float | None:
+    """A number of seconds, or None; raises click.BadParameter for what is none."""
     if value is not None and not 0 < value < math.inf:
         raise click.BadParameter(f"{value:g} is not a number of seconds above 0")
     return value
@@ -100,7 +101,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) ->
     "--expected", metavar="MODULE:NAME", help="A dict from checks that may fail to reasons."
 )
 @click.option(
-    "--budget", type=float, callback=_seconds, help="Seconds for all checks of one operator."
+    "--budget", type=float, callback=seconds, help="Seconds for all checks of one operator."
 )
 @click.option(
     "--allow-not-run",
@@ -110,7 +111,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) ->
 @click.option(
     "--timeout",
     default=300.0,
-    callback=_seconds,
+    callback=seconds,
     show_default=True,
     help="Seconds that one check may take.",
 )

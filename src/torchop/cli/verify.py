@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from torchop.cli.certificate import differences, read_certificate
-from torchop.cli.check import Request, certified, check_operators
+from torchop.cli.check import Request, certified, check_operators, seconds
 from torchop.cli.child_process import import_all
 from torchop.testing._check.report import environment
 
@@ -32,17 +32,26 @@ def verify(file: Path) -> None:
     request = Request(**{name: before["request"][name] for name in Request._fields})
     modules, only = (tuple(map(str, names)) for names in (request.modules, request.only))
     request = request._replace(modules=modules, only=only)
+    for limit in (request.timeout, request.budget):
+        seconds(None, None, limit)
     import_all(request.modules)
     operators = [operator["op"] for operator in before["operators"]]
     reports, unchecked = check_operators(operators, request)
     after = certified(reports, unchecked, request)
     for name, value in environment().items():
         if (was := before["environment"].get(name)) != value:
-            click.echo(f"{name}: {was} before, {value} now")
+            _say(f"{name}: {was} before, {value} now")
     found = differences(before, after)
     for difference in found:
-        click.echo(difference)
+        _say(difference)
     signed = f", signed off by {before['signed_off_by']}" if "signed_off_by" in before else ""
     outcome = f"{len(found)} difference{'s' * (len(found) > 1)}" if found else "the same"
-    click.echo(f"\n{file.name}, of {before['date']}{signed}: {outcome}")
+    click.echo()
+    _say(f"{file.name}, of {before['date']}{signed}: {outcome}")
     sys.exit(1 if found else 0)
+
+
+def _say(text: str) -> None:
+    """Prints a line in which a file can hide none of its own, nor move the cursor."""
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    click.echo("".join(escaped))
