@@ -2,19 +2,21 @@
 
 `make realworld-checks` is the command line's `check` of each package, each operator in a process of
 its own, on the calls that `operators.py` compares, and on some of fbgemm and vLLM. What the checks
-find is listed in `EXPECTED`, with its cause; a finding more or less is a failure. How each was
-judged is in `findings.md`.
+find is listed in `EXPECTED`, with its cause; a finding more or less is a failure, unless it depends
+on the machine. How each was judged is in `findings.md`.
 
 `python checks.py [PACKAGE ...]` checks these packages; all of them without a name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -45,6 +47,21 @@ def _examples(package: str) -> Mapping[str, list[tuple[Any, ...]]]:
 EXAMPLES = _examples(os.environ[_PACKAGE]) if _PACKAGE in os.environ else {}
 
 
+def list_operators() -> None:
+    """Prints the operators of this process, each of which is called once.
+
+    Some packages compile a kernel for its first call, which on a busy machine takes minutes.
+    """
+    import torch  # beside the package, whose process this is
+
+    for name, calls in EXAMPLES.items():
+        namespace, _, op = name.partition("::")
+        for args in calls:
+            with contextlib.suppress(Exception), torch.no_grad():
+                getattr(getattr(torch.ops, namespace), op)(*args)
+    print(*(name for name in EXAMPLES if name != "*.out"))
+
+
 def main(packages: list[str]) -> int:
     """Checks each of the packages, and returns the exit code."""
     failed = 0
@@ -52,19 +69,33 @@ def main(packages: list[str]) -> int:
         folder = HERE.parents[1] / ".realworld" / PACKAGES[package]
         path = os.pathsep.join([str(HERE), str(folder)])
         environment = {**os.environ, "PYTHONPATH": path, _PACKAGE: package}
-        listing = [sys.executable, "-c", "import checks; print(*checks.EXAMPLES)"]
+        listing = [sys.executable, "-c", "import checks; checks.list_operators()"]
         listed = subprocess.run(listing, env=environment, capture_output=True, text=True)
         # The last line, because packages print when they are imported.
-        operators = [n for n in listed.stdout.splitlines()[-1].split() if n != "*.out"]
+        operators = listed.stdout.splitlines()[-1].split()
         command = [sys.executable, "-m", "torchop", "check", *operators, "--import", "checks"]
         command += ["--examples", "checks:EXAMPLES", "--expected", "checks:EXPECTED"]
         command += ["--budget", str(BUDGET), "--allow-not-run"]
-        command += ["--json", str(folder.parent / f"{package}.json")]
+        found = folder.parent / f"{package}.json"
+        found.unlink(missing_ok=True)
+        command += ["--json", str(found)]
         for check in CHECKS:
             command += ["-k", check]
         print(f"{package}: {len(operators)} operators", flush=True)
-        failed += subprocess.run(command, env=environment).returncode
+        code = subprocess.run(command, env=environment).returncode
+        failed += code not in (0, 1) or not found.exists() or any(_unjudged(found))
     return int(failed > 0)
+
+
+def _unjudged(found: Path) -> Iterator[str]:
+    """The failures in a file of `check --json`, but for families that pass by chance."""
+    for report in json.loads(found.read_text(encoding="utf-8")):
+        for result in report["results"]:
+            by_chance = any(f"expected to fail ({each})" in result["message"] for each in BY_CHANCE)
+            if result["outcome"] == "failed" and not by_chance:
+                yield f"{report['op']}: {result['check']}"
+            elif result["outcome"] == "failed":
+                print(f"{report['op']}: {result['check']} passes on this machine", flush=True)
 
 
 # All but the compilers of programs, which take most of the time.
@@ -122,6 +153,9 @@ _NO_ATOMS = "with 0 atoms or neighbours, the kernel ends the process"
 _SEGMENTS = "a precondition: indices are below num_segments, and there is one for each row"
 # Of jagged tensors and of neighbours: sizes in one argument have to fit what another holds.
 _UNFITTING = "a precondition: lengths, offsets, permutations and buffers fit each other"
+# What memory holds that a kernel should not read, which instructions the processor has, and how far
+# a check gets in its time: none of these tells that a finding is gone.
+BY_CHANCE = (_ADDRESSES, _TAKES_ADDRESSES, _EXPANDED, _INT8PACK, _UNFITTING, _SEGMENTS, _NO_ATOMS)
 EXPECTED: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes::dequantize_4bit": {
         "memory": _ADDRESSES,
@@ -251,6 +285,8 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     ),
     "nvalchemiops::lbfgs_step_coord_cell": {"memory": _UNFITTING},
     "nvalchemiops::query_cell_list": dict.fromkeys(("contracts", "memory"), _UNFITTING),
+    "nvalchemiops::segmented_dot": {"subsystems": _SEGMENTS},
+    "nvalchemiops::segmented_dot_backward": {"subsystems": _SEGMENTS},
     "nvalchemiops::segmented_dot_double_backward": {"subsystems": _STRIDES},
     "nvalchemiops::segmented_mean": {"subsystems": _SEGMENTS},
     "nvalchemiops::segmented_sum": {"subsystems": _SEGMENTS},
