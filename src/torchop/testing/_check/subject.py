@@ -268,8 +268,7 @@ class Subject:
         calls = []
         for example in self.examples:
             results: list[Any] = []
-            refusal = self.refusal(example, results)
-            calls.append((example, refusal, results))
+            calls.append((example, self.refusal(example, results), results))
         return calls
 
     def accepted(self, *, most: int = 3) -> list[Example]:
@@ -398,11 +397,9 @@ class Subject:
         changed = [each for each in changed if any(t.requires_grad for t in each.tensors)]
         if not changed:
             raise CannotCheck("no argument is of a floating-point dtype")
-        refusals = [self.refusal(each) for each in changed]
-        pairs = zip(changed, refusals, strict=True)
-        accepted = [each for each, refusal in pairs if refusal is None]
+        accepted = [each for each in changed if self.refusal(each) is None]
         if not accepted:
-            raise CannotCheck(f"{problem}: {reason(refusals[-1])}")
+            raise CannotCheck(f"{problem}: {reason(self.refusal(changed[-1]))}")
         return accepted
 
 
