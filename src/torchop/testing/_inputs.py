@@ -12,8 +12,9 @@ from torch import Tensor
 from torchop._errors import MissingRuleError
 from torchop._rules.user.examples import make_examples
 from torchop._rules.user.preconditions import PRECONDITIONS
-from torchop._rules.user.preconditions.base import Precondition, Unfit
-from torchop._rules.user.preconditions.declared import Preconditions, bounds, is_of_integers
+from torchop._rules.user.preconditions.base import Precondition, Unfit, bounds
+from torchop._rules.user.preconditions.declared import Preconditions
+from torchop._rules.user.preconditions.relations import is_of_integers
 from torchop.extend import Operator, OpLike
 from torchop.preconditions import Dtype, OneOf
 from torchop.testing import probes

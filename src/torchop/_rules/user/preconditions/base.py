@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,6 +113,17 @@ class Satisfies(Precondition):
         except (NotImplementedError, RuntimeError, ValueError, IndexError) as error:
             raise Unfit(f"{self.constraint} has no value near it: {error}") from None
         return made.to(value.dtype)
+
+
+def bounds(words: Iterable[Precondition], value: Any, arguments: Arguments) -> tuple[Any, Any]:
+    """The smallest and the largest number that all of these words allow; None for no bound."""
+    lows, highs = [], []
+    for word in words:
+        if all(arguments.get(each) is not None for each in word.others):
+            low, high = word.bounds(value, arguments)
+            lows += [] if low is None else [low]
+            highs += [] if high is None else [high]
+    return max(lows, default=None), min(highs, default=None)
 
 
 def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:

@@ -9,7 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchop._rules.user.preconditions.base import Arguments, Precondition, Unfit, with_size
+from torchop._rules.user.preconditions.base import (
+    Arguments,
+    Precondition,
+    Satisfies,
+    Unfit,
+    with_size,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,3 +234,12 @@ class Like(Precondition):
                 value = with_size(value, dim, size)
         dtype = other.dtype if "dtype" in self.same else value.dtype
         return value.to(other.device if "device" in self.same else value.device, dtype)
+
+
+OF_INTEGERS = (Indices, Lengths, Offsets)
+
+
+def is_of_integers(word: Precondition) -> bool:
+    """Whether a word is about whole numbers alone."""
+    discrete = isinstance(word, Satisfies) and word.constraint.is_discrete
+    return discrete or isinstance(word, OF_INTEGERS)
