@@ -140,9 +140,9 @@ async def _waits(table: Tensor) -> bool:
             "depends on tensors that are not there: give it bounds that are numbers",
         ),
         ({"table": constraints.dependent}, TypeError, "depends on tensors that are not there"),
-        ({"table": eval("lambda table, /: True")}, TypeError, "named as arguments, without "),
-        ({"table": lambda *table: True}, TypeError, "named as arguments, without "),
-        ({"table": _waits}, TypeError, "and which returns a bool"),
+        ({"table": eval("lambda table, /: True")}, TypeError, "names of arguments, without "),
+        ({"table": lambda *table: True}, TypeError, "names of arguments, without "),
+        ({"table": _waits}, TypeError, "not a function that returns a bool"),
     ],
 )
 def test_wrong_declarations_are_refused(
