@@ -55,15 +55,15 @@ BUDGETS = {
     "_inspect": 1014,
     "_native": 1450,
     "_native/csrc": 4275,
-    "_rules": 5407,
+    "_rules": 5464,
     "_rules/autograd": 2034,
     "_rules/residuals": 512,
     "_rules/user/sharding": 862,
     "_schema": 3377,
-    "cli": 2288,
+    "cli": 2303,
     "export": 457,
     "files": 784,
-    "testing": 6255,
+    "testing": 6319,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
