@@ -190,7 +190,8 @@ def _prepare(module: ModuleType) -> None:
             raise ImportError(
                 "torchop does not know how this release of PyTorch stores Python kernels"
             )
-    if not _native_handle_types:
+    # Where there is no lock, another thread may be calling a handle, so its type stays.
+    if module.types_may_change and not _native_handle_types:
         # Dynamo follows `__call__`, and looks for a property in the very type of an object.
         traceable: dict[str, Any] = {
             name: value for name, value in vars(handle_type).items() if isinstance(value, property)
@@ -198,7 +199,8 @@ def _prepare(module: ModuleType) -> None:
         traceable["__call__"] = _first_use.call or handle_type.__call__
         # One call of C, so that no interrupt comes between making the type and keeping it.
         _native_handle_types.extend(map(module.make_handle_type, (handle_type,), (traceable,)))
-    dynamo_variables.trace_as_overload(_native_handle_types[0])
+    for native_type in _native_handle_types:
+        dynamo_variables.trace_as_overload(native_type)
     for cls in overload_functions.forwarding_classes():
         module.shorten_calls(cls)
     contract.is_evidently_fresh = module.is_evidently_fresh
@@ -224,6 +226,8 @@ def _adopt(definition: Definition, native: Any) -> OwnCalls:
     calls = definition.follower
     if not isinstance(calls, OwnCalls):
         calls = definition.follower = OwnCalls(native, definition)
-    if definition.structure is None:  # a structured handle calls torch.ops, which is native too
+    if not native.types_may_change:
+        calls.attach()  # the handle calls torch.ops
+    elif definition.structure is None:  # a structured handle calls torch.ops, which is native too
         native.adopt(definition.handle, calls.entry)
     return calls

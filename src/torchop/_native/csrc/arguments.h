@@ -12,6 +12,7 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "dispatch.h"
+#include "free_threads.h"
 #include "kinds.h"
 #include "reasons.h"
 
@@ -406,12 +407,16 @@ class Values {
 
   // A new list of what is in a list or a tuple.
   static PyObject* copied(PyObject* sequence) {
+    PyObject* list;
+    // Another thread may write into the list that was passed.
+    Py_BEGIN_CRITICAL_SECTION(sequence);
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(sequence);
-    PyObject* list = PyList_New(size);
+    list = PyList_New(size);
+    for (Py_ssize_t index = 0; list != nullptr && index < size; ++index)
+      PyList_SET_ITEM(list, index, Py_NewRef(PySequence_Fast_GET_ITEM(sequence, index)));
+    Py_END_CRITICAL_SECTION();
     if (list == nullptr)
       throw python_error();
-    for (Py_ssize_t index = 0; index < size; ++index)
-      PyList_SET_ITEM(list, index, Py_NewRef(PySequence_Fast_GET_ITEM(sequence, index)));
     return list;
   }
 

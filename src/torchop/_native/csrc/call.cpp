@@ -8,7 +8,7 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #include "frames.h"
-#include "thread.h"
+#include "free_threads.h"
 
 namespace torchop {
 
@@ -114,6 +114,17 @@ PyObject* record_body(const Plan& plan, const Values& values) {
       plan.gradient.record_body, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
 }
 
+// Makes it for the first call that needs it.
+const FallbackOperator& fallback_of(const Plan& plan) {
+  FallbackOperator* found = plan.fallback_operator.load(std::memory_order_acquire);
+  if (C10_LIKELY(found != nullptr))
+    return *found;
+  auto made = std::make_unique<FallbackOperator>(*plan.op);
+  if (plan.fallback_operator.compare_exchange_strong(found, made.get()))
+    return *made.release();
+  return *found; // another thread was first
+}
+
 // Before the kernel, as `torch.library` does it: one that raises may have written all the same.
 void count_versions(const Plan& plan, const Values& values, const Route& route) {
   if (!route.through_version_counter)
@@ -152,8 +163,15 @@ Decision decide(
     return stop(reason);
 
   // The set of keys as the dispatcher computes it: of the tensors, and of the state of the thread.
-  decision.route =
-      follow(table_of(*plan.op), plan.own, (seen.keys | local.included_) - local.excluded_);
+  const DispatchKeySet keys = (seen.keys | local.included_) - local.excluded_;
+  {
+#ifdef Py_GIL_DISABLED
+    Look look(this_thread());
+    if (C10_UNLIKELY(!plan.exists->load()))
+      return stop(Reason::Operator); // since the call began
+#endif
+    decision.route = follow(table_of(*plan.op), plan.own, keys);
+  }
   if (C10_UNLIKELY(decision.route.reason != Reason::Native))
     return stop(decision.route.reason);
   decision.function = function_for(plan, decision.route.kernel);
@@ -205,9 +223,7 @@ PyObject* try_call(
     if (C10_UNLIKELY(result == nullptr && PyErr_Occurred() == nullptr))
       reason = Reason::Capture;
   } else if (decision.notes_gradient) {
-    if (plan.fallback_operator == nullptr)
-      plan.fallback_operator = std::make_unique<FallbackOperator>(*plan.op);
-    result = plan.fallback_operator->call(values, [&] {
+    result = fallback_of(plan).call(values, [&] {
       count_versions(plan, values, decision.route);
       return run(plan, values, decision.function, is_unusual);
     });

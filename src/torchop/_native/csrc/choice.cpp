@@ -418,12 +418,16 @@ C10_ALWAYS_INLINE PyObject* find(
 
 PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   PyObject* function = nullptr;
+  // Whenever Python runs, another thread may come in between, as with the interpreter's lock.
+  Py_BEGIN_CRITICAL_SECTION(self);
   try {
     function = find(choice_of(self), args, PyVectorcall_NARGS(nargsf), keywords);
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
   }
+  Py_END_CRITICAL_SECTION();
+  if (function == nullptr)
+    return nullptr;
   PyObject* result = call_kernel(function, args, nargsf, keywords);
   // Not in a destructor: a thread that ends in the kernel because Python has gone passes this by.
   Py_DECREF(function);

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "bypass.h"
+#include "free_threads.h"
 
 namespace torchop {
 
@@ -162,7 +163,10 @@ class Listener final : public c10::OpRegistrationListener {
   void onOperatorDeregistered(const c10::OperatorHandle& op) override {
     std::lock_guard<std::mutex> lock(existing().mutex);
     if (auto found = existing().operators.extract(place_of(op)); !found.empty())
-      found.mapped()->store(false, std::memory_order_relaxed);
+      found.mapped()->store(false);
+#ifdef Py_GIL_DISABLED
+    wait_for_looks();
+#endif
   }
 };
 

@@ -4,7 +4,9 @@
 #include <cxxabi.h>
 #include <structmember.h>
 
+#include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "call.h"
@@ -52,27 +54,51 @@ __attribute__((noinline, cold)) PyObject* refuse_depth(const Entry& entry) {
   return nullptr;
 }
 
-bool is_outdated(const Entry& entry) {
-  return torchop::is_outdated(*reinterpret_cast<const Plan*>(entry.plan));
+// Guards the observer, which may be replaced while it is called.
+std::mutex observer_mutex;
+
+bool is_usable(PyObject* plan) {
+  return plan != nullptr && !torchop::is_outdated(*reinterpret_cast<const Plan*>(plan));
 }
+
+bool is_gone(const Entry& entry) {
+  return entry.exists != nullptr && !entry.exists->load(std::memory_order_relaxed);
+}
+
+} // namespace
+
+void exchange_observer(PyObject* given) {
+  PyObject* before;
+  {
+    const std::lock_guard<std::mutex> lock(observer_mutex);
+    before = std::exchange(observer, Py_XNewRef(given));
+  }
+  Py_XDECREF(before);
+}
+
+namespace {
 
 // Tells of a call that the dispatcher is about to get. False with an exception if the operator went
 // away meanwhile, because the observer runs Python.
 __attribute__((noinline, cold)) bool observe(
     Entry& entry, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   WithoutDynamo frames;
-  if (entry.refresh == nullptr)
+  THPObjectPtr callee;
+  {
+    const std::lock_guard<std::mutex> lock(observer_mutex);
+    callee = THPObjectPtr(Py_XNewRef(observer));
+  }
+  if (entry.refresh == nullptr || !callee)
     return true; // the entry was collected
   const Py_ssize_t positional = PyVectorcall_NARGS(nargsf);
   const Py_ssize_t count = positional + (keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords));
   std::vector<PyObject*> all{entry.refresh};
   all.insert(all.end(), args, args + count);
-  THPObjectPtr callee(Py_NewRef(observer));
   THPObjectPtr result(
       PyObject_Vectorcall(callee.get(), all.data(), size_t(positional) + 1, keywords));
   if (!result)
     PyErr_WriteUnraisable(callee.get()); // the call itself is right
-  if (entry.exists == nullptr || entry.exists->load(std::memory_order_relaxed))
+  if (!is_gone(entry))
     return true;
   refuse_gone(entry);
   return false;
@@ -84,23 +110,99 @@ __attribute__((noinline, cold)) void doubt(Entry& entry, Reason reason) {
   const uint64_t count = entry.counters[size_t(reason)];
   const bool is_about_kernels = reason == Reason::Kernel || reason == Reason::Operator;
   if (is_about_kernels && (count & (count - 1)) == 0)
-    Py_CLEAR(entry.plan);
+    release_plan(entry.plan.exchange(nullptr));
 }
+
+#ifdef Py_GIL_DISABLED
+
+// Holds on to the plan that a call follows, and marks the operator as being called; false with an
+// exception if there is no plan any more.
+class CurrentPlan {
+ public:
+  CurrentPlan(Entry& entry, Thread& here) : entry_(entry), thread_(here) {
+    if (C10_UNLIKELY(here.count == here.room && !make_room(here))) {
+      PyErr_NoMemory();
+      return;
+    }
+    while (C10_UNLIKELY(!is_usable(follow()))) {
+      end();
+      if (!refresh_plan(entry))
+        return;
+    }
+    if (C10_UNLIKELY(is_gone(entry))) {
+      end();
+      refuse_gone(entry);
+    }
+  }
+  ~CurrentPlan() {
+    if (plan_ == nullptr)
+      return;
+    end();
+    if (C10_UNLIKELY(plans_to_free.load(std::memory_order_relaxed) != 0) && is_whole_)
+      free_plans();
+  }
+  CurrentPlan(const CurrentPlan&) = delete;
+  CurrentPlan& operator=(const CurrentPlan&) = delete;
+
+  void forget() {
+    is_whole_ = false;
+  }
+
+  explicit operator bool() const {
+    return plan_ != nullptr;
+  }
+  const Plan& operator*() const {
+    return *reinterpret_cast<const Plan*>(plan_);
+  }
+
+ private:
+  // Announces the plan, and looks whether it still was the plan then: whoever replaced it before
+  // may not have seen this.
+  PyObject* follow() {
+    const size_t call = thread_.count++;
+    thread_.running[call] = reinterpret_cast<PyObject*>(&entry_);
+    do {
+      plan_ = entry_.plan.load(std::memory_order_acquire);
+      thread_.plans[call].store(plan_);
+    } while (C10_UNLIKELY(plan_ != entry_.plan.load()));
+    return plan_;
+  }
+
+  void end() {
+    const size_t last = thread_.count - 1;
+    if (C10_LIKELY(
+            thread_.count != 0 && thread_.running[last] == reinterpret_cast<PyObject*>(&entry_) &&
+            thread_.plans[last].load(std::memory_order_relaxed) == plan_)) {
+      thread_.plans[last].store(nullptr, std::memory_order_release);
+      thread_.count = last;
+    } else {
+      end_earlier_call(thread_, reinterpret_cast<PyObject*>(&entry_), plan_);
+    }
+    plan_ = nullptr;
+  }
+
+  Entry& entry_;
+  Thread& thread_;
+  PyObject* plan_ = nullptr;
+  bool is_whole_ = true;
+};
+
+#else
 
 // Holds on to the plan that a call follows; false with an exception if there is none any more.
 class CurrentPlan {
  public:
   // No Python runs between the look at the entry and the end: in another thread it might end the
   // operator, whose table the plan points to.
-  explicit CurrentPlan(Entry& entry) {
-    while (C10_UNLIKELY(entry.plan == nullptr || is_outdated(entry))) {
+  CurrentPlan(Entry& entry, Thread&) {
+    while (C10_UNLIKELY(!is_usable(entry.plan.load(std::memory_order_relaxed)))) {
       if (!refresh_plan(entry))
         return;
     }
-    if (C10_UNLIKELY(entry.exists != nullptr && !entry.exists->load(std::memory_order_relaxed)))
+    if (C10_UNLIKELY(is_gone(entry)))
       refuse_gone(entry);
     else
-      plan_ = Py_NewRef(entry.plan);
+      plan_ = new_reference(entry.plan);
   }
   // A THPObjectPtr would ask first, out of line, whether there still is an interpreter.
   ~CurrentPlan() {
@@ -124,6 +226,8 @@ class CurrentPlan {
   PyObject* plan_ = nullptr;
 };
 
+#endif
+
 } // namespace
 
 // A forced unwind has no object, and the sanitizer would not let its handler refer to that.
@@ -137,12 +241,14 @@ __attribute__((no_sanitize("null"))) PyObject* call_entry(
   Thread& here = this_thread();
   if (C10_UNLIKELY(is_stack_low(here)))
     return refuse_depth(entry);
-  CurrentPlan plan(entry);
+  CurrentPlan plan(entry, here);
   if (!plan)
     return nullptr;
+#ifndef Py_GIL_DISABLED
   if (C10_UNLIKELY(here.count == here.room) && !make_room(here))
     return PyErr_NoMemory();
   Mark mark(here, reinterpret_cast<PyObject*>(&entry));
+#endif
   Reason reason = Reason::Native;
   PyObject* result = nullptr;
   // No C++ exception may leave: the interpreter calls this as a C function. PyTorch's macro would
@@ -165,7 +271,7 @@ __attribute__((no_sanitize("null"))) PyObject* call_entry(
   if (may_not_fit && next != nullptr &&
       is_passed_by((*plan).parameters, args, PyVectorcall_NARGS(nargsf), keywords))
     return PyObject_Vectorcall(next, args, nargsf, keywords);
-  ++entry.counters[size_t(reason)];
+  entry.counters.count(reason, here);
   if (C10_LIKELY(reason == Reason::Native))
     return result;
   if (C10_UNLIKELY(observer != nullptr) && entry.counters[size_t(reason)] == 1 &&
@@ -173,8 +279,17 @@ __attribute__((no_sanitize("null"))) PyObject* call_entry(
     return nullptr;
   if ((*plan).is_foreign)
     doubt(entry, reason);
-  return PyObject_Vectorcall(
-      dispatch == nullptr ? entry.dispatch : dispatch, args, nargsf, keywords);
+  if (!has_lock && is_gone(entry)) { // since the call began
+    refuse_gone(entry);
+    return nullptr;
+  }
+  if (dispatch != nullptr)
+    return PyObject_Vectorcall(dispatch, args, nargsf, keywords);
+  THPObjectPtr callee;
+  Py_BEGIN_CRITICAL_SECTION(reinterpret_cast<PyObject*>(&entry));
+  callee = THPObjectPtr(Py_NewRef(entry.dispatch));
+  Py_END_CRITICAL_SECTION();
+  return PyObject_Vectorcall(callee.get(), args, nargsf, keywords);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -196,7 +311,9 @@ PyObject* make_entry(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (self == nullptr)
     return nullptr;
   Entry& entry = entry_of(self);
+  new (&entry.plan) PlanPointer(nullptr);
   new (&entry.exists) Existence();
+  new (&entry.counters) Counters();
   entry.name = Py_NewRef(name);
   entry.refresh = Py_NewRef(refresh);
   return self;
@@ -205,7 +322,7 @@ PyObject* make_entry(PyTypeObject* type, PyObject* args, PyObject* keywords) {
 int traverse_entry(PyObject* self, visitproc visit, void* arg) {
   Entry& entry = entry_of(self);
   Py_VISIT(Py_TYPE(self));
-  Py_VISIT(entry.plan);
+  Py_VISIT(entry.plan.load(std::memory_order_relaxed));
   Py_VISIT(entry.refresh);
   Py_VISIT(entry.dispatch);
   return 0;
@@ -213,7 +330,7 @@ int traverse_entry(PyObject* self, visitproc visit, void* arg) {
 
 int clear_entry(PyObject* self) {
   Entry& entry = entry_of(self);
-  Py_CLEAR(entry.plan);
+  release_plan(entry.plan.exchange(nullptr));
   Py_CLEAR(entry.refresh);
   Py_CLEAR(entry.dispatch);
   return 0;
@@ -225,6 +342,7 @@ void dealloc_entry(PyObject* self) {
   clear_entry(self);
   Py_CLEAR(entry_of(self).name);
   entry_of(self).exists.~shared_ptr();
+  entry_of(self).counters.~Counters();
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -234,17 +352,24 @@ PyObject* get_name(PyObject* self, void*) {
 }
 
 PyObject* get_plan(PyObject* self, void*) {
-  PyObject* plan = entry_of(self).plan;
-  return Py_NewRef(plan ? plan : Py_None);
+  PyObject* plan = new_reference(entry_of(self).plan);
+  return plan != nullptr ? plan : Py_NewRef(Py_None);
 }
 
 PyObject* get_dispatch(PyObject* self, void*) {
-  PyObject* dispatch = entry_of(self).dispatch;
-  return Py_NewRef(dispatch ? dispatch : Py_None);
+  PyObject* dispatch;
+  Py_BEGIN_CRITICAL_SECTION(self);
+  dispatch = Py_XNewRef(entry_of(self).dispatch);
+  Py_END_CRITICAL_SECTION();
+  return dispatch != nullptr ? dispatch : Py_NewRef(Py_None);
 }
 
 int set_dispatch(PyObject* self, PyObject* value, void*) {
-  Py_XSETREF(entry_of(self).dispatch, Py_XNewRef(value));
+  PyObject* before;
+  Py_BEGIN_CRITICAL_SECTION(self);
+  before = std::exchange(entry_of(self).dispatch, Py_XNewRef(value));
+  Py_END_CRITICAL_SECTION();
+  Py_XDECREF(before);
   return 0;
 }
 
@@ -256,7 +381,7 @@ int set_plan(PyObject* self, PyObject* value, void*) {
   PyObject* plan = value == Py_None ? nullptr : Py_NewRef(value);
   if (plan != nullptr && entry_of(self).exists == nullptr)
     entry_of(self).exists = reinterpret_cast<Plan*>(plan)->exists;
-  Py_XSETREF(entry_of(self).plan, plan);
+  release_plan(entry_of(self).plan.exchange(plan));
   return 0;
 }
 
@@ -274,7 +399,7 @@ PyObject* get_counters(PyObject* self, void*) {
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);
-  CurrentPlan plan(entry);
+  CurrentPlan plan(entry, this_thread());
   if (!plan)
     return nullptr;
   Values values((*plan).parameters);
@@ -335,11 +460,18 @@ Operator& operator_of(PyObject* self) {
   return *reinterpret_cast<Operator*>(self);
 }
 
-// How many there are for each object. The interpreter's lock guards it, and nothing destroys it:
-// the last of them may go when Python does.
+// How many there are for each object. Nothing destroys it: the last of them may go when Python
+// does.
 auto& owners = *new std::unordered_map<PyObject*, size_t>();
+auto& owners_mutex = *new std::mutex();
+
+void remember_owner(PyObject* owner) {
+  const std::lock_guard<std::mutex> lock(owners_mutex);
+  ++owners[owner];
+}
 
 void forget_owner(PyObject* owner) {
+  const std::lock_guard<std::mutex> lock(owners_mutex);
   const auto found = owners.find(owner);
   if (--found->second == 0)
     owners.erase(found);
@@ -371,7 +503,7 @@ PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) 
     PyErr_SetString(PyExc_TypeError, "next expects an Operator or None");
     return nullptr;
   }
-  ++owners[owner];
+  remember_owner(owner);
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr) {
     forget_owner(owner);
@@ -442,7 +574,8 @@ PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
 } // namespace
 
 bool has_operator(PyObject* owner) {
-  return owners.find(owner) != owners.end();
+  // Without the interpreter's lock, calls would wait here for one another, so ask the dictionary.
+  return !has_lock || owners.find(owner) != owners.end();
 }
 
 int add_entry_types(PyObject* module) {

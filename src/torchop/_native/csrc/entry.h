@@ -3,27 +3,23 @@
 
 #include <Python.h>
 
-#include <array>
-
+#include "free_threads.h"
 #include "plan.h"
 #include "reasons.h"
 
 namespace torchop {
 
-// Calls of an operator, by the reason for which they went to the dispatcher.
-using Counters = std::array<uint64_t, size_t(Reason::Count)>;
-
-// One per operator. Its plan is swapped by registrations; the interpreter's lock makes that atomic,
-// and a call in progress keeps the plan it began with alive.
+// One per operator. Its plan is swapped by registrations, and a call in progress keeps the plan it
+// began with alive.
 struct Entry {
   PyObject_HEAD
 
       PyObject* name;
-  PyObject* plan;     // nullptr after a registration, until the next call
+  PlanPointer plan;   // nullptr after a registration, until the next call
   PyObject* refresh;  // refresh() compiles and installs a plan; raises if the operator is gone
   PyObject* dispatch; // what calls the dispatcher; nullptr before the first plan
   Existence exists;   // of the operator that the first plan was of; its functions call that one
-  Counters counters;
+  Counters counters;  // of calls, by the reason for which they went to the dispatcher
 };
 
 extern PyTypeObject* entry_type;
@@ -31,6 +27,7 @@ extern PyTypeObject* operator_type;
 // Called with the first call that the dispatcher gets for a reason; nullptr if nobody reads the
 // log.
 extern PyObject* observer;
+void exchange_observer(PyObject* given); // nullptr for none
 
 // Calls an operator: natively, or by `dispatch` (the entry's, if it is nullptr) with unchanged
 // arguments. If they cannot be bound to its parameters, `next`, an Operator, is called instead.

@@ -104,7 +104,7 @@ PyObject* switch_on(PyObject*, PyObject*) {
 }
 
 PyObject* set_observer(PyObject*, PyObject* given) {
-  Py_XSETREF(observer, given == Py_None ? nullptr : Py_NewRef(given));
+  exchange_observer(given == Py_None ? nullptr : given);
   Py_RETURN_NONE;
 }
 
@@ -209,6 +209,7 @@ PyMODINIT_FUNC PyInit__call_path() {
        torchop::add_choice_type(module) < 0 ||
        PyModule_AddIntConstant(module, "nodes_come_from_apply", torchop::nodes_come_from_apply()) <
            0 ||
+       PyModule_AddIntConstant(module, "types_may_change", torchop::has_lock) < 0 ||
        !torchop::add_backends(module)))
     Py_CLEAR(module);
   return module;

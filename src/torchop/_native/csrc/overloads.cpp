@@ -53,6 +53,11 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   return handle_before(self, args, keywords);
 }
 
+// Other threads may be calling objects of the class, by the old function or by the new one.
+void replace(ternaryfunc& slot, ternaryfunc function) {
+  __atomic_store_n(&slot, function, __ATOMIC_RELEASE);
+}
+
 } // namespace
 
 PyObject* shorten_handle_calls(PyObject*, PyObject* args) {
@@ -62,7 +67,7 @@ PyObject* shorten_handle_calls(PyObject*, PyObject* args) {
   auto* type = reinterpret_cast<PyTypeObject*>(object);
   if (type->tp_call != call_stock_handle) {
     handle_before = type->tp_call;
-    type->tp_call = call_stock_handle;
+    replace(type->tp_call, call_stock_handle);
   }
   Py_RETURN_NONE;
 }
@@ -75,8 +80,8 @@ PyObject* shorten_calls(PyObject*, PyObject* args) {
   for (size_t index = 0; index < shortened.size(); ++index) {
     if (shortened[index] == nullptr) {
       before[index] = type->tp_call;
-      type->tp_call = replacements[index];
       shortened[index] = reinterpret_cast<PyTypeObject*>(Py_NewRef(object));
+      replace(type->tp_call, replacements[index]);
     }
     if (shortened[index] == type)
       Py_RETURN_NONE;

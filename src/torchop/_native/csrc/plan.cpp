@@ -216,7 +216,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   new (&plan.sources) std::vector<Plan::Source>();
   new (&plan.op) std::optional<c10::OperatorHandle>();
   new (&plan.exists) Existence();
-  new (&plan.fallback_operator) std::unique_ptr<FallbackOperator>();
+  new (&plan.fallback_operator) std::atomic<FallbackOperator*>(nullptr);
   plan.finish = finish;
   plan.convert = given(convert);
   plan.is_foreign = is_foreign != 0;
@@ -291,7 +291,7 @@ void dealloc_plan(PyObject* self) {
   plan.sources.~vector();
   plan.op.~optional();
   plan.exists.~shared_ptr();
-  plan.fallback_operator.~unique_ptr();
+  delete plan.fallback_operator.load();
   Py_XDECREF(plan.kept);
   type->tp_free(self);
   Py_DECREF(type);

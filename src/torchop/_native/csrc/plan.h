@@ -3,7 +3,7 @@
 
 #include <Python.h>
 
-#include <memory>
+#include <atomic>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -49,7 +49,7 @@ struct Plan {
   // others are dispatched in Python, and return what the kernel does; else nullptr.
   PyObject* convert;
   // For calls that need it; made by the first.
-  mutable std::unique_ptr<FallbackOperator> fallback_operator;
+  mutable std::atomic<FallbackOperator*> fallback_operator;
   PyObject* kept; // a tuple that keeps alive what is borrowed above
 };
 

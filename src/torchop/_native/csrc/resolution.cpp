@@ -7,6 +7,8 @@
 // arguments before the one that is refused have to be such that PyTorch takes them.
 #include "resolution.h"
 
+#include "free_threads.h"
+
 namespace torchop {
 
 namespace {
@@ -77,16 +79,20 @@ Fit fit_one(Base base, PyObject* value) {
   return is_plain_tensor(value) || is_builtin(value) ? fit_builtin(base, value) : Fit::Unknown;
 }
 
+Fit fit_item(const Kind& kind, PyObject* item) {
+  // None passes for a tensor, but not for one in a list.
+  if (item == Py_None && kind.holds_tensors() && !kind.items_are_optional)
+    return Fit::Refused;
+  return fit_one(kind.base, item);
+}
+
 Fit fit_items(const Kind& kind, PyObject* list) {
-  for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(list); ++index) {
-    PyObject* item = PySequence_Fast_GET_ITEM(list, index);
-    // None passes for a tensor, but not for one in a list.
-    if (item == Py_None && kind.holds_tensors() && !kind.items_are_optional)
-      return Fit::Refused;
-    if (const Fit fit = fit_one(kind.base, item); fit != Fit::Taken)
-      return fit;
-  }
-  return Fit::Taken;
+  Fit fit = Fit::Taken;
+  Py_BEGIN_CRITICAL_SECTION(list); // another thread may write into it
+  for (Py_ssize_t index = 0; fit == Fit::Taken && index < PySequence_Fast_GET_SIZE(list); ++index)
+    fit = fit_item(kind, PySequence_Fast_GET_ITEM(list, index));
+  Py_END_CRITICAL_SECTION();
+  return fit;
 }
 
 // How something that is no list fits one.

@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 
@@ -20,6 +21,13 @@ struct Thread {
   PyObject** running = nullptr;
   size_t count = 0;
   size_t room = 0;
+#ifdef Py_GIL_DISABLED
+  // The plans that these calls follow, for other threads, which must not free them. Nobody but this
+  // thread writes them.
+  std::atomic<PyObject*>* plans = nullptr;
+  std::atomic<bool> looks = false; // into a table of the dispatcher
+  size_t number = 0;               // of the thread, among those that make calls
+#endif
 
   // The lowest address of the stack, and how much of it is left to whoever is called. Before the
   // first call, all of memory is, so that call looks closer.
@@ -36,6 +44,17 @@ inline Thread& this_thread() {
   asm("" : "+r"(here));
   return *here;
 }
+
+#ifdef Py_GIL_DISABLED
+
+// Makes room for another call; false if there is no memory.
+__attribute__((noinline, cold)) bool make_room(Thread& here);
+
+// Takes a call out that is not the last: a greenlet was switched to inside a kernel.
+__attribute__((noinline, cold)) void end_earlier_call(
+    Thread& here, PyObject* entry, PyObject* plan);
+
+#else
 
 // Makes room for another call; false if there is no memory.
 __attribute__((noinline, cold)) inline bool make_room(Thread& here) {
@@ -87,6 +106,8 @@ class Mark {
   Thread& thread_;
   PyObject* entry_;
 };
+
+#endif
 
 // Finds out where the stack of this thread ends. Where that cannot be told, it never does.
 inline void measure_stack(Thread& here) {

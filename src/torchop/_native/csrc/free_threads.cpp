@@ -1,0 +1,145 @@
+// free_threads.cpp: the threads that make calls, and what has to outlive their calls.
+#include "free_threads.h"
+
+#ifdef Py_GIL_DISABLED
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <mutex>
+#include <vector>
+
+namespace torchop {
+
+namespace {
+
+struct Threads {
+  std::mutex mutex; // while it is held, no Python runs and nothing else is waited for
+  std::vector<Thread*> all;
+  std::vector<PyObject*> plans; // which nobody finds any more, and a call may follow
+  size_t count = 0;             // of those there ever were
+};
+
+Threads& threads() {
+  // A child has the thread that forked it, and no other; its copy of the mutex must be free.
+  static auto* made = [] {
+    pthread_atfork(
+        [] { threads().mutex.lock(); },
+        [] { threads().mutex.unlock(); },
+        [] {
+          threads().all.clear();
+          if (thread.room != 0)
+            threads().all.push_back(&thread);
+          threads().mutex.unlock();
+        });
+    return new Threads();
+  }();
+  return *made;
+}
+
+bool is_followed(PyObject* plan) {
+  for (const Thread* each : threads().all) {
+    for (size_t call = 0; call < each->room; ++call) {
+      if (each->plans[call].load() == plan)
+        return true;
+    }
+  }
+  return false;
+}
+
+struct Registered {
+  ~Registered() {
+    const std::lock_guard<std::mutex> lock(threads().mutex);
+    std::erase(threads().all, &thread);
+    std::free(thread.running);
+    delete[] thread.plans;
+    thread.running = nullptr;
+    thread.plans = nullptr;
+    thread.count = thread.room = 0;
+  }
+};
+
+} // namespace
+
+bool make_room(Thread& here) {
+  static thread_local Registered until_thread_ends;
+  (void)&until_thread_ends;
+  const size_t room = std::max<size_t>(16, 2 * here.room);
+  const std::lock_guard<std::mutex> lock(threads().mutex);
+  auto* plans = new (std::nothrow) std::atomic<PyObject*>[room]();
+  void* running = plans == nullptr ? nullptr : std::realloc(here.running, room * sizeof(PyObject*));
+  if (running == nullptr) {
+    delete[] plans;
+    return false;
+  }
+  for (size_t call = 0; call < here.room; ++call)
+    plans[call].store(here.plans[call].load());
+  if (here.room == 0) {
+    here.number = threads().count++;
+    threads().all.push_back(&here);
+  }
+  delete[] here.plans;
+  here.plans = plans;
+  here.running = static_cast<PyObject**>(running);
+  here.room = room;
+  return true;
+}
+
+void end_earlier_call(Thread& here, PyObject* entry, PyObject* plan) {
+  const std::lock_guard<std::mutex> lock(threads().mutex);
+  for (size_t call = here.count; call-- > 0;) {
+    if (here.running[call] != entry || here.plans[call].load() != plan)
+      continue;
+    --here.count;
+    for (; call < here.count; ++call) {
+      here.running[call] = here.running[call + 1];
+      here.plans[call].store(here.plans[call + 1].load());
+    }
+    here.plans[here.count].store(nullptr);
+    return;
+  }
+}
+
+void free_plans() {
+  std::vector<PyObject*> unused;
+  {
+    const std::lock_guard<std::mutex> lock(threads().mutex);
+    std::erase_if(threads().plans, [&](PyObject* plan) {
+      if (is_followed(plan))
+        return false;
+      unused.push_back(plan);
+      return true;
+    });
+    plans_to_free.store(threads().plans.size());
+  }
+  for (PyObject* plan : unused)
+    Py_DECREF(plan); // which may run Python
+}
+
+void release_plan(PyObject* plan) {
+  if (plan == nullptr)
+    return;
+  {
+    const std::lock_guard<std::mutex> lock(threads().mutex);
+    threads().plans.push_back(plan);
+  }
+  free_plans();
+}
+
+PyObject* new_reference(const PlanPointer& plan) {
+  // What is replaced from here on is freed by somebody who gets the mutex later.
+  const std::lock_guard<std::mutex> lock(threads().mutex);
+  return Py_XNewRef(plan.load());
+}
+
+void wait_for_looks() {
+  const std::lock_guard<std::mutex> lock(threads().mutex);
+  for (const Thread* each : threads().all) {
+    while (each->looks.load()) // a look is short, and waits for nothing
+      sched_yield();
+  }
+}
+
+} // namespace torchop
+
+#endif
