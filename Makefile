@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo introduction newcomer native test test-all device gpu zoo comparison fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	realworld-vllm \
-	matrix interpreters
+	matrix interpreters threads
 
 # It compiles native calls into the user's cache, for the first program of one's own.
 demo: introduction $(STAMP)
@@ -60,6 +60,19 @@ matrix:
 # The C++ sources, with the headers of every Python on the machine, and for a PyTorch to come.
 interpreters: $(STAMP)
 	$(BIN)/python tools/interpreters.py
+
+# Many threads that call operators while others change them, and how calls scale. PYTHON may name one
+# without the GIL, with PyTorch installed; it is kept off there, although native calls do not ask
+# for that yet. It says what fails, and with `--stock` whether torch.library does better.
+SECONDS ?= 10
+threads: export PYTHONPATH = $(CURDIR)/src
+threads: export PYTHON_GIL = $(if $(filter command line,$(origin PYTHON)),0)
+threads: export TORCHOP_NATIVE = require
+threads: THREADS = $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python) tools/threads.py
+threads: $(STAMP)
+	$(THREADS) --seconds $(SECONDS)
+	$(THREADS) --scaling
+	$(THREADS) --scaling --stock
 
 # Every check on every operator of the zoo, some wrong and some right, with the score.
 zoo: $(STAMP)

@@ -1,0 +1,247 @@
+"""Many threads that call operators while one of them changes these; or how calls scale.
+
+    python tools/threads.py [--threads 16] [--seconds 5] [--stock] [SCENARIO ...]
+    python tools/threads.py --scaling [--seconds 5] [--stock]
+
+Each scenario runs in a process of its own, which a failure may end. A call may return what an
+operator of the name computes, or raise OperatorGoneError; anything else is a failure. With --stock,
+torch.library makes the operators. With --scaling, as many threads as there are cores call one
+operator, each as often as it can, and then one thread does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchop
+
+
+def adding(amount: int) -> Callable[[Tensor], Tensor]:
+    """A function that adds an amount."""
+
+    def body(x: Tensor) -> Tensor:
+        return x + amount
+
+    return body
+
+
+def check(y: Tensor) -> str:
+    """Raises unless it is the result of an operator that was there."""
+    if y.shape != (2,) or y.detach()[0].item() not in range(1, 1000):
+        raise AssertionError(f"a call returned {y}")
+    return "result"
+
+
+class Scenario:
+    """What the threads of a process do: one changes things, and the others call."""
+
+    def __init__(self, library: Any, namespace: str) -> None:
+        self.library, self.namespace = library, namespace
+        self.define(0)
+
+    def define(self, amount: int) -> None:
+        """Makes the operator that all call, in place of the one before."""
+        name = f"{self.namespace}::op"
+        self.handle: Any = self.library.custom_op(name, adding(amount), mutates_args=())
+
+    def change(self, chance: random.Random) -> str:
+        """What one thread does all the time."""
+        raise NotImplementedError
+
+    def call(self, chance: random.Random) -> str:
+        """What the others do."""
+        return check(self.handle(torch.ones(2)))
+
+
+class Plans(Scenario):
+    """Registrations make new plans, and operators of others come and go."""
+
+    def define(self, amount: int) -> None:
+        super().define(amount)
+        self.handle.register_autograd(lambda ctx, grad: grad)
+
+    def change(self, chance: random.Random) -> str:
+        amount, choice = chance.randrange(100), chance.randrange(4)
+        if choice == 0:
+            self.handle.register_kernel("cpu", adding(amount))
+        elif choice == 1:
+            self.handle.register_autograd(lambda ctx, grad: grad * amount)
+        elif choice == 2:
+            self.handle.register_fake(lambda x: x.new_empty(x.shape))
+        else:
+            own = f"{self.namespace}::own{chance.randrange(8)}"
+            op: Any = self.library.custom_op(own, adding(amount), mutates_args=())
+            check(op(torch.ones(2)))
+            gc.collect()
+        return "registered"
+
+    def call(self, chance: random.Random) -> str:
+        x = torch.ones(2, requires_grad=chance.random() < 0.3)
+        packet = getattr(torch.ops, self.namespace).op
+        y = chance.choice((self.handle, packet, packet.default))(x)
+        if x.requires_grad:
+            y.sum().backward()
+        return check(y)
+
+
+class Redefined(Scenario):
+    """The operator is defined again and again."""
+
+    def change(self, chance: random.Random) -> str:
+        self.define(chance.randrange(100))
+        return "defined"
+
+
+class Closed(Scenario):
+    """The library of the operator is closed, and another one defines it."""
+
+    def define(self, amount: int) -> None:
+        self.owner = torchop.Library(self.namespace, "FRAGMENT")
+        name = f"{self.namespace}::op"
+        self.handle = torchop.custom_op(name, adding(amount), mutates_args=(), lib=self.owner)
+
+    def change(self, chance: random.Random) -> str:
+        self.owner.close()
+        self.define(chance.randrange(100))
+        return "closed"
+
+
+class Lists(Scenario):
+    """The list that all pass is written meanwhile."""
+
+    def define(self, amount: int) -> None:
+        self.list = [torch.ones(2) for _ in range(8)]
+
+        def body(x: list[Tensor]) -> Tensor:
+            return x[0] + amount
+
+        self.handle = self.library.custom_op(f"{self.namespace}::op", body, mutates_args=())
+
+    def change(self, chance: random.Random) -> str:
+        self.list[1:] = [torch.ones(2) for _ in range(chance.randrange(1, 20))]
+        return "written"
+
+    def call(self, chance: random.Random) -> str:
+        return check(self.handle(self.list))
+
+
+SCENARIOS = {kind.__name__.lower(): kind for kind in (Plans, Redefined, Closed, Lists)}
+
+
+def run(name: str, library: Any, threads: int, seconds: float) -> Counter[str]:
+    """Runs a scenario in this process.
+
+    Returns:
+        How often what happened: "result", "OperatorGoneError", and what the one thread did.
+
+    Raises:
+        RuntimeError: something else happened.
+    """
+    scenario = SCENARIOS[name](library, f"{name}_threads")
+    counts: list[Counter[str]] = [Counter() for _ in range(threads)]
+    failures: list[str] = []
+    start = threading.Barrier(threads)
+
+    def work(number: int) -> None:
+        step = scenario.change if number == 0 else scenario.call
+        chance = random.Random(number)
+        start.wait()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not failures:
+            try:
+                counts[number][step(chance)] += 1
+            except torchop.OperatorGoneError:
+                counts[number]["OperatorGoneError"] += 1
+                time.sleep(0.001)  # leaves the processor to whoever defines the next one
+            except BaseException:
+                failures.append(traceback.format_exc())
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if failures:
+        raise RuntimeError(failures[0])
+    return sum(counts, Counter())
+
+
+def rate(library: Any, threads: int, seconds: float) -> float:
+    """Calls of one operator in a second, by all threads together, of a kernel that does nothing."""
+    op: Any = library.custom_op("scaling::op", lambda x: None, mutates_args=(), schema=NOTHING)
+    counts = [0] * threads
+    start = threading.Barrier(threads)
+
+    def work(number: int) -> None:
+        x, count = torch.ones(2), 0
+        with torch.inference_mode():
+            start.wait()
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                for _ in range(1000):
+                    op(x)
+                count += 1000
+        counts[number] = count
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(counts) / seconds
+
+
+NOTHING = "(Tensor x) -> ()"
+
+
+def main() -> int:
+    """Runs what was asked for; returns how many scenarios failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS), metavar="SCENARIO")
+    parser.add_argument("--threads", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--stock", action="store_true", help="with torch.library")
+    parser.add_argument("--scaling", action="store_true", help="calls by one thread and by many")
+    parser.add_argument("--here", action="store_true", help="in this process")
+    options = parser.parse_args()
+    library: Any = torch.library if options.stock else torchop
+    if not options.stock:
+        torchop.native.wait()
+    if options.scaling:
+        cores = len(os.sched_getaffinity(0))
+        one, many = (rate(library, count, options.seconds) for count in (1, cores))
+        print(f"{one:,.0f} calls/s by 1 thread, {many:,.0f} by {cores}: {many / one / cores:.2f}")
+        return 0
+    if options.here:
+        warnings.simplefilter("ignore")
+        for name in options.scenarios:
+            counts = run(name, library, options.threads, options.seconds)
+            print(name, *(f"{count:,} {what}" for what, count in counts.most_common()), sep=", ")
+        return 0
+    failed = 0
+    for name in options.scenarios:
+        given = [argument for argument in sys.argv[1:] if argument not in options.scenarios]
+        code = subprocess.run([sys.executable, __file__, "--here", *given, name], check=False)
+        failed += code.returncode != 0
+        if code.returncode != 0:
+            print(f"{name}: FAILED with exit code {code.returncode}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
