@@ -287,7 +287,7 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     "nvalchemiops::query_cell_list": dict.fromkeys(("contracts", "memory"), _UNFITTING),
     "nvalchemiops::segmented_dot": {"subsystems": _SEGMENTS},
     "nvalchemiops::segmented_dot_backward": {"subsystems": _SEGMENTS},
-    "nvalchemiops::segmented_dot_double_backward": {"subsystems": _STRIDES},
+    "nvalchemiops::segmented_dot_double_backward": {"dtypes": _SEGMENTS, "subsystems": _STRIDES},
     "nvalchemiops::segmented_mean": {"subsystems": _SEGMENTS},
     "nvalchemiops::segmented_sum": {"subsystems": _SEGMENTS},
     "nvalchemiops::segmented_mean_backward": {
