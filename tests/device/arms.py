@@ -68,7 +68,8 @@ def _run(scenario: Scenario, custom_op: Callable[..., Any], namespace: str, arm:
         for form in forms:
             if isinstance(form, torchop.CustomOp):
                 calls.update(torchop.native.counters(form))
-    return Seen(described(outcome, f"{namespace}_{arm}"), trace, +calls)
+    lines = [line.replace(f"{namespace}_{arm}", "ns") for line in trace]
+    return Seen(described(outcome, f"{namespace}_{arm}"), lines, +calls)
 
 
 def _is_family(op: Any) -> bool:

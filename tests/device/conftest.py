@@ -17,11 +17,12 @@ To write a test, put a file here. The device is loaded when it is imported, so t
             y = op(x)
         assert waits == []                      # reading y.tolist() is one: "copy to the host"
 
-`standin.trace()` tells what ran where, `standin.capture()` refuses what CUDA refuses while a graph
-is captured, in `standin.without_fallback()` nothing runs on the CPU in place of a missing kernel
-(STANDIN_FALLBACK=0 leaves that out from the start). What reads memory of the device on the host,
-such as `numpy.from_dlpack`, ends the process: test that with `tests.forking.run_forked`, whose
-program starts with `from tests.device import standin; standin.load()`.
+`standin.trace()` tells what ran where, `standin.capture()` makes a graph, and refuses what CUDA
+refuses meanwhile, `standin.memory_limit(bytes)` ends memory, in `standin.without_fallback()` nothing
+runs on the CPU in place of a missing kernel (STANDIN_FALLBACK=0 leaves that out from the start).
+What reads memory of the device on the host, such as `numpy.from_dlpack`, ends the process: test
+that with `tests.forking.run_forked`, whose program starts with
+`from tests.device import standin; standin.load()`.
 
 Tests that hold for any device take it from `tests.devices`, and a file here imports them, as
 `test_leaks.py` does. What tests ask of a device is in `target.py`, for the stand-in and for one
