@@ -297,6 +297,9 @@ MUTANTS = {
         "      return stop(Reason::Anomaly);\n    decision.records_gradient",
         "      ;\n    decision.records_gradient",
     ),
+    "gradient on another device": Mutant(
+        "gradients.cpp", "gradient.device() == input.device() &&", ""
+    ),
     "capture": Mutant("autograd.cpp", "if (C10_UNLIKELY(seen.get() == Py_NotImplemented))"),
     "settings of a derived formula": Mutant(
         "ambient_state.cpp",
@@ -462,6 +465,7 @@ MUTANTS = {
         "const auto dtype = uint64_t(c10::typeMetaToScalarType(impl.dtype()));",
         "const auto dtype = uint64_t{0};",
     ),
+    "choice: device": Mutant("choice.cpp", "dtype | packed(impl.device()) << 8", "dtype"),
     "choice: strides": Mutant(
         "choice.cpp", "for (const int64_t stride : strides)\n      add(uint64_t(stride));", ""
     ),

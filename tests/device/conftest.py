@@ -18,8 +18,8 @@ To write a test, put a file here. The device is loaded when it is imported, so t
         assert waits == []                      # reading y.tolist() is one: "copy to the host"
 
 `standin.trace()` tells what ran where, `standin.capture()` makes a graph, and refuses what CUDA
-refuses meanwhile, `standin.memory_limit(bytes)` ends memory, in `standin.without_fallback()` nothing
-runs on the CPU in place of a missing kernel (STANDIN_FALLBACK=0 leaves that out from the start).
+refuses meanwhile, `standin.memory_limit(bytes)` ends memory, and in `standin.without_fallback()`
+nothing runs on the CPU in place of a missing kernel (or with STANDIN_FALLBACK=0 from the start).
 What reads memory of the device on the host, such as `numpy.from_dlpack`, ends the process: test
 that with `tests.forking.run_forked`, whose program starts with
 `from tests.device import standin; standin.load()`.

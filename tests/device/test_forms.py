@@ -13,7 +13,7 @@ from torch import Tensor
 import torchop
 from tests.device import arms, standin, target
 from tests.device.arms import error_of
-from tests.device.target import SECOND, TYPE
+from tests.device.target import FIRST, SECOND, TYPE
 from tests.devices import BACKEND
 from tests.support import counting, needs_native
 
@@ -153,6 +153,28 @@ def test_an_accelerated_operator_of_the_low_level(namespace):
     low = getattr(torch.ops, namespace).low
     assert_unchanged_by_acceleration(namespace, lambda: [low(ones()), low(ones())], low)
     library._destroy()
+
+
+@target.needs_accelerator
+@pytest.mark.skipif(target.COUNT < 2, reason="needs two devices")
+def test_a_provider_for_one_of_the_devices(namespace):
+    """What was decided for one device is not taken for another one, with all else the same."""
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op.register_kernel(
+        TYPE, lambda x: x * 10, provider="fast", supports=lambda x: x.device == torch.device(SECOND)
+    )
+    expected = [[10.0, 10.0], [2.0, 2.0]] * 3
+    order = {op.name: ["fast", "reference"]}
+    with torchop.priority(order):
+        op(ones())
+        with counting(op) as calls:
+            natively = [op(ones(device)).tolist() for _ in range(3) for device in (SECOND, FIRST)]
+    with torchop.priority(order), torchop.native.disabled():
+        dispatched = [op(ones(device)).tolist() for _ in range(3) for device in (SECOND, FIRST)]
+    assert natively == dispatched == expected
+    assert calls == {"native": 6}
 
 
 def assert_unchanged_by_acceleration(namespace: str, run: Callable[[], Any], op: Any) -> None:
