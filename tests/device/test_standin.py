@@ -22,6 +22,16 @@ def test_tensors_move_there_and_back():
     assert torch.equal(z.to("standin").conj().cpu(), z.conj())
 
 
+def test_a_tensor_that_grows_stays_on_its_device():
+    x = torch.ones(2, device="standin:1")
+    x.resize_(5000).fill_(3)
+    assert x.untyped_storage().device == x.device
+    assert x.untyped_storage().data_ptr() == x.data_ptr()
+    assert (x + 1).unique().tolist() == [4]
+    y = torch.empty(0, device="standin:1").set_(x.untyped_storage())
+    assert y.device == x.device
+
+
 def test_the_host_cannot_read_its_memory():
     read = "import ctypes; print(ctypes.string_at({}.data_ptr(), 4))"
     done = run_forked(LOADED + read.format("torch.ones(3)"))

@@ -4,6 +4,8 @@
 #include <ATen/core/GraphImplInterface.h>
 #endif
 
+#include <c10/core/DeviceGuard.h>
+
 #include "generator.h"
 #include "graph.h"
 #include "memory.h"
@@ -54,6 +56,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return &pinned_allocator;
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    const c10::DeviceGuard guard(storage.device());
     c10::DataPtr moved = device_allocator.allocate(size);
     device_allocator.copy_data(moved.get(), storage.data(), std::min(size, storage.nbytes()));
     storage.set_data_ptr_noswap(std::move(moved));
