@@ -27,8 +27,16 @@ native test: export TORCHOP_CACHE_DIR ?= $(CURDIR)/.native_cache
 native: $(STAMP)
 	@$(BIN)/python -c "import torchop; torchop.native.wait()"
 
+# With DEVICE=standin:1, or that of a GPU, the tests of some rooms with their tensors there.
+DEVICE ?=
+ON_DEVICE := tests/core tests/define tests/accelerate
 test: native
+ifdef DEVICE
+	TORCHOP_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -n 2 --dist loadfile \
+		--no-loadscope-reorder -p tests.on_device $(ON_DEVICE)
+else
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+endif
 
 # The tests on a device that is not there, which need a process of their own.
 device: $(STAMP)

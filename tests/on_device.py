@@ -5,7 +5,7 @@
 
 So tests that are about no device in particular hold on that one, too. A test that says "cpu" keeps
 it. Functions are replaced instead of setting a default device, because that is a mode, in which
-calls are not native.
+calls are not native. What is about the CPU is listed in `about_the_cpu.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests import about_the_cpu
 
 TESTS = str(Path(__file__).parent)
 FACTORIES = (
@@ -49,6 +51,20 @@ def pytest_configure(config: pytest.Config) -> None:
     importlib.import_module("torch._decomp.decompositions_for_jvp")
     for name in FACTORIES:
         setattr(torch, name, _on_device(getattr(torch, name), device))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        reason = about_the_cpu.reason(item.path.relative_to(TESTS).as_posix(), name)
+        if reason is not None:  # it runs all the same: some of its parameters may be of any device
+            item.add_marker(pytest.mark.xfail(reason=f"about the CPU: {reason}", strict=False))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    is_here = collection_path.is_relative_to(TESTS)
+    place = collection_path.relative_to(TESTS).as_posix() if is_here else ""
+    return True if place in about_the_cpu.FILES else None
 
 
 def _on_device(factory: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,20 @@ FOLDER = Path(__file__).parent / "device"
 
 
 def test_device() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]
+    run(str(FOLDER))
+
+
+def test_other_tests_with_their_tensors_on_the_device() -> None:
+    """What `make test DEVICE=standin:1` runs, but one file of it."""
+    file = str(FOLDER.parent / "core" / "test_checking.py")
+    assert "xfailed" in run("-p", "tests.on_device", file, TORCHOP_TEST_DEVICE="standin:1")
+
+
+def run(*arguments: str, **environment: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(
         command,
+        env={**os.environ, **environment},
         cwd=FOLDER.parents[1],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -21,3 +33,4 @@ def test_device() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
+    return done.stdout
