@@ -98,6 +98,7 @@ MUTANTS = {
         "bypass.cpp", "if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)"
     ),
     "bypass: view": Mutant("bypass.cpp", " || (meta->is_view_ && tensor.requires_grad())", ""),
+    "bypass: object": Mutant("bypass.cpp", "concern |= is_tensor_object(value);", ""),
     "too many arguments": Mutant(
         "arguments.h", "if (count > parameters_.positional)\n      return"
     ),

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from tests.forking import run_forked
+from tests.opaque_types import REFERENCE
 from tests.releases import OUT, needs_tags
-from tests.support import assert_clean, needs_native
+from tests.support import assert_clean, needs_native, outcome
 from torchop._rules.autograd import rule as autograd_rule
 from torchop._rules.mutation import rule as mutation_rule
 
@@ -99,6 +100,19 @@ def test_a_gradient_is_recorded(double, values):
     with torch.autograd.profiler.emit_itt():
         result = double(*args)
     assert type(result.grad_fn).__name__.endswith("doubleBackward")
+
+
+@pytest.mark.parametrize("kind", [REFERENCE, f"{REFERENCE}?", "Any"])
+@pytest.mark.parametrize("pack", [lambda x: x, lambda x: [x], lambda x: (None, x), lambda x: None])
+def test_what_an_object_holds_is_recorded_as_without_native_calls(namespace, kind, pack):
+    schema = f"(Tensor x, {kind} y) -> Tensor"
+    op = torchop.custom_op(f"{namespace}::f", lambda x, y: x * 2, mutates_args=(), schema=schema)
+    value = pack(torch.ones(2, requires_grad=True))
+    with torchop.native.disabled():
+        expected = outcome(lambda: op(torch.ones(2), value).requires_grad)
+    assert outcome(lambda: op(torch.ones(2), value).requires_grad) == expected
+    assert outcome(lambda: op._opoverload(torch.ones(2), value).requires_grad) == expected
+    assert expected is True or not isinstance(value, Tensor)
 
 
 def test_a_view_of_what_got_a_gradient_later_has_it_recorded(double):

@@ -37,6 +37,16 @@ void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
   }
 }
 
+// Whether an argument for an object of Python is a tensor, which the rule records as one.
+bool is_tensor_object(const c10::IValue& value) {
+  if (!value.isPyObject())
+    return false;
+  const PyGILState_STATE state = PyGILState_Ensure(); // to ask for a class may run Python
+  const bool is_tensor = THPVariable_Check(value.toPyObjectHolder()->getPyObject());
+  PyGILState_Release(state);
+  return is_tensor;
+}
+
 bool requires_grad(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
@@ -52,8 +62,10 @@ bool concern_autograd(Arguments arguments) {
     return true;
   bool concern = false;
   if (c10::GradMode::is_enabled()) {
-    for (const c10::IValue& value : arguments)
+    for (const c10::IValue& value : arguments) {
       each_tensor_of(value, [&](const at::Tensor& tensor) { concern |= requires_grad(tensor); });
+      concern |= is_tensor_object(value);
+    }
   }
   return concern;
 }
