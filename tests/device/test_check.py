@@ -163,6 +163,7 @@ def _reads(x: Tensor) -> Tensor:
     return x * 2 if x.sum().item() > 0 else x * 3
 
 
+@target.needs_accelerator
 @needs_graphs
 @pytest.mark.parametrize(
     ("kernel", "said"),
@@ -182,6 +183,7 @@ def test_a_kernel_that_a_graph_breaks(
     assert said in failed(report)["subsystems.capture"]
 
 
+@target.needs_accelerator
 @needs_graphs
 def test_a_kernel_that_is_captured(namespace: str) -> None:
     def add_(x: Tensor, y: Tensor) -> None:
@@ -197,6 +199,7 @@ def test_a_kernel_that_is_captured(namespace: str) -> None:
         assert [result.outcome for result in report.results] == ["passed"]
 
 
+@target.needs_accelerator
 @needs_graphs
 def test_a_kernel_that_says_it_cannot_be_captured(namespace: str) -> None:
     op = torchop.custom_op(
