@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
 import random
 import time
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.support import outcome
 from torchop.testing import CheckReport, check
+from torchop.testing._check import contracts
 from torchop.testing._check.api import report_of
 from torchop.testing._check.kinds import family
 from torchop.testing._check.memory import counts_beyond_int32
@@ -297,6 +300,17 @@ def test_running_a_check_raises_nothing(namespace: str) -> None:
     op.register_fake(lambda x: torch.empty_like(x))
     results = [run_check(item) for item in plan_checks(op, [EXAMPLE], only=["dtypes", "memory"])]
     assert "every other time" in " ".join(result.message for result in results)
+
+
+@pytest.mark.parametrize(("left", "is_leak"), [([100] * 4, True), ([160, 100, 75, 60], False)])
+def test_what_a_process_keeps_less_of_each_time_is_no_leak(
+    left: list[int], is_leak: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = itertools.cycle(itertools.accumulate([0, *left]))
+    monkeypatch.setattr(contracts, "open_files", lambda: next(counts))
+    found = outcome(lambda: contracts.leaks_nothing(torch.neg, EXAMPLE, {}))
+    expected = AssertionError, f"each 50 calls leave more behind: {{'open files': {left[1:]}}}."
+    assert found == (expected if is_leak else None)
 
 
 def test_slow_operators_are_not_called_for_hours(namespace: str) -> None:
