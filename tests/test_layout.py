@@ -63,7 +63,7 @@ BUDGETS = {
     "cli": 2303,
     "export": 457,
     "files": 784,
-    "testing": 6319,
+    "testing": 6320,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
