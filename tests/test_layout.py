@@ -59,7 +59,7 @@ BUDGETS = {
     "_rules/autograd": 2034,
     "_rules/residuals": 512,
     "_rules/user/sharding": 862,
-    "_schema": 3377,
+    "_schema": 3378,
     "cli": 2303,
     "export": 457,
     "files": 784,

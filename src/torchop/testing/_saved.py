@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from torchop._compat.classes import tree_leaves
 
 
 def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:

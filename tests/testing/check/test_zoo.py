@@ -102,7 +102,7 @@ def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> Non
     results = [run_check(check) for check in cheap]
     assert [f"{r.check}: {r.message}" for r in results if r.outcome == "failed"] == []
     # Fewer of an operator on sparse tensors, most of whose layouts have no meaning.
-    assert sum(result.outcome == "passed" for result in results) > len(cheap) * 0.3
+    assert sum(result.outcome == "passed" for result in results) > len(cheap) * 0.25
     for result in results:
         assert result.outcome == "passed" or result.message, result.check
 

@@ -13,6 +13,7 @@ from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Subject
 from torchop.testing._check.subsystems.gradients import needs_formula
+from torchop.testing._samples import with_fake_tensors
 from torchop.testing._saved import saved_bytes
 
 # --------------------------------------------------------------------------------------------------
@@ -43,8 +44,8 @@ def described_by_the_fake_kernel(op: Any, args: Any, kwargs: Any) -> None:
     """The fake kernel describes the residuals as they are."""
     form, flat = _training(op, args, kwargs)
     real = _tensors(form, form.companion.overload(*flat[0], **flat[1]))
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake_args, fake_kwargs = probes.mapped(flat, mode.from_tensor)
+    mode, (fake_args, fake_kwargs) = with_fake_tensors(flat)
+    with mode:
         fake = _tensors(form, form.companion.overload(*fake_args, **fake_kwargs))
     names = form.declared.named._fields
     if len(real) != len(fake):
