@@ -83,9 +83,10 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
         return None
     out_form, names = found
     with V.graph.fake_mode:
-        example, tensors, constants, unflatten, unbacked = ir.FallbackKernel.process_kernel(
-            functional, *args, **kwargs
-        )
+        processed = ir.FallbackKernel.process_kernel(functional, *args, **kwargs)
+        # Since 2.15, they are the fields of an object.
+        fields = processed if isinstance(processed, tuple) else vars(processed).values()
+        example, tensors, constants, unflatten, unbacked = fields
         results = (example,) if isinstance(example, torch.Tensor) else example
         # Sizes that only the kernel knows cannot be allocated before it runs.
         if unbacked or not all(map(_is_plannable, results)):

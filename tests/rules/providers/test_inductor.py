@@ -1,15 +1,14 @@
 """Providers as choices of Inductor."""
 
-import importlib.util
-
 import pytest
 import torch
 from torch import Tensor
 
 import torchop
 
-HAS_AUTOTUNING = importlib.util.find_spec("torch._inductor.kernel.custom_op") is not None
-needs_autotuning = pytest.mark.skipif(not HAS_AUTOTUNING, reason="PyTorch lacks it")
+needs_autotuning = pytest.mark.needs_torch(
+    "2.12", "register_custom_op_autotuning that takes any operator"
+)
 
 
 def define(namespace):
