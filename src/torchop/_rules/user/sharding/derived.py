@@ -10,156 +10,149 @@ has a partial gradient on each rank, and a partial result has a replicated gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from torchop._compat.dtensor_calls import Call, Input, Row
 from torchop._errors import ShardingError
 from torchop.extend import OpOverload
 
-
-class ShardingRule:
-    """A registered rule: the placements that it allows for a call.
-
-    Attributes:
-        unhashed: the names of arguments that are not in the key of a call.
-        cached: what compilers bake into a graph.
-    """
-
-    unhashed: tuple[str, ...] = ()
-    cached: object
-
-    def rows(self, op: OpOverload, call: Call) -> list[Row]:
-        """What is allowed on one dimension of a mesh, for the tensors of a call."""
-        raise NotImplementedError  # each kind defines its own
+# What is allowed on one dimension of a mesh, for the tensors of a call.
+Rows: TypeAlias = Callable[[OpOverload, Call], list[Row]]
 
 
-class _OfDerived(ShardingRule):
-    """The rule of an operator that is derived from another one, `origin`, with a rule."""
+class ShardingRule(NamedTuple):
+    """A registered rule: the placements that it allows for a call."""
 
-    def __init__(self, op: OpOverload, origin: OpOverload, rule: ShardingRule) -> None:
-        self.origin = origin
-        self.rule = rule
-        self.unhashed = rule.unhashed
-        self.cached = rule.cached
+    rows: Rows
+    cached: object  # what compilers bake into a graph
+    unhashed: tuple[str, ...] = ()  # the names of arguments that are not in the key of a call
 
 
-class _OfInplace(_OfDerived):
+def rule_of_derived(
+    op: OpOverload, kind: str, origin: OpOverload, rule: ShardingRule
+) -> ShardingRule | None:
+    """The rule of an operator that is derived from another one; None if it has none by that."""
+    rows = _OF_DERIVED.get(kind)
+    if rows is None:
+        return None
+    more = (_number_of(op),) if kind == "training" else ()
+    of_origin = functools.partial(rule.rows, origin)
+    return ShardingRule(
+        functools.partial(rows, origin, of_origin), rule.cached, (*rule.unhashed, *more)
+    )
+
+
+_RowsOfOrigin: TypeAlias = Callable[[Call], list[Row]]
+
+
+def _inplace(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
     """The placements with which the result is where the first argument is."""
-
-    def rows(self, op: OpOverload, call: Call) -> list[Row]:
-        inputs = [each._replace(is_written=False) for each in call.inputs]
-        rows = self.rule.rows(self.origin, call._replace(inputs=inputs))
-        return [row for row in rows if row.results[0] == row.inputs[0]]
+    inputs = [each._replace(is_written=False) for each in call.inputs]
+    rows = rows_of(call._replace(inputs=inputs))
+    return [row for row in rows if row.results[0] == row.inputs[0]]
 
 
-class _OfOut(_OfDerived):
+def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
     """The placements of the functional operator, and for each output that of its result."""
-
-    def rows(self, op: OpOverload, call: Call) -> list[Row]:
-        # The outputs come last in the schema, so they are the last inputs.
-        inputs = [each for each in call.inputs if not each.is_written]
-        names = {argument.name for argument in self.origin._schema.arguments}
-        kwargs = {name: value for name, value in call.kwargs.items() if name in names}
-        rows = self.rule.rows(self.origin, call._replace(inputs=inputs, kwargs=kwargs))
-        return [row._replace(inputs=[*row.inputs, *row.results]) for row in rows]
+    # The outputs come last in the schema, so they are the last inputs.
+    inputs = [each for each in call.inputs if not each.is_written]
+    names = {argument.name for argument in origin._schema.arguments}
+    kwargs = {name: value for name, value in call.kwargs.items() if name in names}
+    rows = rows_of(call._replace(inputs=inputs, kwargs=kwargs))
+    return [row._replace(inputs=[*row.inputs, *row.results]) for row in rows]
 
 
-class _OfTraining(_OfDerived):
-    """The rule of `name__training`: that of `name`, and the ambient state that each rank has."""
-
-    def __init__(self, op: OpOverload, origin: OpOverload, rule: ShardingRule) -> None:
-        super().__init__(op, origin, rule)
-        # The number of a call, which makes it different from all others.
-        self._number = op._schema.arguments[-1].name
-        self.unhashed = (*rule.unhashed, self._number)
-
-    def rows(self, op: OpOverload, call: Call) -> list[Row]:
-        from torch.distributed.tensor import Replicate  # for start-up time
-
-        if any("List[" in str(result.real_type) for result in self.origin._schema.returns):
-            raise ShardingError(
-                f"{self.origin.name()}: a compiled graph calls {op.name()}, which returns a list "
-                "of tensors and another tensor, and DTensor does not support that. Write the "
-                "formula with register_autograd, or return each tensor as a result."
-            )
-        kwargs = {n: value for n, value in call.kwargs.items() if n != self._number}
-        same = call._replace(kwargs=kwargs, results=call.results[:-1])
-        return [
-            row._replace(results=[*row.results, Replicate()])
-            for row in self.rule.rows(self.origin, same)
-        ]
+def _number_of(op: OpOverload) -> str:
+    """The argument that is the number of a call, which makes it different from all others."""
+    return op._schema.arguments[-1].name
 
 
-class _OfBackward(_OfDerived):
-    """The rule of `name__backward`: the transpose of that of `name`."""
-
-    # Its arguments before those of the operator: gradients, ambient state, and which are needed.
-    _LEADING = 3
-
-    def rows(self, op: OpOverload, call: Call) -> list[Row]:
-        from torch.distributed.tensor import Replicate  # for start-up time
-
-        from torchop._compat.dtensor_strategies import results_of  # for the same reason
-
-        grads, state, needed, *args = call.args
-        inputs = [
-            Input(each.argument - self._LEADING, each.info, each.is_written)
-            for each in call.inputs
-            if each.argument >= self._LEADING
-        ]
-        results = results_of(self.origin, args, call.kwargs, call.mesh)
-        rows = self.rule.rows(
-            self.origin, Call(tuple(args), call.kwargs, inputs, results, call.mesh)
+def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
+    """For `name__training`, those of `name`, and the ambient state that each rank has."""
+    if any("List[" in str(result.real_type) for result in origin._schema.returns):
+        raise ShardingError(
+            f"{origin.name()}: a compiled graph calls {op.name()}, which returns a list of tensors "
+            "and another tensor, and DTensor does not support that. Write the formula with "
+            "register_autograd, or return each tensor as a result."
         )
-        some = [] if state is None else [Replicate()]
-        transposed = []
-        for row in filter(is_transposable, rows):
-            of_inputs = zip(gradients_of_inputs(row), needed, strict=True)
-            returned = [placement for placement, need in of_inputs if need]
-            of_results = zip(gradients_of_results(row.results), grads, strict=True)
-            taken = [placement for placement, grad in of_results if grad is not None]
-            transposed.append(Row(returned, [*taken, *some, *row.inputs]))
-        return transposed
+    kwargs = {n: value for n, value in call.kwargs.items() if n != _number_of(op)}
+    rows = rows_of(call._replace(kwargs=kwargs, results=call.results[:-1]))
+    return [row._replace(results=[*row.results, *_replicated(1)]) for row in rows]
 
 
-class _OfWithResiduals(_OfDerived):
-    """The rule of `name__with_residuals`, which nobody told how the residuals are placed.
+# The arguments of `name__backward` before those of the operator: gradients, ambient state, and
+# which gradients are needed.
+_LEADING = 3
+
+
+def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
+    """For `name__backward`, the transposes of those of `name`."""
+    from torchop._compat.dtensor_strategies import results_of  # for start-up time
+
+    grads, state, needed, *args = call.args
+    inputs = [
+        Input(each.argument - _LEADING, each.info, each.is_written)
+        for each in call.inputs
+        if each.argument >= _LEADING
+    ]
+    results = results_of(origin, args, call.kwargs, call.mesh)
+    rows = rows_of(Call(tuple(args), call.kwargs, inputs, results, call.mesh))
+    some = _replicated(0 if state is None else 1)
+    transposed = []
+    for row in filter(is_transposable, rows):
+        of_inputs = zip(gradients_of_inputs(row), needed, strict=True)
+        returned = [placement for placement, need in of_inputs if need]
+        of_results = zip(gradients_of_results(row.results), grads, strict=True)
+        taken = [placement for placement, grad in of_results if grad is not None]
+        transposed.append(Row(returned, [*taken, *some, *row.inputs]))
+    return transposed
+
+
+def _with_residuals(
+    origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
+) -> list[Row]:
+    """For `name__with_residuals`, of which nobody told how the residuals are placed.
 
     So every rank computes everything, unless a rule is registered for this operator.
     """
-
-    def rows(self, op: OpOverload, call: Call) -> list[Row]:
-        from torch.distributed.tensor import Replicate  # for start-up time
-
-        count = len(self.origin._schema.returns)
-        residuals = [Replicate() for _ in call.results[count:]]
-        same = call._replace(results=call.results[:count])
-        return [
-            row._replace(results=[*row.results, *residuals])
-            for row in self.rule.rows(self.origin, same)
-            if all(placement.is_replicate() for placement in (*row.results, *row.inputs))
-        ]
+    count = len(origin._schema.returns)
+    residuals = _replicated(len(call.results) - count)
+    return [
+        row._replace(results=[*row.results, *residuals])
+        for row in rows_of(call._replace(results=call.results[:count]))
+        if _is_replicated(row)
+    ]
 
 
-class _OfBackwardKernel(_OfDerived):
-    """The rule of `name__backward_kernel`: every rank computes all, until it has its own rule."""
-
-    def rows(self, op: OpOverload, call: Call) -> list[Row]:
-        from torch.distributed.tensor import Replicate  # for start-up time
-
-        return [Row([Replicate() for _ in call.results], [Replicate() for _ in call.inputs])]
+def _backward_kernel(
+    origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
+) -> list[Row]:
+    """For `name__backward_kernel`: every rank computes all, until it has its own rule."""
+    return [Row(_replicated(len(call.results)), _replicated(len(call.inputs)))]
 
 
 # By the kind of the derived operator. An opaque backward has none, because it sees plain tensors.
-OF_DERIVED: Mapping[str, type[_OfDerived]] = {
-    "inplace": _OfInplace,
-    "out": _OfOut,
-    "training": _OfTraining,
-    "backward": _OfBackward,
-    "with_residuals": _OfWithResiduals,
-    "backward_kernel": _OfBackwardKernel,
+_OF_DERIVED: Mapping[str, Callable[..., list[Row]]] = {
+    "inplace": _inplace,
+    "out": _out,
+    "training": _training,
+    "backward": _backward,
+    "with_residuals": _with_residuals,
+    "backward_kernel": _backward_kernel,
 }
+
+
+def _replicated(count: int) -> list[Any]:
+    """The placements of tensors of which each rank has all."""
+    from torch.distributed.tensor import Replicate  # for start-up time
+
+    return [Replicate() for _ in range(count)]
+
+
+def _is_replicated(row: Row) -> bool:
+    return all(placement.is_replicate() for placement in (*row.results, *row.inputs))
 
 
 def is_transposable(row: Row) -> bool:
@@ -182,7 +175,7 @@ def gradients_of_inputs(row: Row) -> list[Any]:
     """Where the gradients of inputs are that a backward computed on shards."""
     from torch.distributed.tensor import Partial, Replicate  # for start-up time
 
-    if all(placement.is_replicate() for placement in (*row.results, *row.inputs)):
+    if _is_replicated(row):
         return list(row.inputs)
 
     def transposed(placement: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, ShardingError, ShardingRuleError
 from torchop._rules.autograd.formula import plain_calls
 from torchop._rules.user.sharding import checks
-from torchop._rules.user.sharding.derived import OF_DERIVED, ShardingRule
+from torchop._rules.user.sharding.derived import Rows, ShardingRule, rule_of_derived
 from torchop._rules.user.sharding.notation import Sharding
 from torchop._schema.callables import Lambda, Registered
 from torchop.extend import Operator, OpLike, OpOverload, Schema, observer, short_repr, short_text
@@ -24,31 +25,12 @@ Linear = Sequence["int | str | tuple[int | str, ...]"]
 _DEFAULTS: Mapping[str, Any] = {"whole": "", "reduce": None, "linear": ()}
 
 
-class _Written(ShardingRule):
-    """A rule that is the same for all calls."""
+def _chosen(ask: Callable[..., Any]) -> Rows:
+    """The rows of a function that chooses a rule for the arguments of a call."""
 
-    def __init__(self, rule: Sharding, unhashed: tuple[str, ...]) -> None:
-        self.rule = rule
-        self.unhashed = unhashed
-        self.cached = repr(rule)
-
-    def rows(self, op: OpOverload, call: Call) -> list[Row]:
-        return rows_of(op, self.rule, call)
-
-
-class _Chosen(ShardingRule):
-    """A function that chooses a rule for the arguments of a call."""
-
-    def __init__(
-        self, function: Callable[..., Any], ask: Callable[..., Any], unhashed: tuple[str, ...]
-    ) -> None:
-        self.cached = function
-        self.ask = ask
-        self.unhashed = unhashed
-
-    def rows(self, op: OpOverload, call: Call) -> list[Row]:
+    def rows(op: OpOverload, call: Call) -> list[Row]:
         try:
-            chosen = self.ask(*call.args, **call.kwargs)
+            chosen = ask(*call.args, **call.kwargs)
         except Exception as error:
             raise ShardingError(
                 f"{op.name()}: the function that chooses the sharding rule raised "
@@ -56,14 +38,16 @@ class _Chosen(ShardingRule):
                 "with an object that has shape, stride, dtype and ndim instead of each tensor."
             ) from error
         try:
-            return rows_of(op, _read(op, Schema(op._schema), chosen, {}), call)
+            return rows_of(_read(op, Schema(op._schema), chosen, {}), op, call)
         except ShardingRuleError as error:
             raise ShardingError(
                 f"{error} The function that chooses the rule returned it."
             ) from None
 
+    return rows
 
-def rows_of(op: OpOverload, rule: Sharding, call: Call) -> list[Row]:
+
+def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
     """What a rule allows for the tensors of a call."""
     from torchop._rules.user.sharding.rows import Tensors, rows  # most programs have no DTensors
 
@@ -90,7 +74,8 @@ class _ShardingRule(Rule[ShardingRule]):
         checks.check_schema(op, schema)
         names = checks.check_unhashed(op, unhashed, schema)
         if isinstance(value, (str, Sharding)):
-            return _Written(_read(op, schema, value, options), names)
+            rule = _read(op, schema, value, options)
+            return ShardingRule(functools.partial(rows_of, rule), repr(rule), names)
         if not callable(value):
             raise ShardingRuleError(
                 f"{op.name()}: a sharding rule is a text such as 'b k, k n -> b n', one of "
@@ -103,7 +88,8 @@ class _ShardingRule(Rule[ShardingRule]):
                 "A function that chooses the rule returns torchop.sharding(text, whole=..., "
                 "reduce=..., linear=...)."
             )
-        return _Chosen(value, observer(f"{op.name()}: a sharding rule", op, value), names)
+        ask = observer(f"{op.name()}: a sharding rule", op, value)
+        return ShardingRule(_chosen(ask), value, names)
 
     def missing(self, op: OpOverload) -> ShardingRule:
         raise self.missing_error(op)
@@ -111,10 +97,8 @@ class _ShardingRule(Rule[ShardingRule]):
     def of_derived(
         self, op: OpOverload, kind: str, origin: OpOverload, value: ShardingRule
     ) -> ShardingRule:
-        rule = OF_DERIVED.get(kind)
-        return (
-            super().of_derived(op, kind, origin, value) if rule is None else rule(op, origin, value)
-        )
+        rule = rule_of_derived(op, kind, origin, value)
+        return super().of_derived(op, kind, origin, value) if rule is None else rule
 
     def attach(self, op: OpOverload) -> None:
         self._registrations[op] = self._connected(op) if dtensor.is_imported() else None
