@@ -2,7 +2,7 @@
 
 from torchop import OpCheckError
 from torchop.testing._check.api import check
-from torchop.testing._check.report import CheckReport, Failure, Result
+from torchop.testing._check.report import CheckReport, Result
 from torchop.testing._communication import Collective, communication
 from torchop.testing._inputs import inputs
 from torchop.testing._mutate.api import mutate
@@ -14,7 +14,6 @@ from torchop.testing._sharding import ShardingReport, check_sharding
 __all__ = [
     "CheckReport",
     "Collective",
-    "Failure",
     "MutationReport",
     "OpCheckError",
     "Result",

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -31,33 +31,6 @@ _SIGNS: dict[Outcome, str] = {
 }
 
 
-class Failure(NamedTuple):
-    """What a check found.
-
-    Attributes:
-        check: the name of the check, such as `"memory.transposed"`.
-        message: what is wrong, with the smallest example found.
-        program: a program that raises the same error. It is empty for a check that was expected to
-            fail and passes.
-
-    Example:
-        >>> import torch, torchop
-        >>> @torchop.custom_op("docs::count_calls", mutates_args=())
-        ... def count_calls(x: torch.Tensor) -> torch.Tensor:
-        ...     count_calls.calls = getattr(count_calls, "calls", 0) + 1
-        ...     return x + count_calls.calls
-        >>> report = torchop.testing.check(
-        ...     count_calls, (torch.zeros(1),), only="repeated", raise_exception=False
-        ... )
-        >>> report.failures[0].check
-        'contracts.repeated'
-    """
-
-    check: str
-    message: str
-    program: str
-
-
 @dataclass(frozen=True)
 class Result:
     """The outcome of one check of an operator.
@@ -65,8 +38,10 @@ class Result:
     Attributes:
         check: the name of the check.
         outcome: `"passed"`, `"failed"`, `"expected failure"`, `"cannot be done"` or `"not run"`.
-        message: what failed, or why it cannot be done or was not run.
-        program: a program that raises the same error, if the check failed.
+        message: what failed, with the smallest example found; or why it cannot be done or was not
+            run.
+        program: a program that raises the same error, if the check failed; empty for a check that
+            was expected to fail and passes.
         question: what the check answers.
         seconds: how long it took.
         cases: how many variants were tried.
@@ -160,11 +135,9 @@ class CheckReport:
         return not self.failures and (self.allow_not_run or not self.count("not run"))
 
     @property
-    def failures(self) -> tuple[Failure, ...]:
-        """What the checks found."""
-        return tuple(
-            Failure(r.check, r.message, r.program) for r in self.results if r.outcome == "failed"
-        )
+    def failures(self) -> tuple[Result, ...]:
+        """What the checks found: the results of those that failed."""
+        return tuple(result for result in self.results if result.outcome == "failed")
 
     def count(self, outcome: Outcome) -> int:
         """How many checks have this outcome."""
@@ -236,9 +209,8 @@ class CheckReport:
 
     def _failures_in_words(self) -> list[str]:
         """Each failure with its program; of several with one cause, that of the first alone."""
-        failed = [result for result in self.results if result.outcome == "failed"]
         checks: dict[str, list[str]] = {}
-        for result in failed:
+        for result in self.failures:
             checks.setdefault(result.cause, []).append(result.check)
         together = {cause: names for cause, names in checks.items() if cause and len(names) > 1}
         lines = [
@@ -251,7 +223,7 @@ class CheckReport:
                 f"  that {missing} of the checks were not run is a failure: {why}. Give them time, "
                 "or pass allow_not_run."
             )
-        for result in failed:
+        for result in self.failures:
             first = together.get(result.cause, [result.check])[0]
             lines += ["", f"FAILED {result.check}: {result.message}"]
             if result.check != first:
