@@ -58,12 +58,12 @@ BUDGETS = {
     "_rules": 5464,
     "_rules/autograd": 2034,
     "_rules/residuals": 512,
-    "_rules/user/sharding": 862,
+    "_rules/user/sharding": 849,
     "_schema": 3378,
-    "cli": 2303,
+    "cli": 2289,
     "export": 457,
     "files": 784,
-    "testing": 6320,
+    "testing": 6312,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from torchop import MissingRuleError
 from torchop._accelerate import patterns
@@ -53,6 +51,7 @@ from torchop.testing._check.run import (
 )
 from torchop.testing._check.subject import Case, Subject
 from torchop.testing._processes import ChildError
+from torchop.testing._progress import progress_bar
 
 _TAIL = 2**16  # bytes of the output of a child, of which a message shows a part
 # Called with the share of the checks that are done, and the name of the next.
@@ -217,15 +216,13 @@ def check_operators(
     preload([__name__, on_demand.import_dynamo(), *request.modules])
     reports: list[CheckReport] = []
     unchecked = []
-    columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=len(operators))
+    with progress_bar() as show:
         for number, op in enumerate(operators):
 
             def progress(share: float, name: str, op: str = op, before: int = number) -> None:
-                bar.update(task, completed=before + share, description=f"{op} {name}")
+                show(f"{op} {name}", before + share, len(operators))
 
-            bar.update(task, completed=number, description=op)
+            progress(0, "")
             try:
                 reports.append(_check_operator(op, request, progress))
             except NotCheckedError as error:

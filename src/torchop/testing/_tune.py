@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +21,7 @@ from torchop._rules.providers.priority import REFERENCE
 from torchop._rules.user.examples import make_examples
 from torchop.extend import Operator, OpLike, short_repr, short_text, warn
 from torchop.testing import probes
+from torchop.testing._progress import progress_bar
 from torchop.testing._samples import Sample, sample_of
 from torchop.testing._timing import Timing, timed, way
 from torchop.testing.process_state import restored
@@ -122,11 +120,11 @@ def tune(
     for each, _ in kernels:
         if (problem := why_not(operator, each)) is not None:
             raise ValueError(f"tune: {operator}: {problem}")
-    with _progress(len(calls), str(operator)) as advance:
+    with progress_bar() as show:
         for number, (each, (args, kwargs)) in enumerate(kernels):
+            show(str(operator), number, len(calls))
             assert each is not None  # as was checked
             tuner.find(each, args, kwargs, len(calls) - number)
-            advance()
     return tuner.finish(str(operator))
 
 
@@ -300,7 +298,8 @@ def measure_kernels(
                 measured = Measured(name, config, digest, 0, (0, 0))
                 function = kernels.prepare(kernel)
                 try:
-                    _check_agreement(outcome(function), expected, provider.tolerance)
+                    limits = provider.tolerance
+                    probes.assert_same(outcome(function), expected, "its result", tolerance=limits)
                 except Exception as error:  # of a kernel, which may raise anything
                     problems.append(f"{measured.label} is left out: {short_text(error)}")
                     continue
@@ -322,17 +321,6 @@ def measure_kernels(
         else:
             problems.append(f"{label} is left out: {short_text(timing)}")
     return tuple(sorted(found, key=lambda kernel: kernel.microseconds)), problems
-
-
-def _check_agreement(
-    results: Sequence[Any], expected: Sequence[Any], tolerance: Mapping[torch.dtype, Any]
-) -> None:
-    if len(results) != len(expected):
-        raise AssertionError(f"it has {len(results)} results, and the reference {len(expected)}")
-    for one, other in zip(results, expected, strict=True):
-        dtype = other.dtype if isinstance(other, torch.Tensor) else torch.bool
-        rtol, atol = tolerance.get(dtype, (None, None))
-        probes.assert_same([one], [other], "its result", rtol=rtol, atol=atol)
 
 
 def _given(op: OpLike, inputs: Sequence[Any] | None) -> list[Any]:
@@ -401,17 +389,3 @@ def _save(table: Path | None, found: Sequence[Measurement]) -> None:
             except measurements.TableError:
                 pass  # calls have warned of it, and it is of no use
         measurements.write(path, measurements.merged(before, found))
-
-
-@contextlib.contextmanager
-def _progress(total: int, description: str) -> Iterator[Callable[[], None]]:
-    """A progress bar, on a terminal and with the package that draws it."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield lambda: None
-        return
-    from rich.console import Console  # only the extra torchop[cli] has it
-    from rich.progress import Progress  # the same
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda: bar.advance(task)

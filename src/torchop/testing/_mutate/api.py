@@ -23,13 +23,12 @@ from torchop.testing._mutate.installing import CannotChangeError, Mutant, mutant
 from torchop.testing._mutate.judging import Message, judge
 from torchop.testing._mutate.report import MutationReport, Verdict
 from torchop.testing._processes import ChildError, answers
+from torchop.testing._progress import progress_bar
 
 # Seconds that a check gets with a change, and how often what it takes without one.
 _LEAST_SECONDS, _TIMES_AS_LONG = 5.0, 10.0
 _LIMIT = 300.0  # seconds for a check without a change, which may compile something
 _Changed = tuple[types.FunctionType, types.CodeType]
-# Called with how many changes are judged, of how many.
-Progress = Callable[[int, int], None]
 
 
 def mutate(
@@ -95,7 +94,6 @@ def run(
     make_examples: Callable[[], Sequence[Any]],
     options: dict[str, Any],
     budget: float | None = None,
-    progress: Progress = lambda done, total: None,
     timeout: float = _LIMIT,
 ) -> MutationReport:
     """Does what `mutate` does, with examples that only the forks make.
@@ -124,11 +122,13 @@ def run(
     verdicts: dict[int, Verdict] = {}
     # By chance: what a budget leaves out is of no one function.
     places = random.Random(options["seed"]).sample(range(len(changes)), len(changes))
-    for number, place in enumerate(places):
-        progress(number, len(places))
-        mutant, changed = changes[place]
-        late = time.perf_counter() > end
-        verdicts[place] = Verdict(mutant, "not run") if late else checks.verdict(mutant, changed)
+    with progress_bar(forks=True) as show:
+        for number, place in enumerate(places):
+            show(f"{operator} {number}/{len(places)}", number, len(places))
+            mutant, changed = changes[place]
+            late = time.perf_counter() > end
+            verdict = Verdict(mutant, "not run") if late else checks.verdict(mutant, changed)
+            verdicts[place] = verdict
     return MutationReport(
         str(operator),
         tuple(verdicts[place] for place in sorted(verdicts)),
