@@ -6,6 +6,7 @@ from `torchop.set_priority`, else from the author of the operator. Without one, 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -64,37 +65,24 @@ class Tuner(Protocol):
     measure: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Settings:
     """What the open blocks of a thread or task come to.
 
     The same blocks give the same object, so that calls find quickly what follows from it.
     """
 
-    __slots__ = (
-        "batch_invariant_only",
-        "deterministic_only",
-        "orders",
-        "profile",
-        "strict",
-        "tuner",
-    )
-
-    def __init__(
-        self, orders: tuple[tuple[ScopedOrder, ...], ...], flags: Mapping[str, Any]
-    ) -> None:
-        self.orders = orders  # of each block, the innermost first
-        self.strict = flags["strict"]
-        self.batch_invariant_only = flags["batch_invariant_only"]
-        self.deterministic_only = flags["deterministic_only"]
-        self.profile = flags["profile"]
-        self.tuner: Tuner | None = flags["tuner"]
+    orders: tuple[tuple[ScopedOrder, ...], ...] = ()  # of each block, the innermost first
+    strict: bool = False
+    batch_invariant_only: bool = False
+    deterministic_only: bool = False
+    profile: bool = False
+    tuner: Tuner | None = None
 
 
 _MOST_SETTINGS = 1000
 _settings: dict[Any, Settings] = {}
-_FLAGS = ("strict", "batch_invariant_only", "deterministic_only", "profile", "tuner")
-_NO_FLAGS: Mapping[str, Any] = {**dict.fromkeys(_FLAGS, False), "tuner": None}
-NO_BLOCK = Settings((), _NO_FLAGS)
+NO_BLOCK = Settings()
 # What the open blocks of this thread or task come to, which the extension reads too; and these
 # blocks, the outermost first: they may be left in another order than they were entered.
 open_blocks: ContextVar[tuple[Settings, tuple[priority, ...]]] = ContextVar(
@@ -108,14 +96,14 @@ def current() -> Settings:
 
 
 def _settings_of(blocks: tuple[priority, ...]) -> Settings:
-    flags = dict(_NO_FLAGS)
+    flags: dict[str, Any] = {}
     for block in blocks:
         flags |= {name: flag for name, flag in block._flags.items() if flag is not None}
     orders = tuple(block._orders for block in reversed(blocks) if block._orders)
-    key = orders, tuple(flags.values())
+    key = orders, tuple(sorted(flags.items()))
     if len(_settings) >= _MOST_SETTINGS:
         _settings.clear()  # programs that come here make new orders all the time
-    return _settings.setdefault(key, Settings(orders, flags)) if blocks else NO_BLOCK
+    return _settings.setdefault(key, Settings(orders, **flags)) if blocks else NO_BLOCK
 
 
 # The orders of the process; replaced, never changed.
@@ -358,8 +346,12 @@ class priority(Block):  # noqa: N801  (called like a function)
             "it. Open the block around the call of the compiled function, or use "
             "torchop.set_priority."
         )
-        flags = (strict, batch_invariant_only, deterministic_only, profile)
-        self._flags: dict[str, Any] = dict(zip(_FLAGS, flags, strict=False))
+        self._flags: dict[str, Any] = {
+            "strict": strict,
+            "batch_invariant_only": batch_invariant_only,
+            "deterministic_only": deterministic_only,
+            "profile": profile,
+        }
         for name, flag in self._flags.items():
             if not isinstance(flag, bool | None):
                 raise TypeError(f"priority: {name} expects a bool or None, got {short_repr(flag)}.")
