@@ -11,10 +11,12 @@ from typing import Any
 from torchop._compat import registries
 from torchop._inspect.registrant import functions_of
 from torchop._rules.providers import providers_of
+from torchop._schema.signatures import closure_of, names_in, package_of
 from torchop.extend import Operator
 
 # Their functions stand between those of authors, such as what a decorator returns.
 _OF_OTHERS = {"torch", "torchop", *sys.stdlib_module_names}
+_FUNCTIONS = (functools.partial, types.MethodType, types.FunctionType)
 
 
 def authored_functions(operator: Operator) -> dict[types.FunctionType, str]:
@@ -58,11 +60,11 @@ def _authored(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:
     elif isinstance(value, types.MethodType):
         parts = (value.__func__,)
     elif isinstance(value, types.FunctionType):
-        # Not its __module__, which functools.wraps copies. A doctest has the name of its module.
-        package = str(value.__globals__.get("__name__")).partition(".")[0]
-        if package not in _OF_OTHERS or value.__code__.co_filename.startswith("<doctest"):
+        # A doctest has the name of its module.
+        if package_of(value) not in _OF_OTHERS or value.__code__.co_filename.startswith("<doctest"):
             yield value
-        parts = tuple(_cells(value))
+        kept = closure_of(value).values()
+        parts = tuple(each for each in kept if isinstance(each, _FUNCTIONS))
     elif isinstance(value, tuple):
         parts = value
     else:
@@ -73,29 +75,12 @@ def _authored(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:
             yield from _authored(part, seen)
 
 
-def _cells(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # empty so far
-            continue
-        if isinstance(value, (functools.partial, types.MethodType, types.FunctionType)):
-            yield value
-
-
 def _called_by(function: types.FunctionType) -> Iterator[types.FunctionType]:
     """The functions of the same file that a function names."""
-    for name in _names(function.__code__):
+    for name in names_in(function.__code__):
         value = function.__globals__.get(name)
         if (
             isinstance(value, types.FunctionType)
             and value.__code__.co_filename == function.__code__.co_filename
         ):
             yield value
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
@@ -22,6 +22,7 @@ from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._core.definition import Definition
 from torchop._core.registry import definitions_of, own_definitions
 from torchop._core.user_rule import rule_names
+from torchop._schema.signatures import closure_of, names_in, package_of
 from torchop.extend import OpName
 
 
@@ -147,15 +148,15 @@ class _Digest:
         self._seen.add(function)
         self.add([function.__code__, function.__defaults__, function.__kwdefaults__])
         self.add(getattr(function, "__wrapped__", None))
-        self.add([value for value in _cells(function) if _is_lasting(value)])
-        package = _package(function)
+        self.add([value for value in closure_of(function).values() if _is_lasting(value)])
+        package = package_of(function)
         if package in (torchop.__name__, torch.__name__):
             return  # whose version is in the key
         self.sources.append(function.__code__)
-        names = _names(function.__code__)
+        names = names_in(function.__code__)
         for name in sorted(names):
             value = function.__globals__.get(name)
-            is_helper = isinstance(value, types.FunctionType) and _package(value) == package
+            is_helper = isinstance(value, types.FunctionType) and package_of(value) == package
             if name[:2] != "__" and (is_helper or _is_constant(value) or _is_operator(value)):
                 self.add([name, value])
         for qualname in self.own if "ops" in names else ():
@@ -190,22 +191,3 @@ def _is_lasting(value: object) -> bool:
     """Whether a value around a function says the same in every process, and belongs to it."""
     functions = (types.FunctionType, types.MethodType, functools.partial)
     return isinstance(value, functions) or _is_constant(value) or _is_operator(value)
-
-
-def _cells(function: types.FunctionType) -> Iterator[object]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # empty so far
-            continue
-
-
-def _package(function: types.FunctionType) -> str:
-    # Not its __module__, which functools.wraps copies.
-    return str(function.__globals__.get("__name__")).partition(".")[0]
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """What a function reads by name, also in the functions inside of it."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -232,10 +233,26 @@ class _Namespace:
         # Globals win over the implicit names; a closure wins over both, as in the function's body.
         names = {name: self._globals[name] for name in _IMPLICIT if name in self._globals}
         if isinstance(self._closure, types.FunctionType):
-            cells = self._closure.__closure__ or ()
-            for name, cell in zip(self._closure.__code__.co_freevars, cells, strict=True):
-                try:
-                    names[name] = cell.cell_contents
-                except ValueError:  # the cell is filled after the function was defined
-                    continue
+            names |= closure_of(self._closure)
         return names
+
+
+def closure_of(function: types.FunctionType) -> dict[str, Any]:
+    """The variables around a function that it reads, as far as they have a value."""
+    variables = {}
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        with contextlib.suppress(ValueError):  # it gets one after the function was defined
+            variables[name] = cell.cell_contents
+    return variables
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """What code reads by name, also in the functions inside of it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(names_in, inner))
+
+
+def package_of(function: types.FunctionType) -> str:
+    """The package in which a function runs; `__module__` is what functools.wraps copies."""
+    return str(function.__globals__.get("__name__")).partition(".")[0]

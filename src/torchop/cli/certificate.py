@@ -22,10 +22,10 @@ from typing import Any
 import click
 import torch
 
+from torchop._inspect.authored import authored_functions
 from torchop._inspect.registrant import in_dispatcher
 from torchop.extend import Operator, short_text
 from torchop.testing import CheckReport, _contents, probes
-from torchop.testing._authored import authored_functions
 from torchop.testing._check.report import write_json
 from torchop.testing._check.subject import Subject
 from torchop.testing.process_state import restored, seed_torch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.testing.mutate import operators
-from torchop.testing._authored import _authored
+from torchop._inspect.authored import _authored
 from torchop.testing._mutate.installing import CannotChangeError, installed, mutants_of
 
 THREE = torch.full((1,), 3.0)

@@ -14,6 +14,7 @@ from torchop._errors import DerivedFormulaError, RuleSignatureError
 from torchop._rules.effect import EffectRule
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.schema import TENSOR_LISTS
+from torchop._schema.signatures import names_in
 
 _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
 
@@ -170,13 +171,8 @@ def _names_numpy(function: Any) -> bool:
     code = getattr(function, "__code__", None)
     variables = getattr(function, "__globals__", {})
     return isinstance(code, CodeType) and any(
-        name == "numpy" or _is_numpy(variables.get(name)) for name in _names(code)
+        name == "numpy" or _is_numpy(variables.get(name)) for name in names_in(code)
     )
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 def _is_numpy(value: object) -> bool:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from torchop._compat import on_demand
+from torchop._inspect.authored import authored_functions
 from torchop.extend import Operator, OpLike
-from torchop.testing._authored import authored_functions
 from torchop.testing._check.run import Budget
 from torchop.testing._mutate.installing import CannotChangeError, Mutant, mutants_of
 from torchop.testing._mutate.judging import Message, judge
