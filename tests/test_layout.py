@@ -55,15 +55,15 @@ BUDGETS = {
     "_inspect": 1069,
     "_native": 1452,
     "_native/csrc": 4666,
-    "_rules": 5464,
-    "_rules/autograd": 2034,
+    "_rules": 5459,
+    "_rules/autograd": 2032,
     "_rules/residuals": 512,
     "_rules/user/sharding": 849,
     "_schema": 3386,
-    "cli": 2289,
+    "cli": 2276,
     "export": 457,
     "files": 784,
-    "testing": 6312,
+    "testing": 6218,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +31,8 @@ from torchop.testing._processes import ChildError
 from torchop.testing._samples import with_fake_tensors
 from torchop.testing._timing import Timing, Way, timed, way
 from torchop.testing._tune import measure_kernels, why_not
-from torchop.testing.probes import mapped, tensors_of
+from torchop.testing.probes import mapped, requiring_grad, tensors_of
+from torchop.testing.process_state import quiet
 
 _SECONDS = 0.3  # for one way of calling, unless a call takes longer
 _LIMIT = 120.0  # seconds for one operator
@@ -157,7 +156,7 @@ def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -
     explained = []
     for op in selection.operators:
         for call in calls_of(op, text):
-            args, kwargs = with_gradients(call) if grad else call
+            args, kwargs = requiring_grad(call) if grad else call
             shown = described((args, kwargs))
             with errors_told(f"{op}{shown}"):
                 explanation = torchop.explain(op, *args, **kwargs)
@@ -253,17 +252,6 @@ def _evaluated(text: str, **sizes: int) -> Call:
     return call
 
 
-def with_gradients(call: Call) -> Call:
-    """The call with floating-point tensors that require grad."""
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        can_have_one = tensor.is_floating_point() or tensor.is_complex()
-        return tensor.detach().requires_grad_(can_have_one)
-
-    changed: Call = mapped(call, change)
-    return changed
-
-
 def described(call: Call) -> str:
     """The arguments of a call in one line: tensors by dtype and shape."""
     return call_record.described(call_record.record_of(*call))
@@ -280,8 +268,7 @@ def _costs(op: str, text: str | None) -> Iterator[Any]:
             raise click.ClickException(f"{op} has an effect, which a measurement would repeat")
         call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
         yield f"a call with {described(call)}"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of operators without a formula
+        with quiet():  # about operators without a formula
             microseconds = _measured(dict(_ways(op, call)), call)
         with torch.no_grad():  # after calls, because the first one finds the kernel
             explanation = torchop.explain(op, *call[0], **call[1])
@@ -305,8 +292,7 @@ def _comparisons(
             if (problem := why_not(operator, kernels)) is not None:
                 raise click.ClickException(f"{op}: {problem}")
             assert kernels is not None  # as was asked
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of providers that are passed by
+            with quiet():  # about providers that are passed by
                 others = {_OPERATOR: operator.overload}
                 measured, problems = measure_kernels(kernels, full, others=others)
                 chosen = torchop.explain(operator.overload, *call[0], **call[1]).provider
@@ -324,7 +310,7 @@ def _ways(op: str, call: Call) -> Iterator[tuple[str, Way]]:
     yield f"{_CALL}, without native calls", way(overload, schema, call, _dispatched)
     yield "torch.ops, inference mode", way(overload, schema, call, torch.inference_mode)
     if schema.is_functional:
-        learning = with_gradients(call)
+        learning = requiring_grad(call)
         backward = functools.partial(_forward_and_backward, overload)
         yield "torch.ops, recording a gradient", way(overload, schema, learning, torch.enable_grad)
         yield "torch.ops, and backward", way(backward, schema, learning, torch.enable_grad)
@@ -348,11 +334,7 @@ def _forward_and_backward(function: Callable[..., Any], *args: Any, **kwargs: An
 
 def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
     """Microseconds for a call in each way that works; the operator's own call must."""
-    logging.disable()  # PyTorch logs what it raises of fake kernels
-    try:
-        timings = timed(ways, call, _SECONDS)
-    finally:
-        logging.disable(logging.NOTSET)
+    timings = timed(ways, call, _SECONDS)
     error = timings[_CALL]
     if isinstance(error, Exception):
         raise click.ClickException(f"the call raises {first_line(error)}") from error

@@ -7,7 +7,8 @@ family, and several of them use what is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,13 @@ def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The arguments, with these tensors in place of theirs."""
     iterator = iter(tensors)
     return mapped(value, lambda tensor: next(iterator))
+
+
+def requiring_grad(value: Any) -> Any:
+    """The arguments, with leaves of a graph for tensors whose dtypes can have a gradient."""
+    return mapped(
+        value, lambda t: t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
+    )
 
 
 def is_sorted(tensor: torch.Tensor) -> bool:
@@ -233,6 +241,21 @@ def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> tor
             shape = [1 if step == 0 else n for n, step in zip(other.shape, steps, strict=True)]
             outside.as_strided(shape, steps, other.storage_offset()).fill_(False)
     return rows[outside]
+
+
+@contextlib.contextmanager
+def memory_watched(
+    tensors: Sequence[torch.Tensor], writable: Sequence[torch.Tensor], what: str
+) -> Iterator[None]:
+    """A block in which nothing is to write around these tensors; raises AssertionError if it does.
+
+    What it may write are the `writable` tensors.
+    """
+    around = [memory_around(tensor, writable) for tensor in tensors]
+    yield
+    for number, tensor in enumerate(tensors):
+        if not torch.equal(memory_around(tensor, writable), around[number]):
+            raise AssertionError(f"{what} wrote into the memory around tensor {number}.")
 
 
 def free_zeros(tensors: Sequence[torch.Tensor]) -> None:

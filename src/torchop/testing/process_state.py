@@ -10,6 +10,7 @@ import ctypes
 import functools
 import gc
 import locale
+import logging
 import os
 import random
 import signal
@@ -196,6 +197,19 @@ def restored() -> Iterator[None]:
                 # PyTorch refuses some: a default device that was set within itself.
                 with contextlib.suppress(Exception):
                     put_back(value)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """A block that shows no warnings, and in which PyTorch does not log what it raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 _forks = [0]

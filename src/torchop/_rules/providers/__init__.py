@@ -38,7 +38,7 @@ from torchop._rules.providers.priority import (
 from torchop._rules.providers.provider import Provider, check_name, make_provider
 from torchop._rules.providers.table import NO_PROVIDERS, ProviderTable
 from torchop._rules.providers.tuned import Buckets, Tuning
-from torchop.extend import OpLike
+from torchop.extend import OpLike, Schema
 
 
 def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTypes = None) -> None:
@@ -153,9 +153,7 @@ def choice_of_call(
 ) -> tuple[Choice | None, tuple[Any, ...], dict[str, Any]]:
     """What chooses the kernel of a call, None without providers, and all arguments it gets."""
     schema = definition.schema
-    values = values_by_name(schema, args, kwargs)
-    arguments = tuple(values.get(a.name, a.default) for a in schema.positional)
-    keywords = {a.name: values.get(a.name, a.default) for a in schema.keyword_only}
+    arguments, keywords = every_argument(schema, args, kwargs)
     device = backend_select.requested_device(schema, args, dict(kwargs))
     tensors = tensors_in((*arguments, *keywords.values()))
     device = device or next((tensor.device.type for tensor in tensors), "cpu")
@@ -163,6 +161,13 @@ def choice_of_call(
     # Of another package's operator, only the devices are ours that it has providers for.
     is_here = definition.is_ours or not {device, None}.isdisjoint(rule.functions)
     return rule.choice(device) if is_here else None, arguments, keywords
+
+
+def every_argument(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """The arguments of a call as a kernel gets them: by position, with the defaults."""
+    values = values_by_name(schema, args, kwargs)
+    positional = tuple(values.get(a.name, a.default) for a in schema.positional)
+    return positional, {a.name: values.get(a.name, a.default) for a in schema.keyword_only}
 
 
 def kernels_of_call(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from torchop.testing._check.subject import Case, Subject
@@ -38,4 +39,14 @@ def family(name: str, *checks: Any, **options: Any) -> tuple[CheckKind, ...]:
     return tuple(
         CheckKind(f"{name}.{cases.__name__}", question, cases, **options)
         for cases, question in zip(checks, questions, strict=True)
+    )
+
+
+def variants(
+    name: str, questions: Mapping[str, str], cases: Callable[..., Iterator[Case]], **options: Any
+) -> tuple[CheckKind, ...]:
+    """Checks of a family that differ in what is varied, which `cases` gets as first argument."""
+    return tuple(
+        CheckKind(f"{name}.{each}", question, functools.partial(cases, each), **options)
+        for each, question in questions.items()
     )

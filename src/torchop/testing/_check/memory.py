@@ -11,7 +11,7 @@ import torch
 
 from torchop._rules.user.preconditions.base import with_size
 from torchop.testing import probes
-from torchop.testing._check.kinds import CheckKind, Details, family
+from torchop.testing._check.kinds import CheckKind, Details, family, variants
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
 from torchop.testing._check.variants import (
     WRITABLE,
@@ -41,12 +41,9 @@ def same_as_contiguous(
         expected = probes.outcome(op, *probes.contiguous_copies((args, kwargs)))
     tensors = probes.tensors_of((args, kwargs))
     writable = probes.written(probes.written_places(op), args, kwargs)
-    around = [probes.memory_around(tensor, writable) for tensor in tensors]
-    actual = probes.outcome(op, args, kwargs)
-    probes.assert_same(actual, expected, what or "the call", **tolerances)
-    for number, tensor in enumerate(tensors):
-        if not torch.equal(probes.memory_around(tensor, writable), around[number]):
-            raise AssertionError(f"the call wrote into the memory around tensor {number}.")
+    with probes.memory_watched(tensors, writable, "the call"):
+        actual = probes.outcome(op, args, kwargs)
+        probes.assert_same(actual, expected, what or "the call", **tolerances)
 
 
 def same_or_refused(op: Any, args: Any, kwargs: Any, what: str) -> None:
@@ -338,10 +335,7 @@ _QUESTIONS = {
 }
 CHECKS = (
     *family("memory", given),
-    *(
-        CheckKind(f"memory.{layout}", question, functools.partial(_with_layout, layout))
-        for layout, question in _QUESTIONS.items()
-    ),
+    *variants("memory", _QUESTIONS, _with_layout),
     *family("memory", conjugate, mixed, odd_strides),
     CheckKind("memory.empty", "The same with 0 elements?", functools.partial(_sized, 0)),
     CheckKind("memory.single", "The same with 1 element?", functools.partial(_sized, 1)),

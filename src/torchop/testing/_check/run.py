@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
-import logging
 import math
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,7 +48,7 @@ from torchop.testing._check.subsystems import (
     residuals,
     transforms,
 )
-from torchop.testing.process_state import restored
+from torchop.testing.process_state import quiet, restored
 
 _LONGEST_MESSAGE = 1200
 
@@ -211,8 +208,8 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
     started = time.perf_counter()
     run = _Run(check, end)
     try:
-        with warnings.catch_warnings(), _unlogged(), restored(), providers.ordered(check.subject):
-            warnings.simplefilter("ignore")  # of calls made to see whether they are refused
+        # Some calls are made to see whether they are refused.
+        with quiet(), restored(), providers.ordered(check.subject):
             outcome, message, text = _named(run.outcome, f"{check.name} of {check.subject}")()
     except CannotCheck as error:
         outcome, message, text = "cannot be done", str(error), ""
@@ -299,17 +296,6 @@ class Budget:
         result = run_check(check, end=started + self._seconds - self._spent)
         self._spent += time.perf_counter() - started
         return result
-
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Keeps PyTorch from logging what its checks are about to raise."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 class _OutOfTime(Exception):  # noqa: N818  (not an error)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchop.testing import probes
-from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing._check.kinds import Details, variants
 from torchop.testing._check.memory import comparison, same_or_refused
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.variants import GUARD, contiguous_strides, filler
@@ -78,10 +78,9 @@ _WORDS: dict[Sharing, str] = {
 }
 
 
-def _pairs(
-    sharings: Sequence[Sharing], with_written: bool, subject: Subject, details: Details
-) -> Iterator[Case]:
+def _pairs(name: str, subject: Subject, details: Details) -> Iterator[Case]:
     """Each two tensors; with `with_written`, one of them is written, and the other only read."""
+    sharings, with_written, _ = _KINDS[name]
     for sharing, example in itertools.product(sharings, subject.accepted()):
         written = subject.written_places(example)
         in_lists = _places_in_lists(example)
@@ -119,7 +118,7 @@ def _places_in_lists(example: Example) -> set[int]:
     return {place for place, is_listed in enumerate(is_in_list) if is_listed}
 
 
-_KINDS = {
+_KINDS: dict[str, tuple[Sequence[Sharing], bool, str]] = {
     "one": ((_one,), False, "Does it do the same if one tensor is passed for two arguments?"),
     "view": ((_view,), False, "The same if one argument is a view of another?"),
     "overlap": ((_overlapping,), False, "The same if arguments overlap?"),
@@ -134,7 +133,4 @@ _KINDS = {
         "Is an argument that overlaps a written one refused, or the outcome the same?",
     ),
 }
-CHECKS = tuple(
-    CheckKind(f"sharing.{name}", question, functools.partial(_pairs, sharings, with_written))
-    for name, (sharings, with_written, question) in _KINDS.items()
-)
+CHECKS = variants("sharing", {name: question for name, (*_, question) in _KINDS.items()}, _pairs)

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from torchop.testing import probes
-from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing._check.kinds import Details, variants
 from torchop.testing._check.subject import CannotCheck, Case, Subject
 from torchop.testing.process_state import restored, set_decimal_comma
 
@@ -109,7 +109,4 @@ def _cases(kind: str, subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("the example", ignores_surroundings, example, options=options)
 
 
-CHECKS = tuple(
-    CheckKind(f"contracts.{kind}", question, functools.partial(_cases, kind))
-    for kind, question in _QUESTIONS.items()
-)
+CHECKS = variants("contracts", _QUESTIONS, _cases)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchop.testing import probes
-from torchop.testing._check.kinds import CheckKind, Details, family
+from torchop.testing._check.kinds import Details, family, variants
 from torchop.testing._check.memory import comparison
 from torchop.testing._check.subject import CannotCheck, Case, Subject, breaks_contract, reason
 from torchop.testing._check.variants import in_layout
@@ -41,8 +40,9 @@ def _with_values(numbers: list[float], step: int, tensor: Tensor) -> Tensor:
     return flat.view(tensor.shape)
 
 
-def _values(words: str, choice: Choice, subject: Subject, details: Details) -> Iterator[Case]:
+def _values(name: str, subject: Subject, details: Details) -> Iterator[Case]:
     """Such values in each floating-point tensor; integers may be indices, and stay as they are."""
+    words, choice = _CHOICES[name]
     for example in subject.accepted():
         for place, tensor in enumerate(example.tensors):
             is_float = tensor.dtype.is_floating_point and probes.is_plain(tensor)
@@ -82,14 +82,7 @@ def declared(subject: Subject, details: Details) -> Iterator[Case]:
             yield comparison(subject, words, limit, in_layout("contiguous"))
 
 
-CHECKS = (
-    *(
-        CheckKind(
-            f"values.{name}",
-            f"Does it do the same wherever {words} lie?",
-            functools.partial(_values, words, choice),
-        )
-        for name, (words, choice) in _CHOICES.items()
-    ),
-    *family("values", declared),
-)
+_QUESTIONS = {
+    name: f"Does it do the same wherever {words} lie?" for name, (words, _) in _CHOICES.items()
+}
+CHECKS = (*variants("values", _QUESTIONS, _values), *family("values", declared))

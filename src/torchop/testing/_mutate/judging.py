@@ -115,9 +115,7 @@ def _digest(subject: Subject, example: Example) -> str:
         return reason(refusal)
 
     def gradients() -> Any:
-        changed = example.copy().map(
-            lambda t: t.requires_grad_() if t.is_floating_point() or t.is_complex() else t
-        )
+        changed = probes.requiring_grad(tuple(example.copy()))
         function, inputs = probes.as_function(subject.op, *changed)
         return probes.gradients(function, inputs)
 

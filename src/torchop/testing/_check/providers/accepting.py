@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torchop import priority
+from torchop._rules.providers import every_argument
 from torchop._rules.providers.provider import Provider
-from torchop.extend import Operator, OpOverload, values_by_name
+from torchop.extend import Operator, OpOverload
 
 
 def accepts(
@@ -19,17 +20,7 @@ def accepts(
     """
     if provider.accepts is None:
         return True
-    return provider.accepts(*every_argument(operator, args, kwargs), is_traced)
-
-
-def every_argument(
-    operator: Operator, args: Any, kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call as a kernel gets them: by position, with the defaults."""
-    schema = operator.schema
-    values = values_by_name(schema, args, kwargs)
-    positional = tuple(values.get(each.name, each.default) for each in schema.positional)
-    return positional, {e.name: values.get(e.name, e.default) for e in schema.keyword_only}
+    return provider.accepts(*every_argument(operator.schema, args, kwargs), is_traced)
 
 
 def only(op: OpOverload, name: str) -> priority:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from torchop import ProviderError
 from torchop._compat import fake_tensors
-from torchop._rules.providers import providers_of
+from torchop._rules.providers import every_argument, providers_of
 from torchop._rules.providers.priority import REFERENCE
 from torchop._rules.providers.provider import Provider
 from torchop.extend import Operator, values_by_name
 from torchop.testing import probes
-from torchop.testing._check.providers.accepting import accepts, every_argument, in_order, only
+from torchop.testing._check.providers.accepting import accepts, in_order, only
 from torchop.testing._check.subject import breaks_contract, reason
 from torchop.testing.process_state import process_state, restored, seed_all
 
@@ -36,7 +36,7 @@ def agrees_with_reference(
     what = f"the provider {provider!r}"
     if config:
         what += f" with {kernel.configs[config]}"
-        call_args = every_argument(Operator(op, "check"), args, kwargs)
+        call_args = every_argument(Operator(op, "check").schema, args, kwargs)
         try:
             actual = probes.outcome(op, *call_args, function=kernel.kernels[config])
         except Exception as error:
@@ -45,12 +45,8 @@ def agrees_with_reference(
     else:
         tensors = probes.tensors_of((args, kwargs))
         writable = probes.written(probes.written_places(op), args, kwargs)
-        around = [probes.memory_around(tensor, writable) for tensor in tensors]
-        with only(op, provider):
+        with probes.memory_watched(tensors, writable, what), only(op, provider):
             actual = probes.outcome(op, args, kwargs)
-        for number, tensor in enumerate(tensors):
-            if not torch.equal(probes.memory_around(tensor, writable), around[number]):
-                raise AssertionError(f"{what} wrote into the memory around tensor {number}.")
 
     def compare(results: list[Any]) -> None:
         limits = {"tolerance": kernel.tolerance, "values": values, **tolerances}
@@ -102,7 +98,7 @@ def writes_over_what_it_donates(
     operator, kernel = Operator(op, "check"), provider_of(op, provider, args, kwargs)
     values = tolerances.pop("values", True)
     expected = reference_outcome(op, *probes.copies((args, kwargs)))
-    args, kwargs = every_argument(operator, *probes.copies((args, kwargs)))
+    args, kwargs = every_argument(operator.schema, *probes.copies((args, kwargs)))
     named = values_by_name(operator.schema, args, kwargs)
     donated = [named[name] for name in kernel.donates]
     tensors = probes.tensors_of((args, kwargs))
@@ -115,22 +111,19 @@ def writes_over_what_it_donates(
             raise NotImplementedError("elements of an argument share memory")
     if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) < len(tensors):
         raise NotImplementedError("arguments share memory")
-    around = [probes.memory_around(tensor, donated) for tensor in tensors]
     read = [tensor for tensor in tensors if all(tensor is not each for each in donated)]
     before = probes.copies(read)
     namespace, _, name = op.name().partition("::")
     name, _, overload = name.partition(".")
     packet = getattr(getattr(torch.ops, namespace), f"{name}__donating")
-    with only(op, provider):
-        others = probes.outcome(getattr(packet, overload or "default"), args, kwargs)
     what = f"the provider {provider!r}, where it writes over arguments,"
-    results = donated + others[: len(expected) - len(donated)]
     limits = {"tolerance": kernel.tolerance, "values": values, **tolerances}
-    probes.assert_same(results, expected, what, **limits)
-    probes.assert_same(read, before, f"what {what} does not donate", rtol=0, atol=0)
-    for number, tensor in enumerate(tensors):
-        if not torch.equal(probes.memory_around(tensor, donated), around[number]):
-            raise AssertionError(f"{what} wrote into the memory around tensor {number}.")
+    with probes.memory_watched(tensors, donated, what):
+        with only(op, provider):
+            others = probes.outcome(getattr(packet, overload or "default"), args, kwargs)
+        results = donated + others[: len(expected) - len(donated)]
+        probes.assert_same(results, expected, what, **limits)
+        probes.assert_same(read, before, f"what {what} does not donate", rtol=0, atol=0)
 
 
 def reference_outcome(op: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -217,11 +217,7 @@ def _broadcast(example: Example) -> Iterator[tuple[str, Example]]:
 
 
 def _leaf(example: Example) -> Example:
-    return example.map(
-        lambda t: (
-            t.detach().requires_grad_() if t.dtype.is_floating_point or t.dtype.is_complex else t
-        )
-    )
+    return Example(*probes.requiring_grad(tuple(example)))
 
 
 def _transposed(example: Example) -> Example:
