@@ -123,12 +123,16 @@ def frozen_objects() -> None:
     gc.freeze()
 
 
+# Variables that pytest and Inductor set for themselves.
+_OF_OTHERS = re.compile(r"PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_\w+")
+
+
 def _shared_state() -> dict[str, Any]:
     """What the tests of a process share, without random numbers, which change on purpose."""
-    state = {name: value for name, value in process_state().items() if "state()" not in name}
+    state = process_state(random_numbers=False)
     del state["warnings.filters"]  # which pytest puts back, and what is imported adds to
     for name, value in state.pop("os.environ").items():
-        if not re.fullmatch(r"PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_\w+", name):
+        if not _OF_OTHERS.fullmatch(name):
             state[f"os.environ[{name!r}]"] = value
     # setuptools, which Inductor imports, adds its own packages.
     path = [entry for entry in sys.path if not entry.endswith("_vendor")]

@@ -73,7 +73,8 @@ def _set_streams(streams: list[torch.Stream]) -> None:
 
 
 def _signal_handlers() -> list[tuple[int, Any]]:
-    return [(number, signal.getsignal(number)) for number in sorted(signal.valid_signals())]
+    # Python names the signals that are valid by making an enumeration of them, each time.
+    return [(number, signal.getsignal(number)) for number in range(1, signal.NSIG)]
 
 
 def _set_signal_handlers(handlers: list[tuple[int, Any]]) -> None:
@@ -148,13 +149,18 @@ _DEVICE_STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]]
 _ALL_STATES = {**_STATES, **_DEVICE_STATES}
 
 
-def process_state() -> dict[str, Any]:
-    """The state of the process that a call could change for what runs after it, by name."""
+def process_state(*, random_numbers: bool = True) -> dict[str, Any]:
+    """The state of the process that a call could change for what runs after it, by name.
+
+    Args:
+        random_numbers: whether to read the states of generators too, which takes most of the time.
+    """
     states = _STATES if device_module() is None else _ALL_STATES
     return {
         name: read()
         for name, (read, _) in states.items()
-        if "numpy" in sys.modules or not name.startswith("numpy.")
+        if ("numpy" in sys.modules or not name.startswith("numpy."))
+        and (random_numbers or "state()" not in name)
     }
 
 
@@ -192,8 +198,7 @@ def restored() -> Iterator[None]:
     finally:
         after = process_state()
         for name, value in before.items():
-            put_back = _ALL_STATES[name][1]
-            if after[name] != value and put_back is not None:
+            if after[name] != value and (put_back := _ALL_STATES[name][1]) is not None:
                 # PyTorch refuses some: a default device that was set within itself.
                 with contextlib.suppress(Exception):
                     put_back(value)
