@@ -14,6 +14,10 @@ from typing import Any
 # TORCHOP_NATIVE=0 to test without. The extension is compiled once, and kept in the working tree.
 os.environ.setdefault("TORCHOP_NATIVE", "require")
 os.environ.setdefault("TORCHOP_CACHE_DIR", str(Path(__file__).parents[1] / ".native_cache"))
+# Each of two test processes has a thread of OpenMP for each processor. They would wait for the next
+# piece of work by taking time of the processor, from the other process, and a test that needs large
+# tensors would take twice as much of it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Inductor compiles in the process itself. Its pool, which each program of a test would start, has
 # processes that import PyTorch, and takes longer than what tests let it compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
