@@ -9,7 +9,7 @@ SOURCES := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* ben
 # and pytest all of its own.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo introduction newcomer native test test-all device gpu zoo comparison fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
+.PHONY: demo introduction newcomer native test test-project test-all device gpu zoo comparison fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	realworld-vllm \
 	matrix interpreters threads
@@ -21,9 +21,11 @@ demo: introduction $(STAMP)
 introduction:
 	@cat examples/_demo/introduction.txt
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 # The tests have a cache in the working tree. It is filled here, because pytest keeps what is said
 # while it imports the tests.
-native test: export TORCHOP_CACHE_DIR ?= $(CURDIR)/.native_cache
+native test test-project: export TORCHOP_CACHE_DIR ?= $(CURDIR)/.native_cache
 native: $(STAMP)
 	@$(BIN)/python -c "import torchop; torchop.native.wait()"
 
@@ -32,11 +34,15 @@ DEVICE ?=
 ON_DEVICE := tests/core tests/define tests/accelerate
 test: native
 ifdef DEVICE
-	TORCHOP_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -n 2 --dist loadfile \
-		--no-loadscope-reorder -p tests.on_device $(ON_DEVICE)
+	TORCHOP_TEST_DEVICE=$(DEVICE) $(PYTEST) -p tests.on_device $(ON_DEVICE)
 else
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not project"
 endif
+
+# Those of what surrounds the package: its site, examples, notebooks, benchmarks and new packages.
+# It names their files, because to import all others takes as long as some of these tests.
+test-project: native
+	$(PYTEST) -m project $$(grep -rl --include='*.py' 'pytest\.mark\.project' tests)
 
 # The tests on a device that is not there, which need a process of their own.
 device: $(STAMP)
@@ -50,11 +56,10 @@ gpu: $(STAMP)
 newcomer:
 	$(PYTHON) tools/newcomer.py
 
-# With every combination of the tests of which `test` runs as many as hold all pairs of values, and
-# with more generated examples.
+# Both, with every combination of the tests of which `test` runs as many as hold all pairs of values,
+# and with more generated examples.
 test-all: $(STAMP)
-	TORCHOP_EXAMPLES=300 TORCHOP_FUZZ_EXAMPLES=6000 \
-		$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --all-combinations
+	TORCHOP_EXAMPLES=300 TORCHOP_FUZZ_EXAMPLES=6000 $(PYTEST) --all-combinations
 
 # The tests, or those that TESTS names, with another release of PyTorch. What PyPI has of them needs
 # NVIDIA's libraries to be imported, some 5 GB, which are downloaded once for all releases.

@@ -12,6 +12,8 @@ import torch
 
 from tests.forking import run_compiling, run_forked, run_script
 
+pytestmark = pytest.mark.project
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ROUTES = {"torchop", "custom_op", "define + impl"}
 # The rows of calls, and the bars, that there are only where PyTorch has tags for them.

@@ -12,6 +12,8 @@ from PIL import Image
 from tests.forking import run_compiling, run_forked, run_script
 from tests.support import assert_clean, needs_native
 
+pytestmark = pytest.mark.project
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEMO = EXAMPLES / "crop_demo.py"
 ON_RANKS = EXAMPLES / "tensor_parallel.py"  # `rules/user/sharding/program.py` runs it on four

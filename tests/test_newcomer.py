@@ -20,6 +20,8 @@ import pytest
 import torch
 from markdown_it import MarkdownIt
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parents[1]
 NOT_IN_A_CLONE = (".*", "_build", "__pycache__", "*.egg-info")
 

@@ -16,6 +16,8 @@ from tests.support import load_tool, without_notes_of_pytorch
 for package in ("ipykernel", "nbclient", "nbformat"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
+pytestmark = pytest.mark.project
+
 PICTURE = "image/jpeg"
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from bs4 import BeautifulSoup, Tag
 
+pytestmark = pytest.mark.project
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 # Where a test leaves what a person should look at.

@@ -57,6 +57,7 @@ def run(*command: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.project
 def test_they_build_and_install_and_pass_their_own_tests(made: Path) -> None:
     installed = made / "installed"
     pip = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
@@ -82,6 +83,7 @@ def test_they_build_and_install_and_pass_their_own_tests(made: Path) -> None:
     assert "made_ctypes::softcap(Tensor x, float cap=30.) -> Tensor; kernels for cpu" in listed
 
 
+@pytest.mark.project
 def test_what_is_written_is_formatted_and_well_formed(made: Path) -> None:
     for command in (["format", "--check"], ["check", "--select", "E,F,B"]):
         run(
@@ -106,6 +108,7 @@ def test_what_is_written_is_formatted_and_well_formed(made: Path) -> None:
     assert 'add_op_namespace_prefix("silu_mul")' in operators
 
 
+@pytest.mark.project
 def test_two_versions_for_the_hub_live_in_one_process(made: Path, tmp_path: Path) -> None:
     # As kernel-builder writes them, and as the package kernels imports them.
     for version in ("made_hf_1a2b", "made_hf_3c4d"):
