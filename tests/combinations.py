@@ -7,6 +7,10 @@
 
 It takes so many combinations that each value of one parameter meets each value of another, as far
 as they do among all of them. `--all-combinations` runs the rest too.
+
+A test that itself goes through many things for each of its parameters takes a share of them:
+
+    for check in combinations.share(checks, SPECIMENS.index(specimen), 8, request.config):
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+T = TypeVar("T")
 OPTION = "--all-combinations"
 MARKER = (
     "pairwise: of its combinations, runs so many that all pairs of values are there; "
@@ -71,3 +76,17 @@ def pairs(combination: dict[str, Any]) -> set[Any]:
     """The pairs of values in a combination."""
     values = sorted((name, repr(value)) for name, value in combination.items())
     return set(itertools.combinations(values, 2))
+
+
+def share(things: Sequence[T], turn: int, of: int, config: pytest.Config) -> list[T]:
+    """Every so many-th thing, so that tests with turns in a row have all, or all at once on demand.
+
+    Args:
+        things: what there is.
+        turn: the number of the test, from 0.
+        of: how many tests have all things together.
+        config: what pytest was asked for.
+    """
+    if config.getoption(OPTION):
+        return list(things)
+    return [thing for number, thing in enumerate(things) if number % of == turn % of]
