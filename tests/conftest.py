@@ -48,6 +48,12 @@ FIRST = (
     "native/test_leaks.py",
     "core/test_define.py",
     "core/test_end.py",
+    "accelerate/test_accelerate.py",
+    "accelerate/test_gradients.py",
+    "accelerate/test_kernels.py",
+    "accelerate/test_operator.py",
+    "accelerate/test_overloads.py",
+    "accelerate/test_results.py",
 )
 # Those that take ten seconds of a processor and more, so that no process is left with one of them
 # at the end. A new file that does belongs here.
