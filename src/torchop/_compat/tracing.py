@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch._higher_order_ops.auto_functionalize import get_base
+from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphAutogradOp
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
 from torch.fx.experimental import proxy_tensor
@@ -118,16 +121,21 @@ def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if proxy is None else proxy.proxy.node
 
 
+_RECORDS_A_REGION = InvokeSubgraphAutogradOp.forward.__code__
+
+
 def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
     """Whether the graph that is being traced orders calls that have an effect, and so keeps them.
 
     PyTorch hands a token from one such call to the next, and `mode`, the FunctionalTensorMode, has
     the last. Most graphs inside a graph (the branches of a `torch.cond`, the body of a loop)
-    neither take nor return it, so a call there is dead code.
+    neither take nor return it, so a call there is dead code. A nested region takes it, but from its
+    third call on, PyTorch counts the token among the results and loses the gradient of the region.
     """
     proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    if proxy_mode is None:
-        return True  # nothing is traced yet
+    if proxy_mode is None:  # nothing is traced yet
+        callers = traceback.walk_stack(sys._getframe())
+        return not any(frame.f_code is _RECORDS_A_REGION for frame, _ in callers)
     token = mode._tokens.get(effect)
     if token is None:
         # A backward makes its first token itself.

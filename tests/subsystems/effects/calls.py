@@ -22,10 +22,15 @@ def trained(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Any]]:
     return x.grad, list(CALLS)
 
 
-def nested_regions(log: Any) -> Callable[[Tensor], Tensor]:
+def nested_regions(log: Any, calls: int = 2) -> Callable[[Tensor], Tensor]:
     @torch.compiler.nested_compile_region
     def region(x: Tensor) -> Tensor:
         log(x, 1)
         return x.sin()
 
-    return lambda x: region(region(x))
+    def regions(x: Tensor) -> Tensor:
+        for _ in range(calls):
+            x = region(x)
+        return x
+
+    return regions
