@@ -37,6 +37,16 @@ def test_a_kernel_registered_after_compilation_runs_without_compiling_again(name
     assert len(recorder.graphs) == 1
 
 
+def test_a_compiled_function_may_ask_a_handle_for_what_it_lacks(namespace):
+    cube = define_cube(namespace)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        return x if hasattr(cube, "a_mark_of_a_decorator") else cube(x)
+
+    assert_close(function(torch.full((2,), 2.0)), torch.full((2,), 8.0))
+
+
 # What Dynamo does to make an attribute of a tensor known to be absent; it hides the warning itself,
 # unless warnings are errors.
 _reads_grad = pytest.mark.filterwarnings(

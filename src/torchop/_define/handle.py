@@ -226,10 +226,9 @@ class CustomOp(Registrations, Generic[P, R]):
             """The method `register_<name>` of a rule that another package made."""
             kind, _, rule = name.partition("register_")
             if kind or rule not in rule_names():
+                # Python adds the name and the object, which Dynamo would not let us pass.
                 raise AttributeError(
-                    f"{type(self).__name__!r} object has no attribute {short_repr(name)}",
-                    name=name,
-                    obj=self,
+                    f"{type(self).__name__!r} object has no attribute {short_repr(name)}"
                 )
             return functools.partial(self.register, rule)
 
