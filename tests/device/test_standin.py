@@ -287,6 +287,32 @@ def test_gradients():
     assert x.grad.tolist() == [6, 6]
 
 
+def test_gradients_that_are_zero_have_no_memory():
+    x = torch.tensor([-1.0, 2.0], device="standin:1", requires_grad=True)
+    (grad,) = torch.autograd.grad(x.sign().sum(), x, create_graph=True)
+    assert grad.device == x.device
+    assert (grad + x.detach()).tolist() == [-1, 2]
+    zeros = torch._efficientzerotensor((2,), device="standin:1")
+    assert (zeros._is_zerotensor(), zeros.device) == (True, x.device)
+    assert (zeros + x.detach()).tolist() == [-1, 2]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions(transposed):
+    convolve = torch.conv_transpose1d if transposed else torch.conv1d
+    x = torch.arange(12.0, dtype=torch.float64).reshape(2, 2, 3)
+    weight = torch.tensor([[[1.0, -2.0], [0.5, 3.0]], [[4.0, 1.0], [-1.0, 2.0]]]).double()
+    bias = torch.tensor([0.25, -1.0], dtype=torch.float64)
+    found = []
+    for device in ("cpu", "standin:1"):
+        inputs = [t.to(device).requires_grad_() for t in (x, weight, bias)]
+        y = convolve(*inputs)
+        grads = torch.autograd.grad(y.square().sum(), inputs)
+        found.append([t.tolist() for t in (y, *grads)])
+        assert {t.device for t in grads} == {y.device} == {torch.device(device)}
+    assert found[0] == found[1]
+
+
 def test_other_operators_run_on_the_cpu():
     x = torch.tensor([1.0, 2.0], device="standin")
     assert (x + 1).tolist() == [2, 3]

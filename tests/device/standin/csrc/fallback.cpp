@@ -14,6 +14,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/StringUtil.h>
+#include <torch/library.h>
 
 #include "generator.h"
 #include "kernels.h"
@@ -247,7 +248,25 @@ Work work_of(
   };
 }
 
-void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
+// The operator that does on the CPU what the call asks for. Convolutions have one for the devices
+// of plug-ins, which the CPU has no kernel for, and in backward it takes no sizes of the bias.
+c10::OperatorHandle operator_of_host(const c10::OperatorHandle& op, Stack* stack) {
+  const std::string& name = op.operator_name().name;
+  const bool is_backward = name == "aten::convolution_backward_overrideable";
+  if (!is_backward && name != "aten::convolution_overrideable")
+    return op;
+  if (is_backward) {
+    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    const int64_t channels = arguments[0].toTensor().size(1); // of the output
+    const auto after_weight = stack->end() - ptrdiff_t(arguments.size()) + 3;
+    stack->insert(after_weight, c10::List<int64_t>({channels}));
+  }
+  return c10::Dispatcher::singleton().findSchemaOrThrow(
+      is_backward ? "aten::convolution_backward" : "aten::convolution", "");
+}
+
+void run_on_host(const c10::OperatorHandle& called, Stack* stack) {
+  const c10::OperatorHandle op = operator_of_host(called, stack);
   const size_t count = op.schema().arguments().size();
   const std::string& name = op.operator_name().name;
   const bool is_of_others = name.rfind("aten::", 0) != 0;
@@ -285,6 +304,12 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 } // namespace
+
+// They have kernels for every device, which refuse, so that no fallback is asked.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  for (const char* name : {"convolution_overrideable", "convolution_backward_overrideable"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
 
 void set_fallback(bool is_on) {
   static auto* registration = new std::optional<c10::RegistrationHandleRAII>();

@@ -4,6 +4,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -47,6 +48,23 @@ at::Tensor empty_strided(
   const c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_strided_generic(
       size, stride, &device_allocator, keys, c10::dtype_or_default(dtype));
+}
+
+// A gradient that is zero, as autograd makes it: it has no memory.
+at::Tensor zeros_without_memory(
+    at::IntArrayRef size,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<Device> device,
+    std::optional<bool>) {
+  const c10::DeviceGuard guard(c10::device_or_default(device));
+  at::native::ZeroTensorAllocator allocator(Device(kStandin, current_device));
+  return at::detail::empty_generic(
+      size,
+      &allocator,
+      keys | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor),
+      c10::dtype_or_default(dtype),
+      std::nullopt);
 }
 
 // --- Copies
@@ -163,6 +181,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", empty_memory_format);
   library.impl("empty_strided", empty_strided);
+  library.impl("_efficientzerotensor", zeros_without_memory);
 
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
