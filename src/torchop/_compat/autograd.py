@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import Context
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,16 @@ def is_excluded() -> bool:
 def is_in_backward() -> bool:
     """Whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def context_of_backward() -> Context:
+    """What context variables were where the backward began that this thread runs, perhaps for it.
+
+    An empty context outside of backward, and where PyTorch does not carry one to its threads.
+    """
+    if is_in_backward() and torch._C._is_key_in_tls("context"):
+        return cast(Context, torch._C._get_obj_in_tls("context"))
+    return Context()
 
 
 # The keys that `below_autograd` excludes.

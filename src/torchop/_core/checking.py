@@ -6,9 +6,10 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Protocol
 
-from torchop._compat import compilers
+from torchop._compat import autograd, compilers
 from torchop._core.blocks import Block
 from torchop._core.lock import registration_lock
 from torchop._core.snapshot import Snapshot
@@ -28,12 +29,13 @@ class checking(Block):  # noqa: N801  (called like a function)
     strides and storage, and PyTorch's count of in-place writes, it finds writes of PyTorch, of
     NumPy and of C extensions.
 
-    It checks the calls of this thread, also from compiled code and from other kernels, and every
-    kernel that was registered with torchop. Blocks may be nested, and you can decorate a function.
-    A block is slow, because it copies the inputs of each call; calls outside of blocks cost nothing
-    extra. Some inputs cannot be compared: tensors without data, MKL-DNN tensors, tensors for whose
-    copy the device has no room, and all tensors while a graph is captured on their device. Other
-    threads should not write into the same memory meanwhile.
+    It checks the calls of this thread and of its backward, also from compiled code and from other
+    kernels, and every kernel that was registered with torchop. On a GPU, backward runs in threads
+    of PyTorch's own, and before PyTorch 2.13 no block reaches these. Blocks may be nested, and you
+    can decorate a function. A block is slow, because it copies the inputs of each call; calls
+    outside of blocks cost nothing extra. Some inputs cannot be compared: tensors without data,
+    MKL-DNN tensors, tensors for whose copy the device has no room, and all tensors while a graph is
+    captured on their device. Other threads should not write into the same memory meanwhile.
 
     Raises:
         UndeclaredMutationError: in the block, by the call of an operator.
@@ -62,6 +64,7 @@ class checking(Block):  # noqa: N801  (called like a function)
             _switch(_blocks + 1)
         self._entered.append(_thread.open_blocks)
         _thread.open_blocks.append(self)
+        _blocks_of_caller.set(_thread.open_blocks)
 
     def __exit__(self, *exception: object) -> None:
         if not self._entered:
@@ -81,6 +84,8 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+# The list of the thread, which its backward finds in the threads that PyTorch runs it in.
+_blocks_of_caller: ContextVar[list[checking]] = ContextVar("torchop_checking")
 _blocks = 0  # open in all threads
 _plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
 
@@ -95,8 +100,10 @@ def _switch(blocks: int) -> None:
 
 
 def is_open() -> bool:
-    """Whether a block of this thread is open."""
-    return bool(_thread.open_blocks)
+    """Whether a block is open of this thread, or of the one whose backward it runs."""
+    if not _blocks or _thread.open_blocks:
+        return bool(_blocks)
+    return bool(autograd.context_of_backward().get(_blocks_of_caller, ()))
 
 
 values.is_checking = is_open
@@ -125,7 +132,7 @@ def checked(
     @compilers.never_traced
     @functools.wraps(kernel)
     def looking(*args: Any, **kwargs: Any) -> Any:
-        if not _thread.open_blocks:
+        if not is_open():
             return kernel(*args, **kwargs)
         snapshot = Snapshot(schema, args[leading:], kwargs)
         result = kernel(*args, **kwargs)

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -259,26 +260,27 @@ class _Recordings(threading.local):
 
     def enter(self, recorded: Recorded) -> None:
         if not self._active:
-            self._mode = observing.observing_mode(self._record)
+            self._mode = observing.observing_mode(partial(_record, self._active))
             self._mode.__enter__()
         self._active.append(recorded)
 
     def exit(self, recorded: Recorded, *error: Any) -> None:
         # Not `index`: recordings with the same calls are equal.
-        indices = [i for i, active in enumerate(self._active) if active is recorded]
-        if not indices:
+        if not (indices := [i for i, each in enumerate(self._active) if each is recorded]):
             raise RuntimeError(
                 "record(...) was exited in another thread than the one that entered it; exit it "
-                "in the same thread."
+                "there."
             )
         del self._active[indices[-1]]
         if not self._active:
             mode, self._mode = self._mode, None
             mode.__exit__(*error)
 
-    def _record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for recorded in {id(recorded): recorded for recorded in self._active}.values():
-            recorded._record(name, args, kwargs)
+
+def _record(active: list[Recorded], *call: Any) -> None:
+    # It may be called in another thread: PyTorch runs backward in some, in the modes of this one.
+    for recorded in {id(recorded): recorded for recorded in active}.values():
+        recorded._record(*call)
 
 
 _recordings = _Recordings()

@@ -12,9 +12,12 @@
 #include <vector>
 
 #include <ATen/Context.h>
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/Size.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "arguments.h"
 #include "dispatch.h"
@@ -389,12 +392,32 @@ __attribute__((noinline, cold)) PyObject* ask(
   return Py_NewRef(function);
 }
 
-// The function for a call, as a new reference; or throws.
-C10_ALWAYS_INLINE PyObject* find(
-    Choice& choice, PyObject* const* args, size_t count, PyObject* keywords) {
+// What blocks are open, as a new reference; or throws. A thread that runs a backward has those of
+// where it began: PyTorch carries the context there.
+C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   PyObject* blocks;
   if (C10_UNLIKELY(PyContextVar_Get(choice.blocks, nullptr, &blocks) < 0))
     throw python_error();
+  const bool is_open = PyTuple_GET_SIZE(PyTuple_GET_ITEM(blocks, 1)) != 0;
+  if (C10_LIKELY(is_open || torch::autograd::get_current_graph_task_id() == -1))
+    return blocks;
+  THPObjectPtr own(blocks);
+  static const std::string& key = *new std::string("context");
+  using at::impl::ThreadLocalPythonObjects;
+  if (!ThreadLocalPythonObjects::contains(key))
+    return own.release();
+  PyObject* context = ThreadLocalPythonObjects::get(key)->ptr(getPyInterpreter());
+  const int is_there = PySequence_Contains(context, choice.blocks);
+  if (is_there < 0)
+    throw python_error();
+  return is_there == 0 ? own.release()
+                       : checked(PyObject_GetItem(context, choice.blocks)).release();
+}
+
+// The function for a call, as a new reference; or throws.
+C10_ALWAYS_INLINE PyObject* find(
+    Choice& choice, PyObject* const* args, size_t count, PyObject* keywords) {
+  PyObject* blocks = open_blocks(choice);
   PyObject* settings = PyTuple_GET_ITEM(blocks, 0);
   const bool is_deterministic =
       choice.asks_for_determinism && at::globalContext().deterministicAlgorithms();

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from torchop._compat import compilers, operators
+from torchop._compat import autograd, compilers, operators
 from torchop._core.blocks import Block
 from torchop._core.lock import registration_lock
 from torchop._errors import ProviderNameError, nearest, short_repr
@@ -83,16 +83,29 @@ class Settings:
 _MOST_SETTINGS = 1000
 _settings: dict[Any, Settings] = {}
 NO_BLOCK = Settings()
-# What the open blocks of this thread or task come to, which the extension reads too; and these
-# blocks, the outermost first: they may be left in another order than they were entered.
-open_blocks: ContextVar[tuple[Settings, tuple[priority, ...]]] = ContextVar(
-    "torchop_priority", default=(NO_BLOCK, ())
-)
+
+
+class OpenBlocks(NamedTuple):
+    """What the open blocks of a thread or task come to, and these blocks, the outermost first."""
+
+    settings: Settings = NO_BLOCK
+    blocks: tuple[priority, ...] = ()  # they may be left in another order than they were entered
+    inherited: int = 0  # so many of them were open where the backward began that the thread runs
+
+
+_NOTHING_OPEN = OpenBlocks()
+# The extension reads it, too, in the same way as `_open_blocks`.
+open_blocks: ContextVar[OpenBlocks] = ContextVar("torchop_priority", default=_NOTHING_OPEN)
 
 
 def current() -> Settings:
-    """What the open blocks of this thread or task come to."""
-    return open_blocks.get()[0]
+    """What the open blocks of this thread or task come to, or of that whose backward it runs."""
+    return _open_blocks().settings
+
+
+def _open_blocks() -> OpenBlocks:
+    found = open_blocks.get()
+    return found if found.blocks else autograd.context_of_backward().get(open_blocks, found)
 
 
 def _settings_of(blocks: tuple[priority, ...]) -> Settings:
@@ -293,10 +306,11 @@ class priority(Block):  # noqa: N801  (called like a function)
     """Sets the order in which calls ask the providers of operators, inside of a `with` block.
 
     It is for the calls of this thread, or of this asyncio task, and for the functions that you
-    decorate. Of nested blocks, the innermost one that names the operator counts. A backward on a
-    GPU runs in a thread of PyTorch's own, to which no block applies, so set the order of its
-    operators with `set_priority`. A compiled graph calls the operator, which chooses as in eager
-    mode, unless a provider was traced into the graph (`compile="inline"`), which it then keeps.
+    decorate. Of nested blocks, the innermost one that names the operator counts. It is also for a
+    backward that is called in it, which runs in a thread of PyTorch's own on a GPU; not with
+    PyTorch 2.11 and 2.12, for which you set the order of such operators with `set_priority`. A
+    compiled graph calls the operator, which chooses as in eager mode, unless a provider was traced
+    into the graph (`compile="inline"`), which it then keeps.
 
     Args:
         orders: names of providers by operator, as in `set_priority`.
@@ -363,18 +377,24 @@ class priority(Block):  # noqa: N801  (called like a function)
             with registration_lock:
                 _blocks_were_opened = True
                 outdate_plans()
-        _set_blocks((*open_blocks.get()[1], self))
+        before = _open_blocks()
+        is_first = not open_blocks.get().blocks
+        inherited = len(before.blocks) if is_first else before.inherited
+        _set_blocks((*before.blocks, self), inherited)
 
     def __exit__(self, *exception: object) -> None:
-        blocks = open_blocks.get()[1]
-        if self not in blocks:
+        _, blocks, inherited = open_blocks.get()
+        if self not in blocks[inherited:]:
             raise RuntimeError(
                 "priority() was exited, but it was not entered in this thread or task. Enter and "
                 "leave it in one, with a `with` statement."
             )
         innermost = len(blocks) - 1 - blocks[::-1].index(self)
-        _set_blocks(blocks[:innermost] + blocks[innermost + 1 :])
+        _set_blocks(blocks[:innermost] + blocks[innermost + 1 :], inherited)
 
 
-def _set_blocks(blocks: tuple[priority, ...]) -> None:
-    open_blocks.set((_settings_of(blocks), blocks))
+def _set_blocks(blocks: tuple[priority, ...], inherited: int) -> None:
+    if len(blocks) > inherited:
+        open_blocks.set(OpenBlocks(_settings_of(blocks), blocks, inherited))
+    else:  # the thread must not keep what was open where a backward began
+        open_blocks.set(_NOTHING_OPEN)
