@@ -49,13 +49,13 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 620,
-    "_compat": 3041,
-    "_core": 1583,
+    "_compat": 3046,
+    "_core": 1588,
     "_define": 1978,
     "_inspect": 1069,
     "_native": 1452,
-    "_native/csrc": 4666,
-    "_rules": 5459,
+    "_native/csrc": 4686,
+    "_rules": 5471,
     "_rules/autograd": 2032,
     "_rules/residuals": 512,
     "_rules/user/sharding": 849,
