@@ -162,8 +162,12 @@ def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
 NATIVE = {"accelerate", "class-form", "compiling", "native-calls"}
 
 
+# It shows programs of several processes, each of which imports PyTorch.
+PROGRAMS = {"workers"}
+
+
 def _parameter(page: Path) -> Any:
-    marks = needs_native if page.stem in NATIVE else ()
+    marks = [needs_native] * (page.stem in NATIVE) + [pytest.mark.project] * (page.stem in PROGRAMS)
     return pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=marks)
 
 

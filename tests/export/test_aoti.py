@@ -58,6 +58,7 @@ def test_what_is_no_package_is_explained_by_pytorch(tmp_path: Path) -> None:
     assert ours.type is stock.type
 
 
+@pytest.mark.project
 @pytest.mark.skipif(
     not sysconfig.get_config_var("Py_ENABLE_SHARED") or shutil.which("g++") is None,
     reason="needs g++, and a Python that is a shared library",
