@@ -18,14 +18,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-# The same examples in every run: a test that fails fails for everybody. `make test-all` takes more.
+# `make test-all` takes more.
+EXAMPLES = int(os.environ.get("TORCHOP_EXAMPLES", "50"))
+# The same examples in every run: a test that fails fails for everybody.
 # What tests share among their examples is a namespace, which is theirs alone.
 stable = settings(
     derandomize=True,
     deadline=None,
-    max_examples=int(os.environ.get("TORCHOP_EXAMPLES", "100")),
+    max_examples=EXAMPLES,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+# For what has many sides, all of which have to be seen.
+manifold = settings(stable, max_examples=2 * EXAMPLES)
 
 _HEADER = """
 import collections.abc

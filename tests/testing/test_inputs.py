@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 import torchop
-from tests.strategies import stable
+from tests.strategies import manifold, stable
 from torchop.preconditions import (
     Dtype,
     Indices,
@@ -78,7 +78,7 @@ def test_every_call_is_valid(namespace: str, name: str) -> None:
     found = torchop.get_rule("preconditions").lookup(op)
     shapes, values = set(), set()
 
-    @stable
+    @manifold
     @given(inputs(op))
     def check(call: Any) -> None:
         args, kwargs = call

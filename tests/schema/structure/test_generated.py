@@ -30,7 +30,7 @@ def operator(
     return op
 
 
-@settings(strategies.stable, max_examples=150)
+@strategies.manifold
 @given(st.data())
 def test_the_kernel_gets_equal_objects(namespace: str, data: st.DataObject) -> None:
     structure = data.draw(structures())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -153,7 +153,7 @@ def contents(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", KINDS)
-@settings(strategies.stable, max_examples=80)
+@strategies.stable
 @given(names, names, fields_of_classes, st.booleans())
 def test_names_are_no_part_of_the_source(
     namespace: str, make: Any, function: str, name: str, fields: list[str], flag: bool
@@ -180,7 +180,7 @@ def test_names_are_no_part_of_the_source(
 
 
 @pytest.mark.parametrize("make", KINDS[:4])
-@settings(strategies.stable, max_examples=80)
+@strategies.stable
 @given(names, fields_of_classes, st.booleans())
 def test_names_in_results_are_no_part_of_the_source(
     namespace: str, make: Any, name: str, fields: list[str], flag: bool
@@ -203,7 +203,7 @@ def test_names_in_results_are_no_part_of_the_source(
     assert executed == []
 
 
-@settings(strategies.stable, max_examples=80)
+@strategies.stable
 @given(st.one_of(names, names.map(Text)))
 def test_a_parameter_has_a_name_that_source_can_hold(namespace: str, name: str) -> None:
     executed.clear()

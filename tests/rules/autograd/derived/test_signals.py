@@ -112,6 +112,7 @@ def refused(op: Any) -> None:
         torch.autograd.grad(op(x)[2].sum(), x)
 
 
+@pytest.mark.pairwise
 @each_strategy
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("scenario", [backward, second_derivative, refused])
