@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import torch
 import torch.library
+from typing_extensions import TypedDict, Unpack  # Python 3.10 has no Unpack
 
 from torchop import CustomOp, OperatorNameError, RuleSignatureError, register_fake
 from torchop._compat import dispatch
@@ -101,35 +102,27 @@ def direct_register_custom_op(
     return _register(name, op_func, mutates_args, dispatch_key, fake_impl, target_lib, tags)
 
 
+class _Options(TypedDict, total=False):
+    """What `register_custom_op` takes by keyword, for type checkers."""
+
+    op_name: str | None
+    mutates_args: str | Iterable[str] | None
+    out_shape: int | str | None
+    out_dtype: torch.dtype | None
+    fake_impl: Callable[..., Any] | None
+    device_types: str | Sequence[str] | None
+    target_lib: torch.library.Library | None
+    tags: Tags
+    eager: bool
+
+
 @overload
-def register_custom_op(
-    fn: Function,
-    *,
-    op_name: str | None = None,
-    mutates_args: str | Iterable[str] | None = None,
-    out_shape: int | str | None = None,
-    out_dtype: torch.dtype | None = None,
-    fake_impl: Callable[..., Any] | None = None,
-    device_types: str | Sequence[str] | None = None,
-    target_lib: torch.library.Library | None = None,
-    tags: Tags = None,
-    eager: bool = True,
-) -> CustomOp[..., Any]: ...
+def register_custom_op(fn: Function, **options: Unpack[_Options]) -> CustomOp[..., Any]: ...
 
 
 @overload
 def register_custom_op(
-    fn: str | None = None,
-    *,
-    op_name: str | None = None,
-    mutates_args: str | Iterable[str] | None = None,
-    out_shape: int | str | None = None,
-    out_dtype: torch.dtype | None = None,
-    fake_impl: Callable[..., Any] | None = None,
-    device_types: str | Sequence[str] | None = None,
-    target_lib: torch.library.Library | None = None,
-    tags: Tags = None,
-    eager: bool = True,
+    fn: str | None = None, **options: Unpack[_Options]
 ) -> Callable[[Callable[..., Any]], CustomOp[..., Any]]: ...
 
 

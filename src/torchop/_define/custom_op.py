@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.library
+from typing_extensions import Required, TypedDict, Unpack  # Python 3.10 lacks two of them
 
 from torchop._compat import compilers
 from torchop._compat.classes import Tag
@@ -32,40 +33,28 @@ R = TypeVar("R")
 MISSING: Any = object()
 
 
+class Options(TypedDict, total=False):
+    """What `custom_op` takes by keyword, for type checkers."""
+
+    mutates_args: Required[str | Iterable[str]]
+    device_types: DeviceTypes
+    schema: str | None
+    tags: Tags
+    effects: Effect
+    compile: Compile
+    priority: Sequence[str]
+    residuals: Mapping[str, Any] | None
+    lib: torch.library.Library | None
+
+
 @overload
 def custom_op(
-    name: str,
-    fn: None = None,
-    /,
-    *,
-    mutates_args: str | Iterable[str],
-    device_types: DeviceTypes = None,
-    schema: str | None = None,
-    tags: Tags = None,
-    effects: Effect = None,
-    compile: Compile = "opaque",
-    priority: Sequence[str] = (),
-    residuals: Mapping[str, Any] | None = None,
-    lib: torch.library.Library | None = None,
+    name: str, fn: None = None, /, **options: Unpack[Options]
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]: ...
 
 
 @overload
-def custom_op(
-    name: str,
-    fn: Callable[P, R],
-    /,
-    *,
-    mutates_args: str | Iterable[str],
-    device_types: DeviceTypes = None,
-    schema: str | None = None,
-    tags: Tags = None,
-    effects: Effect = None,
-    compile: Compile = "opaque",
-    priority: Sequence[str] = (),
-    residuals: Mapping[str, Any] | None = None,
-    lib: torch.library.Library | None = None,
-) -> CustomOp[P, R]: ...
+def custom_op(name: str, fn: Callable[P, R], /, **options: Unpack[Options]) -> CustomOp[P, R]: ...
 
 
 def custom_op(
