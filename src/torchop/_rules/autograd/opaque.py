@@ -22,7 +22,7 @@ from torchop._core.call import tensors_in
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, GradientError, OpaqueBackwardError
-from torchop._rules.autograd.formula import Formula, SetupContext, plain_calls
+from torchop._rules.autograd.formula import Formula, plain_calls
 from torchop._rules.autograd.gradients import (
     Layout,
     flat_gradients,
@@ -45,14 +45,8 @@ _Metadata = tuple[torch.Size, torch.dtype, torch.device]
 class PlainFormula(Formula):
     """A formula that cannot read tensors such as DTensors, because it is in NumPy or opaque."""
 
-    def __init__(
-        self,
-        definition: Definition,
-        function: Callable[..., Any],
-        setup_context: SetupContext | None = None,
-        training: Any = None,
-    ) -> None:
-        super().__init__(definition, function, setup_context, training)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.backward = self._backward
         self.save_plain, self.save = self.save, self._save
 
@@ -119,14 +113,8 @@ class OpaqueFormula(PlainFormula):
     title = "autograd (opaque)"
     cache_part = title  # graphs call it as an operator
 
-    def __init__(
-        self,
-        definition: Definition,
-        function: Callable[..., Any],
-        setup_context: SetupContext | None = None,
-        training: Any = None,
-    ) -> None:
-        super().__init__(definition, function, setup_context, training)
+    def __init__(self, definition: Definition, function: Callable[..., Any], *more: Any) -> None:
+        super().__init__(definition, function, *more)
         # One operator for all formulas that are registered in turn, because graphs know its name.
         operators: dict[str, _Operator] = definition.library.__dict__.setdefault(_ATTRIBUTE, {})
         operator = operators.get(str(definition))

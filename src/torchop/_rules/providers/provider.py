@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torchop._compat import fake_tensors
 from torchop._core.declaration import Site
 from torchop._core.definition import Definition
+from torchop._core.observers import call_signature, check_arguments
 from torchop._errors import (
     ProviderError,
     ProviderNameError,
@@ -28,7 +29,7 @@ from torchop._errors import (
 )
 from torchop._rules.providers.donating import Donating, checked_donates
 from torchop._rules.providers.priority import REFERENCE, TUNED
-from torchop._schema.callables import check_callable, check_no_generator, check_signature
+from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.defaults import fitted, same_default
 from torchop._schema.signatures import spell_function
 
@@ -257,14 +258,27 @@ def _check_parameters(
         return
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     keywords = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
-    pairs = list(zip(_expected(definition, False), positional, strict=False))
-    expected = list(_expected(definition, True))
-    pairs += [(each, keywords[each[0]]) for each in expected if each[0] in keywords]
-    for (name, spelled, is_same), parameter in pairs:
-        default = parameter.default
+    expected = call_signature(definition.overload).parameters.values()
+    by_position = (p for p in expected if p.kind is not p.KEYWORD_ONLY)
+    pairs = list(zip(by_position, positional, strict=False))
+    pairs += [
+        (p, keywords[p.name]) for p in expected if p.kind is p.KEYWORD_ONLY and p.name in keywords
+    ]
+    arguments = {argument.name: argument for argument in definition.schema.arguments}
+
+    def is_same(declared: inspect.Parameter, default: Any) -> bool:
+        if definition.structure is None:
+            argument = arguments[declared.name]
+            return argument.has_default and same_default(default, argument)
+        return declared.default is default or bool(declared.default == default)
+
+    for declared, parameter in pairs:
+        name, default = declared.name, parameter.default
         if name != parameter.name and parameter.kind is not parameter.POSITIONAL_ONLY:
             problem = f"calls the parameter {name!r} of the operator {parameter.name!r}"
-        elif default is not inspect.Parameter.empty and not is_same(default):
+        elif default is not parameter.empty and not is_same(declared, default):
+            has_none = declared.default is parameter.empty
+            spelled = "none" if has_none else short_repr(declared.default)
             problem = f"has the default {short_repr(default)} for {name!r}, the operator {spelled}"
         else:
             continue
@@ -274,38 +288,11 @@ def _check_parameters(
         )
 
 
-def _expected(
-    definition: Definition, keyword_only: bool
-) -> Iterator[tuple[str, str, Callable[[Any], bool]]]:
-    """The names of an author's parameters, their defaults in words, and what compares with them."""
-    structure, schema = definition.structure, definition.schema
-    if structure is not None:
-        for parameter in structure.parameters:
-            if parameter.keyword_only is keyword_only:
-                default = parameter.declared.default
-                is_none = default is inspect.Parameter.empty
-                spelled = "none" if is_none else short_repr(default)
-                yield parameter.name, spelled, functools.partial(_is_equal, default)
-        return
-    for argument in schema.keyword_only if keyword_only else schema.positional:
-        spelled = short_repr(argument.default) if argument.has_default else "none"
-        yield argument.name, spelled, functools.partial(_is_same, argument)
-
-
-def _is_equal(declared: Any, own: Any) -> bool:
-    return declared is own or bool(declared == own)
-
-
-def _is_same(argument: Any, own: Any) -> bool:
-    return argument.has_default and same_default(own, argument)
-
-
 def _asking(
     what: str, definition: Definition, supports: Callable[..., Any]
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any], bool], bool]:
     """What asks `supports` about a call. It gets tensors without data, which it must not read."""
-    names = ([each[0] for each in _expected(definition, keyword)] for keyword in (False, True))
-    check_signature(f"{what}: supports", supports, *names)
+    check_arguments(f"{what}: supports", definition.overload, supports)
     check_no_generator(f"{what}: supports", supports, None)
     convention = definition.convention
     slow: (
