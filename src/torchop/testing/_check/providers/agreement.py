@@ -195,7 +195,7 @@ def supports_is_sound(op: Any, args: Any, kwargs: Any, provider: str, first: Any
         answer = first
         expect("to another question about the same arguments", ask())
     expect("about zeros in place of these numbers", ask(_zeros((args, kwargs))))
-    for what, change in _SURROUNDINGS.items():
+    for what, change in _SETTINGS.items():
         with restored():
             change()
             expect(what, ask())
@@ -226,7 +226,7 @@ def _zeros(call: Any) -> Any:
     return probes.mapped(call, lambda t: t if probes.is_plain(t) else torch.zeros_like(t))
 
 
-_SURROUNDINGS: dict[str, Callable[[], object]] = {
+_SETTINGS: dict[str, Callable[[], object]] = {
     "with another default dtype": functools.partial(torch.set_default_dtype, torch.float64),
     "where gradients are recorded": functools.partial(torch.set_grad_enabled, True),
     "where no gradients are recorded": functools.partial(torch.set_grad_enabled, False),

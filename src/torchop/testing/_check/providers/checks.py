@@ -55,7 +55,7 @@ def of_providers(subject: Subject) -> Iterator[Subject]:
             else f"it is for {devices}, and the examples are on {device}"
         )
         pairs = provider.tolerance.values()
-        if pairs:  # where the kernel is compared with itself, in other surroundings
+        if pairs:  # where the kernel is compared with itself, with other settings
             limits = map(max, zip(*pairs, strict=True))
             under.tolerances = dict(zip(("rtol", "atol"), limits, strict=True))
         yield under

@@ -19,10 +19,10 @@ from torchop.testing.process_state import restored, set_decimal_comma
 _ENDS_OF_PATHS = ("DIR", "PATH", "HOME", "FILE", "ROOT", "FOLDER", "CACHE")
 
 
-def ignores_surroundings(
+def ignores_settings(
     op: Any, args: Any, kwargs: Any, kind: str, draws: bool = False, **tolerances: Any
 ) -> None:
-    """The call does the same in other surroundings of a kind, such as another locale.
+    """The call does the same with other settings of a kind, such as another locale.
 
     What it `draws` may differ, because there are other numbers for each dtype in which they are
     drawn.
@@ -106,7 +106,7 @@ def _cases(kind: str, subject: Subject, details: Details) -> Iterator[Case]:
             # As of PyTorch's own operators: half of an integer is of the default dtype.
             raise CannotCheck("no argument has a dtype that results in floating point could have")
         options = {"kind": kind, "draws": subject.is_random, **subject.tolerances}
-        yield Case("the example", ignores_surroundings, example, options=options)
+        yield Case("the example", ignores_settings, example, options=options)
 
 
 CHECKS = variants("contracts", _QUESTIONS, _cases)
