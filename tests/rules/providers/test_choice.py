@@ -161,7 +161,7 @@ def test_tables_are_bounded(namespace, table, monkeypatch):
             most = max(most, in_plan(op).count)
         else:
             (selection,) = in_plan(op).__self__._selections.values()
-            most = max(most, len(selection._chosen))
+            most = max(most, len(selection.chosen))
     assert most == (4096 if table == "C++" else 100)
 
 

@@ -50,36 +50,29 @@ class DeviceKernels(NamedTuple):
         return tuned.find(self.op, self.tuning, digests, args, kwargs, self.reported)
 
 
-class TunedKernels:
+class TunedKernels(NamedTuple):
     """What "tuned" in an order stands for: of the kernels that may run, the fastest for a call."""
 
-    def __init__(
-        self,
-        kernels: DeviceKernels,
-        allowed: Mapping[str, Provider],
-        tuner: Tuner | None,
-        profiled: Callable[[str, Function], Function],
-    ) -> None:
-        self._kernels = kernels
-        self._allowed = allowed
-        self._tuner = tuner
-        self._profiled = profiled
+    kernels: DeviceKernels
+    allowed: Mapping[str, Provider]
+    tuner: Tuner | None
+    profiled: Callable[[str, Function], Function]
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Measures the kernels for a call in a block of `torchop.tuning`."""
-        if self._tuner is not None:
-            self._tuner.measure(self._kernels, args, kwargs)
+        if self.tuner is not None:
+            self.tuner.measure(self.kernels, args, kwargs)
 
     def fastest(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool
     ) -> tuple[Provider, Function] | None:
         """The fastest one that takes a call, with the config it had; None if none was measured."""
-        measurement, reference = self._kernels.measured(args, kwargs), self._kernels.reference
+        measurement, reference = self.kernels.measured(args, kwargs), self.kernels.reference
         for name, config, *_ in () if measurement is None else measurement.kernels:
-            provider = self._allowed.get(name)
+            provider = self.allowed.get(name)
             if name == REFERENCE and reference is not None:
                 found = TUNED_PROVIDER._replace(name=name, function=reference, written=reference)
-                return found, self._profiled(name, reference)
+                return found, self.profiled(name, reference)
             # A table may have a provider that is gone, or a config that its kernel never had.
             if (
                 provider is not None
@@ -88,5 +81,5 @@ class TunedKernels:
             ):
                 function = provider.kernels[configs.index(config)]
                 found = provider._replace(function=function)
-                return found, self._profiled(name, self._kernels.prepare(function))
+                return found, self.profiled(name, self.kernels.prepare(function))
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -36,51 +37,32 @@ _MOST_KEYS = 4096
 _MOST_SELECTIONS = 64
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Selection:
     """What one order leaves: the first provider that accepts a call, and else the reference.
 
     Tables of calls that were seen, here and in C++, are in front of `answer`, which alone decides.
     """
 
-    __slots__ = (
-        "_chosen",
-        "_fallback",
-        "_report",
-        "_tuned",
-        "candidates",
-        "falls_back",
-        "function",
-        "order",
-        "passed_by",
-    )
+    order: ActiveOrder
+    candidates: list[tuple[Provider, Function]]
+    fallback: Function
+    passed_by: Mapping[str, str]  # by name, why
+    # Whether the reference, where it runs, runs in place of what the order names.
+    falls_back: bool
+    report: Callable[[Selection], None]  # called where no provider accepts a call
+    tuned: TunedKernels | None  # what the order stands for by "tuned", if it says so
+    # What runs, where no provider looks at the arguments.
+    function: Function | None = None
+    # By what `supports` may read of a call, what runs. Threads may write at once: they find the
+    # same, so a lock would guard nothing.
+    chosen: dict[Any, Function] = dataclasses.field(default_factory=dict)
 
-    def __init__(
-        self,
-        order: ActiveOrder,
-        candidates: list[tuple[Provider, Function]],
-        fallback: Function,
-        passed_by: Mapping[str, str],
-        falls_back: bool,
-        report: Callable[[Selection], None],
-        tuned: TunedKernels | None,
-    ) -> None:
-        self.order = order
-        # Whether the reference, where it runs, runs in place of what the order names.
-        self.falls_back = falls_back
-        self.candidates = candidates
-        self.passed_by = passed_by  # by name, why
-        self._fallback = fallback
-        self._report = report  # called where no provider accepts a call
-        self._tuned = tuned  # what the order stands for by "tuned", if it says so
-        # What runs, where no provider looks at the arguments.
-        self.function: Function | None = None
-        if not candidates:
-            self.function = fallback
-        elif candidates[0][0].accepts is None:
-            self.function = candidates[0][1]
-        # By what `supports` may read of a call, what runs. Threads may write at once: they find the
-        # same, so a lock would guard nothing.
-        self._chosen: dict[Any, Function] = {}
+    def __post_init__(self) -> None:
+        if not self.candidates:
+            self.function = self.fallback
+        elif self.candidates[0][0].accepts is None:
+            self.function = self.candidates[0][1]
 
     def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
         """The function for a call, from the table if it is there."""
@@ -88,22 +70,22 @@ class Selection:
             key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
         except _UnknownError:
             return self.answer(args, kwargs)[0]
-        function = self._chosen.get(key)
+        function = self.chosen.get(key)
         if function is None:
             function, is_lasting = self.answer(args, kwargs)
             if is_lasting:
-                if len(self._chosen) >= _MOST_KEYS:
-                    self._chosen = {}
-                self._chosen[key] = function
+                if len(self.chosen) >= _MOST_KEYS:
+                    self.chosen = {}
+                self.chosen[key] = function
         return function
 
     def answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Function, bool]:
         """The function for a call, and whether tables may keep it for those with the same key."""
-        if self._tuned is not None:
-            self._tuned.measure(args, kwargs)
+        if self.tuned is not None:
+            self.tuned.measure(args, kwargs)
         provider, function = self.choose(args, kwargs)
         if provider is None:
-            self._report(self)
+            self.report(self)
         return function, True
 
     def choose(
@@ -111,12 +93,12 @@ class Selection:
     ) -> tuple[Provider | None, Function]:
         """The first provider that accepts a call, None for the reference, and the function."""
         for provider, function in self.candidates:
-            if provider is TUNED_PROVIDER and self._tuned is not None:
-                if (fastest := self._tuned.fastest(args, kwargs, is_traced)) is not None:
+            if provider is TUNED_PROVIDER and self.tuned is not None:
+                if (fastest := self.tuned.fastest(args, kwargs, is_traced)) is not None:
                     return fastest
             elif provider.accepts is None or provider.accepts(args, kwargs, is_traced):
                 return provider, function
-        return None, self._fallback
+        return None, self.fallback
 
 
 def _why_not(provider: Provider, settings: Settings, only_deterministic: bool) -> str | None:

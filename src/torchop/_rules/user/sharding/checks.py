@@ -48,12 +48,25 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
         fitting.arguments = (Operand(()),)
     if len(results) == 1 and not rule.results:
         fitting.results = (Operand((), "List[" in results[0]),)
-    _check_count(op, rule, schema, fitting.arguments, arguments, "takes", "before")
-    _check_count(op, rule, schema, fitting.results, results, "returns", "after")
-    for operand, argument in zip(fitting.arguments, arguments, strict=True):
-        _check_brackets(op, rule, schema, operand, argument.name, is_list=argument.is_tensor_list)
-    for index, (operand, kind) in enumerate(zip(fitting.results, results, strict=True)):
-        _check_brackets(op, rule, schema, operand, f"result {index}", is_list="List[" in kind)
+    taken = {argument.name: argument.is_tensor_list for argument in arguments}
+    returned = {f"result {index}": "List[" in kind for index, kind in enumerate(results)}
+    what, got = f"{op.name()}: the sharding rule {rule.shown}", f"{IN_DOUBT} Got {schema}."
+    for operands, tensors, side, listed in (
+        (fitting.arguments, taken, "before '->', but the operator takes", f" ({', '.join(taken)})"),
+        (fitting.results, returned, "after '->', but the operator returns", ""),
+    ):
+        if len(operands) != len(tensors):
+            raise ShardingRuleError(
+                f"{what} has {_count(len(operands), 'operand')} {side} "
+                f"{_count(len(tensors), 'tensor')}{listed}. {got}"
+            )
+        for operand, (name, is_list) in zip(operands, tensors.items(), strict=True):
+            if operand.is_list is not is_list:
+                kind = "a list of tensors" if is_list else "one tensor"
+                where = "in [brackets]" if is_list else "not in [brackets]"
+                raise ShardingRuleError(
+                    f"{what}: {name} is {kind}, whose operand is {where}. {got}"
+                )
     _check_written(op, rule, schema, fitting)
     fitting.linear = _numbered(op, rule, arguments)
     return fitting
@@ -106,42 +119,8 @@ def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[st
     return names
 
 
-def _check_count(
-    op: OpOverload,
-    rule: Sharding,
-    schema: Schema,
-    operands: Sequence[Operand],
-    tensors: Sequence[Argument | str],
-    verb: str,
-    side: str,
-) -> None:
-    if len(operands) == len(tensors):
-        return
-    names = ", ".join(each.name for each in tensors if isinstance(each, Argument))
-    raise ShardingRuleError(
-        f"{op.name()}: the sharding rule {rule.shown} has {_count(len(operands), 'operand')} "
-        f"{side} '->', but the operator {verb} {_count(len(tensors), 'tensor')}"
-        f"{f' ({names})' if names else ''}. {IN_DOUBT} Got {schema}."
-    )
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _check_brackets(
-    op: OpOverload, rule: Sharding, schema: Schema, operand: Operand, name: str, *, is_list: bool
-) -> None:
-    if operand.is_list == is_list:
-        return
-    problem = (
-        f"{name} is a list of tensors, whose operand is in [brackets]"
-        if is_list
-        else f"{name} is one tensor, whose operand is not in [brackets]"
-    )
-    raise ShardingRuleError(
-        f"{op.name()}: the sharding rule {rule.shown}: {problem}. {IN_DOUBT} Got {schema}."
-    )
 
 
 def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Sharding) -> None:
