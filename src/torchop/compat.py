@@ -98,8 +98,16 @@ def direct_register_custom_op(
 
     The idea is `direct_register_custom_op` of vLLM.
     """
-    name = _full_name(op_name, target_lib, _calling_module())
-    return _register(name, op_func, mutates_args, dispatch_key, fake_impl, target_lib, tags)
+    check_callable("direct_register_custom_op", op_func)
+    return register_custom_op(
+        op_func,
+        op_name=str(_full_name(op_name, target_lib, _calling_module())),
+        mutates_args=mutates_args,
+        fake_impl=fake_impl,
+        device_types=dispatch_key,
+        target_lib=target_lib,
+        tags=tags,
+    )
 
 
 class _Options(TypedDict, total=False):
@@ -203,57 +211,40 @@ def register_custom_op(
             raise RuleSignatureError(
                 f"{name}: out_dtype needs out_shape, the argument whose shape the result has."
             )
-        return _register(
-            name,
+        mutated = mutates_args or ()
+        registration = _Registration(
             function,
-            mutates_args,
-            device_types,
+            mutated if isinstance(mutated, str) else tuple(mutated),
+            _devices(name, device_types),
             fake_impl,
-            target_lib,
-            tags,
-            out_shape=out_shape,
-            out_dtype=out_dtype,
+            # What is no library is refused where the operator is defined.
+            weakref.ref(target_lib) if isinstance(target_lib, torch.library.Library) else None,
+            () if tags is None else (tags,) if isinstance(tags, torch.Tag) else tuple(tags),
+            out_shape,
+            out_dtype,
         )
+        return _register(name, registration, target_lib)
 
     return decorate if fn is None else decorate(fn)
 
 
 def _register(
-    name: OpName,
-    function: Callable[..., Any],
-    mutates_args: str | Iterable[str] | None,
-    devices: str | Sequence[str] | None,
-    fake_impl: Callable[..., Any] | None,
-    library: torch.library.Library | None,
-    tags: Tags,
-    *,
-    out_shape: int | str | None = None,
-    out_dtype: torch.dtype | None = None,
+    name: OpName, registration: _Registration, library: torch.library.Library | None
 ) -> CustomOp[..., Any]:
-    mutated = mutates_args or ()
-    registration = _Registration(
-        function,
-        mutated if isinstance(mutated, str) else tuple(mutated),
-        _devices(name, devices),
-        fake_impl,
-        # What is no library is refused where the operator is defined.
-        weakref.ref(library) if isinstance(library, torch.library.Library) else None,
-        () if tags is None else (tags,) if isinstance(tags, torch.Tag) else tuple(tags),
-        out_shape,
-        out_dtype,
-    )
+    """Defines the operator, unless the same call has done so already."""
     existing: CustomOp[..., Any] | None = Operator(name, "register_custom_op").handle
     if existing is not None and _registrations.get(name) == registration:
         return existing
+    function, mutates_args, devices, fake_impl, _, tags, out_shape, out_dtype = registration
 
     def build() -> CustomOp[..., Any]:
         check_callers_library(name, library)
         op = define_function(
             name,
             function,
-            mutates_args=registration.mutates_args,
-            device_types=registration.devices,
-            tags=registration.tags,
+            mutates_args=mutates_args,
+            device_types=devices,
+            tags=tags,
             lib=library,
             is_lenient=True,
         )
