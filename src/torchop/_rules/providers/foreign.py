@@ -33,7 +33,6 @@ from torchop._rules.kernels.devices import device_key
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.mutation.rule import MutationRule
 from torchop._rules.providers.choice import choice_by_device
-from torchop._schema.defaults import same_default
 from torchop._schema.forms import Form
 from torchop._schema.naming import RESERVED_NAMESPACES
 from torchop._schema.schema import Argument, Schema
@@ -189,22 +188,39 @@ def _choosing(definition: Definition) -> Function:
 
 def _without_defaults(schema: Schema, function: Function) -> Function:
     """Calls a function as the dispatcher does: without what equals a default."""
+    named = {argument.name: argument for argument in schema.keyword_only}
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        count = len(args)
-        while count and _is_default(schema.positional[count - 1], args[count - 1]):
-            count -= 1
-        named = {a.name: a for a in schema.keyword_only}
-        given = {n: value for n, value in kwargs.items() if not _is_default(named[n], value)}
-        return function(*args[:count], **given)
+        given = {n: v for n, v in kwargs.items() if not is_dropped(v, named[n], schema)}
+        return function(*args[: count_passed(args, schema)], **given)
 
     return called
 
 
-def _is_default(argument: Argument, value: Any) -> bool:
-    if not argument.has_default or isinstance(value, Tensor):
+def count_passed(args: Sequence[Any], schema: Schema) -> int:
+    """How many of all positional arguments the dispatcher would pass."""
+    end = len(args)
+    while end > 0 and is_dropped(args[end - 1], schema.positional[end - 1], schema):
+        end -= 1
+    return end
+
+
+def is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:
+    """Whether the dispatcher passes nothing for an argument, because it equals its default."""
+    if not argument.has_default:
         return False
-    return type(value) is type(argument.default) and same_default(value, argument)
+    if value is argument.default:
+        return True
+    # The dispatcher keeps the default of a device as a str, and no device equals a str.
+    return argument.name not in schema.spelled_devices and _is_equal(value, argument.default)
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    if type(value) is not type(default):
+        return False
+    if isinstance(value, list):
+        return len(value) == len(default) and all(map(_is_equal, value, default))
+    return not isinstance(value, Tensor) and bool(value == default)
 
 
 @functools.cache
