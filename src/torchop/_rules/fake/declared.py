@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,18 +34,31 @@ class _Output(NamedTuple):
 
 def declared(definition: Definition, like: Like, shape: Shape, dtype: DType) -> Callable[..., Any]:
     """Turns a declaration into a fake kernel."""
-    kinds = definition.schema.returns
-    if not kinds:
-        raise _wrong(definition, "the operator returns nothing, so there is nothing to describe")
-    likes = _for_each_output(definition, "like", like)
-    shapes = _for_each_output(definition, "shape", shape)
-    dtypes = _for_each_output(definition, "dtype", dtype)
-    outputs = tuple(
-        _output(definition, index, kind, *options)
-        for index, (kind, *options) in enumerate(zip(kinds, likes, shapes, dtypes, strict=True))
-    )
+    try:
+        outputs = tuple(_outputs(definition, like, shape, dtype))
+    except _MisfitError as error:
+        raise RuleSignatureError(
+            f"{definition}: a fake kernel by declaration does not fit {definition.schema}: "
+            f'{error}. Write register_fake(like="x"), register_fake(shape=lambda x: (x.shape[0],), '
+            "dtype=torch.float32), or, with several outputs, a tuple with an entry for each: "
+            'like=("x", "y"). Otherwise register a function.'
+        ) from None
     names = tuple(argument.name for argument in definition.schema.positional)
     return DeclaredFake(_fake_kernel, str(definition), names, outputs)
+
+
+class _MisfitError(Exception):
+    """What of a declaration does not fit the schema."""
+
+
+def _outputs(definition: Definition, like: Like, shape: Shape, dtype: DType) -> Iterator[_Output]:
+    kinds = definition.schema.returns
+    if not kinds:
+        raise _MisfitError("the operator returns nothing, so there is nothing to describe")
+    options = {"like": like, "shape": shape, "dtype": dtype}
+    each = [_for_each_output(len(kinds), name, value) for name, value in options.items()]
+    for index, (kind, *described) in enumerate(zip(kinds, *each, strict=True)):
+        yield _output(definition, index, kind, *described)
 
 
 class DeclaredFake(functools.partial[Any]):
@@ -57,21 +70,18 @@ class DeclaredFake(functools.partial[Any]):
         return f"the declaration of what {self.args[0]} returns"
 
 
-def _for_each_output(definition: Definition, option: str, value: Any) -> list[Any]:
-    count = len(definition.schema.returns)
+def _for_each_output(count: int, option: str, value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         if value is not None and count > 1:
-            raise _wrong(
-                definition,
+            raise _MisfitError(
                 f"{option} must be a tuple with an entry for each of the {count} outputs, got "
-                f"{short_repr(value)}",
+                f"{short_repr(value)}"
             )
         return [value] * count
     if len(value) != count:
-        raise _wrong(
-            definition,
+        raise _MisfitError(
             f"{option} has {len(value)} entries, but the operator has {count} "
-            f"output{'s' * (count > 1)}",
+            f"output{'s' * (count > 1)}"
         )
     return list(value)
 
@@ -81,47 +91,42 @@ def _output(
 ) -> _Output:
     where = f"output {index}"
     if kind not in ("Tensor", "Optional[Tensor]", "List[Tensor]"):
-        raise _wrong(definition, f"{where} is of type {kind}, which only a function can describe")
+        raise _MisfitError(f"{where} is of type {kind}, which only a function can describe")
     is_list = kind == "List[Tensor]"
     if is_list and shape is not None:
-        raise _wrong(definition, f"{where} is a list, whose shapes only a function can describe")
+        raise _MisfitError(f"{where} is a list, whose shapes only a function can describe")
     arguments = {argument.name: argument for argument in definition.schema.arguments}
     if like is None and shape is None:
-        raise _wrong(definition, f"nothing says what {where} looks like: pass like= or shape=")
+        raise _MisfitError(f"nothing says what {where} looks like: pass like= or shape=")
     if like is None:
         tensors = [a.name for a in definition.schema.arguments if a.kind == "Tensor"]
         if not tensors:
-            raise _wrong(definition, f"there is no tensor from which {where} takes its device")
+            raise _MisfitError(f"there is no tensor from which {where} takes its device")
         like = tensors[0]
-    reference = _argument(definition, arguments, f"like for {where}", like)
+    reference = _argument(arguments, f"like for {where}", like)
     expected = "List[Tensor]" if is_list else "Tensor"
     if reference.kind != expected:
-        raise _wrong(
-            definition,
-            f"{where} is a {expected}, but like={short_repr(like)} is of type {reference.kind}",
+        raise _MisfitError(
+            f"{where} is a {expected}, but like={short_repr(like)} is of type {reference.kind}"
         )
     if isinstance(dtype, str):
-        source = _argument(definition, arguments, f"dtype for {where}", dtype)
+        source = _argument(arguments, f"dtype for {where}", dtype)
         if source.kind not in ("Tensor", "ScalarType"):
-            raise _wrong(
-                definition,
+            raise _MisfitError(
                 f"dtype={short_repr(dtype)} for {where} must name a Tensor or a torch.dtype, "
-                f"but it is of type {source.kind}",
+                f"but it is of type {source.kind}"
             )
     elif not isinstance(dtype, (torch.dtype, type(None))):
-        raise _wrong(
-            definition, f"dtype for {where} must be an argument or a dtype, got {short_repr(dtype)}"
+        raise _MisfitError(
+            f"dtype for {where} must be an argument or a dtype, got {short_repr(dtype)}"
         )
     return _Output(like, is_list, shape, _parameters(definition, where, shape, arguments), dtype)
 
 
-def _argument(
-    definition: Definition, arguments: dict[str, Argument], what: str, name: Any
-) -> Argument:
+def _argument(arguments: dict[str, Argument], what: str, name: Any) -> Argument:
     if not isinstance(name, str) or name not in arguments:
-        raise _wrong(
-            definition,
-            f"{what} must be one of the arguments {', '.join(arguments)}, got {short_repr(name)}",
+        raise _MisfitError(
+            f"{what} must be one of the arguments {', '.join(arguments)}, got {short_repr(name)}"
         )
     return arguments[name]
 
@@ -135,31 +140,20 @@ def _parameters(
     try:
         parameters = inspect.signature(shape).parameters
     except ValueError:  # of some builtins
-        raise _wrong(
-            definition,
+        raise _MisfitError(
             f"shape for {where} must say which arguments it takes, but {short_repr(shape)} has "
-            f"no signature",
+            f"no signature"
         ) from None
     names = tuple(parameters)
     if any(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values()):
-        raise _wrong(definition, f"shape for {where} takes arguments by keyword only")
+        raise _MisfitError(f"shape for {where} takes arguments by keyword only")
     unknown = [name for name in names if name not in arguments]
     if unknown:
-        raise _wrong(
-            definition,
+        raise _MisfitError(
             f"shape for {where} takes {', '.join(unknown)}, but the arguments are "
-            f"{', '.join(arguments)}",
+            f"{', '.join(arguments)}"
         )
     return names
-
-
-def _wrong(definition: Definition, what: str) -> RuleSignatureError:
-    return RuleSignatureError(
-        f"{definition}: a fake kernel by declaration does not fit {definition.schema}: {what}. "
-        'Write register_fake(like="x"), register_fake(shape=lambda x: (x.shape[0],), '
-        'dtype=torch.float32), or, with several outputs, a tuple with an entry for each: like=("x",'
-        ' "y"). Otherwise register a function.'
-    )
 
 
 def _fake_kernel(

@@ -45,26 +45,13 @@ def rows(
     """
     from torch.distributed.tensor import Partial, Replicate, Shard  # for start-up time
 
-    inputs = [rule.arguments[tensor.operand] for tensor in arguments]
-    outputs = _of_results(op, rule, len(results))
-    width = max(
-        (
-            operand.count_any(len(shape))
-            for operand, shape in (
-                *zip(inputs, (tensor.shape for tensor in arguments), strict=True),
-                *zip(outputs, results, strict=True),
-            )
-        ),
-        default=0,
+    inputs = [(rule.arguments[t.operand], t.shape, f"argument {t.operand}") for t in arguments]
+    pairs = enumerate(zip(_of_results(op, rule, len(results)), results, strict=True))
+    outputs = [(operand, shape, f"result {index}") for index, (operand, shape) in pairs]
+    width = max((o.count_any(len(shape)) for o, shape, _ in (*inputs, *outputs)), default=0)
+    named_inputs, named_outputs = (
+        [_named(op, rule, width, *tensor) for tensor in side] for side in (inputs, outputs)
     )
-    named_inputs = [
-        _named(op, rule, operand, tensor.shape, width, f"argument {tensor.operand}")
-        for operand, tensor in zip(inputs, arguments, strict=True)
-    ]
-    named_outputs = [
-        _named(op, rule, operand, shape, width, f"result {index}")
-        for index, (operand, shape) in enumerate(zip(outputs, results, strict=True))
-    ]
     written = [
         named for named, tensor in zip(named_inputs, arguments, strict=True) if tensor.is_mutated
     ]
@@ -113,7 +100,7 @@ def _of_results(op: str, rule: Sharding, count: int) -> list[Operand]:
 
 
 def _named(
-    op: str, rule: Sharding, operand: Operand, shape: Shape, width: int, what: str
+    op: str, rule: Sharding, width: int, operand: Operand, shape: Shape, what: str
 ) -> _Dimensions:
     names = operand.dimensions(len(shape), width)
     if names is None:
