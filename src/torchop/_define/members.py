@@ -91,25 +91,21 @@ def _register_opaque(
     return op.register_autograd(formula, setup_context=setup, opaque=True)
 
 
-def _register_autocast(op: CustomOp[..., Any], dtypes: Any, members: Mapping[str, Any]) -> object:
+def _register_autocast(op: CustomOp[..., Any], dtypes: Any, members: Mapping[str, Any]) -> None:
     if isinstance(dtypes, torch.dtype):
         dtypes = dict.fromkeys(dispatch.autocast_device_types(), dtypes)
     for device, dtype in dtypes.items():
         op.register_autocast(device, dtype)
-    return None
 
 
 def _register_torch_dispatch(
     op: CustomOp[..., Any], functions: Any, members: Mapping[str, Any]
-) -> object:
+) -> None:
     for cls, function in functions.items():
         op.register_torch_dispatch(cls, getattr(function, "__func__", function))
-    return None
 
 
-def _register_providers(
-    op: CustomOp[..., Any], providers: Any, members: Mapping[str, Any]
-) -> object:
+def _register_providers(op: CustomOp[..., Any], providers: Any, members: Mapping[str, Any]) -> None:
     for name, options in providers.items():
         if not isinstance(options, Mapping) or not {"device_types", "function"} <= options.keys():
             raise OperatorClassError(
@@ -121,7 +117,6 @@ def _register_providers(
         options = dict(options)
         devices, kernel = options.pop("device_types"), options.pop("function")
         op.register_kernel(devices, getattr(kernel, "__func__", kernel), provider=name, **options)
-    return None
 
 
 def _form(method: str, what: str) -> Member:

@@ -10,12 +10,8 @@ import torch
 
 from torchop._compat import observing, tracing
 from torchop._rules.autograd import function
+from torchop._rules.providers.tuned import PLAIN
 
-# Values of these types are recorded as they are.
-_PLAIN = (
-    type(None), bool, int, float, complex, str,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
 _LONGEST = 200  # characters of a call in short
 # A program's use of a tensor decides between these two; an example is the same for both.
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -167,7 +163,7 @@ def record_of(
 
     def record(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return value if type(value) in _PLAIN else TypeRecord(_name_of(type(value)))
+            return value if type(value) in PLAIN else TypeRecord(_name_of(type(value)))
         if special := _special_kind(value):
             return TypeRecord(special)
         return TensorRecord(

@@ -63,7 +63,7 @@ class Comparison(NamedTuple):
 
     def lines(self) -> list[str]:
         """The table, and which kernels are missing in it."""
-        rows = [("kernel", "us", "interval"), *((n, *_in_words(m)) for n, m in self.times())]
+        rows = [("kernel", "us", "interval"), *((n, *m.times) for n, m in self.times())]
         return [f"{self.op}{self.call}", *aligned(rows).splitlines(), *self.problems, ""]
 
     def as_json(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Comparison(NamedTuple):
     def report(self) -> CheckReport:
         """A report without checks, for its chart."""
         costs = {
-            f"{name} ({_in_words(measured)[1]})": measured.microseconds
+            f"{name} ({measured.times[1]})": measured.microseconds
             for name, measured in self.times()
         }
         schema = str(Operator(self.op, "bench").schema)
@@ -86,11 +86,6 @@ class Comparison(NamedTuple):
 
 
 _TIMES = "microseconds", "interval"
-
-
-def _in_words(measured: Measured) -> tuple[str, str]:
-    low, high = measured.interval
-    return f"{measured.microseconds:.2f}", f"{low:.2f} to {high:.2f}"
 
 
 class Costs(NamedTuple):

@@ -43,9 +43,7 @@ def show(table: Path | None, as_json: bool) -> None:
     rows = [("operator", "call", "kernel", "us", "interval", "device", "torch")]
     for m in found:
         for kernel in m.kernels:
-            low, high = kernel.interval
-            times = f"{kernel.microseconds:.2f}", f"{low:.2f} to {high:.2f}"
-            rows.append((m.op, m.call, kernel.label, *times, m.device, m.torch))
+            rows.append((m.op, m.call, kernel.label, *kernel.times, m.device, m.torch))
     click.echo(aligned(rows))
 
 

@@ -53,9 +53,8 @@ class Tuned(NamedTuple):
         for measurement in self.measurements:
             lines.append(f"  {measurement.call}")
             for kernel in measurement.kernels:
-                low, high = kernel.interval
-                times = f"{kernel.microseconds:10.2f} us  ({low:.2f} to {high:.2f})"
-                lines.append(f"  {times}  {kernel.label}")
+                microseconds, interval = kernel.times
+                lines.append(f"  {microseconds:>10} us  ({interval})  {kernel.label}")
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
 

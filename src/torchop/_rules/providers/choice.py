@@ -30,6 +30,7 @@ from torchop._rules.providers.priority import (
     Settings,
 )
 from torchop._rules.providers.provider import TUNED_PROVIDER, Provider
+from torchop._rules.providers.tuned import PLAIN, UnknownKindError
 
 # The table of a selection begins again when it has so many keys: calls of ever new sizes would
 # otherwise fill the memory. Finding out again takes microseconds, once in so many calls.
@@ -68,7 +69,7 @@ class Selection:
         """The function for a call, from the table if it is there."""
         try:
             key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
-        except _UnknownError:
+        except UnknownKindError:
             return self.answer(args, kwargs)[0]
         function = self.chosen.get(key)
         if function is None:
@@ -355,37 +356,19 @@ def choice_by_device(choices: Mapping[str, Function], others: Function) -> Funct
     return chosen
 
 
-class _UnknownError(Exception):
-    """An argument of which it is not known what a function could read."""
-
-
 def _key(value: Any) -> Any:
     """What `supports` may read of an argument, as a part of a key."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
-            raise _UnknownError
+            raise UnknownKindError
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     kind = type(value)
     if kind is float:
         return value.hex()  # which tells -0.0 from 0.0, and finds nan again
-    if kind in _PLAIN:
-        return kind, value  # 1 equals True
     if kind is complex:
         return kind, repr(value)  # as for a float
-    raise _UnknownError
-
-
-_PLAIN = frozenset(
-    (
-        int,
-        bool,
-        str,
-        type(None),
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        torch.memory_format,
-    )
-)
+    if kind in PLAIN:
+        return kind, value  # 1 equals True
+    raise UnknownKindError

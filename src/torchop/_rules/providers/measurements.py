@@ -58,6 +58,12 @@ class Measured(NamedTuple):
         """The provider and its config, for people."""
         return " ".join([self.provider, *(f"{k}={v!r}" for k, v in self.config.items())])
 
+    @property
+    def times(self) -> tuple[str, str]:
+        """The microseconds, and the interval that they are in, for people."""
+        low, high = self.interval
+        return f"{self.microseconds:.2f}", f"{low:.2f} to {high:.2f}"
+
 
 class Measurement(NamedTuple):
     """The kernels that were measured for the calls of one kind, the fastest first.

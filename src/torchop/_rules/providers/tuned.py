@@ -37,7 +37,7 @@ class Tuning(NamedTuple):
 
 
 class UnknownKindError(Exception):
-    """An argument of a call that no measurement could be for."""
+    """An argument of a call whose kind is not known: what it holds cannot be told in a key."""
 
 
 # What was measured in this process, or sent to it by the first rank.
@@ -168,14 +168,15 @@ def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list
             return f"{str(value.dtype).removeprefix('torch.')}[{stars}]"
         if isinstance(value, (list, tuple)):
             return f"({', '.join(map(spelled, value))})"
-        if not isinstance(value, _PLAIN):
+        if not isinstance(value, PLAIN):
             raise UnknownKindError
         return repr(value).replace("*", "\\x2a")
 
     return ", ".join(map(spelled, (*args, *kwargs.values()))), sizes
 
 
-_PLAIN = (
+# What is told by its value; tensors and lists are told by what they hold.
+PLAIN = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
