@@ -48,22 +48,22 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # what is added to a room is paid for by what is merged or cut there. A budget is raised in a commit
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
-    "_accelerate": 620,
+    "_accelerate": 604,
     "_compat": 3046,
     "_core": 1588,
-    "_define": 1978,
-    "_inspect": 1069,
+    "_define": 1956,
+    "_inspect": 1066,
     "_native": 1452,
     "_native/csrc": 4686,
-    "_rules": 5471,
-    "_rules/autograd": 2032,
+    "_rules": 5430,
+    "_rules/autograd": 2020,
     "_rules/residuals": 512,
-    "_rules/user/sharding": 849,
+    "_rules/user/sharding": 819,
     "_schema": 3386,
-    "cli": 2276,
+    "cli": 2271,
     "export": 457,
-    "files": 784,
-    "testing": 6218,
+    "files": 763,
+    "testing": 6217,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
