@@ -52,7 +52,7 @@ BUDGETS = {
     "_compat": 3046,
     "_core": 1588,
     "_define": 1956,
-    "_inspect": 1066,
+    "_inspect": 1079,
     "_native": 1452,
     "_native/csrc": 4686,
     "_rules": 5430,
@@ -61,7 +61,7 @@ BUDGETS = {
     "_rules/user/sharding": 819,
     "_schema": 3386,
     "cli": 2271,
-    "export": 457,
+    "export": 508,
     "files": 763,
     "testing": 6217,
 }
