@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -120,6 +121,27 @@ def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
         keys.add("Meta")
     rules = [rule for rule, start in _KEYS.items() if any(key.startswith(start) for key in keys)]
     return kernels, rules
+
+
+def is_defined_in_python(operator: Operator) -> bool:
+    """Whether the library that defined an operator was made in Python."""
+    operator.overload  # noqa: B018  # raises where there is none
+    return _is_python(operators.registration_site(operator.name.packet, operator.name.overload))
+
+
+def python_kernel(operator: Operator, device_type: str) -> str | None:
+    """Where the kernel for a device was registered, unless that was in C++."""
+    operator.overload  # noqa: B018  # raises where there is none
+    table = dispatch.kernel_table(str(operator))
+    text = table.get(dispatch.dispatch_key_name(device_type), "no kernel")
+    if "registered at" in text and not _is_python(text):
+        return None
+    return place_of(operator) or text
+
+
+def _is_python(site: str) -> bool:
+    # Code that is not from a file, as of `python -c`, is "<string>".
+    return re.search(r"(\.py|>):\d+", site) is not None
 
 
 def place_of(operator: Operator) -> str | None:

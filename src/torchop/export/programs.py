@@ -30,6 +30,7 @@ File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 _MANIFEST = "torchop_operators.json"
 # The same in the metadata of a package.
 _METADATA = "torchop_operators"
+_DEVICE = "AOTI_DEVICE_KEY"  # also there
 # Where PyTorch puts extra files, in this version of its format and in the one before.
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
 # The operator that a node calls, or passes to a higher-order operator: a decomposed program calls
@@ -225,6 +226,20 @@ def _in_package(name: str, read: Callable[[], bytes]) -> tuple[str | None, Itera
     if name.endswith(".wrapper.json"):
         return None, _called_operators(json.loads(read()))
     return None, ()
+
+
+def contents_of_package(path: str | os.PathLike[str]) -> tuple[list[OpName], str]:
+    """The operators that a package calls, and the type of the device for which it was compiled."""
+    path = os.fspath(path)
+    _check_archive(path)
+    called: set[OpName] = set()
+    device = "cpu"
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            called.update(_in_package(name, functools.partial(archive.read, name))[1])
+            if name.endswith(".wrapper_metadata.json"):
+                device = json.loads(archive.read(name)).get(_DEVICE, device)
+    return sorted(called), device
 
 
 def _called_operators(calls: Any) -> Iterable[OpName]:

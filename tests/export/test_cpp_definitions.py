@@ -1,0 +1,130 @@
+"""The definitions of operators in C++, for packages that run where there is no Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+import torchop.export
+from tests import combinations
+from tests.export.conftest import run_in
+
+SERVE = Path(__file__).parents[2] / "examples" / "serving" / "serve_alone.cpp"
+KERNELS = """
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+static at::Tensor triple(const at::Tensor& x, double factor) { return x * factor; }
+static void add_one(at::Tensor x) { x.add_(1); }
+
+TORCH_LIBRARY_IMPL(served, CPU, m) {
+  m.impl("triple", &triple);
+  m.impl("add_one.inplace", &add_one);
+}
+"""
+SCHEMA = "(Tensor x) -> Tensor"
+# In the process that made the package, the schemas are those of Python.
+DEFINE = """
+    import pathlib, sys
+    import torch, torchop.export
+    import served_module
+
+    try:
+        torchop.export.cpp_definitions("model.pt2")
+    except torchop.MissingKernelError as error:
+        print(error)
+    torch.ops.load_library("./kernels.so")
+    pathlib.Path("definitions.cpp").write_text(torchop.export.cpp_definitions("model.pt2"))
+"""
+
+
+def _package(folder: Path, device: str, *operators: str) -> Path:
+    """What AOTInductor writes into a package about the operators that it calls."""
+    path = folder / "model.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        nodes = [{"node": {"target": operator}} for operator in operators]
+        archive.writestr("model/data/m.wrapper.json", json.dumps({"nodes": nodes}))
+        metadata = json.dumps({"AOTI_DEVICE_KEY": device})
+        archive.writestr("model/data/m.wrapper_metadata.json", metadata)
+    return path
+
+
+def _register_in_cpp(namespace: str, operator: str, key: str) -> None:
+    """Registers a kernel as a line of a file of C++ does, as far as the dispatcher knows."""
+    library = torch._C._dispatch_library("IMPL", namespace, key, "kernels.cpp", 8)
+    library.impl(operator, key, lambda x, *rest: x.clone())
+    _LIBRARIES.append(library)  # the kernel goes with it
+
+
+_LIBRARIES: list[object] = []
+
+
+def test_the_definitions_are_the_schemas_of_what_the_package_calls(namespace, tmp_path):
+    def decay(
+        x: Tensor, rate: float = 1e-5, mode: str = 'a"b\\', sizes: list[int] = (1, 2)
+    ) -> Tensor:
+        return x
+
+    op = torchop.custom_op(f"{namespace}::decay", decay, mutates_args=())
+    torchop.custom_op(f"{namespace}::unused", lambda x: x, schema=SCHEMA, mutates_args=())
+    _register_in_cpp(namespace, "decay", "CPU")
+    path = _package(tmp_path, "cpu", f"{namespace}::decay", "aten::sin", "aten::add.Tensor")
+    source = torchop.export.cpp_definitions(path)
+    assert f"TORCH_LIBRARY_FRAGMENT({namespace}, m) {{" in source
+    (line,) = (line for line in source.splitlines() if "m.def(" in line)
+    schema = json.loads(line.partition("(")[2].removesuffix(");"))  # a string is the same in C++
+    assert torch._C.parse_schema(f"{namespace}::{schema}") == op.overload._schema
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_kernel_in_python_is_refused(namespace, tmp_path, device):
+    torchop.custom_op(f"{namespace}::f", lambda x: x, schema=SCHEMA, mutates_args=())
+    _register_in_cpp(namespace, "f", {"cpu": "CUDA", "cuda": "CPU"}[device])
+    with pytest.raises(torchop.MissingKernelError) as caught:
+        torchop.export.cpp_definitions(_package(tmp_path, device, f"{namespace}::f"))
+    message = str(caught.value)
+    assert (
+        f"{namespace}::f: the package calls it on {device}, for which it has no kernel" in message
+    )
+    assert "test_cpp_definitions.py:" in message
+    assert f"TORCH_LIBRARY_IMPL({namespace}, ...)" in message
+
+
+def test_an_operator_that_is_not_registered_is_named(tmp_path):
+    with pytest.raises(torchop.OperatorNotFoundError, match="absent::f"):
+        torchop.export.cpp_definitions(_package(tmp_path, "cpu", "absent::f"))
+
+
+def test_a_program_without_python_runs_the_package(request):
+    if not request.config.getoption(combinations.OPTION):
+        pytest.skip(f"g++ takes half a minute, so only {combinations.OPTION} runs it")
+    shipped = request.getfixturevalue("shipped")
+    (shipped / "kernels.cpp").write_text(KERNELS)
+    folder = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-O0", f"-I{folder}/include"]
+    flags += [f"-I{folder}/include/torch/csrc/api/include", f"-L{folder}/lib"]
+    flags += [f"-Wl,-rpath,{folder}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+
+    def compile_cpp(*arguments: str) -> None:
+        command = ["g++", *arguments, *flags]
+        subprocess.run(command, cwd=shipped, check=True, timeout=300)
+
+    compile_cpp("-shared", "-fPIC", "kernels.cpp", "-o", "kernels.so")
+    output = run_in(shipped, DEFINE)
+    assert "served::add_one.inplace: the package calls it on cpu, for which it has no" in output
+    compile_cpp(str(SERVE), "definitions.cpp", "kernels.cpp", "-o", "serve_alone")
+    linked = subprocess.run(["ldd", "serve_alone"], cwd=shipped, capture_output=True, text=True)
+    assert "libtorch_cpu" in linked.stdout
+    assert "libpython" not in linked.stdout
+    done = subprocess.run(
+        ["./serve_alone", "model.pt2"], cwd=shipped, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["4", "4", "4", "[", "CPUFloatType{3}", "]"]
