@@ -101,6 +101,16 @@ def pytest_configure(config: pytest.Config) -> None:
     combinations.pytest_configure(config)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports all tests without looking for garbage among what stays, a fourth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     releases.pytest_collection_modifyitems(items)
     combinations.pytest_collection_modifyitems(config, items)
