@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support import Outcome
 from torchop.cli.certificate import digest, identity_of
 
 OPERATORS = """
@@ -28,17 +32,36 @@ for op in (good, flat):
 SIGNED = "Ada Lovelace <ada@example.org>"
 
 
+@pytest.fixture(scope="module")
+def namespace():
+    """That of the operators, which are checked once for all tests."""
+    return "certified"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, namespace):
+    """Where the module of the operators is, the certificate of both, and its badge."""
+    folder = tmp_path_factory.mktemp("certified")
+    module = f"operators_of_{namespace}"
+    (folder / f"{module}.py").write_text(OPERATORS.replace("NAMESPACE", namespace))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", list(sys.argv))
+        patch.syspath_prepend(folder)
+        outcome = Outcome(
+            *("check", f"{namespace}::*", "--import", module, "-k", "memory.given"),
+            *("-k", "memory.transposed", "--certificate", "certificate.json"),
+            *("--signed-off-by", SIGNED, "--badge", "badge.svg", "--seed", "3"),
+        )
+        assert outcome.code == 1  # one of them is wrong
+        yield folder
+    sys.modules.pop(module, None)  # which a command may have imported here
+
+
 @pytest.fixture
-def certified(run, write, namespace, tmp_path):
-    """The path of a certificate of both operators, and its content."""
-    module = write("operators", OPERATORS)
-    file = tmp_path / "certificate.json"
-    outcome = run(
-        *("check", f"{namespace}::*", "--import", module, "-k", "memory.given"),
-        *("-k", "memory.transposed", "--certificate", str(file), "--signed-off-by", SIGNED),
-        *("--badge", str(tmp_path / "badge.svg"), "--seed", "3"),
-    )
-    assert outcome.code == 1  # one of them is wrong
+def certified(folder, tmp_path):
+    """The path of a certificate that a test may change, and its content."""
+    file = Path(shutil.copy(folder / "certificate.json", tmp_path))
     return file, json.loads(file.read_text())
 
 
@@ -208,8 +231,8 @@ def test_a_file_that_is_not_there(run, tmp_path):
     assert "none.json cannot be read: No such file or directory" in outcome.err
 
 
-def test_badges(certified, run, write, namespace, tmp_path):
-    image = ElementTree.parse(tmp_path / "badge.svg").getroot()
+def test_badges(folder, run, namespace, tmp_path):
+    image = ElementTree.parse(folder / "badge.svg").getroot()
     assert image.get("aria-label") == "torchop check: 3 passed, 1 failed"
     arguments = ("check", f"{namespace}::good", "--import", f"operators_of_{namespace}")
     badge = tmp_path / "badge.json"
