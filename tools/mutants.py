@@ -40,6 +40,8 @@ ROOT = Path(__file__).parents[1]
 FIRST_TESTS = ["tests/inspect/explain", "tests/native/test_devices.py"]
 TESTS = [
     "tests/native/gradients",
+    "tests/rules/autograd/test_gradients.py",
+    "tests/rules/residuals/test_training.py",
     "tests/native/test_autograd_fallback.py",
     "tests/native/test_optional_lists.py",
     "tests/rules/autograd/derived/test_native.py",
@@ -461,6 +463,18 @@ MUTANTS = {
     "ambient state: autocast": Mutant(
         "ambient_state.cpp", "!at::autocast::is_autocast_enabled(at::kCPU)", "true"
     ),
+    "backward: gradient of no tensor": Mutant(
+        "backward.cpp", "PyTuple_GET_ITEM(hold_tensors, index) == Py_True ||", "true ||"
+    ),
+    "backward: gradient that does not fit": Mutant(
+        "backward.cpp", "return plain && fit_inputs(gradients, ctx);", "return plain;"
+    ),
+    "backward: tensors read twice": Mutant("backward.cpp", "if (!found->tensors) {", "if (true) {"),
+    "backward: one that is recorded": Mutant(
+        "backward.cpp", "c10::GradMode::is_enabled() ? Part::Guarded : Part::Raw", "Part::Raw"
+    ),
+    "backward: no formula": Mutant("backward.cpp", "if (backward.get() == Py_None) {"),
+    "backward: below a compiled frame": Mutant("backward.cpp", "WithoutDynamo frames;", ""),
     "choice: dtype": Mutant(
         "choice.cpp",
         "const auto dtype = uint64_t(c10::typeMetaToScalarType(impl.dtype()));",

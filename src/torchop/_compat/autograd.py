@@ -150,12 +150,9 @@ def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     return blank.apply
 
 
-_raw_saved_tensors: Any = torch._C._FunctionBase.saved_tensors
-
-
-def raw_saved_tensors(ctx: Any) -> tuple[torch.Tensor | None, ...]:
-    """`ctx.saved_tensors` past any property that hides it."""
-    return cast(tuple[Any, ...], _raw_saved_tensors.__get__(ctx))
+# `ctx.saved_tensors` past any property that hides it.
+raw_saved_tensors: Callable[[Any], tuple[torch.Tensor | None, ...]]
+raw_saved_tensors = torch._C._FunctionBase.saved_tensors.__get__  # type: ignore[attr-defined]
 
 
 def is_dual_level() -> bool:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchop._core.definition import CompiledRule, Definition
+
 class Plan:
     """What an operator does, compiled for native calls."""
 
@@ -116,6 +118,22 @@ def shorten_handle_calls(cls: type) -> None: ...
 def adopt(handle: Any, entry: Entry) -> None: ...
 def is_evidently_fresh(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool: ...
 def are_plain(gradients: Any, count: int, ctx: Any) -> bool: ...
+
+# What is to be `apply` of the nodes of a function, and what reads their saved tensors. The formula
+# is that of `definition.compiled(rule)`. `failed(error, ctx, *grads)` raises a better error, or
+# adds to this one. `checked(ctx, result)` is for all that is not plain. The last three return the
+# saved tensors of a `ctx`: where a gradient is recorded, where none is, and outside of these calls.
+def make_backward(
+    definition: Definition,
+    rule: type[CompiledRule[Any]],
+    hold_tensors: tuple[bool, ...],  # which arguments do
+    failed: Callable[..., None],
+    checked: Callable[[Any, Any], tuple[Any, ...]],
+    guarded: Callable[[Any], tuple[Any, ...]],
+    raw: Callable[[Any], tuple[Any, ...]],
+    saved_tensors: Callable[[Any], tuple[Any, ...]],
+    /,
+) -> tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]]]: ...
 
 # See `replay.pack_on_cpu`.
 def pack_on_cpu(values: Sequence[Any], latest: Tensor | None, /) -> Tensor | None: ...

@@ -24,7 +24,7 @@ from torchop._core.lock import registration_lock
 from torchop._errors import NativeBuildWarning
 from torchop._native.extension import api, recipe
 from torchop._native.plan import OwnCalls
-from torchop._rules.autograd import gradients
+from torchop._rules.autograd import function, gradients
 from torchop._rules.autograd.derived import replay
 from torchop._rules.kernels import rule
 
@@ -205,6 +205,7 @@ def _prepare(module: ModuleType) -> None:
         module.shorten_calls(cls)
     contract.is_evidently_fresh = module.is_evidently_fresh
     gradients.are_plain = module.are_plain
+    function.native_backward = module.make_backward
     replay.pack_on_cpu = module.pack_on_cpu
     rule.native_choice = module.Choice
     _log_unknown_nodes()

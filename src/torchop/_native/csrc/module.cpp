@@ -8,6 +8,7 @@
 
 #include "ambient_state.h"
 #include "autograd.h"
+#include "backward.h"
 #include "bypass.h"
 #include "choice.h"
 #include "dispatch.h"
@@ -147,6 +148,10 @@ PyMethodDef functions[] = {
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(pack_on_cpu)),
      METH_FASTCALL,
      "Packs the states on which a body on the CPU depends."},
+    {"make_backward",
+     make_backward,
+     METH_VARARGS,
+     "Makes what the engine of autograd calls of nodes."},
     {"take_node", take_node, METH_O, "Hands over the node of a function that is applied."},
     {"switch_off", switch_off, METH_NOARGS, "Sends this thread's calls to the dispatcher."},
     {"switch_on", switch_on, METH_NOARGS, "Takes one switch_off back."},

@@ -7,6 +7,7 @@ list as an argument, and `setup_context` and `backward` get lists again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -82,8 +83,14 @@ def apply(
     return values if call.returns_tuple else values[0]
 
 
-def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any:
-    """Makes the autograd.Function of an operator; `formula()` returns the current formula."""
+# Makes what the engine calls of a node, and what reads its saved tensors: see `_call_path.pyi`.
+# Native calls put it here.
+native_backward: Callable[..., tuple[Any, Callable[[Any], Any]]] | None = None
+
+
+def make_function(definition: Definition, rule_type: Any) -> Any:
+    """Makes the autograd.Function of an operator, whose formula is that of the `rule_type`."""
+    formula: Callable[[], Formula] = functools.partial(definition.compiled, rule_type)
 
     def forward(ctx: Any, *operands: Any) -> Any:
         # Taken before the kernel runs, which may call an operator of ours in turn.
@@ -147,15 +154,28 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     # What an in-place operator wrote into a view, autograd fits into the gradient of its base.
     may_check_fit = schema.form is not Form.INPLACE
 
+    def failed(error: Exception, ctx: Any, *grads: Any) -> None:
+        rule = formula()
+        if rule.backward is None:
+            raise _missing_formula(definition)
+        _explain_if_untraceable(definition, grads, error)
+        _note_what_is_missing(definition, rule, ctx, error)
+
+    def checked(ctx: Any, result: Any, *, fits: bool = False) -> tuple[Any, ...]:
+        inputs: Layout | None = ctx._torchop_inputs if has_lists else None
+        needed = ctx.needs_input_grad
+        flat = tuple(gradients.flat_gradients(definition, result, inputs, needed))
+        if not fits and may_check_fit and not gradients.are_plain(flat, len(flat), ctx):
+            gradients.check_fit(definition, flat, inputs, ctx)
+        return flat
+
     # There are two of these: compiled autograd traces one, which must be Python throughout; the
-    # engine runs the other.
+    # engine runs the other, and often one in C++ instead.
     def made_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx, and a gradient for each output
             rule = formula()
-            inputs: Layout | None = None
             if has_lists:
-                inputs = args[0]._torchop_inputs
                 args = (args[0], *unflatten(args[1:], args[0]._torchop_outputs))
             if rule.backward is None:
                 raise _missing_formula(definition)
@@ -166,26 +186,17 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                     with Unpacking(args[0]):
                         result = rule.backward(*args)
             except Exception as error:
-                _explain_if_untraceable(definition, args[1:], error)
-                _note_what_is_missing(definition, rule, args[0], error)
+                failed(error, *args)
                 raise
             if (
-                inputs is None
+                not (has_lists and args[0]._torchop_inputs is not None)
                 and are_plain(result, count, args[0])
                 and not (no_tensors and any(result[index] is not None for index in no_tensors))
             ):
                 flat: tuple[Tensor | None, ...] = result  # checked, and without lists
                 return flat
-            needed = args[0].needs_input_grad
-            checked = tuple(gradients.flat_gradients(definition, result, inputs, needed))
             # In a compiler's trace, `ctx` does not know what the inputs look like.
-            if (
-                may_check_fit
-                and are_plain is not gradients.are_plain_in_python
-                and not are_plain(checked, len(checked), args[0])
-            ):
-                gradients.check_fit(definition, checked, inputs, args[0])
-            return checked
+            return checked(args[0], result, fits=are_plain is gradients.are_plain_in_python)
 
         return backward
 
@@ -199,10 +210,22 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     context = autograd.context_type(function)
     # On the class, because most calls have no lists, save no residuals, and set none of these.
     context._torchop_inputs = context._torchop_outputs = context._torchop_guard = None
-    context.saved_tensors = property(saved_tensors)
     # The engine calls this. PyTorch's own `apply` first checks for kinds of functions that this one
     # never is.
     context.apply = made_backward(gradients.are_plain)
+    read: Callable[[Any], Any] = saved_tensors
+    if native_backward is not None and not has_lists:
+        context.apply, read = native_backward(
+            definition,
+            rule_type,
+            tuple(argument.holds_tensors for argument in arguments),
+            failed,
+            checked,
+            _guarded,
+            autograd.raw_saved_tensors,
+            saved_tensors,
+        )
+    context.saved_tensors = property(read)
     return function
 
 
@@ -275,12 +298,17 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     if cache is None:
         return autograd.raw_saved_tensors(ctx)
     if not cache:
-        tensors = autograd.raw_saved_tensors(ctx)
-        # A transform around the one that differentiates here recorded the residuals itself.
-        if ctx._torchop_guard and torch.is_grad_enabled() and not functorch.is_active():
-            tensors = ctx._torchop_guard(ctx, tensors)
-        cache.append(tensors)
+        cache.append(_guarded(ctx))
     return cache[0]
+
+
+def _guarded(ctx: Any) -> tuple[Tensor | None, ...]:
+    """The saved tensors for a formula, which may be differentiated itself."""
+    tensors = autograd.raw_saved_tensors(ctx)
+    # A transform around the one that differentiates here recorded the residuals itself.
+    if ctx._torchop_guard and torch.is_grad_enabled() and not functorch.is_active():
+        tensors = ctx._torchop_guard(ctx, tensors)
+    return tensors
 
 
 class _Unpacked(threading.local):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -74,8 +73,7 @@ class AutogradRule(CompiledRule[Formula]):
         if self.cached_function is None:
             with registration_lock:
                 if self.cached_function is None:
-                    formula = functools.partial(self.definition.compiled, AutogradRule)
-                    self.cached_function = make_function(self.definition, formula)
+                    self.cached_function = make_function(self.definition, AutogradRule)
                     self.definition.outdate_plan()  # native calls may record gradients from now on
         return self.cached_function
 

@@ -1,0 +1,184 @@
+// backward.cpp: the backward of a node without a frame of ours around the formula.
+//
+// What most formulas return is recognized here. About anything else, and about errors, a function
+// of Python says what it is.
+#include "backward.h"
+
+#include <algorithm>
+#include <vector>
+
+#include <c10/core/GradMode.h>
+
+#include "frames.h"
+#include "gradients.h"
+#include "python_node.h"
+
+namespace torchop {
+
+namespace {
+
+// The nodes whose backward runs in this thread, with their saved tensors, once a formula has read
+// them: selective checkpointing returns each of them only once. They are not on the C stack, which
+// a greenlet may overwrite, and end in any order.
+struct Unpacked {
+  PyObject* ctx;
+  THPObjectPtr tensors;
+};
+thread_local std::vector<Unpacked> unpacked;
+
+auto find_unpacked(PyObject* ctx) {
+  return std::find_if(
+      unpacked.rbegin(), unpacked.rend(), [&](const Unpacked& each) { return each.ctx == ctx; });
+}
+
+class Unpacking {
+ public:
+  explicit Unpacking(PyObject* ctx) : ctx_(ctx) {
+    unpacked.push_back({ctx, {}});
+  }
+  ~Unpacking() {
+    const auto found = find_unpacked(ctx_);
+    const THPObjectPtr kept = std::move(found->tensors); // until it is out of the list
+    unpacked.erase(std::next(found).base());
+  }
+  Unpacking(const Unpacking&) = delete;
+  Unpacking& operator=(const Unpacking&) = delete;
+
+ private:
+  PyObject* ctx_;
+};
+
+enum class Part {
+  Definition,
+  Rule,
+  HoldTensors,
+  Failed,
+  Checked,
+  Guarded,
+  Raw,
+  SavedTensors,
+  Count
+};
+
+PyObject* part(PyObject* parts, Part which) {
+  return PyTuple_GET_ITEM(parts, Py_ssize_t(which));
+}
+
+// As `Definition.compiled` returns it.
+THPObjectPtr formula_of(PyObject* parts) {
+  static PyObject* const names[] = {
+      PyUnicode_InternFromString("_plan"),
+      PyUnicode_InternFromString("plan"),
+      PyUnicode_InternFromString("_compiled"),
+  };
+  THPObjectPtr plan = checked(PyObject_GetAttr(part(parts, Part::Definition), names[0]));
+  if (plan.get() == Py_None)
+    plan = checked(PyObject_GetAttr(part(parts, Part::Definition), names[1]));
+  THPObjectPtr compiled = checked(PyObject_GetAttr(plan.get(), names[2]));
+  return checked(PyObject_GetItem(compiled.get(), part(parts, Part::Rule)));
+}
+
+// Has Python raise a better error, or add a note to the one there is.
+__attribute__((noinline, cold)) void explain_error(
+    PyObject* parts, PyObject* const* args, Py_ssize_t count) {
+  if (!PyErr_ExceptionMatches(PyExc_Exception))
+    return;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback != nullptr)
+    PyException_SetTraceback(value, traceback);
+  std::vector<PyObject*> arguments{value};
+  arguments.insert(arguments.end(), args, args + count);
+  THPObjectPtr returned(
+      PyObject_Vectorcall(part(parts, Part::Failed), arguments.data(), arguments.size(), nullptr));
+  if (returned)
+    return PyErr_Restore(type, value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(traceback);
+}
+
+// Whether gradients need no other look: None for what is no tensor, and the rest fits.
+bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(hold_tensors);
+  if (!are_plain_gradients(gradients, count))
+    return false;
+  bool plain = true;
+  for (Py_ssize_t index = 0; index < count; ++index)
+    plain &= PyTuple_GET_ITEM(hold_tensors, index) == Py_True ||
+        PyTuple_GET_ITEM(gradients, index) == Py_None;
+  return plain && fit_inputs(gradients, ctx);
+}
+
+// apply(ctx, *grads)
+PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  static PyObject* const name = PyUnicode_InternFromString("backward");
+  if (count == 0) {
+    PyErr_SetString(PyExc_TypeError, "apply expects the ctx of a node, and gradients");
+    return nullptr;
+  }
+  WithoutDynamo frames; // the formula is not the user's program
+  THPObjectPtr formula = formula_of(parts);
+  THPObjectPtr backward = checked(PyObject_GetAttr(formula.get(), name));
+  THPObjectPtr gradients;
+  if (backward.get() == Py_None) {
+    PyErr_SetNone(PyExc_NotImplementedError); // in place of which `failed` says what is missing
+  } else {
+    Unpacking unpacking(args[0]);
+    gradients = THPObjectPtr(PyObject_Vectorcall(backward.get(), args, size_t(count), nullptr));
+  }
+  if (C10_UNLIKELY(!gradients)) {
+    explain_error(parts, args, count);
+    return nullptr;
+  }
+  if (Py_TYPE(gradients.get()) == tensor_type)
+    gradients = checked(PyTuple_Pack(1, gradients.get()));
+  if (C10_LIKELY(need_no_check(gradients.get(), part(parts, Part::HoldTensors), args[0])))
+    return gradients.release();
+  PyObject* arguments[] = {args[0], gradients.get()};
+  return PyObject_Vectorcall(part(parts, Part::Checked), arguments, 2, nullptr);
+  END_HANDLE_TH_ERRORS
+}
+
+// What a formula reads as `ctx.saved_tensors`.
+PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
+  HANDLE_TH_ERRORS
+  auto found = find_unpacked(ctx);
+  if (found == unpacked.rend())
+    return PyObject_CallOneArg(part(parts, Part::SavedTensors), ctx);
+  if (!found->tensors) {
+    PyObject* read = part(parts, c10::GradMode::is_enabled() ? Part::Guarded : Part::Raw);
+    // Hooks may run, and backwards of other nodes in them.
+    THPObjectPtr tensors = checked(PyObject_CallOneArg(read, ctx));
+    found = find_unpacked(ctx);
+    found->tensors = std::move(tensors);
+  }
+  return Py_NewRef(found->tensors.get());
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions_of_node[] = {
+    {"apply",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(apply)),
+     METH_FASTCALL,
+     "Calls the formula of a node."},
+    {"saved_tensors", read_saved_tensors, METH_O, "The saved tensors of a node."},
+};
+
+} // namespace
+
+PyObject* make_backward(PyObject*, PyObject* parts) {
+  if (PyTuple_GET_SIZE(parts) != Py_ssize_t(Part::Count) ||
+      !PyTuple_CheckExact(part(parts, Part::HoldTensors))) {
+    PyErr_SetString(PyExc_TypeError, "backward expects eight arguments, the third a tuple");
+    return nullptr;
+  }
+  THPObjectPtr function(PyCFunction_New(&functions_of_node[0], parts));
+  THPObjectPtr method(function ? PyInstanceMethod_New(function.get()) : nullptr);
+  THPObjectPtr getter(PyCFunction_New(&functions_of_node[1], parts));
+  return method && getter ? PyTuple_Pack(2, method.get(), getter.get()) : nullptr;
+}
+
+} // namespace torchop
