@@ -40,6 +40,7 @@ ROOT = Path(__file__).parents[1]
 FIRST_TESTS = ["tests/inspect/explain", "tests/native/test_devices.py"]
 TESTS = [
     "tests/native/gradients",
+    "tests/rules/residuals/test_native.py",
     "tests/rules/autograd/test_gradients.py",
     "tests/rules/residuals/test_training.py",
     "tests/native/test_autograd_fallback.py",
@@ -256,8 +257,8 @@ MUTANTS = {
     ),
     "own kernel": Mutant(
         "call.cpp",
-        "decision.function = function_for(plan, decision.route.kernel);",
-        "decision.function = plan.kernels[0].second;",
+        "decision.kernel = kernel_for(plan, decision.route.kernel);",
+        "decision.kernel = &plan.kernels[0];",
     ),
     "kernel of ours": Mutant(
         "dispatch.cpp",
@@ -448,8 +449,8 @@ MUTANTS = {
     "left out defaults": Mutant("plan.cpp", "parameters.leaves_out_defaults = true;", ""),
     "looking before the kernel": Mutant(
         "autograd.cpp",
-        "return nullptr;\n    result = checked(compute());",
-        "return nullptr;\n    result = checked(compute());\n    seen = look(gradient, values);",
+        "return nullptr;\n      result = checked(compute());",
+        "return nullptr;\n      result = checked(compute());\n      seen = look(gradient, values);",
     ),
     "ambient state: other devices": Mutant(
         "ambient_state.cpp", "return THPVariable_Unpack(value).is_cpu();", "return true;"
@@ -475,6 +476,28 @@ MUTANTS = {
     ),
     "backward: no formula": Mutant("backward.cpp", "if (backward.get() == Py_None) {"),
     "backward: below a compiled frame": Mutant("backward.cpp", "WithoutDynamo frames;", ""),
+    "residuals: thread that records": Mutant("call.cpp", " && !thread_records(plan.residuals)", ""),
+    "residuals: formula that does not ask": Mutant(
+        "call.cpp", " && plan.residuals.setup != Py_None", ""
+    ),
+    "residuals: number": Mutant(
+        "residuals.cpp", " ||\n      PyTuple_GET_SIZE(saved) != residuals.count", ""
+    ),
+    "residuals: own memory": Mutant("residuals.cpp", " && detail::has_own_storage(tensor)", ""),
+    "residuals: the same twice": Mutant(
+        "residuals.cpp", "apart &= PyTuple_GET_ITEM(saved, other) != tensor;", ";"
+    ),
+    "residuals: result": Mutant("residuals.cpp", "output(result, place) != tensor && ", ""),
+    "residuals: list of results": Mutant(
+        "residuals.cpp", " && !PyList_Check(output(result, place))", ""
+    ),
+    "residuals: input": Mutant("residuals.cpp", "apart &= input != tensor;", ""),
+    "residuals: one that is not saved": Mutant(
+        "residuals.cpp",
+        "if (Py_ssize_t(found.size()) != PyTuple_GET_SIZE(saved)) {",
+        "if (false) {",
+    ),
+    "residuals: types": Mutant("residuals.cpp", "if (residuals.count == 0 || ", "if ("),
     "choice: dtype": Mutant(
         "choice.cpp",
         "const auto dtype = uint64_t(c10::typeMetaToScalarType(impl.dtype()));",

@@ -19,8 +19,14 @@ class Plan:
         # types; keyword-only ones last.
         parameters: tuple[tuple[Any, ...], ...],
         keyword_names: tuple[str, ...],
-        # Which function to call where the dispatcher would run which kernel.
-        kernels: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...],
+        # Which function to call where the dispatcher would run which kernel. For an operator with
+        # residuals also the function of the author, which may return them; None where there is no
+        # such.
+        kernels: tuple[
+            tuple[Callable[..., Any], Callable[..., Any]]
+            | tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any] | None],
+            ...,
+        ],
         # The dispatcher kernels for Autograd, ADInplaceOrView and BackendSelect.
         own_kernels: tuple[
             Callable[..., Any] | None, Callable[..., Any] | None, Callable[..., Any] | None
@@ -55,6 +61,8 @@ class Plan:
         # What calls that enter the dispatcher in C++ make of unusual results, where other calls are
         # dispatched in Python.
         convert: Callable[[Any], Any] | None = ...,
+        # What is known of residuals, as `Declared.in_plan` tells it.
+        residuals: tuple[Any, ...] | None = ...,
     ) -> Plan: ...
     @property
     def unknown_parameter(self) -> int | None: ...  # of a type that only the dispatcher converts

@@ -88,7 +88,7 @@ class NativeCalls:
 
     def _plan(
         self,
-        kernels: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...],
+        kernels: tuple[tuple[Any, ...], ...],
         finish: Finish,
         *,
         own_kernels: tuple[Any, Any, Any] = (None, None, None),
@@ -188,11 +188,12 @@ class OwnCalls(NativeCalls):
         kernels = plan[KernelRule]
         dispatched = definition.dispatcher_kernels
         is_plain = schema.form is Form.PLAIN
+        declared = definition.declaration.residuals
         return self._plan(
             kernels=tuple(
-                (dispatched[key], kernels.functions[device])
+                (dispatched[key], function, declared and declared.author_of(function))
                 for key, device in definition.rule(KernelRule).installed.items()
-                if device in kernels.functions and is_returnable(schema)
+                if is_returnable(schema) and (function := kernels.functions.get(device)) is not None
             ),
             own_kernels=(
                 dispatched.get("Autograd"),
@@ -203,6 +204,7 @@ class OwnCalls(NativeCalls):
             are_fresh=kernels.outputs_are_fresh and not kernels.returns_arguments,
             gradient=_gradient(definition, plan),
             finish=converting(functools.partial(kernels.finish, definition), schema),
+            residuals=declared and declared.in_plan(plan[AutogradRule]),
         )
 
 

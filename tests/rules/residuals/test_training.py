@@ -447,6 +447,39 @@ def test_a_second_derivative_through_a_residual_is_refused(lse, before):
         twice(x.detach())
 
 
+def test_a_residual_that_hides_on_the_context_is_refused(namespace):
+    """Nothing would guard it in a second derivative; a mask has none."""
+
+    def kernel(x: Tensor) -> Tensor:
+        return torchop.residuals(x.clone(), x > 0, x * 2)
+
+    residuals = {"mask": Tensor, "slope": Tensor}
+    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), residuals=residuals)
+
+    def hide(ctx, inputs, output, residuals):
+        ctx.mask = residuals.mask
+        ctx.slope = residuals.slope
+
+    op.register_autograd(lambda ctx, grad: grad * ctx.slope, setup_context=hide)
+    for _ in range(2):
+        with pytest.raises(torchop.GradientError, match=r"as ctx\.slope.* ctx\.save_for_backward"):
+            op(leaf_of([1.0]))
+
+    def keep(ctx, inputs, output, residuals):
+        ctx.mask = residuals.mask
+        ctx.save_for_backward(residuals.slope)
+
+    op.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0] * ctx.mask, setup_context=keep
+    )
+    for _ in range(2):
+        x = leaf_of([1.0])
+        (gradient,) = torch.autograd.grad(op(x), x, create_graph=True)
+        assert gradient.item() == 2.0
+        with pytest.raises(MissingFormulaError, match="depends on a residual"):
+            gradient.backward()
+
+
 def test_a_second_derivative_computes_a_residual_from_inputs(namespace):
     def setup_context(ctx, inputs, output, residuals):
         ctx.save_for_backward(residuals.softmax, inputs[0])

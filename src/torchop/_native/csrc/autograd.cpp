@@ -256,6 +256,24 @@ void call_setup_context(
       gradient.setup_context, arguments + 1, count | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
+THPObjectPtr compute_recorded(const Residuals& residuals, c10::function_ref<PyObject*()> compute) {
+  Recording recording(residuals);
+  return checked(compute());
+}
+
+// What is wrong with the residuals, or unusual, is for Python to say.
+__attribute__((noinline, cold)) void save_in_python(
+    const Residuals& residuals,
+    const Gradient& gradient,
+    PyObject* ctx,
+    const Values& values,
+    PyObject* result,
+    PyObject* saved) {
+  THPObjectPtr seen =
+      checked(PyObject_CallOneArg(residuals.handed, saved == nullptr ? Py_None : saved));
+  call_setup_context(gradient, ctx, values, result, seen.get());
+}
+
 } // namespace
 
 PyObject* take_node(PyObject*, PyObject* ctx) {
@@ -296,7 +314,11 @@ bool is_for_dispatcher(const Gradient& gradient, const Values& values) {
 }
 
 PyObject* record(
-    const Gradient& gradient, const Values& values, c10::function_ref<PyObject*()> compute) {
+    const Gradient& gradient,
+    const Values& values,
+    const Residuals* residuals,
+    THPObjectPtr& saved,
+    c10::function_ref<PyObject*()> compute) {
   PythonNode created(gradient.node_maker);
   PyObject* ctx = created.ctx();
   THPFunction& fields = created.fields();
@@ -319,11 +341,19 @@ PyObject* record(
     // The formula stands for what the kernel calls, so none of that is recorded, in either mode.
     WithoutGrad mode;
     at::AutoDispatchBelowAutograd below;
-    THPObjectPtr seen = look(gradient, values);
-    if (C10_UNLIKELY(seen.get() == Py_NotImplemented))
-      return nullptr;
-    result = checked(compute());
-    call_setup_context(gradient, ctx, values, result.get(), seen.get());
+    if (residuals == nullptr) {
+      THPObjectPtr seen = look(gradient, values);
+      if (C10_UNLIKELY(seen.get() == Py_NotImplemented))
+        return nullptr;
+      result = checked(compute());
+      call_setup_context(gradient, ctx, values, result.get(), seen.get());
+    } else {
+      result = compute_recorded(*residuals, compute);
+      if (C10_LIKELY(hand_over(*residuals, values, ctx, result.get(), saved.get())))
+        guard(*residuals, ctx, fields.to_save, saved.get());
+      else
+        save_in_python(*residuals, gradient, ctx, values, result.get(), saved.get());
+    }
     if (metadata) {
       THPObjectPtr of_result = checked(PyObject_CallOneArg(metadata.get(), result.get()));
       keep_metadata(ctx, of_result.get());
@@ -369,7 +399,12 @@ bool is_for_dispatcher(const Gradient&, const Values&) {
   return false;
 }
 
-PyObject* record(const Gradient&, const Values&, c10::function_ref<PyObject*()>) {
+PyObject* record(
+    const Gradient&,
+    const Values&,
+    const Residuals*,
+    THPObjectPtr&,
+    c10::function_ref<PyObject*()>) {
   TORCH_INTERNAL_ASSERT(false, "the nodes of this PyTorch are not known");
 }
 

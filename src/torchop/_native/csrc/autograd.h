@@ -6,6 +6,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include "arguments.h"
+#include "residuals.h"
 
 namespace torchop {
 
@@ -48,12 +49,17 @@ bool wants_gradient(const Values& values);
 bool is_for_dispatcher(const Gradient& gradient, const Values& values);
 
 // Runs `compute`, and makes its results the outputs of a new node of the graph. Returns nullptr,
-// without an error, if the call `is_for_dispatcher`.
+// without an error, if the call `is_for_dispatcher`. With `residuals`, `compute` calls the kernel
+// that the author wrote, and leaves what that returns for them in `saved`.
 //
 // The node is the one that `autograd.Function.apply` would make, an object of the same class and
 // layout, so whatever follows a graph treats it alike: hooks, double backward, checkpointing,
 // anomaly mode, compiled autograd. A private C++ node costs the same, and the last of these fails.
 PyObject* record(
-    const Gradient& gradient, const Values& values, c10::function_ref<PyObject*()> compute);
+    const Gradient& gradient,
+    const Values& values,
+    const Residuals* residuals,
+    THPObjectPtr& saved,
+    c10::function_ref<PyObject*()> compute);
 
 } // namespace torchop

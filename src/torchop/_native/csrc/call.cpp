@@ -14,10 +14,10 @@ namespace torchop {
 
 namespace {
 
-PyObject* function_for(const Plan& plan, PyObject* kernel) {
-  for (const auto& [ours, function] : plan.kernels) {
-    if (ours == kernel)
-      return function;
+const Plan::Kernel* kernel_for(const Plan& plan, PyObject* ours) {
+  for (const Plan::Kernel& kernel : plan.kernels) {
+    if (kernel.ours == ours)
+      return &kernel;
   }
   return nullptr;
 }
@@ -86,14 +86,19 @@ __attribute__((noinline, cold)) PyObject* finish(
       plan.finish, args.get(), keywords.get(), result.get(), nullptr);
 }
 
+// `saved` becomes what the kernel returned beside the result.
 C10_ALWAYS_INLINE PyObject* run(
     const Plan& plan,
     const Values& values,
     PyObject* function,
     bool& is_unusual,
+    THPObjectPtr& saved,
     bool recorded = false) {
   PyObject* made = values.pass_to(function, recorded);
   if (made == nullptr || C10_LIKELY(is_as_promised(made, plan.returns, values)))
+    return made;
+  saved = take_residuals(plan.residuals, made);
+  if (saved && is_as_promised(made, plan.returns, values))
     return made;
   is_unusual = true;
   return finish(plan, values, made);
@@ -174,8 +179,8 @@ Decision decide(
   }
   if (C10_UNLIKELY(decision.route.reason != Reason::Native))
     return stop(decision.route.reason);
-  decision.function = function_for(plan, decision.route.kernel);
-  if (C10_UNLIKELY(decision.function == nullptr))
+  decision.kernel = kernel_for(plan, decision.route.kernel);
+  if (C10_UNLIKELY(decision.kernel == nullptr))
     return stop(Reason::Kernel);
 
   const bool grad = seen.requires_grad && c10::GradMode::is_enabled();
@@ -211,21 +216,29 @@ PyObject* try_call(
     return nullptr;
   WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
   bool is_unusual = false;
+  PyObject* function = decision.kernel->function;
+  THPObjectPtr saved;
+  // Where the thread records already, the function in Python knows for which kernel that is.
+  const bool is_authors = decision.kernel->author != nullptr && !thread_records(plan.residuals);
+  if (is_authors)
+    function = decision.kernel->author;
   PyObject* result;
   if (decision.records_gradient && plan.gradient.record_body != nullptr) {
     result = record_body(plan, values);
   } else if (decision.records_gradient) {
     // The node comes first: where an input refuses to be differentiated, nothing was written.
-    result = record(plan.gradient, values, [&] {
+    const Residuals* residuals =
+        is_authors && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
+    result = record(plan.gradient, values, residuals, saved, [&] {
       count_versions(plan, values, decision.route);
-      return run(plan, values, decision.function, is_unusual, true);
+      return run(plan, values, function, is_unusual, saved, true);
     });
     if (C10_UNLIKELY(result == nullptr && PyErr_Occurred() == nullptr))
       reason = Reason::Capture;
   } else if (decision.notes_gradient) {
     result = fallback_of(plan).call(values, [&] {
       count_versions(plan, values, decision.route);
-      return run(plan, values, decision.function, is_unusual);
+      return run(plan, values, function, is_unusual, saved);
     });
   } else {
     count_versions(plan, values, decision.route);
@@ -234,7 +247,7 @@ PyObject* try_call(
     std::optional<at::AutoDispatchBelowAutograd> below;
     if (decision.route.through_autograd)
       below.emplace();
-    result = run(plan, values, decision.function, is_unusual);
+    result = run(plan, values, function, is_unusual, saved);
   }
   if (C10_UNLIKELY(is_unusual && plan.convert != nullptr)) {
     // PyTorch dispatches no keywords in Python.

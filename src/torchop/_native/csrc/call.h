@@ -10,7 +10,7 @@ namespace torchop {
 // How one call would go.
 struct Decision {
   Reason reason = Reason::Native;
-  PyObject* function = nullptr;
+  const Plan::Kernel* kernel = nullptr;
   bool records_gradient = false;
   bool notes_gradient = false; // that there is none, as PyTorch's fallback for autograd does
   Route route;

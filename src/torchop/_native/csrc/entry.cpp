@@ -414,7 +414,7 @@ PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
       decision.route.through_autograd ? Py_True : Py_False,
       decision.route.through_version_counter ? Py_True : Py_False,
       decision.records_gradient || decision.notes_gradient ? Py_True : Py_False,
-      decision.function ? decision.function : Py_None,
+      decision.kernel ? decision.kernel->function : Py_None,
       Py_ssize_t(values.refused()));
   END_HANDLE_TH_ERRORS
 }

@@ -148,6 +148,24 @@ bool read_returns(PyObject* kinds, PyObject* parameters, bool are_fresh, Returns
   return !PyErr_Occurred();
 }
 
+bool read_residuals(PyObject* given, Residuals& residuals) {
+  if (!PyArg_ParseTuple(
+          given,
+          "OO!OOOnOOO",
+          &residuals.type,
+          &PyDict_Type,
+          &residuals.recording,
+          &residuals.records,
+          &residuals.named,
+          &residuals.handed,
+          &residuals.count,
+          &residuals.setup,
+          &residuals.guard,
+          &residuals.mark))
+    return false;
+  return true;
+}
+
 PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   HANDLE_TH_ERRORS
   static const char* names[] = {
@@ -166,16 +184,17 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       "is_foreign",
       "as_dispatched",
       "convert",
+      "residuals",
       nullptr};
   const char *name, *overload;
   PyObject *parameters, *keyword_names, *kernels, *returns, *returned, *gradient, *finish;
   PyObject *autograd, *version_counter, *backend_select;
-  PyObject *sources = nullptr, *convert = Py_None;
+  PyObject *sources = nullptr, *convert = Py_None, *residuals = Py_None;
   int are_fresh, is_foreign = 0, as_dispatched = 0;
   if (!PyArg_ParseTupleAndKeywords(
           args,
           keywords,
-          "ssO!O!O!(OOO)O!O!pOO|O!ppO",
+          "ssO!O!O!(OOO)O!O!pOO|O!ppOO",
           const_cast<char**>(names),
           &name,
           &overload,
@@ -199,7 +218,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
           &sources,
           &is_foreign,
           &as_dispatched,
-          &convert))
+          &convert,
+          &residuals))
     return nullptr;
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
@@ -212,7 +232,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   new (&plan.gradient) Gradient();
   new (&plan.mutated) std::vector<size_t>();
   new (&plan.own) OwnKernels();
-  new (&plan.kernels) std::vector<std::pair<PyObject*, PyObject*>>();
+  new (&plan.kernels) std::vector<Plan::Kernel>();
+  new (&plan.residuals) Residuals();
   new (&plan.sources) std::vector<Plan::Source>();
   new (&plan.op) std::optional<c10::OperatorHandle>();
   new (&plan.exists) Existence();
@@ -222,7 +243,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   plan.is_foreign = is_foreign != 0;
   plan.unknown_parameter = -1;
   plan.kept = PyTuple_Pack(
-      10,
+      11,
       parameters,
       keyword_names,
       kernels,
@@ -232,6 +253,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       gradient,
       finish,
       convert,
+      residuals,
       sources == nullptr ? Py_None : sources);
   if (plan.kept == nullptr)
     return nullptr;
@@ -240,11 +262,15 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       (sources != nullptr && !read_sources(sources, plan)))
     return nullptr;
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(kernels); ++index) {
-    PyObject *ours, *function;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(kernels, index), "OO", &ours, &function))
+    Plan::Kernel& kernel = plan.kernels.emplace_back();
+    PyObject* author = Py_None;
+    if (!PyArg_ParseTuple(
+            PyTuple_GET_ITEM(kernels, index), "OO|O", &kernel.ours, &kernel.function, &author))
       return nullptr;
-    plan.kernels.emplace_back(ours, function);
+    kernel.author = given(author);
   }
+  if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
+    return nullptr;
   plan.own = OwnKernels{given(autograd), given(version_counter), given(backend_select)};
   if (PyTuple_Check(gradient)) {
     PyObject *node_maker, *setup_context, *inputs = Py_None, *look = Py_None;

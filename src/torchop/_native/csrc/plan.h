@@ -14,6 +14,7 @@
 #include "autograd.h"
 #include "autograd_fallback.h"
 #include "dispatch.h"
+#include "residuals.h"
 #include "results.h"
 
 namespace torchop {
@@ -29,7 +30,13 @@ struct Plan {
   std::vector<size_t> mutated;
   OwnKernels own;
   // Which function to call where the dispatcher would run which kernel of ours.
-  std::vector<std::pair<PyObject*, PyObject*>> kernels;
+  struct Kernel {
+    PyObject* ours;
+    PyObject* function;
+    PyObject* author = nullptr; // the author's own, which may return residuals
+  };
+  std::vector<Kernel> kernels;
+  Residuals residuals;
   // What the functions above were read from, where nobody tells of a change: what a dictionary
   // holds under a key, or whether a set has it.
   struct Source {

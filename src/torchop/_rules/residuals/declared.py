@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from types import GenericAlias
 from typing import Any
-
-from torch import Tensor
 
 from torchop._core import contract
 from torchop._core.call import named_inputs, named_outputs, tensors_in
 from torchop._core.contract import result_check, storage_of
 from torchop._core.definition import Definition
 from torchop._errors import AliasError, ResultError, SchemaError, short_repr
-from torchop._rules.residuals.handover import Request, handing_over
+from torchop._rules.residuals.handover import NATIVE, Request, author_of, handing_over
 from torchop._rules.residuals.training import TrainingForm, as_tuple, training_form
 from torchop._schema.convention import Convention
 from torchop._schema.declared import declared_schema
@@ -74,6 +73,17 @@ class Declared:
         """Makes a kernel, or a fake one, return the result alone, and hand over the residuals."""
         return handing_over(function, self)
 
+    def author_of(self, kernel: Callable[..., Any]) -> Callable[..., Any] | None:
+        """The author's own function, if a kernel is what `handing_over` made of it."""
+        return author_of(kernel, self)
+
+    def in_plan(self, formula: Any) -> tuple[Any, ...]:
+        """What native calls know, which run the author's function: `Residuals` in residuals.h."""
+        count = len(self.named._fields) * self._are_tensors
+        training = formula.training
+        asks = training and (formula.setup, training.guard, training.mark)
+        return *NATIVE, self.named, functools.partial(Request, self), count, *(asks or [None] * 3)
+
     def training_form(self, definition: Definition) -> TrainingForm:
         """What calls run that record a gradient, for a formula that asks for residuals."""
         return training_form(definition)
@@ -100,21 +110,6 @@ class Declared:
         else:
             values = self._check(values, self.op, self._what)
         return as_tuple(self.schema, values)
-
-    def are_plain(self, request: Request, inputs: Any, keywords: Any, output: Any) -> bool:
-        """Whether what a kernel handed over certainly needs no other check; quick."""
-        saved, others = request.saved, (*inputs, output)
-        return (
-            saved is not None
-            and self._are_tensors
-            and type(output) is Tensor
-            and len(saved) == len(self.named._fields)
-            and len(set(map(id, saved))) == len(saved)
-            and all(
-                type(tensor) is Tensor and contract.is_evidently_fresh(others, keywords, tensor)
-                for tensor in saved
-            )
-        )
 
     def rebuilt(self, flat: Sequence[Any]) -> Any:
         """The object that a `setup_context` gets, from the residuals as graphs have them."""

@@ -13,11 +13,10 @@ Output = TypeVar("Output")
 class Residuals:
     """The result of a kernel, and its residuals."""
 
-    __slots__ = ("output", "saved")
+    __slots__ = ("output", "saved")  # set by `residuals`: a call of __init__ takes as long again
 
-    def __init__(self, output: Any, saved: tuple[Any, ...]) -> None:
-        self.output = output
-        self.saved = saved
+    output: Any
+    saved: tuple[Any, ...]
 
 
 def residuals(output: Output, /, *saved: Any) -> Output:
@@ -57,7 +56,9 @@ def residuals(output: Output, /, *saved: Any) -> Output:
 
     The idea is that of the residuals of `jax.custom_vjp`.
     """
-    return cast(Output, Residuals(output, saved))
+    made = Residuals()
+    made.output, made.saved = output, saved
+    return cast(Output, made)
 
 
 # For each thread with a call that records a gradient: the request that the next kernel is to take,
@@ -79,7 +80,9 @@ def records_gradient() -> bool:
 
     It is what `ctx.needs_input_grad` tells the forward of a `torch.autograd.Function`.
     """
-    return bool(_recording) and _recording.get(get_ident(), _NOTHING)[1]
+    if not _recording:  # the quickest question, because kernels ask in every call
+        return False
+    return _recording.get(get_ident(), _NOTHING)[1]
 
 
 class Request:
@@ -87,9 +90,13 @@ class Request:
 
     __slots__ = ("key", "saved")
 
-    def __init__(self, key: object) -> None:
+    def __init__(self, key: object, saved: tuple[Any, ...] | None = None) -> None:
         self.key = key
-        self.saved: tuple[Any, ...] | None = None
+        self.saved = saved
+
+
+# What native calls see and set.
+NATIVE = (Residuals, _recording, (None, True))
 
 
 def request(key: object) -> Request:
@@ -124,7 +131,7 @@ def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any
     what chooses between kernels are in between, and return what the schema says.
     """
 
-    if getattr(function, "hands_over_to", None) is key:
+    if author_of(function, key) is not None:
         return function
 
     @functools.wraps(function)
@@ -149,5 +156,12 @@ def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any
             request.saved = result.saved
         return result.output
 
-    kernel.hands_over_to = key  # type: ignore[attr-defined]
+    kernel._torchop_author = key, kernel, function  # type: ignore[attr-defined]
     return kernel
+
+
+def author_of(function: Any, key: object) -> Callable[..., Any] | None:
+    """The kernel that an author wrote, if `handing_over` made a function of it, and nobody else."""
+    made_for, kernel, author = getattr(function, "_torchop_author", (None, None, None))
+    # What wraps a kernel again may have its attributes.
+    return author if made_for is key and kernel is function else None

@@ -19,9 +19,7 @@ from torchop._compat import checkpointing, compilers, registries
 from torchop._core.call import tensors_in
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
-from torchop._errors import (
-    MissingFormulaError,
-)
+from torchop._errors import GradientError, MissingFormulaError
 from torchop._rules.autograd.formula import Formula
 from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.autograd.rule import AutogradRule
@@ -50,6 +48,10 @@ class TrainingForm:
             write(arguments_of(schema.written), write_results(results)),
             self._kernel,
             self._kernel,  # on fake tensors, the operator calls its fake kernel
+        )
+        # For the places of residuals among the saved tensors, what guards these.
+        self.guard = functools.cache(
+            functools.partial(functools.partial, _guarded, str(definition))
         )
         # What a rule of the user computes for all elements at once has no residuals.
         self.companion.rule(VmapRule).register(SEQUENTIAL)
@@ -82,28 +84,32 @@ class TrainingForm:
     def saving(self, setup: Callable[..., Any]) -> Callable[..., None]:
         """The `save` of a formula whose `setup_context` gets the residuals."""
         declared, schema = self.declared, self._definition.schema
-        # For the places of residuals among the saved tensors, what guards these.
-        guards: dict[tuple[int, ...], Callable[..., Any]] = {}
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, seen: Any) -> None:
             if isinstance(seen, Request):  # of a native call
-                flat = seen.saved or ()
-                if not declared.are_plain(seen, inputs, keywords, output):
-                    flat = declared.flat(seen)
-                    declared.check_fresh(schema, inputs, keywords, output, flat)
+                flat = declared.flat(seen)
+                declared.check_fresh(schema, inputs, keywords, output, flat)
                 given = declared.named(*seen.saved or ())
             else:
                 flat, given = seen, declared.rebuilt(seen)
             setup(ctx, inputs, keywords, output, residuals=given)
-            saved = ctx.to_save
-            if saved:
-                ids = set(map(id, tensors_in(flat)))
-                places = tuple([place for place, t in enumerate(saved) if id(t) in ids])
-                ctx._torchop_guard = guards.get(places) or guards.setdefault(
-                    places, functools.partial(_guarded, declared.op, places)
-                )
+            self.mark(ctx, flat)
 
         return save
+
+    def mark(self, ctx: Any, residuals: Sequence[Any]) -> None:
+        """Tells the backward which of the tensors that a `setup_context` saved are residuals."""
+        given = {id(tensor): tensor for tensor in tensors_in(residuals)}
+        places = tuple([n for n, tensor in enumerate(ctx.to_save or ()) if id(tensor) in given])
+        if places:
+            ctx._torchop_guard = self.guard(places)
+        for name, value in vars(ctx).items():
+            if id(value) in given and is_differentiable(value):
+                raise GradientError(
+                    f"{self.declared.op}: setup_context keeps a residual as ctx.{name}, where a "
+                    "second derivative would take it for a constant, and hooks and checkpoints "
+                    "would not see it. Pass it to ctx.save_for_backward."
+                )
 
     def computing(self, setup: Callable[..., Any]) -> Callable[..., None]:
         """The same for what has only the result: it runs the kernel again."""

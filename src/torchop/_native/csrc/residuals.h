@@ -1,0 +1,87 @@
+// residuals.h: what kernels return for the backward alone, from the kernel to the node.
+//
+// A kernel that is called here is the author's own function: it returns an object with the result
+// and the residuals. Where it is called, the thread is in `recording` exactly if a gradient is
+// recorded. Calls for which that is not enough run the function that Python made of the kernel.
+#pragma once
+
+#include <Python.h>
+
+#include "arguments.h"
+#include "python_node.h"
+
+namespace torchop {
+
+// Those of an operator; the plan keeps the objects alive. See `handover` and `declared`.
+struct Residuals {
+  PyObject* type = nullptr; // of what kernels return; nullptr for operators without residuals
+  PyObject* recording;      // what is known of threads, by their numbers
+  PyObject* records;        // that of a thread whose kernel is to return residuals
+  PyObject* named;          // the class of what setup_context gets, a tuple
+  PyObject* handed;         // handed(saved): what the `save` of the formula gets in other calls
+  Py_ssize_t count;         // of residuals that are tensors; 0 if others may be among them
+  PyObject* setup;          // setup(ctx, inputs, keyword_only_inputs, output, residuals=...)
+  PyObject* guard;          // guard(places): what guards those of the tensors that `ctx` saves
+  PyObject* mark;           // mark(ctx, saved): guards them too, whatever `ctx` has them for
+};
+
+// Whether a kernel is on the way, or runs, that a call of this thread wants residuals of.
+inline bool thread_records(const Residuals& residuals) {
+  if (C10_LIKELY(PyDict_GET_SIZE(residuals.recording) == 0))
+    return false;
+  THPObjectPtr thread = checked(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
+  return PyDict_Contains(residuals.recording, thread.get()) != 0;
+}
+
+// Tells the kernel that runs meanwhile to return residuals; the thread must not record already.
+class Recording {
+ public:
+  explicit Recording(const Residuals& residuals)
+      : recording_(residuals.recording),
+        thread_(checked(PyLong_FromUnsignedLong(PyThread_get_thread_ident()))) {
+    if (PyDict_SetItem(recording_, thread_.get(), residuals.records) < 0)
+      throw python_error();
+  }
+  ~Recording() {
+    if (!Py_IsInitialized())
+      return; // the thread is being ended, and may not run Python
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback); // the kernel's exception, if it raised one
+    if (PyDict_DelItem(recording_, thread_.get()) < 0)
+      PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+  }
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
+ private:
+  PyObject* recording_;
+  THPObjectPtr thread_;
+};
+
+// Takes what a kernel returned apart, if it returned residuals: leaves the result in `made`.
+inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) {
+  static PyObject* const output = PyUnicode_InternFromString("output");
+  static PyObject* const saved = PyUnicode_InternFromString("saved");
+  if (residuals.type == nullptr || Py_TYPE(made) != reinterpret_cast<PyTypeObject*>(residuals.type))
+    return {};
+  THPObjectPtr both(made);
+  THPObjectPtr taken = checked(PyObject_GetAttr(both.get(), saved));
+  made = checked(PyObject_GetAttr(both.get(), output)).release();
+  return taken;
+}
+
+// Hands the residuals of a call to setup_context, with `result` as a caller gets it, where it is
+// plain what they are: so many tensors in memory of their own. False where Python has to look.
+bool hand_over(
+    const Residuals& residuals,
+    const Values& values,
+    PyObject* ctx,
+    PyObject* result,
+    PyObject* saved);
+
+// Tells the backward which of the tensors that setup_context saved are residuals. Where it did not
+// save all, they may be elsewhere, and Python looks.
+void guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved);
+
+} // namespace torchop

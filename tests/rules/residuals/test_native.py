@@ -1,0 +1,144 @@
+"""Native calls that record residuals: from the function of the author to the node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.native.gradients.recording import all_native, leaf
+from tests.support import needs_native
+from torchop._rules.autograd.rule import AutogradRule
+
+pytestmark = needs_native
+
+
+def define(namespace, kernel, schema, setup_context, residuals=None):
+    """The cube of x, with what its derivative needs as residuals; its next call is native."""
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        kernel,
+        schema=schema,
+        mutates_args=(),
+        residuals=residuals or {"slope": Tensor},
+    )
+
+    def backward(ctx, *grads):
+        (grad, *_) = grads[0] if isinstance(grads[0], list) else grads
+        return ctx.saved_tensors[0] * grad
+
+    op.register_autograd(backward, setup_context=setup_context)
+    assert op._definition.rule(AutogradRule).function  # makes it
+    return op
+
+
+def slope_of(inputs):
+    return 3 * inputs[0] ** 2
+
+
+def save(ctx, inputs, output, residuals):
+    assert type(residuals).__name__ == "residuals"
+    ctx.save_for_backward(residuals.slope)
+
+
+CASES = {
+    "one result": (
+        lambda x: torchop.residuals(x**3, 3 * x**2),
+        "(Tensor x) -> Tensor",
+        save,
+        {"slope": Tensor},
+    ),
+    "several": (
+        lambda x: torchop.residuals((x**3, x + 1), x + 2, 3 * x**2),
+        "(Tensor x) -> (Tensor, Tensor)",
+        save,
+        {"other": Tensor, "slope": Tensor},
+    ),
+    "lists": (
+        lambda x: torchop.residuals([x**3, x + 1], 3 * x**2),
+        "(Tensor x) -> Tensor[]",
+        lambda ctx, inputs, output, residuals: ctx.save_for_backward(residuals.slope),
+        {"slope": Tensor},
+    ),
+    "optional": (
+        lambda x: torchop.residuals(x**3, None, 3 * x**2),
+        "(Tensor x) -> Tensor",
+        save,
+        {"mask": Tensor | None, "slope": Tensor},
+    ),
+    "a keyword": (
+        lambda x, *, n: torchop.residuals(x**n, n * x ** (n - 1)),
+        "(Tensor x, *, int n=3) -> Tensor",
+        lambda ctx, inputs, keyword_only_inputs, output, *, residuals: ctx.save_for_backward(
+            residuals.slope
+        ),
+        {"slope": Tensor},
+    ),
+    "not recorded": (
+        lambda x: torchop.residuals(x**3, 3 * x**2),
+        "(Tensor x) -> Tensor",
+        lambda ctx, inputs, output: ctx.save_for_backward(slope_of(inputs)),
+        {"slope": Tensor},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_operator(namespace, case):
+    op = define(namespace, *CASES[case])
+    x = leaf(1.0, 2.0)
+    with all_native(op):
+        result = op(x)
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        first.sum().backward()
+    assert x.grad.tolist() == [3.0, 12.0]
+    with all_native(op):
+        alone = op(x.detach())
+    assert type(alone) is type(result)
+    assert torchop.testing.saved_bytes(op, x) == 16
+
+
+def test_the_second_result_is_no_residual(namespace):
+    def kernel(x):
+        y = x + 1
+        return torchop.residuals((x**3, y), y)
+
+    op = define(namespace, kernel, "(Tensor x) -> (Tensor, Tensor)", save)
+    with pytest.raises(torchop.AliasError, match=r"a residual shares memory with"):
+        op(leaf())
+
+
+def test_an_entry_of_a_list_is_no_residual(namespace):
+    def kernel(x, y):
+        return torchop.residuals(x**3, y[0])
+
+    op = define(namespace, kernel, "(Tensor x, Tensor[] y) -> Tensor", save)
+    with pytest.raises(torchop.AliasError, match=r"a residual shares memory with input 'y\[0\]'"):
+        op(leaf(), [torch.ones(1)])
+
+
+def test_a_kernel_that_calls_itself_without_gradients(namespace):
+    told = []
+
+    def kernel(x):
+        told.append(torchop.records_gradient())
+        if x.numel() > 1:
+            op(x[:1].clone())
+            told.append(torchop.records_gradient())
+        return torchop.residuals(x**3, 3 * x**2)
+
+    op = define(namespace, kernel, "(Tensor x) -> Tensor", save)
+    with all_native(op):
+        op(leaf(1.0, 2.0)).sum().backward()
+    assert told == [True, False, True]
+    assert not torchop.records_gradient()
+
+
+def test_a_function_that_another_wraps_is_called_as_it_is(namespace):
+    """A checking block looks at what kernels return, and hands residuals over all the same."""
+    op = define(namespace, *CASES["one result"])
+    x = leaf()
+    with torchop.checking():
+        op(x).backward()
+    assert x.grad.item() == 12.0
