@@ -32,7 +32,8 @@ import torchop
 from torchop._compat import simulated_ranks
 
 CASES: dict[str, tuple[int, Callable[[Any], None]]] = {}
-EXAMPLE = Path(__file__).parents[4] / "examples" / "tensor_parallel.py"
+EXAMPLES = Path(__file__).parents[4] / "examples"
+EXAMPLE = EXAMPLES / "tensor_parallel.py"
 PLACED = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
 X = torch.arange(32.0).reshape(4, 8).cos()
 W, B = torch.arange(8.0).sin(), torch.arange(8.0).cos()
@@ -76,6 +77,26 @@ def sine(x: Tensor) -> Tensor:
 sine.register_fake(torch.empty_like)
 sine.register_autograd(lambda ctx, g: g * ctx.saved_tensors[0].cos(), setup_context=save_inputs)
 sine.register_sharding("pointwise")
+
+
+@torchop.custom_op("ranks::tanh", mutates_args=(), residuals={"slope": Tensor})
+def tanh(x: Tensor) -> Tensor:
+    output = x.tanh()
+    return torchop.residuals(output, 1 - output * output)
+
+
+@tanh.register_fake
+def _(x: Tensor) -> Tensor:
+    return torchop.residuals(torch.empty_like(x), torch.empty_like(x))
+
+
+def save_slope(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
+    ctx.save_for_backward(residuals.slope)
+
+
+tanh.register_autograd(lambda ctx, g: g * ctx.saved_tensors[0], setup_context=save_slope)
+tanh.register_sharding("pointwise")
+torchop.register_sharding("ranks::tanh__with_residuals", "... -> ..., ...")
 
 
 @torchop.custom_op("ranks::mm", mutates_args=())
@@ -449,6 +470,19 @@ def random_numbers(mesh: Any) -> None:
 
 
 @case(2)
+def attention_over_heads(mesh: Any) -> None:
+    """The log-sum-exp of a rank is that of its heads, and its backward needs no other."""
+    from torchop.testing import communication
+
+    attention = runpy.run_path(str(EXAMPLES / "attention_with_residuals.py"))["attention"]
+    heads = torch.arange(48.0).reshape(2, 2, 3, 4)
+    values = {"q": heads.sin(), "k": heads.cos(), "v": heads / 48}
+    for how in (eager, compiled):
+        compare(mesh, attention, attention, values, ["S1 S1 S1"], how)
+    assert communication(attention, *(on(mesh, v, "S1") for v in values.values())) == []
+
+
+@case(2)
 def collectives_of_real_processes(mesh: Any) -> None:
     from torchop.testing import communication
 
@@ -458,7 +492,7 @@ def collectives_of_real_processes(mesh: Any) -> None:
 
 
 class Block(nn.Module):
-    """Layer norm, two linear maps by our operator, and a sine."""
+    """Layer norm, two linear maps by our operator, a sine, and one with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -468,7 +502,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         hidden = layer_norm(x, self.weight, self.bias)
-        return self.down(sine(self.up(hidden)))
+        return self.down(tanh(sine(self.up(hidden))))
 
 
 def block() -> Block:
