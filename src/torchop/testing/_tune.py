@@ -290,7 +290,7 @@ def measure_kernels(
             if (problem := provider.why_unsupported()) is not None:
                 problems.append(f"{provider.name}: {problem}")
                 continue
-            if provider.accepts is not None and not provider.accepts(*call, False):
+            if not provider.takes(*call):
                 continue
             for config, kernel in zip(provider.configs or ({},), provider.kernels, strict=True):
                 name, digest = provider.name, tuned.digest(provider.written)

@@ -77,7 +77,7 @@ class TunedKernels(NamedTuple):
             if (
                 provider is not None
                 and config in (configs := provider.configs or ({},))
-                and (provider.accepts is None or provider.accepts(args, kwargs, is_traced))
+                and provider.takes(args, kwargs, is_traced)
             ):
                 function = provider.kernels[configs.index(config)]
                 found = provider._replace(function=function)

@@ -97,7 +97,7 @@ class Selection:
             if provider is TUNED_PROVIDER and self.tuned is not None:
                 if (fastest := self.tuned.fastest(args, kwargs, is_traced)) is not None:
                     return fastest
-            elif provider.accepts is None or provider.accepts(args, kwargs, is_traced):
+            elif provider.takes(args, kwargs, is_traced):
                 return provider, function
         return None, self.fallback
 

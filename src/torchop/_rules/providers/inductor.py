@@ -8,11 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from torchop._compat import libraries, on_demand
-from torchop._core.call import values_by_name
 from torchop._core.definition import Definition
 from torchop._core.registry import resolve
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.providers import providers_of
+from torchop._rules.providers import every_argument, providers_of
 from torchop._rules.providers.priority import checked_order, unknown_provider
 from torchop._rules.providers.provider import Provider
 from torchop.extend import OpLike
@@ -93,11 +92,9 @@ def _choice(
     schema = definition.schema
 
     def choice(*tensors: Tensor, **named: Any) -> Any:
-        values = values_by_name(schema, tensors, named)
-        args = tuple(values.get(a.name, a.default) for a in schema.positional)
-        kwargs = {a.name: values.get(a.name, a.default) for a in schema.keyword_only}
-        is_taken = provider.accepts is None or provider.accepts(args, kwargs, True)
-        return (kernel if is_taken else definition.overload)(*args, **kwargs)
+        args, kwargs = every_argument(schema, tensors, named)
+        takes = provider.takes(args, kwargs, is_traced=True)
+        return (kernel if takes else definition.overload)(*args, **kwargs)
 
     choice.__name__ = name  # by which Inductor tells choices apart
     return choice

@@ -73,6 +73,14 @@ class Provider(NamedTuple):
     written: Callable[..., Any]
     site: Site
 
+    def takes(self, args: Any, kwargs: Any, is_traced: bool = False) -> bool:
+        """Whether it takes a call with these arguments, of which none is left out.
+
+        Raises:
+            ProviderError: `supports` raises, reads data, or returns something else than a bool.
+        """
+        return self.accepts is None or self.accepts(args, kwargs, is_traced)
+
 
 def _no_kernel(*arguments: Any) -> Any:
     raise AssertionError("an order says tuned; that is no kernel")

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from torchop import AliasError, ProviderError, ResultError, UndeclaredMutationError
 from torchop._compat import devices, dispatch, fake_tensors
+from torchop._rules.providers import every_argument
 from torchop._rules.providers.provider import Provider
 from torchop._rules.user.examples import make_examples, operator_of_examples
 from torchop._rules.user.preconditions import PRECONDITIONS
 from torchop._rules.user.preconditions.base import Unfit
 from torchop.extend import Form, Operator, OpLike, named_inputs, short_text
 from torchop.testing import probes
-from torchop.testing._check.providers.accepting import accepts
 from torchop.testing._samples import refuse_lists, sample_of, with_fake_tensors, with_values
 from torchop.testing.process_state import forks, restored
 
@@ -199,7 +199,7 @@ class Subject:
         if self.provider is None:
             return None
         try:
-            answer = accepts(self.operator, self.provider, *example)
+            answer = self.provider.takes(*every_argument(self.schema, *example))
         except ProviderError as error:  # which one check of the provider is about
             return str(error)
         name = self.provider.name

@@ -9,16 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop import ProviderError
+from torchop import ProviderError, priority
 from torchop._compat import fake_tensors
 from torchop._rules.providers import every_argument, providers_of
 from torchop._rules.providers.priority import REFERENCE
 from torchop._rules.providers.provider import Provider
-from torchop.extend import Operator, values_by_name
+from torchop.extend import Operator, OpOverload, values_by_name
 from torchop.testing import probes
-from torchop.testing._check.providers.accepting import accepts, in_order, only
 from torchop.testing._check.subject import breaks_contract, reason
 from torchop.testing.process_state import process_state, restored, seed_all
+
+
+def only(op: OpOverload, name: str) -> priority:
+    """A block in which calls of an operator run the kernel of one provider, if it takes them."""
+    return in_order({op.name(): [name]})
+
+
+def in_order(orders: Any) -> priority:
+    """A block with these orders, and whatever else there is around it."""
+    return priority(orders, strict=False, batch_invariant_only=False, deterministic_only=False)
 
 
 def agrees_with_reference(
@@ -169,7 +178,7 @@ def supports_is_sound(op: Any, args: Any, kwargs: Any, provider: str, first: Any
 
     def ask(call: Any = (args, kwargs), is_traced: bool = False) -> bool:
         try:
-            return accepts(operator, kernel, call[0], call[1], is_traced)
+            return kernel.takes(*every_argument(operator.schema, *call), is_traced)
         except ProviderError as error:
             raise AssertionError(str(error)) from error
 
@@ -246,7 +255,7 @@ def is_the_same_in_batches(
     def batch(count: int, shift: int) -> tuple[Tensor, list[Tensor] | None]:
         index = (torch.arange(count) + shift) % rows
         call = rows_of((args, kwargs), places, index)
-        if not accepts(operator, kernel, *call):
+        if not kernel.takes(*every_argument(operator.schema, *call)):
             return index, None
         with only(op, provider):
             tensors = probes.tensors_of(probes.outcome(op, *call))

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from torchop import ProviderError
-from torchop._rules.providers import providers_of
+from torchop._rules.providers import every_argument, providers_of
 from torchop._rules.providers.priority import REFERENCE
 from torchop._rules.providers.provider import Provider
 from torchop.testing import probes
 from torchop.testing._check import dtypes, integers, memory, sharing, values
 from torchop.testing._check.contracts import is_repeatable
 from torchop.testing._check.kinds import CheckKind, Details, family
-from torchop.testing._check.providers.accepting import accepts, only
 from torchop.testing._check.providers.agreement import (
     agrees_with_reference,
     gradients_agree,
     is_the_same_in_batches,
+    only,
     reference_outcome,
     rows_of,
     supports_is_sound,
@@ -124,7 +124,7 @@ def supports(subject: Subject, details: Details) -> Iterator[Case]:
         try:
             return {
                 "provider": provider.name,
-                "first": accepts(subject.operator, provider, *example),
+                "first": provider.takes(*every_argument(subject.schema, *example)),
             }
         except ProviderError:
             return {"provider": provider.name}
