@@ -13,11 +13,22 @@ MODULE = """
     import torch
     import torchop
 
-    @torchop.custom_op("served::triple", mutates_args=())
+    @torchop.custom_op("served::triple", mutates_args=(), residuals={"slope": torch.Tensor})
     def triple(x: torch.Tensor, factor: float = 3.0) -> torch.Tensor:
-        return x * factor
+        if not torchop.records_gradient():  # as in everything that is shipped
+            return x * factor
+        return torchop.residuals(x * factor, torch.full_like(x, factor))
 
-    triple.register_fake(lambda x, factor: torch.empty_like(x))
+    @triple.register_fake
+    def _(x, factor):
+        return torchop.residuals(torch.empty_like(x), torch.empty_like(x))
+
+    def save(ctx, inputs, output, residuals):
+        ctx.save_for_backward(residuals.slope)
+
+    @triple.register_autograd(setup_context=save)
+    def _(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
 
     @torchop.custom_op("served::add_one.inplace", mutates_args=("x",))
     def add_one(x: torch.Tensor) -> None:
