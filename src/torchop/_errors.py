@@ -195,7 +195,7 @@ class MissingFormulaError(RuntimeError):
 
 
 class GradientError(TypeError, RuntimeError):
-    """A backward formula returned the wrong number or type of gradients."""
+    """A backward formula returned wrong gradients, or kept a residual where nothing guards it."""
 
 
 class MutationError(RuntimeError):
