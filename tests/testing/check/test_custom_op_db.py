@@ -9,7 +9,7 @@ import torch
 from torch.testing._internal.custom_op_db import custom_op_db
 
 from tests import combinations
-from torchop.testing._check.run import plan_checks, run_check
+from torchop.testing._check.run import kinds, plan_checks, run_check
 
 _STRIDES = "the fake kernel says other strides than NumPy's result has"
 # The findings: read, and wrong.
@@ -50,8 +50,8 @@ def test_findings(info: Any, request: pytest.FixtureRequest) -> None:
     checks = plan_checks(info.op, examples, expected=EXPECTED.get(info.name, {}))
     # What compilers make of them is in PyTorch's own tests.
     checks = [c for c in checks if not c.kind.is_costly and "aot" not in c.name]
-    its_share = combinations.share(checks, custom_op_db.index(info), 4, request.config)
-    checks = [check for check in checks if check in its_share or check.expected is not None]
+    its_share = combinations.share(kinds(), custom_op_db.index(info), 4, request.config)
+    checks = [check for check in checks if check.kind in its_share or check.expected is not None]
     results = [run_check(item) for item in checks]
     assert [(r.check, r.message) for r in results if r.outcome == "failed"] == []
     found = {r.check for r in results if r.outcome == "expected failure"}

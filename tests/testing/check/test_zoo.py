@@ -15,7 +15,7 @@ from tests.support import assert_clean
 from tests.testing.zoo import RIGHT, WRONG, Specimen
 from tests.testing.zoo.neighbours import close_descriptors
 from torchop.testing import Result
-from torchop.testing._check.run import plan_checks, run_check
+from torchop.testing._check.run import kinds, plan_checks, run_check
 from torchop.testing._check.subsystems.contexts import runs_in_threads
 
 # Checks that one to three right operators have, which a sample could leave out.
@@ -98,8 +98,8 @@ def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> Non
     assert len(cheap) > 50
     # Of those on sparse tensors, most layouts have no meaning, so that an eighth would say little.
     of = 4 if "sparse" in name else 8
-    its_share = combinations.share(cheap, RIGHT.index(specimen), of, request.config)
-    cheap = [c for c in cheap if c in its_share or c.kind.name in OF_FEW]
+    its_share = combinations.share(kinds(), RIGHT.index(specimen), of, request.config)
+    cheap = [c for c in cheap if c.kind in its_share or c.kind.name in OF_FEW]
     results = [run_check(check) for check in cheap]
     assert [f"{r.check}: {r.message}" for r in results if r.outcome == "failed"] == []
     assert sum(result.outcome == "passed" for result in results) > len(cheap) * 0.25
