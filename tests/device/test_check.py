@@ -37,6 +37,14 @@ def failed(report: CheckReport) -> dict[str, str]:
     return {failure.check: failure.message for failure in report.failures}
 
 
+def test_opcheck_knows_formulas_on_every_device(namespace: str) -> None:
+    op = define(namespace, lambda x: x * 1)
+    op.register_autograd(lambda ctx, grad: grad)
+    x = torch.ones(2, device=SECOND, requires_grad=True)
+    one = "test_autograd_registration"
+    assert torchop.opcheck(op, (x,), test_utils=one) == {one: "SUCCESS"}
+
+
 def test_a_right_operator_passes(namespace: str) -> None:
     op = define(namespace, lambda x: (x * x).contiguous())
     op.register_autograd(

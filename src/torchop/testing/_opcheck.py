@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchop import CustomOp, OpCheckError, checking
-from torchop._compat import optests, simulated_ranks
+from torchop._compat import dispatch, optests, simulated_ranks
 from torchop._rules.user.examples import make_examples
 from torchop._rules.user.sharding import SHARDING
 from torchop.extend import Form, Operator, OpLike, OpOverload, short_repr
@@ -160,6 +160,8 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sample) -> None:
     """Runs one of PyTorch's checks on the sample, or on the accepted one if it calls with that."""
     schema, overload = operator.schema, operator.overload
+    if check == "test_autograd_registration" and dispatch.has_kernel(overload.name(), "Autograd"):
+        return  # PyTorch's check says so too, but raises on most devices before it comes to that
 
     def floating_first(*args: Any, **kwargs: Any) -> Any:
         """The operator, with its floating-point results before its other results.
