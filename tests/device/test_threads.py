@@ -15,7 +15,7 @@ from tests.device import target
 from tests.device.target import SECOND, TYPE
 
 pytestmark = target.needs_accelerator
-needs_context = pytest.mark.needs_torch("2.13", "backward has the context of its caller")
+needs_context = pytest.mark.needs_torch("2.12", "backward has the context of its caller")
 
 
 def calling_in_backward(namespace: str, call: Any) -> Tensor:
@@ -104,6 +104,23 @@ def test_backward_follows_the_order_of_its_task(namespace):
         task.run(blocks[name].__exit__)
         task.run(y.backward, retain_graph=True)
     assert ran == ["first", "reference", "second", "reference"]
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_backward_inside_of_a_backward_ends(namespace, is_native):
+    """After it, PyTorch tells of no blocks where the other one began."""
+    op, ran = chosen(namespace)
+    run = op if is_native else torchop.native.disabled()(op)
+
+    def call(grad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            torch.ones(2, device=SECOND, requires_grad=True).sum().backward()
+        with torchop.checking():
+            return run(grad)
+
+    with torchop.priority({f"{namespace}::inner": ["first"]}):
+        calling_in_backward(namespace, call).backward()
+    assert ran == ["reference"]
 
 
 def test_a_recording_has_the_calls_of_backward(namespace):

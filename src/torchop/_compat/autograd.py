@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as _forward_ad
@@ -30,11 +30,11 @@ def is_in_backward() -> bool:
 def context_of_backward() -> Context:
     """What context variables were where the backward began that this thread runs, perhaps for it.
 
-    An empty context outside of backward, and where PyTorch does not carry one to its threads.
+    An empty context outside of backward, and where PyTorch does not carry one to its threads: in
+    2.11, and after a backward has run inside of this one.
     """
-    if is_in_backward() and torch._C._is_key_in_tls("context"):
-        return cast(Context, torch._C._get_obj_in_tls("context"))
-    return Context()
+    is_there = is_in_backward() and torch._C._is_key_in_tls("context")
+    return (torch._C._get_obj_in_tls("context") if is_there else None) or Context()
 
 
 # The keys that `below_autograd` excludes.

@@ -31,7 +31,7 @@ class checking(Block):  # noqa: N801  (called like a function)
 
     It checks the calls of this thread and of its backward, also from compiled code and from other
     kernels, and every kernel that was registered with torchop. On a GPU, backward runs in threads
-    of PyTorch's own, and before PyTorch 2.13 no block reaches these. Blocks may be nested, and you
+    of PyTorch's own, and before PyTorch 2.12 no block reaches these. Blocks may be nested, and you
     can decorate a function. A block is slow, because it copies the inputs of each call; calls
     outside of blocks cost nothing extra. Some inputs cannot be compared: tensors without data,
     MKL-DNN tensors, tensors for whose copy the device has no room, and all tensors while a graph is

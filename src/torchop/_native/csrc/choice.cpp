@@ -403,10 +403,10 @@ C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
     return blocks;
   THPObjectPtr own(blocks);
   static const std::string& key = *new std::string("context");
-  using at::impl::ThreadLocalPythonObjects;
-  if (!ThreadLocalPythonObjects::contains(key))
+  using Carried = at::impl::ThreadLocalPythonObjects;
+  PyObject* context = Carried::contains(key) ? Carried::get(key)->ptr(getPyInterpreter()) : Py_None;
+  if (!PyContext_CheckExact(context)) // None after another backward inside of this one
     return own.release();
-  PyObject* context = ThreadLocalPythonObjects::get(key)->ptr(getPyInterpreter());
   const int is_there = PySequence_Contains(context, choice.blocks);
   if (is_there < 0)
     throw python_error();
