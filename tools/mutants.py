@@ -512,6 +512,12 @@ MUTANTS = {
         "choice.cpp", "if (!add_value(PyTuple_GET_ITEM(keywords, index)) || ", "if ("
     ),
     "choice: open blocks": Mutant("choice.cpp", "key.set_subject(place);\n      if", "if"),
+    "choice: blocks of a backward": Mutant(
+        "choice.cpp",
+        "if (C10_LIKELY(is_open || torch::autograd::get_current_graph_task_id() == -1))",
+        "",
+    ),
+    "choice: blocks inside of a backward": Mutant("choice.cpp", "is_open || ", ""),
     "choice: lasting answers": Mutant("choice.cpp", " && is_lasting != 0", ""),
     "choice: changes meanwhile": Mutant(
         "choice.cpp", " &&\n      choice.known.selections[place].object == object.get()", ""
