@@ -6,6 +6,7 @@ import torch
 from torch.library import CustomOpDef
 
 DEVICE = torch.device(os.environ.get("TORCHOP_TEST_DEVICE", "cpu"))
+TYPE = DEVICE.type
 # Its dispatch key, and the one of its autograd.
 BACKEND = torch._C._dispatch_key_for_device(DEVICE.type)
 AUTOGRAD = f"Autograd{BACKEND}"

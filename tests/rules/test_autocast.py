@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import DEVICE, TYPE
 from tests.rules.support import adding_one as define
 from tests.rules.support import assert_only_ours_refuses
 from tests.support import on_both
@@ -15,13 +16,13 @@ FLOAT = torch.ones(2)
 
 
 def in_autocast(call, dtype=torch.bfloat16):
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(TYPE, dtype=dtype):
         return call()
 
 
 def test_inputs_are_cast_inside_the_region_only(namespace):
     op = define(namespace)
-    op.register_autocast("cpu", torch.bfloat16)
+    op.register_autocast(TYPE, torch.bfloat16)
     assert in_autocast(lambda: op(FLOAT)).dtype is torch.bfloat16
     assert op(FLOAT).dtype is torch.float32
 
@@ -29,8 +30,8 @@ def test_inputs_are_cast_inside_the_region_only(namespace):
 def test_registering_again_replaces_the_dtype(namespace):
     def scenario(library, namespace):
         op = define(namespace, library)
-        op.register_autocast("cpu", torch.bfloat16)
-        op.register_autocast("cpu", torch.float16)
+        op.register_autocast(TYPE, torch.bfloat16)
+        op.register_autocast(TYPE, torch.float16)
         return in_autocast(lambda: op(FLOAT)).dtype
 
     both = on_both(scenario, namespace)
@@ -47,7 +48,7 @@ def test_other_dtypes_are_left_alone(namespace, dtype):
         seen.append((x.dtype, y.dtype))
         return x.clone()
 
-    op.register_autocast("cpu", torch.bfloat16)
+    op.register_autocast(TYPE, torch.bfloat16)
     in_autocast(lambda: op(FLOAT, torch.ones(2, dtype=dtype)))
     assert seen == [(torch.bfloat16, dtype)]
 
@@ -55,7 +56,7 @@ def test_other_dtypes_are_left_alone(namespace, dtype):
 def test_tensors_of_another_device_are_left_alone(namespace):
     op = define(namespace)
     op.register_fake(lambda x: torch.empty_like(x))
-    op.register_autocast("cpu", torch.bfloat16)
+    op.register_autocast(TYPE, torch.bfloat16)
     assert in_autocast(lambda: op(FLOAT.to("meta"))).dtype is torch.float32
 
 
@@ -69,7 +70,7 @@ def test_tensors_in_lists_and_optional_ones_are_cast(namespace):
         seen.append([x.dtype for x in xs] + [None if y is None else y.dtype for y in ys] + [z, n])
         return xs[0].clone()
 
-    op.register_autocast("cpu", torch.bfloat16)
+    op.register_autocast(TYPE, torch.bfloat16)
     in_autocast(lambda: op([FLOAT, FLOAT], [None, FLOAT], None, [1, 2]))
     assert seen == [[torch.bfloat16, torch.bfloat16, None, torch.bfloat16, None, [1, 2]]]
 
@@ -80,7 +81,7 @@ def test_keyword_only_arguments_are_passed_on(namespace):
         def op(x: Tensor, *, scale: float = 1.0) -> Tensor:
             return x * scale
 
-        op.register_autocast("cpu", torch.bfloat16)
+        op.register_autocast(TYPE, torch.bfloat16)
         return in_autocast(lambda: op(FLOAT, scale=3.0)).tolist()
 
     both = on_both(scenario, namespace)
@@ -95,7 +96,7 @@ def test_mutation_reaches_the_tensor_of_the_caller(namespace):
             x.add_(z)
             ys[0].add_(z)
 
-        op.register_autocast("cpu", torch.bfloat16)
+        op.register_autocast(TYPE, torch.bfloat16)
         x, y = torch.zeros(2), torch.zeros(2)
         in_autocast(lambda: op(x, [y], FLOAT))
         return x.tolist(), y.tolist()
@@ -112,14 +113,14 @@ def test_kernel_runs_with_autocast_off(namespace):
 
     square = torch.ones(2, 2)
     assert in_autocast(lambda: op(square)).dtype is torch.bfloat16  # no rule: autocast goes on
-    op.register_autocast("cpu", torch.bfloat16)
+    op.register_autocast(TYPE, torch.bfloat16)
     assert in_autocast(lambda: op(square)).dtype is torch.float32
 
 
 def test_gradients_have_the_dtype_of_the_input(namespace):
     op = define(namespace)
     op.register_autograd(lambda ctx, grad: grad * 2)
-    op.register_autocast("cpu", torch.bfloat16)
+    op.register_autocast(TYPE, torch.bfloat16)
     x = torch.ones(2, requires_grad=True)
     in_autocast(lambda: op(x)).sum().backward()
     assert x.grad.dtype is torch.float32
@@ -138,14 +139,14 @@ def test_unknown_device_type_is_refused(namespace):
 
 def test_device_object_is_refused(namespace):
     with pytest.raises(ValueError, match="device_type as a str such as 'cuda'"):
-        define(namespace).register_autocast(torch.device("cpu"), torch.bfloat16)
+        define(namespace).register_autocast(DEVICE, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, "bfloat16", None])
 def test_what_is_no_floating_point_dtype_is_refused(namespace, dtype):
     assert_only_ours_refuses(
         namespace,
-        lambda library, namespace: define(namespace, library).register_autocast("cpu", dtype),
+        lambda library, namespace: define(namespace, library).register_autocast(TYPE, dtype),
         ValueError,
         "cast_inputs as a floating-point torch.dtype",
     )
@@ -155,7 +156,7 @@ def test_the_device_and_the_dtype_are_required_as_in_torch_library(namespace):
     def scenario(library, namespace):
         op = define(namespace, library)
         errors = []
-        for arguments in ((), ("cpu",), (torch.bfloat16,)):
+        for arguments in ((), (TYPE,), (torch.bfloat16,)):
             with pytest.raises(TypeError, match=r"missing .* 'cast_inputs'") as caught:
                 op.register_autocast(*arguments)
             errors.append(caught.type)
@@ -170,7 +171,7 @@ def test_rule_for_an_operator_of_a_library(namespace):
         library.define("op(Tensor x) -> Tensor")
         library.impl("op", lambda x: x + 1, "CompositeExplicitAutograd")
         op = getattr(torch.ops, namespace).op
-        torchop.register_autocast(op, "cpu", torch.bfloat16, lib=library)
+        torchop.register_autocast(op, TYPE, torch.bfloat16, lib=library)
         assert in_autocast(lambda: op(FLOAT)).dtype is torch.bfloat16
-        torchop.register_autocast(op, "cpu", torch.float16, lib=library)
+        torchop.register_autocast(op, TYPE, torch.float16, lib=library)
         assert in_autocast(lambda: op(FLOAT)).dtype is torch.float16

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchop
+from tests.devices import DEVICE, TYPE
 from tests.forking import run_forked
 from tests.rules.support import adding_one as define
 from tests.support import needs_native
@@ -31,7 +32,7 @@ def value(op, x=None) -> float:
 
 def in_plan(op):
     """What stands in the plan for kernels on the CPU."""
-    return op._definition.plan[KernelRule].functions["cpu"]
+    return op._definition.plan[KernelRule].functions[TYPE]
 
 
 @pytest.fixture(params=[pytest.param("C++", marks=needs_native), "Python"])
@@ -96,7 +97,7 @@ def calls(chance: random.Random) -> Iterator[tuple[list, dict]]:
         kwargs = {
             "sizes": chance.choices(numbers, k=chance.randrange(3)),
             "dtype": chance.choice([torch.float32, torch.int64]),
-            "device": chance.choice([torch.device("cpu"), torch.device("cuda", 1)]),
+            "device": chance.choice([DEVICE, torch.device("cuda", 1)]),
         }
         if chance.random() < 0.5:
             kwargs["g"] = chance.choice([None, *floats])
@@ -141,7 +142,7 @@ def test_what_is_seen_is_asked_once(namespace, table):
     asked = []
     op = define(namespace, priority=["fast"])
     op.register_kernel(
-        "cpu", adding(10), provider="fast", supports=lambda x: asked.append(x.shape) is None
+        TYPE, adding(10), provider="fast", supports=lambda x: asked.append(x.shape) is None
     )
     for _ in range(3):
         assert [value(op, torch.zeros(size)) for size in (1, 2, 3)] == [10, 10, 10]
@@ -152,7 +153,7 @@ def test_what_is_seen_is_asked_once(namespace, table):
 def test_tables_are_bounded(namespace, table, monkeypatch):
     monkeypatch.setattr(choosing, "_MOST_KEYS", 100)  # in C++, they are 4096
     op = define(namespace, priority=["fast"])
-    op.register_kernel("cpu", lambda x: x[:1] + 10, provider="fast", supports=lambda x: x.ndim == 1)
+    op.register_kernel(TYPE, lambda x: x[:1] + 10, provider="fast", supports=lambda x: x.ndim == 1)
     most = 0
     base = torch.zeros(5000)
     for size in range(1, 4500 if table == "C++" else 300):
@@ -173,7 +174,7 @@ def test_a_table_of_long_keys_is_bounded_by_their_length(namespace):
         mutates_args=(),
         schema="(Tensor[] xs, int n) -> Tensor",
     )
-    op.register_kernel("cpu", lambda xs, n: xs[0] - n, provider="fast", supports=lambda xs, n: True)
+    op.register_kernel(TYPE, lambda xs, n: xs[0] - n, provider="fast", supports=lambda xs, n: True)
     op.set_priority(["fast"])
     xs, most = [torch.zeros(1)] * 1000, 0
     for n in range(150):  # each key has 3000 words, of at most 2**18
@@ -186,7 +187,7 @@ def test_a_table_of_long_keys_is_bounded_by_their_length(namespace):
 @needs_native
 def test_a_table_keeps_nothing_of_a_call_but_its_numbers(namespace):
     op = define(namespace, priority=["fast"])
-    op.register_kernel("cpu", adding(10), provider="fast", supports=lambda x: True)
+    op.register_kernel(TYPE, adding(10), provider="fast", supports=lambda x: True)
     x = torch.zeros(3)
     gone = weakref.ref(x)
     value(op, x)
@@ -201,7 +202,7 @@ def test_supports_may_call_the_operator(namespace, table):
     def supports(x):
         return x.shape[0] == 1 or value(op, torch.zeros(x.shape[0] - 1)) == 10
 
-    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+    op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
     assert value(op, torch.zeros(5)) == 10
 
 
@@ -213,7 +214,7 @@ def test_supports_may_call_the_operator(namespace, table):
 def seen(namespace, table):
     """An operator, whose provider "ten" takes all calls of one dimension; one was seen."""
     op = define(namespace, priority=["ten"])
-    op.register_kernel("cpu", adding(10), provider="ten", supports=lambda x: x.ndim == 1)
+    op.register_kernel(TYPE, adding(10), provider="ten", supports=lambda x: x.ndim == 1)
     assert value(op) == value(op) == 10
     yield op
     torchop.set_priority({op: None})
@@ -250,7 +251,7 @@ def test_more_blocks_than_are_remembered(seen):
 def test_deterministic_mode(namespace, table):
     op = define(namespace, priority=["loose"])
     options = {"provider": "loose", "deterministic": False, "supports": lambda x: True}
-    op.register_kernel("cpu", adding(10), **options)
+    op.register_kernel(TYPE, adding(10), **options)
     assert value(op) == 10
     torch.use_deterministic_algorithms(True)
     try:
@@ -263,10 +264,10 @@ def test_deterministic_mode(namespace, table):
 
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
 def test_registrations_and_their_end(seen, namespace):
-    seen.register_kernel("cpu", adding(20), provider="ten", supports=lambda x: x.ndim == 1)
+    seen.register_kernel(TYPE, adding(20), provider="ten", supports=lambda x: x.ndim == 1)
     assert value(seen) == 20
     with torch.library._scoped_library(namespace, "FRAGMENT") as library:
-        seen.register_kernel("cpu", adding(30), provider="ten", lib=library)
+        seen.register_kernel(TYPE, adding(30), provider="ten", lib=library)
         assert value(seen) == 30
     with pytest.warns(torchop.ProviderWarning, match="'ten' is passed by.* it was removed"):
         assert value(seen) == 1
@@ -278,7 +279,7 @@ def test_registrations_and_their_end(seen, namespace):
 def test_a_table_goes_with_its_operator(namespace):
     def make():
         op = define(namespace, priority=["ten"])
-        op.register_kernel("cpu", adding(10), provider="ten", supports=lambda x: x.ndim == 1)
+        op.register_kernel(TYPE, adding(10), provider="ten", supports=lambda x: x.ndim == 1)
         assert value(op) == 10
         return weakref.ref(op._definition)
 
@@ -299,7 +300,7 @@ def test_sixteen_threads_while_everything_changes(namespace, table):
         op = define(namespace)
         for provider in ("ten", "twenty"):
             op.register_kernel(
-                "cpu", adding(amounts[provider]), provider=provider, supports=lambda x: x.ndim == 1
+                TYPE, adding(amounts[provider]), provider=provider, supports=lambda x: x.ndim == 1
             )
         return op
 
@@ -330,7 +331,7 @@ def test_sixteen_threads_while_everything_changes(namespace, table):
         for turn in range(60):
             torchop.set_priority({name: [[*amounts][turn % 3]]})
             with torch.library._scoped_library(namespace, "FRAGMENT") as library:
-                current[0].register_kernel("cpu", adding(30.0), provider="thirty", lib=library)
+                current[0].register_kernel(TYPE, adding(30.0), provider="thirty", lib=library)
                 current[0].set_priority(["thirty"])
                 current[0].set_priority([])
             if turn % 10 == 9:

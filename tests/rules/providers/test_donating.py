@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import TYPE
 from tests.support import in_threads
 
 
@@ -22,7 +23,7 @@ def define(namespace, *, supports=None, order=("over",), **options):
         return x.mul_(w)
 
     op.register_fake(lambda x, w: torch.empty_like(x))
-    op.register_kernel("cpu", over, provider="over", donates=("x",), supports=supports)
+    op.register_kernel(TYPE, over, provider="over", donates=("x",), supports=supports)
     return op, places
 
 
@@ -112,7 +113,7 @@ def test_views_and_other_layouts(namespace):
 
 def test_tensors_without_a_pointer(namespace):
     op, _ = define(namespace)
-    op.register_kernel("cpu", lambda x, w: x.mul_(w), provider="over", donates=("x",))
+    op.register_kernel(TYPE, lambda x, w: x.mul_(w), provider="over", donates=("x",))
     sparse = torch.eye(2).to_sparse()
     assert op(sparse, torch.full((2, 2), 5.0)).to_dense().tolist() == [[5, 0], [0, 5]]
     writing(namespace)(sparse, torch.full((2, 2), 3.0))
@@ -128,7 +129,7 @@ def test_several_results(namespace):
     op.register_fake(lambda x, r, w: (torch.empty_like(x), torch.empty_like(x), x.new_empty(())))
     places = []
 
-    @op.register_kernel("cpu", provider="over", donates=["x", "residual"])
+    @op.register_kernel(TYPE, provider="over", donates=["x", "residual"])
     def _(x, residual, w):
         places[:] = x.data_ptr(), residual.data_ptr()
         residual.add_(x)
@@ -157,7 +158,7 @@ def test_a_kernel_may_call_the_operator(namespace):
             inside.append(op(x, w))  # comes here again
         return x.mul_(w)
 
-    op.register_kernel("cpu", nested, provider="over", donates=("x",))
+    op.register_kernel(TYPE, nested, provider="over", donates=("x",))
     x = torch.full((2,), 3.0)
     inplace(x, torch.full((2,), 2.0))
     assert x.tolist() == inside[0].tolist() == [6.0] * 2
@@ -172,7 +173,7 @@ def test_a_kernel_may_call_the_operator(namespace):
 )
 def test_a_result_that_is_another_argument(namespace, kernel, words):
     op, _ = define(namespace)
-    op.register_kernel("cpu", kernel, provider="over", donates=("x",))
+    op.register_kernel(TYPE, kernel, provider="over", donates=("x",))
     inplace = op.derive_inplace()
     x, w = torch.ones(2), torch.ones(2)
     for call in (op, inplace, writing(namespace)):
@@ -182,7 +183,7 @@ def test_a_result_that_is_another_argument(namespace, kernel, words):
 
 def test_another_view_of_the_argument_as_the_result(namespace):
     op, _ = define(namespace)
-    op.register_kernel("cpu", lambda x, w: x.mul_(w).mT, provider="over", donates=("x",))
+    op.register_kernel(TYPE, lambda x, w: x.mul_(w).mT, provider="over", donates=("x",))
     inplace = op.derive_inplace()
     x = torch.arange(4.0).view(2, 2)
     inplace(x, torch.ones(2, 2))
@@ -191,7 +192,7 @@ def test_another_view_of_the_argument_as_the_result(namespace):
 
 def test_a_result_that_does_not_fit(namespace):
     op, _ = define(namespace)
-    op.register_kernel("cpu", lambda x, w: x * w, provider="over", donates=("x",))
+    op.register_kernel(TYPE, lambda x, w: x * w, provider="over", donates=("x",))
     x, w = torch.ones(2), torch.ones(3, 2)
     with pytest.raises(
         torchop.ResultError,
@@ -219,10 +220,10 @@ def test_a_result_that_does_not_fit(namespace):
 def test_what_is_said_of_donates_is_checked(namespace, donates, error, words):
     op, _ = define(namespace)
     with pytest.raises(error, match=rf"^{namespace}::op: the provider 'other': {words}"):
-        op.register_kernel("cpu", lambda x, w: x, provider="other", donates=donates)
+        op.register_kernel(TYPE, lambda x, w: x, provider="other", donates=donates)
     assert [kernel.provider for kernel in torchop.providers(op.name)] == ["reference", "over"]
     with pytest.raises(TypeError, match="donates only for the kernel of a provider"):
-        op.register_kernel("cpu", lambda x, w: x, donates=["x"])
+        op.register_kernel(TYPE, lambda x, w: x, donates=["x"])
 
 
 def test_operators_that_cannot_donate(namespace):
@@ -233,13 +234,13 @@ def test_operators_that_cannot_donate(namespace):
         schema="(Tensor(a!) x) -> ()",
     )
     with pytest.raises(ValueError, match="an operator that mutates nothing and returns fresh"):
-        writes.register_kernel("cpu", lambda x: None, provider="over", donates=["x"])
+        writes.register_kernel(TYPE, lambda x: None, provider="over", donates=["x"])
     with torchop.Library(namespace, "FRAGMENT") as library:
         torch.library.define(f"{namespace}::foreign", "(Tensor x) -> Tensor", lib=library)
         with pytest.raises(NotImplementedError, match="another package defined this one"):
             torchop.register_kernel(
                 f"{namespace}::foreign",
-                "cpu",
+                TYPE,
                 lambda x: x,
                 provider="over",
                 donates=["x"],
@@ -330,7 +331,7 @@ def test_other_compilers_call_the_operator(namespace):
 
 def test_an_inlined_kernel_writes_into_copies(namespace):
     op, _ = define(namespace, compile="inline")
-    op.register_kernel("cpu", lambda x, w: x.mul_(w), provider="over", donates=("x",))
+    op.register_kernel(TYPE, lambda x, w: x.mul_(w), provider="over", donates=("x",))
     x = torch.full((3,), 2.0)
     compiled = torch.compile(lambda x: (op(x, x), x * 1), backend="aot_eager", fullgraph=True)
     assert [each.tolist() for each in compiled(x)] == [[4.0] * 3, [2.0] * 3]
@@ -346,9 +347,9 @@ def test_the_tag_of_caches_tells_of_the_operator_in_graphs(namespace):
     )
     op.register_fake(lambda x, w: torch.empty_like(x))
     without = torchop.cache_key_tag()
-    op.register_kernel("cpu", lambda x, w: x * w, provider="over")
+    op.register_kernel(TYPE, lambda x, w: x * w, provider="over")
     assert torchop.cache_key_tag() == without
-    op.register_kernel("cpu", lambda x, w: x.mul_(w), provider="over", donates=["x"])
+    op.register_kernel(TYPE, lambda x, w: x.mul_(w), provider="over", donates=["x"])
     assert torchop.cache_key_tag() != without
 
 
@@ -375,7 +376,7 @@ def test_a_provider_that_is_gone_leaves_the_form(namespace):
     inplace = op.derive_inplace()
     with torchop.Library(namespace, "FRAGMENT") as library:
         op.register_kernel(
-            "cpu", lambda x, w: x.fill_(7), provider="over", donates=["x"], lib=library
+            TYPE, lambda x, w: x.fill_(7), provider="over", donates=["x"], lib=library
         )
         x = torch.ones(2)
         assert inplace(x, x.clone()).tolist() == [7.0, 7.0]

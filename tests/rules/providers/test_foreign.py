@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import BACKEND, TYPE
 from tests.support import needs_native
 from torchop._rules.providers import foreign
 from torchop.extend import OpName
@@ -33,7 +34,7 @@ def define(namespace, way="custom_op"):
 
     else:
         torch.library.define(name, "(Tensor x, float factor=2.0) -> Tensor")
-        torch.library.impl(name, "cpu" if way == "library" else "default", kernel)
+        torch.library.impl(name, TYPE if way == "library" else "default", kernel)
     torch.library.register_fake(name, lambda x, factor=2.0: torch.empty_like(x))
     torch.library.register_autograd(
         name,
@@ -61,7 +62,7 @@ def value(op, *args, **kwargs) -> float:
 def test_a_provider_beside_the_packages_kernel(namespace, library, way):
     op, name = define(namespace, way), f"{namespace}::op"
     fast = added(10)
-    assert torchop.register_kernel(name, "cpu", fast, provider="fast", lib=library) is fast
+    assert torchop.register_kernel(name, TYPE, fast, provider="fast", lib=library) is fast
     assert value(op) == 2  # nobody asks for it
     with torchop.priority({name: ["fast"]}):
         assert value(op) == 12
@@ -82,14 +83,14 @@ def test_a_provider_beside_the_packages_kernel(namespace, library, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_rest_of_the_operator_stays(namespace, library, way):
     op, name = define(namespace, way), f"{namespace}::op"
-    torch.library.register_autocast(name, "cpu", torch.bfloat16)
+    torch.library.register_autocast(name, TYPE, torch.bfloat16)
     torch.library.register_vmap(name, lambda info, dims, x, factor=2.0: (op(x, factor), dims[0]))
-    torchop.register_kernel(name, "cpu", added(10), provider="fast", lib=library)
+    torchop.register_kernel(name, TYPE, added(10), provider="fast", lib=library)
     with torchop.priority({name: ["fast"]}, strict=True):
         x = torch.ones(2, requires_grad=True)
         op(x, 3.0).sum().backward()
         assert x.grad.tolist() == [3.0, 3.0]
-        with torch.autocast("cpu"):
+        with torch.autocast(TYPE):
             assert op(torch.ones(1)).dtype is torch.bfloat16
         assert torch.vmap(op)(torch.ones(2, 3)).tolist() == [[12.0] * 3] * 2
         assert op(torch.ones(2, device="meta")).device.type == "meta"
@@ -106,7 +107,7 @@ def test_supports_and_strict(namespace, library):
     op, name = define(namespace), f"{namespace}::op"
     torchop.register_kernel(
         name,
-        "cpu",
+        TYPE,
         added(10),
         provider="rows",
         supports=lambda x, factor: x.ndim == 1 and factor == 2.0,
@@ -145,17 +146,17 @@ def test_tensors_that_are_not_dense_are_the_packages(namespace, library):
 def test_the_package_brings_its_kernel_later_and_replaces_it(namespace, library):
     name = f"{namespace}::op"
     torch.library.define(name, "(Tensor x) -> Tensor")
-    torchop.register_kernel(name, "cpu", lambda x: x + 10, provider="fast", lib=library)
+    torchop.register_kernel(name, TYPE, lambda x: x + 10, provider="fast", lib=library)
     op = getattr(torch.ops, namespace).op
     with pytest.raises(NotImplementedError, match="Could not run"):
         value(op)
     first = torch.library.Library(namespace, "IMPL")
-    first.impl("op", lambda x: x + 1, "CPU")
+    first.impl("op", lambda x: x + 1, BACKEND)
     assert value(op) == 2
     second = torch.library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, that a kernel is replaced
-        second.impl("op", lambda x: x + 2, "CPU", allow_override=True)
+        second.impl("op", lambda x: x + 2, BACKEND, allow_override=True)
     assert value(op) == 3
     with torchop.priority({name: ["fast"]}):
         assert value(op) == 11
@@ -169,7 +170,7 @@ def test_two_libraries_are_undone_in_either_order(namespace, first):
     libraries = [torchop.Library(namespace, "FRAGMENT") for _ in range(2)]
     for number, library in enumerate(libraries):
         torchop.register_kernel(
-            name, "cpu", added(10 * number + 10), provider=f"p{number}", lib=library
+            name, TYPE, added(10 * number + 10), provider=f"p{number}", lib=library
         )
     torchop.set_priority({f"{namespace}::*": ["p0", "p1"]})
     assert value(op) == 12
@@ -184,7 +185,7 @@ def test_two_libraries_are_undone_in_either_order(namespace, first):
 def test_a_library_that_is_collected_takes_its_providers_along(namespace):
     op, name = define(namespace), f"{namespace}::op"
     library = torchop.Library(namespace, "FRAGMENT")
-    torchop.register_kernel(name, "cpu", added(10), provider="fast", lib=library)
+    torchop.register_kernel(name, TYPE, added(10), provider="fast", lib=library)
     del library
     gc.collect()
     assert torchop.providers(name) == []
@@ -196,7 +197,7 @@ def test_a_redefined_operator_begins_without_providers(namespace, library):
     handle = torch.library.custom_op(
         name, lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
-    torchop.register_kernel(name, "cpu", lambda x: x + 10, provider="fast", lib=library)
+    torchop.register_kernel(name, TYPE, lambda x: x + 10, provider="fast", lib=library)
     torchop.set_priority({f"{namespace}::*": ["fast"]})
     assert value(handle) == 11
     handle = torch.library.custom_op(
@@ -204,7 +205,7 @@ def test_a_redefined_operator_begins_without_providers(namespace, library):
     )
     assert value(handle) == 4
     assert torchop.providers(name) == []
-    torchop.register_kernel(name, "cpu", lambda x: x + 20, provider="fast", lib=library)
+    torchop.register_kernel(name, TYPE, lambda x: x + 20, provider="fast", lib=library)
     assert value(handle) == 21
     library.close()
     assert value(handle) == 4
@@ -212,8 +213,8 @@ def test_a_redefined_operator_begins_without_providers(namespace, library):
 
 def test_a_result_that_is_wrong_is_refused(namespace, library):
     op, name = define(namespace), f"{namespace}::op"
-    torchop.register_kernel(name, "cpu", lambda x, factor=2.0: x, provider="alias", lib=library)
-    torchop.register_kernel(name, "cpu", lambda x, factor=2.0: None, provider="none", lib=library)
+    torchop.register_kernel(name, TYPE, lambda x, factor=2.0: x, provider="alias", lib=library)
+    torchop.register_kernel(name, TYPE, lambda x, factor=2.0: None, provider="none", lib=library)
     with torchop.priority({name: ["alias"]}), pytest.raises(torchop.AliasError, match=name):
         value(op)
     with torchop.priority({name: ["none"]}), pytest.raises(torchop.ResultError, match=name):
@@ -225,37 +226,37 @@ def test_what_cannot_have_providers(namespace, library):
     torch.library.define(composite, "(Tensor x) -> Tensor")
     torch.library.impl(composite, "CompositeImplicitAutograd", lambda x: x + 1)
     with pytest.raises(NotImplementedError, match="a composition of others"):
-        torchop.register_kernel(composite, "cpu", lambda x: x + 1, provider="fast")
+        torchop.register_kernel(composite, TYPE, lambda x: x + 1, provider="fast")
     with pytest.raises(NotImplementedError, match=r"PyTorch's own, and compilers replace"):
-        torchop.register_kernel("aten::sin", "cpu", lambda self: self, provider="fast")
+        torchop.register_kernel("aten::sin", TYPE, lambda self: self, provider="fast")
     with pytest.raises(torchop.OperatorNotFoundError, match="Import the module"):
-        torchop.register_kernel(f"{namespace}::later", "cpu", lambda x: x, provider="fast")
+        torchop.register_kernel(f"{namespace}::later", TYPE, lambda x: x, provider="fast")
     name = f"{namespace}::op"
     op = define(namespace)
     with pytest.raises(RuntimeError, match="'CPU' is not a device type"):
         torchop.register_kernel(name, "CPU", added(1), provider="fast")
     with pytest.raises(torchop.RuleSignatureError, match=r"has the default 3\.0 for 'factor'"):
-        torchop.register_kernel(name, "cpu", lambda x, factor=3.0: x, provider="fast")
+        torchop.register_kernel(name, TYPE, lambda x, factor=3.0: x, provider="fast")
     assert value(op) == 2
     assert torchop.providers(name) == []
 
 
 def test_two_packages_with_the_same_provider_name(namespace, library):
     op, name = define(namespace), f"{namespace}::op"
-    torchop.register_kernel(name, "cpu", added(10), provider="fast", lib=library)
+    torchop.register_kernel(name, TYPE, added(10), provider="fast", lib=library)
     other: dict = {}
     exec("def kernel(x, factor=2.0): return x + 99", {"__name__": "another"}, other)
     with pytest.warns(torchop.RedefinitionWarning, match="provider 'fast' was registered at"):
-        torchop.register_kernel(name, "cpu", other["kernel"], provider="fast", lib=library)
+        torchop.register_kernel(name, TYPE, other["kernel"], provider="fast", lib=library)
     with torchop.priority({name: ["fast"]}):
         assert value(op) == 100
 
 
 def test_an_operator_of_torchops_low_level(namespace, library):
     library.define("op(Tensor x) -> Tensor")
-    library.impl("op", lambda x: x + 1, "CPU")
+    library.impl("op", lambda x: x + 1, BACKEND)
     op, name = getattr(torch.ops, namespace).op, f"{namespace}::op"
-    torchop.register_kernel(name, "cpu", lambda x: x + 10, provider="fast", lib=library)
+    torchop.register_kernel(name, TYPE, lambda x: x + 10, provider="fast", lib=library)
     assert value(op) == 2
     with torchop.priority({name: ["fast"]}):
         assert value(op) == 11
@@ -267,7 +268,7 @@ def test_an_operator_of_torchops_low_level(namespace, library):
 @pytest.mark.parametrize("is_accelerated_first", [True, False])
 def test_accelerated_operators_choose_natively(namespace, library, way, is_accelerated_first):
     op, name = define(namespace, way), f"{namespace}::op"
-    register = functools.partial(torchop.register_kernel, name, "cpu", added(10), lib=library)
+    register = functools.partial(torchop.register_kernel, name, TYPE, added(10), lib=library)
     if not is_accelerated_first:
         register(provider="fast", supports=lambda x, factor: factor != 5)
     acceleration = torchop.accelerate(name)
@@ -306,11 +307,11 @@ def test_the_packages_kernel_gets_what_it_got_before(namespace, library):
         seen.append((args[1:], kwargs))
         return args[0] + 1
 
-    torch.library.impl(name, "CPU", kernel)
+    torch.library.impl(name, BACKEND, kernel)
     op = getattr(torch.ops, namespace).op
     torchop.register_kernel(
         name,
-        "cpu",
+        TYPE,
         lambda x, factor=2.0, *, n=1: x,
         provider="none",
         supports=lambda x, factor, *, n: False,
@@ -329,7 +330,7 @@ def test_the_packages_kernel_gets_what_it_got_before(namespace, library):
 def test_threads_call_while_providers_come_and_go(namespace, library):
     op, name = define(namespace, "library"), f"{namespace}::op"
     torchop.set_priority({f"{namespace}::*": ["fast"]})  # which comes later
-    torchop.register_kernel(name, "cpu", added(20), provider="other", lib=library)
+    torchop.register_kernel(name, TYPE, added(20), provider="other", lib=library)
     stop, wrong = threading.Event(), []
 
     def call():
@@ -343,7 +344,7 @@ def test_threads_call_while_providers_come_and_go(namespace, library):
         thread.start()
     for _ in range(50):
         with torchop.Library(namespace, "FRAGMENT") as passing:
-            torchop.register_kernel(name, "cpu", added(10), provider="fast", lib=passing)
+            torchop.register_kernel(name, TYPE, added(10), provider="fast", lib=passing)
     stop.set()
     for thread in threads:
         thread.join()

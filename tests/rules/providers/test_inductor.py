@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import TYPE
 
 needs_autotuning = pytest.mark.needs_torch(
     "2.12", "register_custom_op_autotuning that takes any operator"
@@ -31,10 +32,10 @@ def test_inductor_measures_what_supports_takes(namespace):
         return torch.add(w * eps, x, alpha=factor)
 
     blocks = [{"block": 1}, {"block": 2}]
-    op.register_kernel("cpu", kernel, provider="add", configs=blocks)
-    op.register_kernel("cpu", lambda x, w, factor, eps: x, provider="gone", supported=False)
+    op.register_kernel(TYPE, kernel, provider="add", configs=blocks)
+    op.register_kernel(TYPE, lambda x, w, factor, eps: x, provider="gone", supported=False)
 
-    @op.register_kernel("cpu", provider="vast", supports=lambda x, w, factor, eps: x.numel() > 1e9)
+    @op.register_kernel(TYPE, provider="vast", supports=lambda x, w, factor, eps: x.numel() > 1e9)
     def _(x, w, factor, eps):
         raise AssertionError("its supports says no")
 
@@ -51,7 +52,7 @@ def test_the_choice_ends_with_the_operator(namespace):
     from torch._inductor.lowering import user_lowerings
 
     op = define(namespace)
-    op.register_kernel("cpu", lambda x, w, factor, eps: x, provider="add")
+    op.register_kernel(TYPE, lambda x, w, factor, eps: x, provider="add")
     overload = getattr(torch.ops, namespace).op.default
     torchop.autotune_in_inductor(op, ["add"])
     assert overload in user_lowerings
@@ -71,8 +72,8 @@ def test_the_choice_ends_with_the_operator(namespace):
 )
 def test_choices_that_are_none(namespace, providers, error, words):
     op = define(namespace)
-    op.register_kernel("cpu", lambda x, w, factor, eps: x, provider="add")
-    op.register_kernel("cpu", lambda x, w, factor, eps: x, provider="gone", supported=False)
+    op.register_kernel(TYPE, lambda x, w, factor, eps: x, provider="add")
+    op.register_kernel(TYPE, lambda x, w, factor, eps: x, provider="gone", supported=False)
     with pytest.raises(error, match=f"^autotune_in_inductor.*{words}"):
         torchop.autotune_in_inductor(op, providers)
 
@@ -91,6 +92,6 @@ def test_operators_that_inductor_cannot_hand_on(namespace, schema):
     op = torchop.custom_op(
         f"{namespace}::op", lambda *args: args[0].clone(), mutates_args=mutates, schema=schema
     )
-    op.register_kernel("cpu", lambda *args: args[0].clone(), provider="add")
+    op.register_kernel(TYPE, lambda *args: args[0].clone(), provider="add")
     with pytest.raises(NotImplementedError, match="takes its tensors first, and does not mutate"):
         torchop.autotune_in_inductor(op, ["add"])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import TYPE
 from tests.forking import run_forked
 from tests.rules.support import adding_one as define
 from tests.support import assert_clean
@@ -32,7 +33,7 @@ def value(op, x=None) -> float:
 def op(namespace):
     """Adds 1, or 10 with the provider "ten", or 20 with "twenty"."""
     op = define(namespace)
-    op.register_kernel("cpu", adding(10), provider="ten")
+    op.register_kernel(TYPE, adding(10), provider="ten")
     op.register_kernel(None, adding(20), provider="twenty")
     yield op
     torchop.set_priority({f"{namespace}::*": None, op.name: None})
@@ -59,7 +60,7 @@ def test_the_authors_order(op):
 def test_the_authors_order_is_for_device_types(op):
     op.set_priority(["ten"], device_types="cuda")
     assert value(op) == 1
-    op.set_priority(["twenty"], device_types=["cuda", "cpu"])
+    op.set_priority(["twenty"], device_types=["cuda", TYPE])
     assert value(op) == 20
 
 
@@ -67,17 +68,17 @@ def test_an_order_for_one_device_holds_for_kernels_for_every_device(namespace):
     op = define(namespace)
     op.register_kernel(None, adding(20), provider="twenty")
     op.register_fake(torch.empty_like)
-    op.set_priority(["twenty"], device_types="cpu")
+    op.set_priority(["twenty"], device_types=TYPE)
     assert value(op) == 20
     assert op(torch.zeros(1, device="meta")).is_meta
-    op.set_priority([], device_types="cpu")
+    op.set_priority([], device_types=TYPE)
     op.set_priority(["twenty"], device_types="cuda")
     assert value(op) == 1
 
 
 def test_the_order_of_the_definition_names_providers_that_come_later(namespace):
     op = define(namespace, priority=["ten"])
-    op.register_kernel("cpu", adding(10), provider="ten")
+    op.register_kernel(TYPE, adding(10), provider="ten")
     assert value(op) == 10
 
 
@@ -103,23 +104,23 @@ def test_a_name_counts_before_a_pattern_and_a_longer_pattern_before_a_shorter(na
 
 def test_an_order_for_a_device_counts_before_one_for_all(op):
     torchop.set_priority({op.name: ["ten"]})
-    torchop.set_priority({op.name: ["twenty"]}, device_types="cpu")
+    torchop.set_priority({op.name: ["twenty"]}, device_types=TYPE)
     assert value(op) == 20
-    torchop.set_priority({op.name: None}, device_types="cpu")
+    torchop.set_priority({op.name: None}, device_types=TYPE)
     assert value(op) == 10
 
 
 def test_an_order_that_was_set_before_the_operator_was_defined(namespace):
     torchop.set_priority({f"{namespace}::op": ["ten"]})
     op = define(namespace)
-    op.register_kernel("cpu", adding(10), provider="ten")
+    op.register_kernel(TYPE, adding(10), provider="ten")
     assert value(op) == 10
 
 
 def test_an_order_for_a_device_type_that_is_none(op):
     for setting in (
         lambda: torchop.set_priority({op: ["ten"]}, device_types="nonsense"),
-        lambda: op.set_priority(["ten"], device_types=["cpu", "nonsense"]),
+        lambda: op.set_priority(["ten"], device_types=[TYPE, "nonsense"]),
     ):
         with pytest.raises(RuntimeError, match="'nonsense' is not a device type; write one such"):
             setting()
@@ -259,8 +260,8 @@ def test_sixteen_threads_call_while_orders_change(op):
 
 def test_only_batch_invariant_and_only_deterministic_kernels(namespace):
     op = define(namespace, priority=["random", "invariant"])
-    op.register_kernel("cpu", adding(10), provider="random", deterministic=False)
-    op.register_kernel("cpu", adding(20), provider="invariant", batch_invariant=True)
+    op.register_kernel(TYPE, adding(10), provider="random", deterministic=False)
+    op.register_kernel(TYPE, adding(20), provider="invariant", batch_invariant=True)
     assert value(op) == 10
     with torchop.priority(batch_invariant_only=True):
         assert value(op) == 20
@@ -273,7 +274,7 @@ def test_only_batch_invariant_and_only_deterministic_kernels(namespace):
 @pytest.mark.parametrize("opens_block", [False, True])
 def test_pytorchs_deterministic_mode_implies_deterministic_kernels(namespace, opens_block):
     op = define(namespace, priority=["random", "reference"])
-    op.register_kernel("cpu", adding(10), provider="random", deterministic=False)
+    op.register_kernel(TYPE, adding(10), provider="random", deterministic=False)
     with torchop.priority() if opens_block else contextlib.nullcontext():
         assert value(op) == 10
         torch.use_deterministic_algorithms(True)
@@ -287,14 +288,14 @@ def test_pytorchs_deterministic_mode_implies_deterministic_kernels(namespace, op
 def test_a_provider_that_is_not_supported_is_reported_once(namespace, caplog):
     asked = []
     op = define(namespace, priority=["absent"])
-    op.register_kernel(
-        "cpu", adding(10), provider="absent", supported=lambda: bool(asked.append(1))
-    )
+    op.register_kernel(TYPE, adding(10), provider="absent", supported=lambda: bool(asked.append(1)))
     assert asked == []  # a package registers it where nobody calls
-    match = rf"{namespace}::op: the provider 'absent' is passed by on cpu, because its `supported`"
+    match = (
+        rf"{namespace}::op: the provider 'absent' is passed by on {TYPE}, because its `supported`"
+    )
     with pytest.warns(torchop.ProviderWarning, match=match):
         assert value(op) == 1
-    op.register_kernel("cpu", adding(20), provider="other")
+    op.register_kernel(TYPE, adding(20), provider="other")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert value(op) == 1
@@ -305,14 +306,15 @@ def test_a_provider_that_was_removed_is_reported_once(namespace):
     op = define(namespace, priority=["gone"])
     library = torchop.Library(namespace, "FRAGMENT")
     torchop.register_kernel(
-        op, "cpu", adding(10), provider="gone", supports=lambda x: x.ndim == 1, lib=library
+        op, TYPE, adding(10), provider="gone", supports=lambda x: x.ndim == 1, lib=library
     )
     with pytest.warns(torchop.ProviderWarning, match="its `supports` says no"):
         assert value(op, torch.zeros(1, 1)) == 1
     library._destroy()
     match = (
-        rf"^{namespace}::op: the provider 'gone' is passed by( on cpu)?, because it was removed, "
-        r"with the library that it was registered through, and the reference runs instead\. It"
+        rf"^{namespace}::op: the provider 'gone' is passed by( on {TYPE})?, because it was "
+        r"removed, with the library that it was registered through, and the reference runs "
+        r"instead\. It"
     )
     with pytest.warns(torchop.ProviderWarning, match=match):
         assert value(op) == 1
@@ -322,15 +324,15 @@ def test_a_provider_that_was_removed_is_reported_once(namespace):
     with torchop.priority(strict=True):
         with pytest.raises(torchop.ProviderError, match=r"\(gone: it was removed, with the lib"):
             op(torch.zeros(1))
-        op.register_kernel("cpu", adding(20), provider="gone")
+        op.register_kernel(TYPE, adding(20), provider="gone")
         assert value(op) == 20
 
 
 def test_one_that_was_removed_is_reported_although_another_one_runs(namespace):
     op = define(namespace, priority=["gone", "other"])
-    op.register_kernel("cpu", adding(20), provider="other")
+    op.register_kernel(TYPE, adding(20), provider="other")
     library = torchop.Library(namespace, "FRAGMENT")
-    torchop.register_kernel(op, "cpu", adding(10), provider="gone", lib=library)
+    torchop.register_kernel(op, TYPE, adding(10), provider="gone", lib=library)
     library._destroy()
     with pytest.warns(torchop.ProviderWarning, match="was registered through. It is in the order"):
         assert value(op) == 20
@@ -342,7 +344,7 @@ def test_one_that_was_removed_is_reported_although_another_one_runs(namespace):
 def test_a_warning_points_at_the_users_line(namespace, way):
     op = define(namespace, priority=["absent"])
     op.register_fake(torch.empty_like)
-    op.register_kernel("cpu", adding(10), provider="absent", supported=False)
+    op.register_kernel(TYPE, adding(10), provider="absent", supported=False)
     x = torch.zeros(1)
     function = getattr(torch.ops, namespace).op if way == "torch.ops" else op
     place = "call"
@@ -369,15 +371,15 @@ def test_the_exception_of_supported_is_the_reason(namespace):
         raise ImportError("no module named vendor")
 
     op = define(namespace, priority=["vendor"])
-    op.register_kernel("cpu", adding(10), provider="vendor", supported=supported)
+    op.register_kernel(TYPE, adding(10), provider="vendor", supported=supported)
     with pytest.warns(torchop.ProviderWarning, match="raised ImportError: no module named vendor"):
         assert value(op) == 1
 
 
 def test_one_of_several_that_declines_is_logged_and_the_last_is_warned_of(namespace):
     op = define(namespace, priority=["small", "large"])
-    op.register_kernel("cpu", adding(10), provider="small", supports=lambda x: len(x) < 10)
-    op.register_kernel("cpu", adding(20), provider="large", supports=lambda x: len(x) < 100)
+    op.register_kernel(TYPE, adding(10), provider="small", supports=lambda x: len(x) < 10)
+    op.register_kernel(TYPE, adding(20), provider="large", supports=lambda x: len(x) < 100)
     assert value(op, torch.zeros(5)) == 10
     assert value(op, torch.zeros(50)) == 20
     with pytest.warns(torchop.ProviderWarning) as caught:
@@ -391,7 +393,7 @@ def test_one_of_several_that_declines_is_logged_and_the_last_is_warned_of(namesp
 
 def test_passed_by_is_logged(namespace, caplog):
     op = define(namespace, priority=["absent", "reference"])
-    op.register_kernel("cpu", adding(10), provider="absent", supported=False)
+    op.register_kernel(TYPE, adding(10), provider="absent", supported=False)
     names = [n for n in logging.root.manager.loggerDict if "torchop_calls" in n]
     logger = logging.getLogger(names[0])
     logger.addHandler(caplog.handler)
@@ -404,16 +406,19 @@ def test_passed_by_is_logged(namespace, caplog):
         logger.removeHandler(caplog.handler)
         logger.setLevel(level)
     assert (
-        "'absent' is passed by on cpu, because it is registered with supported=False" in caplog.text
+        f"'absent' is passed by on {TYPE}, because it is registered with supported=False"
+        in caplog.text
     )
 
 
 def test_strict_makes_falling_back_an_error(namespace):
     op = define(namespace)
-    op.register_kernel("cpu", adding(10), provider="flat", supports=lambda x: x.ndim == 1)
+    op.register_kernel(TYPE, adding(10), provider="flat", supports=lambda x: x.ndim == 1)
     with torchop.priority({op: ["flat"]}, strict=True):
         assert value(op) == 10
-        match = r"no provider of the order of torchop.priority can run this call on cpu \(flat: its"
+        match = (
+            rf"no provider of the order of torchop.priority can run this call on {TYPE} \(flat: its"
+        )
         for _ in range(2):  # the second time from the table
             with pytest.raises(torchop.ProviderError, match=match):
                 op(torch.zeros(1, 1))
@@ -426,7 +431,7 @@ def test_strict_makes_falling_back_an_error(namespace):
 def test_a_device_without_a_reference(namespace):
     op = torchop.custom_op(f"{namespace}::op", adding(1), mutates_args=(), device_types="cuda",
                            schema="(Tensor x) -> Tensor")  # fmt: skip
-    op.register_kernel("cpu", adding(10), provider="ten", supports=lambda x: x.ndim == 1)
+    op.register_kernel(TYPE, adding(10), provider="ten", supports=lambda x: x.ndim == 1)
     with pytest.raises(torchop.MissingKernelError, match=r"no order asks for: ten\. Ask for one"):
         value(op)
     op.set_priority(["ten"])
@@ -436,9 +441,9 @@ def test_a_device_without_a_reference(namespace):
 
 
 def test_a_kernel_that_is_switched_off_leaves_the_function_of_the_definition(op):
-    op.register_kernel("cpu", adding(2))
+    op.register_kernel(TYPE, adding(2))
     op.set_priority(["ten"])
-    with op.set_kernel_enabled("cpu", enabled=False):
+    with op.set_kernel_enabled(TYPE, enabled=False):
         assert value(op) == 1
         assert torchop.explain(op, torch.zeros(1)).provider is None
     assert value(op) == 10
@@ -459,7 +464,7 @@ def test_an_unknown_provider(namespace, op):
         with pytest.raises(torchop.ProviderNameError, match=match):
             act()
     late = define(f"{namespace}_late", priority=["tem"])
-    late.register_kernel("cpu", adding(10), provider="ten")
+    late.register_kernel(TYPE, adding(10), provider="ten")
     for _ in range(2):
         with pytest.raises(torchop.ProviderNameError, match=r"the operator's author: .* 'tem'"):
             value(late)
@@ -519,7 +524,7 @@ def test_blocks_are_made_while_providers_are_registered(namespace):
             thread.start()
         for number in range(100):
             defined = define(f"{namespace}_{number}")
-            defined.register_kernel("cpu", lambda x: x + 10, provider="ten")
+            defined.register_kernel(TYPE, lambda x: x + 10, provider="ten")
     finally:
         ended.set()
         for thread in threads:
@@ -606,17 +611,17 @@ def test_blocks_of_tasks_that_fail_and_are_cancelled(op):
 
 def test_explain_names_the_provider_and_why_others_are_passed_by(namespace):
     op = define(namespace)
-    op.register_kernel("cpu", adding(10), provider="absent", supported=False)
-    op.register_kernel("cpu", adding(20), provider="flat", supports=lambda x: x.ndim == 1)
-    op.register_kernel("cpu", adding(30), provider="any")
-    op.register_kernel("cpu", adding(40), provider="last")
-    op.register_kernel("cpu", adding(50), provider="unasked")
+    op.register_kernel(TYPE, adding(10), provider="absent", supported=False)
+    op.register_kernel(TYPE, adding(20), provider="flat", supports=lambda x: x.ndim == 1)
+    op.register_kernel(TYPE, adding(30), provider="any")
+    op.register_kernel(TYPE, adding(40), provider="last")
+    op.register_kernel(TYPE, adding(50), provider="unasked")
     op.register_kernel("cuda", adding(60), provider="gpu")
     with torchop.priority({op: ["gpu", "absent", "flat", "any", "last"]}):
         found = torchop.explain(op, torch.zeros(1, 1))
     assert found.provider == "any"
     assert found.passed_by == (
-        "gpu: it has no kernel for cpu",
+        f"gpu: it has no kernel for {TYPE}",
         "absent: it is registered with supported=False",
         "unasked: the order of torchop.priority does not name it",
         "flat: its `supports` says no to the arguments",
@@ -636,7 +641,7 @@ def test_explain_shows_the_place_of_the_chosen_kernel(op):
 
 def test_explain_warns_of_nothing(namespace):
     op = define(namespace, priority=["absent"])
-    op.register_kernel("cpu", adding(10), provider="absent", supported=False)
+    op.register_kernel(TYPE, adding(10), provider="absent", supported=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torchop.explain(op, torch.zeros(1)).provider == "reference"
@@ -657,7 +662,7 @@ def test_a_definition_tells_its_providers(op):
 
 
 def test_class_form(namespace):
-    flat = {"device_types": "cpu", "function": adding(10), "supports": lambda x: x.ndim == 1}
+    flat = {"device_types": TYPE, "function": adding(10), "supports": lambda x: x.ndim == 1}
 
     class Forward:
         @staticmethod

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import DEVICE, TYPE
 from tests.forking import run_forked
 from tests.rules.support import adding_one as define
 from tests.support import assert_clean, needs_native
@@ -42,13 +43,13 @@ def scaling(namespace, **options):
 def test_names_that_a_provider_cannot_have(namespace, name):
     op = define(namespace)
     with pytest.raises(torchop.ProviderNameError, match=f"{namespace}::op: "):
-        op.register_kernel("cpu", adding(1), provider=name)
+        op.register_kernel(TYPE, adding(1), provider=name)
 
 
 def test_options_need_a_provider(namespace):
     op = define(namespace)
     with pytest.raises(TypeError, match="takes supports only for the kernel of a provider"):
-        op.register_kernel("cpu", adding(1), supports=lambda x: True)
+        op.register_kernel(TYPE, adding(1), supports=lambda x: True)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_options_need_a_provider(namespace):
 def test_what_is_said_of_a_provider_is_checked(namespace, options, error, words):
     op = define(namespace)
     with pytest.raises(error, match=words):
-        op.register_kernel("cpu", lambda x, **configs: x, provider="fast", **options)
+        op.register_kernel(TYPE, lambda x, **configs: x, provider="fast", **options)
     assert torchop.explain(op, torch.ones(1)).provider is None
 
 
@@ -88,7 +89,7 @@ def test_what_is_said_of_a_provider_is_checked(namespace, options, error, words)
 def test_a_signature_is_compared_with_the_schema(namespace, function, words):
     op = scaling(namespace)
     with pytest.raises(torchop.RuleSignatureError, match=rf"the provider 'fast'.*{words}"):
-        op.register_kernel("cpu", function, provider="fast")
+        op.register_kernel(TYPE, function, provider="fast")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_a_signature_is_compared_with_the_schema(namespace, function, words):
 )
 def test_signatures_that_fit(namespace, function):
     op = scaling(namespace, priority=["fast"])
-    op.register_kernel("cpu", function, provider="fast")
+    op.register_kernel(TYPE, function, provider="fast")
     assert value(op) == 10
 
 
@@ -111,7 +112,7 @@ def test_a_kernel_gets_every_argument_and_the_first_config(namespace):
     op = scaling(namespace, priority=["fast"])
     seen = []
 
-    @op.register_kernel("cpu", provider="fast", configs=[{"block": 64}, {"block": 128}])
+    @op.register_kernel(TYPE, provider="fast", configs=[{"block": 64}, {"block": 128}])
     def kernel(x, factor=2.0, *, count=1, block):
         seen.append((factor, count, block))
         return x.clone()
@@ -125,26 +126,26 @@ def test_a_config_that_the_kernel_does_not_take(namespace):
     words = r"configs has 'blocks', which .* does not take by keyword \(did you mean 'block'\?\)"
     with pytest.raises(torchop.RuleSignatureError, match=words):
         define(namespace).register_kernel(
-            "cpu", lambda x, block=1: x + block, provider="fast", configs=[{"blocks": 2}]
+            TYPE, lambda x, block=1: x + block, provider="fast", configs=[{"blocks": 2}]
         )
 
 
 def test_a_kernel_for_meta_tensors_is_refused(namespace):
     with pytest.raises(ValueError, match="the fake kernel of the operator, which holds for every"):
-        define(namespace).register_kernel(["cpu", "meta"], adding(1), provider="fast")
+        define(namespace).register_kernel([TYPE, "meta"], adding(1), provider="fast")
 
 
 def test_registering_again_replaces_and_another_module_is_told_of(namespace):
     op = define(namespace, priority=["fast"])
-    op.register_kernel("cpu", adding(10), provider="fast")
-    op.register_kernel("cpu", adding(20), provider="fast")  # a notebook cell that runs again
+    op.register_kernel(TYPE, adding(10), provider="fast")
+    op.register_kernel(TYPE, adding(20), provider="fast")  # a notebook cell that runs again
     assert value(op) == 20
     other = adding(30)
     other.__module__ = "other_package"
     with pytest.warns(
         torchop.RedefinitionWarning, match="'fast' was registered at .*test_providers"
     ):
-        op.register_kernel("cpu", other, provider="fast")
+        op.register_kernel(TYPE, other, provider="fast")
     assert value(op) == 30
 
 
@@ -152,7 +153,7 @@ def test_registering_again_replaces_and_another_module_is_told_of(namespace):
 def test_a_provider_goes_with_its_library(namespace, way):
     op = define(namespace, priority=["fast"])
     library = torchop.Library(namespace, "FRAGMENT")
-    torchop.register_kernel(op, "cpu", adding(10), provider="fast", lib=library)
+    torchop.register_kernel(op, TYPE, adding(10), provider="fast", lib=library)
     assert value(op) == 10
     if way == "close":
         library._destroy()
@@ -166,11 +167,11 @@ def test_a_provider_goes_with_its_library(namespace, way):
     closed = torchop.Library(namespace, "FRAGMENT")
     closed._destroy()
     with pytest.raises(torchop.OperatorGoneError, match="has been destroyed"):
-        torchop.register_kernel(op, "cpu", adding(10), provider="fast", lib=closed)
+        torchop.register_kernel(op, TYPE, adding(10), provider="fast", lib=closed)
 
 
 def test_a_redefinition_has_no_providers(namespace):
-    define(namespace, priority=["fast"]).register_kernel("cpu", adding(10), provider="fast")
+    define(namespace, priority=["fast"]).register_kernel(TYPE, adding(10), provider="fast")
     op = define(namespace)
     assert value(op) == 1
     assert torchop.explain(op, torch.ones(1)).provider is None
@@ -187,23 +188,20 @@ def test_supports_gets_all_arguments_and_tensors_without_data(namespace):
 
     def supports(x, factor, *, count):
         seen.append((x.shape, x.stride(), x.dtype, x.device, factor, count))
-        return x.is_cpu and x.is_contiguous()
+        return x.device == DEVICE and x.is_contiguous()
 
-    op.register_kernel(
-        "cpu", lambda x, factor, *, count: x + 10, provider="fast", supports=supports
-    )
+    op.register_kernel(TYPE, lambda x, factor, *, count: x + 10, provider="fast", supports=supports)
     x = torch.zeros(2, 3)
     assert value(op, x) == 10
     assert value(op, x.clone()) == 10  # not asked again
     assert value(op, x.t()) == 0
     assert value(op, x, 2.5) == 10
     assert value(op, x.double()) == 10
-    cpu = torch.device("cpu")
     assert seen == [
-        ((2, 3), (3, 1), torch.float32, cpu, 2.0, 1),
-        ((3, 2), (1, 3), torch.float32, cpu, 2.0, 1),
-        ((2, 3), (3, 1), torch.float32, cpu, 2.5, 1),
-        ((2, 3), (3, 1), torch.float64, cpu, 2.0, 1),
+        ((2, 3), (3, 1), torch.float32, DEVICE, 2.0, 1),
+        ((3, 2), (1, 3), torch.float32, DEVICE, 2.0, 1),
+        ((2, 3), (3, 1), torch.float32, DEVICE, 2.5, 1),
+        ((2, 3), (3, 1), torch.float64, DEVICE, 2.0, 1),
     ]
 
 
@@ -219,7 +217,7 @@ def test_supports_gets_all_arguments_and_tensors_without_data(namespace):
 )
 def test_supports_that_reads_data(namespace, supports):
     op = define(namespace, priority=["fast"])
-    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+    op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
     match = (
         rf"{namespace}::op: the provider 'fast': supports read the data of a tensor. It may read"
     )
@@ -245,7 +243,7 @@ def test_supports_that_reads_data(namespace, supports):
 )
 def test_supports_that_reads_what_its_tensors_do_not_have(namespace, name, supports):
     op = define(namespace, priority=["fast"])
-    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+    op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
     for x in (torch.zeros(3)[1:], torch.zeros(2, requires_grad=True)):
         with pytest.raises(torchop.ProviderError, match=f"supports read {name} of a tensor. It ma"):
             op(x)
@@ -254,7 +252,7 @@ def test_supports_that_reads_what_its_tensors_do_not_have(namespace, name, suppo
 def test_an_inlined_supports_reads_no_more_than_in_eager(namespace):
     op = define(namespace, priority=["fast"], compile="inline")
     op.register_kernel(
-        "cpu", adding(10), provider="fast", supports=lambda x: x.storage_offset() == 0
+        TYPE, adding(10), provider="fast", supports=lambda x: x.storage_offset() == 0
     )
     with pytest.raises(Exception, match="supports read storage_offset of a tensor"):
         torch.compile(lambda x: op(x), backend="aot_eager", fullgraph=True)(torch.zeros(2))
@@ -271,7 +269,7 @@ def test_an_inlined_supports_reads_no_more_than_in_eager(namespace):
 )
 def test_supports_that_is_wrong(namespace, supports, words):
     op = define(namespace, priority=["fast"])
-    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+    op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
     with pytest.raises(torchop.ProviderError, match=f"the provider 'fast': supports {words}"):
         value(op)
 
@@ -283,7 +281,7 @@ def test_supports_that_is_a_generator_function(namespace):
         yield True
 
     with pytest.raises(torchop.RuleSignatureError, match=r"'fast': supports: .* is a generator"):
-        op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+        op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
 
 
 def test_supports_that_is_slow_is_told_of_once(namespace):
@@ -293,7 +291,7 @@ def test_supports_that_is_slow_is_told_of_once(namespace):
         time.sleep(0.051 if x.shape[0] != 2 else 0)
         return True
 
-    op.register_kernel("cpu", adding(10), provider="fast", supports=supports)
+    op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
     for size in (1, 2, 3, 4):  # a quick one is between the first and the others
         assert value(op, torch.zeros(size)) == 10
     words = r"op: the provider 'fast': supports is slow: it took \d\d+ ms .* `supported`"
@@ -316,7 +314,7 @@ def test_values_that_are_equal_and_not_the_same(namespace):
     def supports(x, n, f):
         return isinstance(n, bool) or str(f) == "-0.0"
 
-    op.register_kernel("cpu", lambda x, n, f: x + 10, provider="fast", supports=supports)
+    op.register_kernel(TYPE, lambda x, n, f: x + 10, provider="fast", supports=supports)
     op.set_priority(["fast"])
     x = torch.zeros(1)
     assert [value(op, x, n, f) for n, f in ((1, 0.0), (True, 0.0), (1.0, 0.0), (1, -0.0))] == [
@@ -339,7 +337,7 @@ def test_complex_numbers_are_told_apart_and_found_again(namespace):
         asked.append(str(n))
         return math.copysign(1, n.imag) > 0
 
-    op.register_kernel("cpu", lambda x, n: x + 10, provider="fast", supports=supports)
+    op.register_kernel(TYPE, lambda x, n: x + 10, provider="fast", supports=supports)
     op.set_priority(["fast"])
     nan = complex(math.nan, 0)
     numbers = (complex(0, 0.0), complex(0, -0.0), nan, nan)
@@ -356,7 +354,7 @@ def test_lists_of_tensors_and_missing_tensors(namespace):
     def supports(xs, bias):
         return len(xs) == 2 and bias is None and xs[1].ndim == 1
 
-    op.register_kernel("cpu", lambda xs, bias: xs[0] + 10, provider="fast", supports=supports)
+    op.register_kernel(TYPE, lambda xs, bias: xs[0] + 10, provider="fast", supports=supports)
     op.set_priority(["fast"])
     x = torch.zeros(1)
     assert value(op, [x, x]) == 10
@@ -382,13 +380,13 @@ def test_structured_arguments(namespace):
         return pair.second.ndim == 1
 
     op.register_kernel(
-        "cpu", lambda pair, scale=1.0: pair.first + 10, provider="a", supports=supports
+        TYPE, lambda pair, scale=1.0: pair.first + 10, provider="a", supports=supports
     )
     op.set_priority(["a"])
     assert value(op, Pair(torch.zeros(1), torch.zeros(1))) == 10
     assert seen == [Pair]
     with pytest.raises(torchop.RuleSignatureError, match=r"has the default 2\.0 for 'scale'"):
-        op.register_kernel("cpu", lambda pair, scale=2.0: pair.first, provider="b")
+        op.register_kernel(TYPE, lambda pair, scale=2.0: pair.first, provider="b")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -403,18 +401,18 @@ def ruled(request, namespace):
     def op(x: Tensor) -> Tensor:
         return x * x
 
-    @op.register_kernel("cpu", provider="by_numpy")
+    @op.register_kernel(TYPE, provider="by_numpy")
     def kernel(x):
         return torch.from_numpy(x.detach().contiguous().numpy() ** 2)
 
-    op.register_kernel("cpu", kernel, provider="asking", supports=lambda x: x.ndim < 3)
+    op.register_kernel(TYPE, kernel, provider="asking", supports=lambda x: x.ndim < 3)
     op.register_fake(torch.empty_like)
     op.register_autograd(
         lambda ctx, grad: grad * 2 * ctx.saved_tensors[0],
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
     op.register_vmap(lambda info, in_dims, x: (op(x), in_dims[0]))
-    op.register_autocast("cpu", torch.float64)
+    op.register_autocast(TYPE, torch.float64)
     op.set_priority([request.param])
     return op
 
@@ -427,7 +425,7 @@ def test_gradients(ruled):
 
 def test_vmap_autocast_and_fake_tensors(ruled):
     assert torch.vmap(ruled)(torch.full((2, 2), 3.0)).tolist() == [[9.0, 9.0]] * 2
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(TYPE, dtype=torch.bfloat16):
         assert ruled(torch.ones(2)).dtype is torch.float64
     with torch._subclasses.FakeTensorMode():
         assert ruled(torch.empty(3, 2)).shape == (3, 2)
@@ -450,7 +448,7 @@ def test_a_backward_kernel_of_each_provider(namespace):
         ran.append("reference")
         return 2 * grad * x
 
-    @backward.register_kernel("cpu", provider="fast", supports=lambda grad, x: x.ndim == 1)
+    @backward.register_kernel(TYPE, provider="fast", supports=lambda grad, x: x.ndim == 1)
     def _(grad, x):
         ran.append("fast")
         return grad * (x + x)
@@ -459,7 +457,7 @@ def test_a_backward_kernel_of_each_provider(namespace):
     def op(x: Tensor) -> Tensor:
         return x * x
 
-    op.register_kernel("cpu", lambda x: x**2, provider="fast")
+    op.register_kernel(TYPE, lambda x: x**2, provider="fast")
     op.register_fake(torch.empty_like)
     backward.register_fake(lambda grad, x: torch.empty_like(x))
     op.register_autograd(
@@ -483,10 +481,10 @@ def test_opcheck_holds(ruled):
 
 def test_results_are_checked(namespace):
     op = define(namespace, priority=["same"])
-    op.register_kernel("cpu", lambda x: x, provider="same")
+    op.register_kernel(TYPE, lambda x: x, provider="same")
     with pytest.raises(torchop.AliasError, match="output 0 is input 'x' itself"):
         op(torch.ones(2))
-    op.register_kernel("cpu", lambda x: 3, provider="same")
+    op.register_kernel(TYPE, lambda x: 3, provider="same")
     with pytest.raises(torchop.ResultError, match="must return a Tensor"):
         op(torch.ones(2))
 
@@ -496,7 +494,7 @@ def test_a_mutable_operator(namespace):
     def op(x: Tensor) -> None:
         x.add_(1)
 
-    op.register_kernel("cpu", lambda x: x.add_(10) and None, provider="ten")
+    op.register_kernel(TYPE, lambda x: x.add_(10) and None, provider="ten")
     op.set_priority(["ten"])
     x = torch.zeros(1)
     version = x._version
@@ -513,17 +511,17 @@ def test_factories_choose_by_their_device(namespace):
         return torch.ones(n, device=device)
 
     op.register_kernel(
-        "cpu", lambda n, device: torch.zeros(n), provider="zeros", supports=lambda n, device: n > 1
+        TYPE, lambda n, device: torch.zeros(n), provider="zeros", supports=lambda n, device: n > 1
     )
     op.set_priority(["zeros", "reference"])
-    assert op(2, torch.device("cpu")).tolist() == [0, 0]
-    assert op(1, torch.device("cpu")).tolist() == [1]
-    assert torchop.explain(op, 2, torch.device("cpu")).provider == "zeros"
+    assert op(2, DEVICE).tolist() == [0, 0]
+    assert op(1, DEVICE).tolist() == [1]
+    assert torchop.explain(op, 2, DEVICE).provider == "zeros"
 
 
 def test_checking_watches_providers(namespace):
     op = define(namespace, priority=["writes"])
-    op.register_kernel("cpu", lambda x: x.add_(1).clone(), provider="writes")
+    op.register_kernel(TYPE, lambda x: x.add_(1).clone(), provider="writes")
     with torchop.checking(), pytest.raises(torchop.UndeclaredMutationError):
         op(torch.zeros(1))
 
@@ -534,7 +532,7 @@ def test_calls_stay_native(namespace, asks):
     assert torchop.native.wait()
     op = define(namespace, priority=["ten"])
     options = {"supports": lambda x: True} if asks else {}
-    op.register_kernel("cpu", adding(10), provider="ten", **options)
+    op.register_kernel(TYPE, adding(10), provider="ten", **options)
     value(op)
     assert torchop.explain(op, torch.zeros(1)).native
     assert value(op) == 10
@@ -571,8 +569,8 @@ def test_priority_alone_puts_the_function_itself_into_the_plan():
 def test_an_opaque_operator_chooses_in_a_graph_as_in_eager(namespace, dynamic):
     op = define(namespace, priority=["small"])
     op.register_fake(torch.empty_like)
-    op.register_kernel("cpu", adding(10), provider="small", supports=lambda x: len(x) < 10)
-    op.register_kernel("cpu", adding(20), provider="any")
+    op.register_kernel(TYPE, adding(10), provider="small", supports=lambda x: len(x) < 10)
+    op.register_kernel(TYPE, adding(20), provider="any")
     compiled = torch.compile(
         lambda x: op(x) * 1, backend="aot_eager", dynamic=dynamic, fullgraph=True
     )
@@ -589,7 +587,7 @@ def test_an_inlined_operator_traces_the_provider_with_guards(namespace):
     def supports(x):
         return x.shape[0] <= 10  # and not len(x), which asks a symbol for its number
 
-    op.register_kernel("cpu", lambda x: x.sin() + 10, provider="small", supports=supports)
+    op.register_kernel(TYPE, lambda x: x.sin() + 10, provider="small", supports=supports)
     graphs = []
 
     def backend(graph, inputs):
@@ -614,7 +612,7 @@ def test_an_inlined_operator_traces_the_provider_with_guards(namespace):
 
 def test_a_block_is_not_traced(namespace):
     op = define(namespace)
-    op.register_kernel("cpu", adding(10), provider="ten")
+    op.register_kernel(TYPE, adding(10), provider="ten")
 
     def function(x):
         with torchop.priority({f"{namespace}::op": ["ten"]}):
@@ -636,7 +634,7 @@ def test_a_derived_formula_differentiates_the_reference(namespace, strategy, run
     op.derive_autograd(strategy)
     calls = []
 
-    @op.register_kernel("cpu", provider="numpy")
+    @op.register_kernel(TYPE, provider="numpy")
     def _(x):
         calls.append(x)
         result = torch.empty(x.shape)
@@ -658,7 +656,7 @@ def test_a_derived_formula_differentiates_the_reference(namespace, strategy, run
 
 def test_caches_of_graphs_notice_an_order_where_kernels_are_traced(namespace):
     inlined = define(namespace, compile="inline")
-    inlined.register_kernel("cpu", adding(10), provider="ten")
+    inlined.register_kernel(TYPE, adding(10), provider="ten")
     tag = torchop.cache_key_tag()
     with torchop.priority({f"{namespace}::op": ["ten"]}):
         in_block = torchop.cache_key_tag()
@@ -666,13 +664,13 @@ def test_caches_of_graphs_notice_an_order_where_kernels_are_traced(namespace):
     assert torchop.cache_key_tag() == in_block != tag
     torchop.set_priority({f"{namespace}::op": None})
     assert torchop.cache_key_tag() == tag
-    inlined.register_kernel("cpu", lambda x: x + 11, provider="ten")
+    inlined.register_kernel(TYPE, lambda x: x + 11, provider="ten")
     assert torchop.cache_key_tag() != tag
 
 
 def test_caches_of_graphs_that_call_the_operator_do_not_depend_on_orders(namespace):
     op = define(namespace)
-    op.register_kernel("cpu", adding(10), provider="ten")
+    op.register_kernel(TYPE, adding(10), provider="ten")
     tag = torchop.cache_key_tag()
     with torchop.priority({f"{namespace}::op": ["ten"]}):
         assert torchop.cache_key_tag() == tag

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import TYPE
 from torchop._core.lock import registration_lock
 from torchop._rules.providers import measurements, tuned
 from torchop._rules.providers.measurements import Measured, Measurement
@@ -41,11 +42,11 @@ def scale(namespace: str) -> Any:
     def scale(x: Tensor, factor: float = 2.0) -> Tensor:
         return x * factor
 
-    @scale.register_kernel("cpu", provider="fast", supports=lambda x, factor: x.ndim == 1)
+    @scale.register_kernel(TYPE, provider="fast", supports=lambda x, factor: x.ndim == 1)
     def _(x, factor):
         return x * factor
 
-    @scale.register_kernel("cpu", provider="tiled", configs=[{"tile": 1}, {"tile": 2}])
+    @scale.register_kernel(TYPE, provider="tiled", configs=[{"tile": 1}, {"tile": 2}])
     def _(x, factor, tile):
         return (x * factor).clone() if tile == 2 else x * factor
 
@@ -108,7 +109,7 @@ def test_the_config_that_was_the_fastest_runs(namespace, cache):
     def op(x: Tensor, factor: float = 2.0) -> Tensor:
         return x * factor
 
-    @op.register_kernel("cpu", provider="tiled", configs=[{"tile": 1}, {"tile": 2}])
+    @op.register_kernel(TYPE, provider="tiled", configs=[{"tile": 1}, {"tile": 2}])
     def _(x, factor, tile):
         used.append(tile)
         return x * factor
@@ -280,7 +281,7 @@ def test_set_tuning_refuses_what_it_could_not_use(scale):
         with pytest.raises(TypeError, match=r"upper bounds of buckets by dimension, such as"):
             scale.set_tuning(buckets={"x": wrong})
     with pytest.raises(torchop.ProviderNameError, match="'tuned' stands for the provider"):
-        scale.register_kernel("cpu", lambda x, factor: x, provider="tuned")
+        scale.register_kernel(TYPE, lambda x, factor: x, provider="tuned")
 
 
 def test_the_order_of_a_graph_follows_the_table(namespace, cache):
@@ -292,7 +293,7 @@ def test_the_order_of_a_graph_follows_the_table(namespace, cache):
     def op(x: Tensor, factor: float = 2.0) -> Tensor:
         return x * factor
 
-    op.register_kernel("cpu", lambda x, factor: torch.sin(x) * factor, provider="sine")
+    op.register_kernel(TYPE, lambda x, factor: torch.sin(x) * factor, provider="sine")
     users(cache, measured(op, "reference", sizes=[(5, 8)]), measured(op, "sine", sizes=[(9, 16)]))
     compiled = torch.compile(op, backend="aot_eager", dynamic=True, fullgraph=True)
     with warnings.catch_warnings():
