@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
 NUMPY = "it has kernels, or values, of NumPy"
 INDUCTOR = "Inductor compiles for few types of devices"
 KINDS = "only the CPU has such tensors"
-CPU = "it has kernels, or tensors, for the CPU"
-THREAD = "on a device, backward runs in another thread"
+CPU = "it has kernels, tensors or generators for the CPU"
+DEFAULT = "it makes tensors on the default device, which this plug-in does not set"
+CHECKPOINT = "selective checkpointing keeps random numbers of few types of devices"
+STOCK = "operators of PyTorch fail there, too"
+STANDIN = "there, the CPU stands in for missing kernels"
 
-# No test of these files can be collected: they make arrays of NumPy when they are imported.
-FILES = ("core/test_contract.py",)
+# What cannot be collected, because it makes arrays of NumPy when it is imported, and the tests of
+# simulated ranks, which are on the CPU.
+FILES = ("core/test_contract.py", "rules/user/sharding", "rules/user/test_sharding.py")
 TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "accelerate/test_arguments.py": {
         CPU: ("test_forty_arguments_of_which_eight_are_written",),
@@ -35,15 +45,10 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "core/test_checking.py": {
-        NUMPY: ("test_mutation_through_numpy_is_found",),
         CPU: ("test_kernels_of_every_device_and_of_others_operators_are_looked_at",),
-        THREAD: ("test_calls_from_backward_are_looked_at",),
     },
     "core/test_definition.py": {
         CPU: ("test_registrations_from_several_threads_all_count",),
-    },
-    "core/test_end.py": {
-        INDUCTOR: ("test_operators_of_two_libraries_compile_one_after_another",),
     },
     "core/test_plan.py": {
         CPU: ("test_call_in_progress_keeps_the_plan_that_it_began_with",),
@@ -59,34 +64,25 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "core/test_snapshot.py": {
+        NUMPY: ("test_every_way_of_writing_is_found[through DLPack]",),
         KINDS: (
-            "test_one_bit_is_found_in_every_kind",
+            "test_one_bit_is_found_in_every_kind[quantized]",
+            "test_one_bit_is_found_in_every_kind[quantized by channel]",
+            "test_one_bit_is_found_in_every_kind[inference]",
+            "test_one_bit_is_found_in_every_kind[NumPy's]",
             "test_one_bit_is_found_in_every_part_of_a_sparse_tensor",
-            "test_what_nobody_wrote_is_unchanged",
-        ),
-        NUMPY: (
-            "test_every_way_of_writing_is_found",
-            "test_memory_far_away_is_not_copied",
-            "test_no_room_for_a_copy_leaves_the_contents_out",
+            "test_what_nobody_wrote_is_unchanged[quantized]",
+            "test_what_nobody_wrote_is_unchanged[quantized by channel]",
         ),
     },
     "define/forms/test_derive.py": {
+        INDUCTOR: ("test_inplace_form_differentiates_through_the_formula[inductor]",),
         CPU: ("test_kernels_of_later_are_honoured",),
-        INDUCTOR: (
-            "test_compiled_equals_eager",
-            "test_inplace_form_differentiates_through_the_formula",
-        ),
     },
     "define/test_class_attributes.py": {
         CPU: ("test_other_forms_and_torch_dispatch",),
-        NUMPY: ("test_an_opaque_backward",),
     },
     "define/test_class_form.py": {
-        NUMPY: (
-            "test_compile_and_export",
-            "test_every_member_is_registered",
-            "test_opcheck_uses_the_examples",
-        ),
         CPU: (
             "test_a_kernel_of_a_device_beside_the_default_one",
             "test_kernels_of_devices_with_a_signature",
@@ -107,67 +103,144 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "define/test_library_lifetime.py": {
         CPU: ("test_operator_of_a_library_outlives_its_handle",),
     },
-    "define/test_maybe_out.py": {
-        NUMPY: (
-            "test_compiled_and_exported",
-            "test_it_calls_one_operator_or_the_other",
-            "test_operators_may_be_given_in_any_way",
-        ),
-    },
     "define/test_out_op.py": {
-        NUMPY: (
-            "test_all_forms_compute_the_same",
-            "test_native_calls_are_guarded_too",
-            "test_opcheck_passes_on_all_forms",
-            "test_opcheck_passes_with_gradients",
-            "test_packet_finds_the_form",
-        ),
         CPU: ("test_factory_without_tensors",),
     },
     "define/test_out_op_buffers.py": {
-        NUMPY: (
-            "test_buffer_that_does_not_fit_is_refused_untouched",
-            "test_buffers_in_inference_mode",
-            "test_outputs_may_be_interleaved_with_inputs",
-            "test_read_only_memory_cannot_be_known",
-        ),
-    },
-    "define/test_out_op_compiled.py": {
-        NUMPY: (
-            "test_compiled_forms_equal_eager",
-            "test_exported_program_writes_into_the_buffer",
-        ),
-        INDUCTOR: ("test_inductor_calls_the_functional_operator",),
-    },
-    "define/test_out_op_definitions.py": {
-        NUMPY: (
-            "test_defining_again_replaces_all_forms",
-            "test_forms_live_as_long_as_their_library",
-            "test_name_that_somebody_else_has_is_refused_before_anything_is_defined",
-        ),
+        NUMPY: ("test_read_only_memory_cannot_be_known",),
     },
     "define/test_out_op_kernels.py": {
+        NUMPY: ("test_gradients_flow_through_the_functional_and_the_inplace_form",),
         CPU: ("test_kernel_without_the_defaults_is_told_them",),
-        NUMPY: (
-            "test_form_may_have_a_kernel_of_its_own_which_is_guarded_too",
-            "test_formula_is_that_of_the_functional_operator",
-            "test_gradcheck_of_the_inplace_form",
-            "test_gradients_flow_through_the_functional_and_the_inplace_form",
-            "test_inplace_form_treats_a_leaf_as_pytorch_does",
-            "test_kernel_with_other_parameters_is_refused_for_all_forms",
-            "test_transforms_go_through_the_inplace_form",
-        ),
     },
     "define/test_triton_op.py": {
+        CPU: ("test_all_registrations", "test_compiled_calls_run_the_kernel_that_a_device_has"),
+    },
+    "rules/autograd/derived/test_graphs.py": {
+        CPU: ("test_the_kernel_of_the_device_is_differentiated",),
+    },
+    "rules/autograd/derived/test_left_autograd.py": {
+        NUMPY: ("test_what_left_is_named[through_numpy_and_back]",),
+    },
+    "rules/autograd/derived/test_native.py": {
         CPU: (
-            "test_all_registrations",
-            "test_compiled_calls_run_the_kernel_that_a_device_has",
+            "test_a_generator_that_is_passed_is_replayed",
+            "test_autocast_is_that_of_the_forward",
         ),
+    },
+    "rules/autograd/derived/test_random_numbers.py": {
+        CPU: (
+            "test_a_generator_among_the_arguments_is_replayed",
+            "test_autocast_is_that_of_the_forward",
+        ),
+        CHECKPOINT: ("test_what_a_checkpoint_saved_knows_its_random_numbers[True]",),
+    },
+    "rules/autograd/derived/test_refused_bodies.py": {
+        CPU: (
+            "test_a_body_that_leaves_autograd_is_refused[through_detached_numpy]",
+            "test_a_compiled_graph_may_return_an_output_that_nobody_differentiates",
+            "test_one_output_that_left_autograd_is_refused_in_vmap",
+        ),
+    },
+    "rules/autograd/derived/test_replay.py": {
+        CPU: (
+            "test_a_body_without_the_tag_may_restore_or_read_the_state[reads]",
+            "test_the_ambient_state_is_packed_as_in_python[nothing-False]",
+        ),
+        DEFAULT: ("test_the_default_device_is_that_of_the_forward",),
+    },
+    "rules/autograd/test_forward_mode.py": {
+        CPU: ("test_gradients_of_somebody_else_are_not_lost[CompositeImplicitAutograd]",),
+    },
+    "rules/autograd/test_gradients.py": {
+        CPU: ("test_the_message_names_the_input[another device]",),
+    },
+    "rules/autograd/test_mutation.py": {
+        CPU: ("test_compiled_gradients_are_those_of_eager[inductor]",),
+        INDUCTOR: ("test_compiled_training_updates_the_buffer[inductor]",),
+        STOCK: ("test_gradients_are_those_of_native_in_place_operators[a view]",),
+    },
+    "rules/fake/test_rule.py": {
+        CPU: ("test_real_input_beside_a_meta_tensor_does_not_return_uninitialized_memory",),
+    },
+    "rules/functionalization/test_rule.py": {
+        CPU: ("test_a_compiled_program_runs_a_kernel_that_was_registered_later",),
+    },
+    "rules/kernels/test_backend_select.py": {
+        CPU: (
+            "test_factory_without_a_device_means_what_pytorch_means_under_torch_ops",
+            "test_optional_list_reaches_the_kernel_of_its_device",
+            "test_optional_list_under_autocast[True]",
+        ),
+    },
+    "rules/kernels/test_missing.py": {
+        STANDIN: ("test_missing_kernel_names_both_devices_and_the_remedy[privateuseone]",),
+        KINDS: ("test_missing_kernel_for_a_tensor_that_is_not_dense_names_the_layout[quantized]",),
+    },
+    "rules/kernels/test_rule.py": {
+        CPU: (
+            "test_kernel_for_an_operator_of_pytorch_lives_as_long_as_its_library",
+            "test_kernel_of_a_device_goes_before_the_one_for_every_device",
+            "test_kernel_registered_while_switched_off_stays_off",
+            "test_kernel_sees_the_default_of_the_schema",
+            "test_kernel_sees_the_defaults_of_dtype_and_device_as_objects",
+            "test_nested_switches_restore_the_state_they_found",
+            "test_switch_without_effect_is_logged",
+            "test_switching_off_another_device_leaves_this_one_alone",
+            "test_switching_off_one_of_several_devices_runs_the_original_function",
+        ),
+    },
+    "rules/providers/test_donating.py": {
+        KINDS: ("test_tensors_without_a_pointer",),
+    },
+    "rules/providers/test_priority.py": {
+        INDUCTOR: ("test_a_warning_points_at_the_users_line[inductor]",),
+    },
+    "rules/residuals/test_training.py": {
+        CPU: (
+            "test_a_kernel_for_a_device_returns_residuals_too",
+            "test_a_provider_without_residuals_is_refused_where_they_are_wanted",
+            "test_an_operator_for_one_device",
+        ),
+    },
+    "rules/test_effect.py": {
+        CPU: ("test_calls_with_an_effect_stay_in_a_traced_graph",),
+    },
+    "rules/test_schema_defaults.py": {
+        CPU: (
+            "test_argument_that_is_passed_is_not_replaced_by_a_default[kernel]",
+            "test_defaults_of_annotations_are_seen_too[kernel]",
+            "test_omitted_arguments_have_the_defaults_of_the_schema[kernel]",
+        ),
+    },
+    "rules/user/test_flop_formula.py": {
+        CPU: ("test_the_counter_counts_what_the_formula_says",),
     },
 }
 
 
 def reason(file: str, name: str) -> str | None:
     """Why a test, in a file of this folder, is about the CPU; None if it is not."""
-    of_file = TESTS.get(file, {})
-    return next((reason for reason, names in of_file.items() if name in names), None)
+    function, _, parameters = name.rstrip("]").partition("[")
+    for reason, entries in TESTS.get(file, {}).items():
+        for entry in entries:  # "test_one", or "test_one[word]" with one of the words of parameters
+            of_entry, _, word = entry.rstrip("]").partition("[")
+            if of_entry == function and (not word or f"-{word}-" in f"-{parameters}-"):
+                return reason
+    return None
+
+
+def of_failure(raised: pytest.ExceptionInfo[BaseException], device_type: str) -> str | None:
+    """Why a test is about the CPU, if what it raised says so; None if it does not.
+
+    An error of torchop says nothing of that kind, so a line of the tests has to ask for NumPy.
+    """
+    error: BaseException | None = raised.value
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, TypeError) and "tensor to numpy" in str(error):
+            return NUMPY if Path(frames[-1].filename).is_relative_to(HERE) else None
+        if f"KeyError: {device_type!r}" in str(error) and "Inductor" in type(error).__name__:
+            return INDUCTOR
+        error = error.__cause__
+    return None

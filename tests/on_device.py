@@ -14,7 +14,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        name = getattr(item, "originalname", item.name)
-        reason = about_the_cpu.reason(item.path.relative_to(TESTS).as_posix(), name)
-        if reason is not None:  # it runs all the same: some of its parameters may be of any device
-            item.add_marker(pytest.mark.xfail(reason=f"about the CPU: {reason}", strict=False))
+        reason = about_the_cpu.reason(item.path.relative_to(TESTS).as_posix(), item.name)
+        if reason is not None:
+            item.add_marker(pytest.mark.xfail(reason=f"about the CPU: {reason}", strict=True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tells failures by which a test says itself that it is about the CPU; see `of_failure`."""
+    report = yield
+    if report.failed and call.excinfo is not None:
+        device_type = os.environ["TORCHOP_TEST_DEVICE"].partition(":")[0]
+        reason = about_the_cpu.of_failure(call.excinfo, device_type)
+        if reason is not None:
+            report.outcome, report.wasxfail = "skipped", f"about the CPU: {reason}"
+    return report
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
