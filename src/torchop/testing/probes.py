@@ -60,6 +60,29 @@ def rolled_elements(tensor: torch.Tensor, steps: int) -> torch.Tensor:
     return tensor.flatten().roll(steps).view(tensor.shape)
 
 
+def other_values(value: Any) -> Any:
+    """The arguments with other values of the same kind: their elements in another order.
+
+    Integers of several tensors stay where floating-point numbers change. They may fit each other,
+    as starts and counts do, and a kernel need not look whether they do.
+    """
+    plain = [t for t in tensors_of(value) if is_plain(t)]
+    integers = [t for t in plain if not (t.is_floating_point() or t.is_complex())]
+    integers = [t for t in integers if t.dtype is not torch.bool]
+    changes = any(
+        not torch.equal(rolled_elements(t, 1).double(), t.double())
+        for t in plain
+        if t.is_floating_point()
+    )
+    kept = integers if len(integers) > 1 and changes else []
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        moves = is_plain(tensor) and all(tensor is not other for other in kept)
+        return rolled_elements(tensor, 1) if moves else tensor
+
+    return mapped(value, changed)
+
+
 def signs_like(values: torch.Tensor) -> torch.Tensor:
     """Ones and minus ones, in the shape of a tensor; the same for each call."""
     generator = torch.Generator().manual_seed(3)

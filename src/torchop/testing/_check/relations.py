@@ -19,7 +19,7 @@ from torchop.testing.probes import is_plain, is_sorted
 
 def has_fixed_values(tensor: Tensor, example: Example) -> bool:
     """Whether the integers of a tensor have to stay what they are: they are sorted, or lengths."""
-    if not _has_integers(tensor) or tensor.dim() != 1:
+    if not has_integers(tensor) or tensor.dim() != 1:
         return False
     sizes = {size for _, _, size in _sizes_of_others(tensor, example)}
     return is_sorted(tensor) or int(tensor.sum()) in sizes
@@ -27,7 +27,7 @@ def has_fixed_values(tensor: Tensor, example: Example) -> bool:
 
 def are_distinct(tensor: Tensor) -> bool:
     """Whether a tensor may hold the indices at which an operator writes, each of them once."""
-    return _has_integers(tensor) and tensor.dim() == 1 and len(tensor.unique()) == len(tensor) > 1
+    return has_integers(tensor) and tensor.dim() == 1 and len(tensor.unique()) == len(tensor) > 1
 
 
 def with_valid_integers(before: Example, after: Example) -> Example:
@@ -42,7 +42,7 @@ def with_valid_integers(before: Example, after: Example) -> Example:
     """
     tensors = after.tensors
     for place, old in enumerate(before.tensors):
-        for relation in _relations(old, before) if _has_integers(old) else ():
+        for relation in _relations(old, before) if has_integers(old) else ():
             tensors[place] = relation.fitted(tensors[place], dict(enumerate(tensors)))
     return after.with_tensors(tensors)
 
@@ -66,7 +66,8 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[Precondition]:
                 yield Indices(place, dim)
 
 
-def _has_integers(tensor: Tensor) -> bool:
+def has_integers(tensor: Tensor) -> bool:
+    """Whether a tensor holds integers that may say something of others."""
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return is_integer and tensor.dtype is not torch.bool and is_plain(tensor) and tensor.numel() > 0
 

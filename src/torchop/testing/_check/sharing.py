@@ -12,6 +12,7 @@ from torch import Tensor
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, variants
 from torchop.testing._check.memory import comparison, same_or_refused
+from torchop.testing._check.relations import has_integers
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.variants import GUARD, contiguous_strides, filler
 
@@ -66,7 +67,12 @@ def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example
         raise CannotCheck("no call has two tensors of one dtype")
     if first.device != second.device or not first.numel() or not second.numel():
         raise CannotCheck("no call has two tensors of one device with elements")
-    tensors[left], tensors[right] = sharing(first, second)
+    pair = sharing(first, second)
+    # An index, a length or an offset that becomes another one may fit its argument no longer.
+    values = ((first, pair[0]), (second, pair[1]))
+    if has_integers(first) and not all(torch.equal(old, new) for old, new in values):
+        raise CannotCheck("integers that differ cannot share memory")
+    tensors[left], tensors[right] = pair
     return example.with_tensors(tensors)
 
 

@@ -30,7 +30,7 @@ from torchop.testing._sharding import check_sharding
 
 def runs_in_threads(op: Any, args: Any, kwargs: Any, seconds: float = 8.0) -> None:
     """Two threads that call at once, with other values, get the same results as one, and return."""
-    calls = [(args, kwargs), probes.mapped((args, kwargs), _other_values)]
+    calls = [(args, kwargs), probes.other_values((args, kwargs))]
     try:
         pairs = [(call, probes.outcome_of_copies(op, *call)) for call in calls]
     except Exception:  # it refuses the other values
@@ -63,10 +63,6 @@ def runs_in_threads(op: Any, args: Any, kwargs: Any, seconds: float = 8.0) -> No
         raise AssertionError(f"a thread did not return from its calls within {seconds:g} s.")
     if problems:
         raise AssertionError(f"in two threads at once: {problems[0]!r}")
-
-
-def _other_values(tensor: torch.Tensor) -> torch.Tensor:
-    return probes.rolled_elements(tensor, 1) if probes.is_plain(tensor) else tensor
 
 
 def runs_in_autocast(op: Any, args: Any, kwargs: Any) -> None:
