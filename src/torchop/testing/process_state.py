@@ -164,6 +164,16 @@ def process_state(*, random_numbers: bool = True) -> dict[str, Any]:
     }
 
 
+def is_of_generator(name: str) -> bool:
+    """Whether a state of `process_state` is that of a generator of random numbers."""
+    return "state()" in name
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of the generators of random numbers that others use too."""
+    return {name: state for name, state in process_state().items() if is_of_generator(name)}
+
+
 def seed_torch(seed: int) -> None:
     """Seeds PyTorch's generators as `torch.manual_seed` does, which would take most of a check.
 

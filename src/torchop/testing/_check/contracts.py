@@ -5,33 +5,39 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
 import itertools
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchop.testing import probes
+from torchop.testing._check.dtypes import in_dtype
+from torchop.testing._check.integers import by_name, differ, may_be_places
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
-from torchop.testing._check.subsystems.gradients import trainable_example
+from torchop.testing._check.subsystems.gradients import requiring_grad, trainable_example
 from torchop.testing._check.variants import (
     each_resized,
     in_layout,
-    rolled,
     sizes,
     sizes_changed,
 )
 from torchop.testing._opcheck import opcheck
+from torchop.testing._processes import answers
 from torchop.testing.process_state import (
     allocated_bytes,
     device_bytes,
     forks,
+    generator_states,
+    is_of_generator,
     open_files,
     process_state,
     seed_all,
@@ -70,6 +76,23 @@ def draws_from_its_generator(op: Any, args: Any, kwargs: Any) -> None:
     probes.assert_same(drawn[1], drawn[0], what, rtol=0, atol=0)
 
 
+def draws_anew(op: Any, args: Any, kwargs: Any) -> None:
+    """Another seed changes what is drawn, or the state of a generator tells that something is."""
+    results = []
+    for seed in range(16):
+        call_args, call_kwargs = probes.copies((args, kwargs))
+        seed_all(seed)
+        before = generator_states()
+        results.append(probes.leaves(op(*call_args, **call_kwargs)))
+        if generator_states() != before or differ(results[-1], results[0]):
+            return
+    raise AssertionError(
+        "16 seeds give the same results, and no generator is drawn from, which the tag "
+        "torch.Tag.nondeterministic_seeded promises. Draw from PyTorch's generator, or from one "
+        "that is seeded from it."
+    )
+
+
 def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
     """A call gives the same results whatever was called before."""
     first = probes.outcome_of_copies(op, args, kwargs)
@@ -90,6 +113,50 @@ def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
     except Exception:
         return  # other values are refused
     probes.assert_same(here, there, "other values at the same address", rtol=0, atol=0)
+
+
+def same_if_others_came_first(
+    op: Any, args: Any, kwargs: Any, pairs: Any, seconds: float = 5.0
+) -> None:
+    """The second call of each pair gives the same whether the first one was made before or not.
+
+    Each is asked in a copy of the process, where no call of its sizes was made yet.
+    """
+    outcomes = []
+    try:
+        for with_first in (False, True):
+            given, limits = (op, pairs, with_first), itertools.repeat(seconds)
+            with answers(
+                "fork", _call_pairs, given, limits, Exception, Path(os.devnull)
+            ) as results:
+                outcomes.append(torch.load(io.BytesIO(next(results)), weights_only=False))
+    except Exception as error:  # it waits for threads or devices, which a copy does not have
+        raise NotImplementedError(f"a copy of the process does not answer: {error}") from None
+    for (what, *_), expected, actual in zip(pairs, *outcomes, strict=True):
+        if isinstance(expected, str):
+            continue  # refused
+        if isinstance(actual, str):
+            raise AssertionError(f"after a call {what}, it raises {actual}, and does not without.")
+        probes.assert_same(actual, expected, f"a call after one {what}", rtol=0, atol=0)
+
+
+def _call_pairs(op: Any, pairs: Any, with_first: bool) -> Iterator[bytes]:
+    """In the copy: what the second calls return, or the text of what they raise, saved."""
+    outcomes: list[Any] = []
+    # With torch.empty filled: what is not written is the matter of another check.
+    torch.set_deterministic_debug_mode("warn")
+    for what, first, second in pairs:
+        if with_first:
+            with torch.inference_mode(what == _IN_INFERENCE_MODE), contextlib.suppress(Exception):
+                probes.outcome_of_copies(op, *first)
+        try:
+            outcome = probes.outcome_of_copies(op, *second)
+            outcomes.append(probes.mapped(outcome, torch.Tensor.detach))
+        except Exception as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    file = io.BytesIO()
+    torch.save(outcomes, file)
+    yield file.getvalue()
 
 
 def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
@@ -192,7 +259,7 @@ def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -
     for name, value in before.items():
         if after[name] == value:
             continue
-        if "state()" in name:
+        if is_of_generator(name):
             if draws:
                 continue
             raise AssertionError(
@@ -230,6 +297,10 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
         first = {"first": subject.first_results(example)}
         yield Case("the first call", is_repeatable, example, options=first, shrink=False)
         arguments = (*example.args, *example.kwargs.values())
+        # Numbers with which nothing may be drawn, as where nothing is dropped.
+        is_off = any(value in (0, 1) for value in arguments if type(value) in (int, float, bool))
+        if subject.is_random and not is_off and any(t.numel() for t in example.tensors):
+            yield Case("other seeds", draws_anew, example, shrink=False)
         if any(isinstance(argument, torch.Generator) for argument in arguments):
             yield Case("two equal generators", draws_from_its_generator, example)
 
@@ -240,6 +311,16 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
     for index, example in enumerate(examples[:3]):
         options = functools.partial(_others, subject, [*examples[:index], *examples[index + 1 :]])
         yield Case("other calls between two equal ones", has_no_memory, example, options=options)
+    for example in examples[:1]:
+        pairs = list(_pairs(subject, example))
+        if pairs:
+            yield Case(
+                "calls of sizes that are new",
+                same_if_others_came_first,
+                example,
+                options={"pairs": pairs},
+                shrink=False,
+            )
 
 
 def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:
@@ -248,11 +329,42 @@ def _others(subject: Subject, examples: list[Example], arranged: Example) -> dic
     others = [
         *examples[:2],
         *(larger for _, larger in each_resized(arranged, *changes)),
-        rolled(arranged, 1),
+        Example(*probes.other_values(tuple(arranged))),
         arranged.map(lambda t: 3 * t + 1 if probes.is_plain(t) and t.is_floating_point() else t),
         arranged.map(lambda t: -2 * t if t.dtype.is_floating_point else t),
     ]
     return {"others": [tuple(other) for other in others if subject.excluded(other) is None]}
+
+
+_IN_INFERENCE_MODE = "in inference mode"
+
+
+def _pairs(subject: Subject, example: Example) -> Iterator[tuple[str, Any, Any]]:
+    """Two calls that differ in one thing, each pair with a size of its own, and words for it."""
+    named = by_name(subject, example)
+    changes: list[tuple[str, Callable[[Example], Example]]] = [
+        (_IN_INFERENCE_MODE, lambda each: each),
+        ("on transposed tensors", in_layout("transposed")),
+    ]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        if any(t.is_floating_point() and t.dtype is not dtype for t in example.tensors):
+            changes.append((f"with {dtype}", functools.partial(in_dtype, dtype)))
+    for name, value in named.kwargs.items():
+        is_size = type(value) is int and may_be_places(torch.tensor(value), named.tensors)
+        if type(value) in (bool, int, float) and not is_size:
+            other = not value if type(value) is bool else 2 * value + 1
+            changed = functools.partial(Example.with_argument, name=name, value=other)
+            changes.append((f"with {name}={other}", changed))
+    trains = subject.has_autograd_kernel and not subject.schema.is_mutable
+    larger = [size for size in sizes(example) if size]
+    for number, (what, change) in enumerate(changes):
+        resizes = [{size: size + 2 + number} for size in larger[-1:]]
+        for _, second in each_resized(named, *resizes, subject=subject):
+            with contextlib.suppress(CannotCheck):
+                first = change(second)
+                second = requiring_grad(second) if trains else second
+                if subject.excluded(first) is None and subject.excluded(second) is None:
+                    yield what, tuple(first), tuple(second)
 
 
 def kept(subject: Subject, details: Details) -> Iterator[Case]:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
+from torchop.testing._check.memory import comparison
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
+from torchop.testing._check.values import with_numbers
 
 _DIMENSION_NAMES = ("dim", "dims", "axis", "axes")
 
@@ -32,7 +34,7 @@ def keeps_64_bits(op: Any, args: Any, kwargs: Any, place: int | str) -> None:
         near, far = (probes.outcome(op, *_raised(example, place, by)) for by in (2**31, 2**32))
     except Exception:
         return  # refused
-    if _differ(near, plain) and not _differ(far, plain):
+    if differ(near, plain) and not differ(far, plain):
         raise AssertionError(
             f"{_named(place)}: integers that are 2**32 apart give the same result, but those that "
             "are 2**31 apart do not. The kernel keeps 32 of their 64 bits; take int64_t, or refuse "
@@ -52,7 +54,8 @@ def counts_dimensions_from_the_end(
     probes.assert_same(actual, expected, f"{name}={negative} in place of {kwargs[name]}")
 
 
-def _differ(actual: Any, expected: Any) -> bool:
+def differ(actual: Any, expected: Any) -> bool:
+    """Whether two outcomes are not the same, bit for bit."""
     try:
         probes.assert_same(actual, expected, "", rtol=0, atol=0)
     except AssertionError:
@@ -69,7 +72,7 @@ def _raised(example: Example, place: int | str, by: int) -> Example:
     example = example.copy()
     if isinstance(place, int):
         return example.replace(place, example.tensors[place] + by)
-    return Example(example.args, {**example.kwargs, place: example.kwargs[place] + by})
+    return example.with_argument(place, example.kwargs[place] + by)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -87,15 +90,14 @@ def int32(subject: Subject, details: Details) -> Iterator[Case]:
         places: list[int | str] = [
             place
             for place, tensor in enumerate(named.tensors)
-            if tensor.dtype is torch.int64
-            and not _may_be_places(tensor, [*named.tensors, *results])
+            if tensor.dtype is torch.int64 and not may_be_places(tensor, [*named.tensors, *results])
         ]
         places += [
             name
             for name, value in named.kwargs.items()
             if type(value) is int
             and name not in _DIMENSION_NAMES
-            and not _may_be_places(torch.tensor(value), [*named.tensors, *results])
+            and not may_be_places(torch.tensor(value), [*named.tensors, *results])
             and _costs_no_more(subject, named, name)
         ]
         for place in places:
@@ -112,7 +114,7 @@ def by_name(subject: Subject, example: Example) -> Example:
     return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
 
-def _may_be_places(integers: Tensor, tensors: list[Tensor]) -> bool:
+def may_be_places(integers: Tensor, tensors: list[Tensor]) -> bool:
     """Whether integers could be places in one of these tensors, or sizes of their parts.
 
     A permutation has places in itself, and ranges of some lengths are places in a result.
@@ -147,7 +149,7 @@ def negative_dim(subject: Subject, details: Details) -> Iterator[Case]:
             if dims and all(type(dim) is int and 0 <= dim < count for dim in dims):
                 turned = [dim - count for dim in dims]
                 negative = turned if isinstance(value, list) else turned[0]
-                if subject.excluded(Example((), {**named.kwargs, name: negative})) is not None:
+                if subject.excluded(named.with_argument(name, negative)) is not None:
                     continue
                 options = {"name": name, "negative": negative}
                 label = f"{name}={negative}"
@@ -155,4 +157,20 @@ def negative_dim(subject: Subject, details: Details) -> Iterator[Case]:
     raise CannotCheck(f"no argument is called {' or '.join(_DIMENSION_NAMES)} and is 0 or more")
 
 
-CHECKS = family("values", int32, negative_dim)
+def int8(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does it do as the reference with the smallest and the largest integers of eight bits?"""
+    if subject.reference is None:
+        raise CannotCheck("no reference says what is right")
+    for example in subject.accepted():
+        for place, tensor in enumerate(example.tensors):
+            if tensor.dtype in (torch.int8, torch.uint8) and not may_be_places(
+                tensor, example.tensors
+            ):
+                limits = torch.iinfo(tensor.dtype)
+                numbers = [limits.min, limits.max, 0]
+                changed = example.replace(place, with_numbers(numbers, 1, tensor))
+                yield comparison(subject, f"tensor {place} full of limits", changed)
+    raise CannotCheck("no tensor holds integers of eight bits that are no indices")
+
+
+CHECKS = family("values", int32, int8, negative_dim)

@@ -276,6 +276,8 @@ def blocks(subject: Subject, details: Details) -> Iterator[Case]:
             label = sizes_changed(change)
             options = {"rounds": 2, **subject.tolerances}
             yield Case(label, writes_every_element, larger, options=options)
+            if subject.reference is not None:
+                yield comparison(subject, label, larger)
     raise CannotCheck("no tensor has a dimension that may be larger")
 
 

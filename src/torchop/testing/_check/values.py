@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ _CHOICES: dict[str, tuple[str, Choice]] = {
 }
 
 
-def _with_values(numbers: list[float], step: int, tensor: Tensor) -> Tensor:
+def with_numbers(numbers: Sequence[float], step: int, tensor: Tensor) -> Tensor:
     """The tensor with such numbers in one of so many elements."""
     flat = tensor.flatten().clone()
     places = range(0, flat.numel(), step)
@@ -50,7 +50,7 @@ def _values(name: str, subject: Subject, details: Details) -> Iterator[Case]:
                 continue
             numbers = choice(torch.finfo(tensor.dtype))
             for step, amount in ((2, "with"), (1, "full of")):
-                changed = example.replace(place, _with_values(numbers, step, tensor))
+                changed = example.replace(place, with_numbers(numbers, step, tensor))
                 label = f"tensor {place} {amount} {words}"
                 layout = "sliced" if tensor.dim() else "offset"
                 if subject.refusal(in_layout(layout)(changed)) is not None:

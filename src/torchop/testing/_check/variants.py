@@ -19,7 +19,7 @@ from torchop.testing._check.subject import (
     Subject,
     only_if_valid,
 )
-from torchop.testing.probes import is_plain, negative_view, rolled_elements
+from torchop.testing.probes import is_plain, negative_view
 
 # Elements behind each tensor that do not belong to it, and in front of one with an offset.
 GUARD = 8
@@ -254,8 +254,3 @@ def each_resized(
 def sizes_changed(changes: Mapping[int, int]) -> str:
     """What `resized` changed, in words."""
     return ", ".join(f"dimensions of {size} with {new}" for size, new in changes.items())
-
-
-def rolled(example: Example, steps: int) -> Example:
-    """The same elements in another order: other values of the same kind."""
-    return example.map(lambda t: rolled_elements(t, steps) if is_plain(t) else t)

@@ -117,6 +117,12 @@ def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
         )
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(other, torch.Tensor):
+            is_size = isinstance(other, int) and isinstance(one, int | torch.SymInt)
+            if is_size and fake_tensors.number_of(one) not in (None, other):
+                raise AssertionError(
+                    f"result {index} is {other}, but {one} of the fake kernel, which compilers "
+                    "take for granted. If only data tells: torchop.get_ctx().new_dynamic_size()."
+                )
             continue
         for what, fake, real in (
             ("size", one.shape, other.shape),
@@ -191,14 +197,12 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
         for argument in subject.schema.arguments:
             is_given = named.kwargs.get(argument.name) is not None
             if is_given and argument.kind.startswith("Optional["):
-                changed = Example((), {**named.kwargs, argument.name: None})
-                yield check(f"{argument.name}=None", changed)
+                yield check(f"{argument.name}=None", named.with_argument(argument.name, None))
         if subject.operator.function is None:
             continue  # in C++, it may rely on integers that fit, and end the process
         for name, value in named.kwargs.items():
             for number in {0, -1, value + 1} - {value} if type(value) is int else ():
-                changed = Example((), {**named.kwargs, name: number})
-                yield check(f"{name}={number}", changed)
+                yield check(f"{name}={number}", named.with_argument(name, number))
 
 
 def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:
@@ -210,6 +214,10 @@ def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:
             yield Case("symbols for sizes", fakes_with_symbols, example)
         for _, single in each_resized(example, dict.fromkeys(present, 1), subject=subject):
             yield Case("tensors of one element", fakes_with_symbols, single)
+        if any(isinstance(result, int) for result in subject.first_results(example)):
+            changes = [{size: new} for size in present for new in (2, size + 1)]
+            for change, resized in each_resized(example, *changes, subject=subject):
+                yield Case(sizes_changed(change), fakes_with_symbols, resized)
 
 
 def fake_devices(subject: Subject, details: Details) -> Iterator[Case]:

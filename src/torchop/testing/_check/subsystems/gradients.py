@@ -83,7 +83,10 @@ def gradients_of_each_are_the_same(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def saved_tensors_are_watched(op: Any, args: Any, kwargs: Any) -> None:
-    """Where arguments or results are written before backward, it raises, or is not affected."""
+    """Where arguments or results are written before backward, it raises, or is not affected.
+
+    Nor does backward write into the gradients that it is given, which others are given too.
+    """
     function, inputs = probes.as_function(op, args, kwargs)
     expected = probes.gradients(function, inputs)
     for what in ("arguments", "results"):
@@ -100,6 +103,10 @@ def saved_tensors_are_watched(op: Any, args: Any, kwargs: Any) -> None:
         except RuntimeError:
             continue  # a tensor that was saved has been modified
         probes.assert_same(actual, expected, f"gradients after the {what} were written")
+    results = [result for result in function(*inputs) if result.requires_grad]
+    given, kept = ([torch.ones_like(result) for result in results] for _ in range(2))
+    torch.autograd.grad(results, inputs, given, allow_unused=True)
+    probes.assert_same(given, kept, "the gradient that backward was given, after it")
 
 
 def checkpoints_the_same(op: Any, args: Any, kwargs: Any) -> None:
