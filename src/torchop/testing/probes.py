@@ -198,6 +198,8 @@ def assert_same(
         if "float8" in str(one.dtype):  # which PyTorch does not compare
             one = one.float()
         other = other.to(one.dtype)
+        if one.layout is torch.strided and one.device == other.device and torch.equal(one, other):
+            continue  # without the steps of a comparison that can tell what differs
         relative, absolute = tolerance.get(one.dtype, (rtol, atol))
         torch.testing.assert_close(
             one,
@@ -288,7 +290,7 @@ def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
     """
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()  # of a sparse tensor, at most
-        count = min(256, 2**24 // (size + 1) + 2)
+        count = min(256, 2**20 // (size + 1) + 2)
         zeros = [torch.zeros(size, dtype=torch.uint8, device=tensor.device) for _ in range(count)]
         del zeros
 
