@@ -249,10 +249,10 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     "fbgemm::offsets_range": {"memory": _NO_ROWS},
     "fbgemm::pack_segments": {"memory": _TAKES_ADDRESSES},
     "fbgemm::permute_1D_sparse_data": dict.fromkeys(
-        ("contracts", "memory", "sharing", "subsystems"), _UNFITTING
+        ("contracts", "memory", "subsystems"), _UNFITTING
     ),
     "fbgemm::permute_2D_sparse_data": dict.fromkeys(
-        ("contracts", "memory", "sharing", "subsystems"), _UNFITTING
+        ("contracts", "memory", "subsystems"), _UNFITTING
     ),
     "fbgemm::segment_sum_csr": {"memory": _TAKES_ADDRESSES},
     **dict.fromkeys(
@@ -290,16 +290,8 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     "nvalchemiops::segmented_dot_double_backward": {"dtypes": _SEGMENTS, "subsystems": _STRIDES},
     "nvalchemiops::segmented_mean": {"subsystems": _SEGMENTS},
     "nvalchemiops::segmented_sum": {"subsystems": _SEGMENTS},
-    "nvalchemiops::segmented_mean_backward": {
-        "dtypes": _PROMOTES,
-        "sharing": _UNFITTING,
-        "subsystems": _STRIDES,
-    },
-    "nvalchemiops::segmented_mean_double_backward": {
-        "dtypes": _PROMOTES,
-        "sharing": _UNFITTING,
-        "subsystems": _STRIDES,
-    },
+    "nvalchemiops::segmented_mean_backward": {"dtypes": _PROMOTES, "subsystems": _STRIDES},
+    "nvalchemiops::segmented_mean_double_backward": {"dtypes": _PROMOTES, "subsystems": _STRIDES},
     "nvalchemiops::segmented_sum_backward": {"dtypes": _PROMOTES, "subsystems": _STRIDES},
     "nvalchemiops::segmented_sum_double_backward": {"dtypes": _PROMOTES, "subsystems": _STRIDES},
 }
