@@ -104,10 +104,9 @@ def test_native_calls_do_what_the_dispatcher_does(
     with capsys.disabled():
         print(f"\n{tally}")
     assert tally.native >= NATIVE_SHARE * tally.examples
-    if tally.stock < 30:  # too few for a share, as where tests/device has 400 examples
-        assert tally.accelerated > 0
-    else:
-        assert tally.accelerated >= NATIVE_SHARE * tally.stock
+    # Two standard deviations below the share, as some runs, those of tests/device, compare thirty.
+    deviation = (tally.stock * NATIVE_SHARE * (1 - NATIVE_SHARE)) ** 0.5
+    assert tally.accelerated >= max(1, NATIVE_SHARE * tally.stock - 2 * deviation)
     if EXAMPLES >= 3000:
         assert tally.too_few() == []
 

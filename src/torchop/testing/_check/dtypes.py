@@ -142,7 +142,8 @@ def in_dtype(dtype: torch.dtype, example: Example) -> Example:
     def change(tensor: Tensor) -> Tensor:
         if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
             return tensor
-        if not dtype.is_floating_point and not dtype.is_complex:
+        is_integer = not dtype.is_floating_point and not dtype.is_complex
+        if is_integer and tensor.layout is torch.strided:  # sparse tensors have fewer functions
             tensor = tensor.real if tensor.dtype.is_complex else tensor
             return (tensor.nan_to_num(0) * 3).round().clamp(0, 100).to(dtype)
         if tensor.dtype.is_complex and not dtype.is_complex:
