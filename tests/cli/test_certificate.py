@@ -32,6 +32,9 @@ for op in (good, flat):
 SIGNED = "Ada Lovelace <ada@example.org>"
 
 
+UNTRIED = {"cannot be done": 1, "not run": 1}
+
+
 @pytest.fixture(scope="module")
 def namespace():
     """That of the operators, which are checked once for all tests."""
@@ -107,6 +110,23 @@ def test_another_environment_is_told_and_no_difference(certified, run):
     outcome = run("certificate", "verify", str(file))
     assert outcome.code == 0
     assert "torch: 1.0 before, " in outcome.out
+
+
+def test_what_another_machine_could_not_do_may_pass(certified, run):
+    file, _ = certified
+
+    def change(content):
+        content["operators"][1]["checks"][1]["outcome"] = "cannot be done"
+        content["totals"] = {"passed": 2, "failed": 1, "cannot be done": 1}
+
+    edited(file, change)
+    outcome = run("certificate", "verify", str(file))
+    assert outcome.code == 0, outcome.out + outcome.err
+    edited(file, lambda content: content["operators"][0]["checks"][1].update(outcome="not run"))
+    edited(file, lambda content: content.update(totals={"passed": 2} | UNTRIED))
+    outcome = run("certificate", "verify", str(file))
+    assert outcome.code == 1
+    assert "memory.transposed was 'not run', but is 'failed' now" in outcome.out
 
 
 def test_what_differs_is_told(certified, run, namespace):

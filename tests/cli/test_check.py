@@ -296,9 +296,13 @@ def test_the_tutorial_shows_what_is_printed(run, write, namespace, tmp_path):
 def test_mistakes_about_changes_are_told(run, write, namespace, tmp_path):
     module = write("operators", MUTATED)
     arguments = (f"{namespace}::half", "--import", module, "--mutate")
+    unused = ("--certificate", str(tmp_path / "c.json"), "--badge", "b.svg", "--allow-not-run")
+    outcome = run("check", *arguments, *unused)
+    assert outcome.code == 2
+    assert "takes no --certificate or --badge or --allow-not-run" in outcome.err
     outcome = run("check", *arguments, "--expected", f"{module}:RIGHT")
     assert outcome.code == 2
-    assert "takes no --report or --expected" in outcome.err
+    assert "takes no --expected" in outcome.err
     outcome = run("check", *arguments, "--reference", f"{module}:NONE")
     assert outcome.code == 1
     assert f"--reference {module}:NONE: AttributeError" in outcome.err

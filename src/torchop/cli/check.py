@@ -154,7 +154,21 @@ def check(
         require("jinja2", "--report")  # before the checks run, which take minutes
     request = Request(selection.modules, **options)
     if mutate:
-        sys.exit(not _mutate(selection.operators, request, report, json_path))
+        unused = ("report", "expected", "certificate", "signed_off_by", "badge", "allow_not_run")
+        values = click.get_current_context().params
+        if given := " or ".join(f"--{name.replace('_', '-')}" for name in unused if values[name]):
+            raise click.UsageError(f"--mutate prints what survives, and takes no {given}")
+        is_noticed = mutate_operators(
+            selection.operators,
+            functools.partial(examples_of, request),
+            functools.partial(reference_of, request),
+            request.budget,
+            request.timeout,
+            json_path,
+            seed=request.seed,
+            only=request.only or None,
+        )
+        sys.exit(not is_noticed)
     refuse_signature(signed_off_by, certificate)
     refuse_badge(badge)
     reports, unchecked = check_operators(selection.operators, request)
@@ -176,23 +190,6 @@ def check(
     if badge is not None:
         write_badge(reports, unchecked, badge)
     sys.exit(0 if reports and not failed else 1)
-
-
-def _mutate(
-    operators: Sequence[str], request: Request, report: Path | None, json_path: Path | None
-) -> bool:
-    if report is not None or request.expected is not None:
-        raise click.UsageError("--mutate prints what survives, and takes no --report or --expected")
-    return mutate_operators(
-        operators,
-        functools.partial(examples_of, request),
-        functools.partial(reference_of, request),
-        request.budget,
-        request.timeout,
-        json_path,
-        seed=request.seed,
-        only=request.only or None,
-    )
 
 
 def certified(
