@@ -60,6 +60,12 @@ def rolled_elements(tensor: torch.Tensor, steps: int) -> torch.Tensor:
     return tensor.flatten().roll(steps).view(tensor.shape)
 
 
+def has_integers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers that may say something of others."""
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return is_integer and tensor.dtype is not torch.bool and is_plain(tensor) and tensor.numel() > 0
+
+
 def other_values(value: Any) -> Any:
     """The arguments with other values of the same kind: their elements in another order.
 
@@ -67,8 +73,7 @@ def other_values(value: Any) -> Any:
     as starts and counts do, and a kernel need not look whether they do.
     """
     plain = [t for t in tensors_of(value) if is_plain(t)]
-    integers = [t for t in plain if not (t.is_floating_point() or t.is_complex())]
-    integers = [t for t in integers if t.dtype is not torch.bool]
+    integers = [t for t in plain if has_integers(t)]
     changes = any(
         not torch.equal(rolled_elements(t, 1).double(), t.double())
         for t in plain

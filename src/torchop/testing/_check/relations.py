@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from torchop._rules.user.preconditions.base import Precondition
 from torchop.preconditions import Indices, Lengths, Offsets, Sorted
 from torchop.testing._check.subject import Example
-from torchop.testing.probes import is_plain, is_sorted
+from torchop.testing.probes import has_integers, is_plain, is_sorted
 
 
 def has_fixed_values(tensor: Tensor, example: Example) -> bool:
@@ -64,12 +63,6 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[Precondition]:
         for place, dim, size in others:
             if low >= 0 and high < size:
                 yield Indices(place, dim)
-
-
-def has_integers(tensor: Tensor) -> bool:
-    """Whether a tensor holds integers that may say something of others."""
-    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-    return is_integer and tensor.dtype is not torch.bool and is_plain(tensor) and tensor.numel() > 0
 
 
 def _sizes_of_others(tensor: Tensor, example: Example) -> Iterator[tuple[int, int, int]]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, variants
 from torchop.testing._check.memory import comparison, same_or_refused
-from torchop.testing._check.relations import has_integers
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.variants import GUARD, contiguous_strides, filler
 
@@ -70,7 +69,7 @@ def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example
     pair = sharing(first, second)
     # An index, a length or an offset that becomes another one may fit its argument no longer.
     values = ((first, pair[0]), (second, pair[1]))
-    if has_integers(first) and not all(torch.equal(old, new) for old, new in values):
+    if probes.has_integers(first) and not all(torch.equal(old, new) for old, new in values):
         raise CannotCheck("integers that differ cannot share memory")
     tensors[left], tensors[right] = pair
     return example.with_tensors(tensors)
