@@ -10,9 +10,9 @@ from torch import Tensor
 
 import torchop
 from tests.strategies import stable
-from torchop.testing import check
+from torchop.testing import check, probes
 from torchop.testing._check.subject import CannotCheck, Example
-from torchop.testing._check.variants import LAYOUTS, lay_out, resized, rolled, sizes
+from torchop.testing._check.variants import LAYOUTS, lay_out, resized, sizes
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=5)
 
@@ -63,7 +63,7 @@ def test_indices_stay_below_the_size() -> None:
 def test_sorted_values_stay_sorted() -> None:
     edges = torch.tensor([10, 20, 40])
     assert changed(torch.randn(2), edges, sizes={3: 5}) == [10, 10, 20, 20, 40]
-    assert rolled(Example((edges,), {}), 1).tensors[0].tolist() == [10, 20, 40]
+    assert probes.other_values([edges])[0].tolist() == [10, 20, 40]
     with pytest.raises(CannotCheck, match="may not be equal"):
         lay_out({0: "expanded"}, Example((edges,), {}))
     assert torch.equal(lay_out({0: "gaps"}, Example((edges,), {})).tensors[0], edges)
@@ -72,9 +72,18 @@ def test_sorted_values_stay_sorted() -> None:
 def test_other_integers_change_as_before() -> None:
     values = torch.tensor([-3, 9, 4])
     assert changed(torch.randn(2), values, sizes={3: 4}) == [-3, 9, 4, -3]
-    assert rolled(Example((values,), {}), 1).tensors[0].tolist() == [4, -3, 9]
+    assert probes.other_values([values])[0].tolist() == [4, -3, 9]
     expanded = LAYOUTS["expanded"](values, False)
     assert torch.equal(lay_out({0: "expanded"}, Example((values,), {})).tensors[0], expanded)
+
+
+def test_integers_of_several_tensors_stay_where_numbers_change() -> None:
+    starts, counts = torch.tensor([4, 0, 1]), torch.tensor([2, 1, 3])
+    x, ones = torch.tensor([0.5, 2.0]), torch.ones(2)
+    kept = probes.other_values([x, starts, counts])
+    assert [tensor.tolist() for tensor in kept] == [[2.0, 0.5], [4, 0, 1], [2, 1, 3]]
+    moved = probes.other_values([ones, starts, counts])
+    assert [tensor.tolist() for tensor in moved] == [[1.0, 1.0], [1, 4, 0], [3, 2, 1]]
 
 
 def test_broken_contract_is_reported_once(namespace: str) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import stable
+from torchop.testing import probes
 from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.variants import (
@@ -17,7 +18,6 @@ from torchop.testing._check.variants import (
     larger_sizes,
     lay_out,
     resized,
-    rolled,
     sizes,
 )
 from torchop.testing.probes import copies, memory_around
@@ -84,7 +84,7 @@ def test_equal_sizes_change_together() -> None:
 
 
 def test_rolled_has_the_same_elements() -> None:
-    example = rolled(Example((torch.arange(6).reshape(2, 3),), {}), 1)
+    example = Example(*probes.other_values(((torch.arange(6.0).reshape(2, 3),), {})))
     assert example.args[0].tolist() == [[5, 0, 1], [2, 3, 4]]
 
 

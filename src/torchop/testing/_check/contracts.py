@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchop.testing import probes
 from torchop.testing._check.dtypes import in_dtype
-from torchop.testing._check.integers import by_name, differ, may_be_places
+from torchop.testing._check.integers import by_name, differ, may_be_places, with_argument
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
 from torchop.testing._check.subsystems.gradients import requiring_grad, trainable_example
@@ -353,7 +353,7 @@ def _pairs(subject: Subject, example: Example) -> Iterator[tuple[str, Any, Any]]
         is_size = type(value) is int and may_be_places(torch.tensor(value), named.tensors)
         if type(value) in (bool, int, float) and not is_size:
             other = not value if type(value) is bool else 2 * value + 1
-            changed = functools.partial(Example.with_argument, name=name, value=other)
+            changed = functools.partial(with_argument, name=name, value=other)
             changes.append((f"with {name}={other}", changed))
     trains = subject.has_autograd_kernel and not subject.schema.is_mutable
     larger = [size for size in sizes(example) if size]

@@ -72,7 +72,7 @@ def _raised(example: Example, place: int | str, by: int) -> Example:
     example = example.copy()
     if isinstance(place, int):
         return example.replace(place, example.tensors[place] + by)
-    return example.with_argument(place, example.kwargs[place] + by)
+    return with_argument(example, place, example.kwargs[place] + by)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -114,6 +114,11 @@ def by_name(subject: Subject, example: Example) -> Example:
     return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
 
+def with_argument(example: Example, name: str, value: Any) -> Example:
+    """The example with another value for an argument that is passed by name."""
+    return Example(example.args, {**example.kwargs, name: value})
+
+
 def may_be_places(integers: Tensor, tensors: list[Tensor]) -> bool:
     """Whether integers could be places in one of these tensors, or sizes of their parts.
 
@@ -149,7 +154,7 @@ def negative_dim(subject: Subject, details: Details) -> Iterator[Case]:
             if dims and all(type(dim) is int and 0 <= dim < count for dim in dims):
                 turned = [dim - count for dim in dims]
                 negative = turned if isinstance(value, list) else turned[0]
-                if subject.excluded(named.with_argument(name, negative)) is not None:
+                if subject.excluded(with_argument(named, name, negative)) is not None:
                     continue
                 options = {"name": name, "negative": negative}
                 label = f"{name}={negative}"

@@ -82,10 +82,6 @@ class Example(NamedTuple):
         """The example with these tensors in place of its own."""
         return Example(*probes.with_tensors(tuple(self), tensors))
 
-    def with_argument(self, name: str, value: Any) -> Example:
-        """The example with another value for an argument that is passed by name."""
-        return Example(self.args, {**self.kwargs, name: value})
-
     def copy(self) -> Example:
         """The example in memory of its own, laid out as it was."""
         return Example(*probes.copies(tuple(self)))

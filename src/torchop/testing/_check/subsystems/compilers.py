@@ -13,7 +13,7 @@ import torch
 from torchop._compat import devices, fake_tensors, optests
 from torchop.extend import Form
 from torchop.testing import probes
-from torchop.testing._check.integers import by_name
+from torchop.testing._check.integers import by_name, with_argument
 from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.subject import Arrangement, CannotCheck, Case, Example, Subject, reason
 from torchop.testing._check.subsystems.gradients import requiring_grad, trainable_example
@@ -197,12 +197,12 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
         for argument in subject.schema.arguments:
             is_given = named.kwargs.get(argument.name) is not None
             if is_given and argument.kind.startswith("Optional["):
-                yield check(f"{argument.name}=None", named.with_argument(argument.name, None))
+                yield check(f"{argument.name}=None", with_argument(named, argument.name, None))
         if subject.operator.function is None:
             continue  # in C++, it may rely on integers that fit, and end the process
         for name, value in named.kwargs.items():
             for number in {0, -1, value + 1} - {value} if type(value) is int else ():
-                yield check(f"{name}={number}", named.with_argument(name, number))
+                yield check(f"{name}={number}", with_argument(named, name, number))
 
 
 def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:
