@@ -474,7 +474,9 @@ MUTANTS = {
     "backward: one that is recorded": Mutant(
         "backward.cpp", "c10::GradMode::is_enabled() ? Part::Guarded : Part::Raw", "Part::Raw"
     ),
-    "backward: no formula": Mutant("backward.cpp", "if (backward.get() == Py_None) {"),
+    "backward: no formula": Mutant(
+        "backward.cpp", "if (backward.get() == Py_None) {", "if (false) {"
+    ),
     "backward: below a compiled frame": Mutant("backward.cpp", "WithoutDynamo frames;", ""),
     "residuals: thread that records": Mutant("call.cpp", " && !thread_records(plan.residuals)", ""),
     "residuals: formula that does not ask": Mutant(
