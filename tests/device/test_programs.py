@@ -204,7 +204,7 @@ def a_kernel_that_waits(define: Define) -> Any:
 
 
 def a_kernel_that_draws(define: Define) -> Any:
-    @define("noise", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+    @define("noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
     def noise(x: Tensor) -> Tensor:
         return x + torch.rand(2, device=x.device)
 
