@@ -63,7 +63,7 @@ BUDGETS = {
     "cli": 2271,
     "export": 508,
     "files": 763,
-    "testing": 6346,
+    "testing": 6348,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
