@@ -363,7 +363,6 @@ wrong(
 
 def allows_tf32(x: Tensor, weight: Tensor) -> Tensor:
     torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.benchmark = True
     return x @ weight
 
 

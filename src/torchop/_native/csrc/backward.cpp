@@ -153,6 +153,8 @@ PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
     // Hooks may run, and backwards of other nodes in them.
     THPObjectPtr tensors = checked(PyObject_CallOneArg(read, ctx));
     found = find_unpacked(ctx);
+    if (found == unpacked.rend())
+      return tensors.release(); // a hook let another greenlet end the formula
     found->tensors = std::move(tensors);
   }
   return Py_NewRef(found->tensors.get());

@@ -152,10 +152,10 @@ class _ShardingRule(Rule[ShardingRule]):
         schema, name = Schema(origin._schema), origin.name()
         return MissingRuleError(
             f"{called.name()} has no sharding rule, so DTensor cannot tell how it runs on shards. "
-            f"Write torchop.register_sharding({name!r}, 'pointwise') if an element of the results "
+            f"Write torchop.register_sharding({name!r}, 'pointwise') if an element of a result "
             "needs the same elements of the tensors, 'replicate' if it needs all, or one that "
-            f"names the dimensions, such as 'b k, k n -> b n'. Got {schema}. "
-            "Or call it on local tensors, as in local_map."
+            f"names dimensions, such as 'b k, k n -> b n'. Got {schema}. "
+            "Or call it on local tensors, in local_map."
         )
 
 
