@@ -70,9 +70,10 @@ matrix:
 	$(PYTHON) tools/environment.py $(RELEASE) $(MATRIX)
 	$(MATRIX)/torch-$(RELEASE)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# The C++ sources, with the headers of every Python on the machine, and for a PyTorch to come.
+# The C++ sources, with the headers of every Python on the machine, and for a PyTorch to come. With
+# QUICK=--quick, only those of the oldest and the newest.
 interpreters: $(STAMP)
-	$(BIN)/python tools/interpreters.py
+	$(BIN)/python tools/interpreters.py $(QUICK)
 
 # Many threads that call operators while others change them, and how calls scale. PYTHON may name one
 # without the GIL, with PyTorch installed; it is kept off there, although native calls do not ask

@@ -1,10 +1,12 @@
 """Do the C++ sources compile with every Python on this machine, and for a PyTorch to come?
 
-    python tools/interpreters.py [PYTHON ...]
+    python tools/interpreters.py [--quick] [PYTHON ...]
 
 Without arguments, those are asked that are in the PATH or that pyenv has, of the versions that
-torchop supports. PyTorch's headers are those of this environment's PyTorch: they do not depend on
-the version of Python. Nothing is linked, so no other PyTorch is needed.
+torchop supports. With --quick, only the oldest and the newest of them are, because what a version in
+between takes away is missing from the newest too. PyTorch's headers are those of this environment's
+PyTorch: they do not depend on the version of Python. Nothing is linked, so no other PyTorch is
+needed.
 
 A PyTorch to come is one whose nodes of autograd nobody knows: the sources then leave out what goes
 around them.
@@ -12,6 +14,7 @@ around them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -105,10 +108,16 @@ def compiler(include: Path, *arguments: str) -> bool:
     return subprocess.run([*command, *arguments], check=False).returncode == 0
 
 
-def main(programs: list[str]) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("programs", nargs="*", metavar="PYTHON")
+    options = parser.parse_args()
     failed = 0
-    folders = headers(programs or interpreters())
-    for version, include in folders.items():
+    folders = headers(options.programs or interpreters())
+    asked = {min(folders), max(folders)} if options.quick else folders.keys()
+    for version in sorted(asked):
+        include = folders[version]
         failed += report(compiles(include), f"Python {'.'.join(map(str, version))}: {include}")
     newest = list(folders.values())[-1]
     failed += report(compiles_without_nodes(newest), "a PyTorch whose nodes are not known")
@@ -122,4 +131,4 @@ def report(passed: bool, what: str) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())
