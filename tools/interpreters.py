@@ -3,10 +3,10 @@
     python tools/interpreters.py [--quick] [PYTHON ...]
 
 Without arguments, those are asked that are in the PATH or that pyenv has, of the versions that
-torchop supports. With --quick, only the oldest and the newest of them are, because what a version in
-between takes away is missing from the newest too. PyTorch's headers are those of this environment's
-PyTorch: they do not depend on the version of Python. Nothing is linked, so no other PyTorch is
-needed.
+torchop supports. With --quick, only the oldest and the newest of them are, because what a version
+in between takes away is missing from the newest too. PyTorch's headers are those of this
+environment's PyTorch: they do not depend on the version of Python. Nothing is linked, so no other
+PyTorch is needed.
 
 A PyTorch to come is one whose nodes of autograd nobody knows: the sources then leave out what goes
 around them.

@@ -230,8 +230,8 @@ wrong(
         sums_of_present,
         fake=lambda x, segments, count: x.new_empty(count, *x.shape[1:]),
     ),
-    "memory.single",
-    lambda: [(torch.arange(10.0).view(5, 2), torch.tensor([0, 2, 1, 2, 0]), 3)],
+    "memory.uninitialized",
+    lambda: [(torch.arange(10.0).view(5, 2), torch.tensor([0, 2, 3, 2, 0]), 4)],
 )
 
 
