@@ -126,7 +126,7 @@ wrong(
         packs_pairs,
         fake=lambda x: x.new_empty(x.shape[0], (x.shape[1] + 1) // 2, dtype=torch.uint8),
     ),
-    "memory.single",
+    "memory.blocks",
     lambda: [(torch.arange(12.0).view(3, 4),)],
 )
 
@@ -146,8 +146,8 @@ wrong(
         packs_across_rows,
         fake=lambda x: x.new_empty(x.shape[0], (x.shape[1] + 7) // 8, dtype=torch.uint8),
     ),
-    "memory.single",
-    lambda: [(torch.arange(-16.0, 16).view(2, 16),)],
+    "memory.uninitialized",
+    lambda: [(torch.arange(-12.0, 12).view(2, 12),)],
 )
 
 
