@@ -54,7 +54,7 @@ BUDGETS = {
     "_define": 1956,
     "_inspect": 1079,
     "_native": 1455,
-    "_native/csrc": 5059,
+    "_native/csrc": 5057,
     "_rules": 5430,
     "_rules/autograd": 2037,
     "_rules/residuals": 517,

@@ -149,21 +149,19 @@ bool read_returns(PyObject* kinds, PyObject* parameters, bool are_fresh, Returns
 }
 
 bool read_residuals(PyObject* given, Residuals& residuals) {
-  if (!PyArg_ParseTuple(
-          given,
-          "OO!OOOnOOO",
-          &residuals.type,
-          &PyDict_Type,
-          &residuals.recording,
-          &residuals.records,
-          &residuals.named,
-          &residuals.handed,
-          &residuals.count,
-          &residuals.setup,
-          &residuals.guard,
-          &residuals.mark))
-    return false;
-  return true;
+  return PyArg_ParseTuple(
+             given,
+             "OO!OOOnOOO",
+             &residuals.type,
+             &PyDict_Type,
+             &residuals.recording,
+             &residuals.records,
+             &residuals.named,
+             &residuals.handed,
+             &residuals.count,
+             &residuals.setup,
+             &residuals.guard,
+             &residuals.mark) != 0;
 }
 
 PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
