@@ -1,8 +1,8 @@
 """Does a test fail for every condition that sends a call to the dispatcher?
 
 Each mutant is the extension with one condition taken out. It is compiled into a folder of its own,
-and the tests of native calls run with it: one of them has to fail. A mutant that survives is a
-condition that nothing tests, or that is not needed.
+and the tests of native calls run with it: one of them has to fail, and is named. A mutant that
+survives is a condition that nothing tests, or that is not needed.
 
     python tools/mutants.py [NAME ...]
 
@@ -533,8 +533,12 @@ MUTANTS = {
 }
 
 
-def survives(mutant: Mutant, folder: Path) -> bool:
-    """Whether all tests pass with a mutant."""
+_CONDITION = MUTANTS["switched off"].condition
+UNCHANGED = Mutant("call.cpp", _CONDITION, _CONDITION)
+
+
+def killer(mutant: Mutant, folder: Path) -> str | None:
+    """The test that fails with a mutant, or where its process ended; None if all tests pass."""
     source = folder / "csrc"
     shutil.copytree(CSRC, source)
     file = source / mutant.file
@@ -545,17 +549,18 @@ def survives(mutant: Mutant, folder: Path) -> bool:
     built = api.build(folder, source=source)
     built.rename(folder / make_recipe(CSRC).file_name(find_compiler()))
     environment = {**os.environ, "TORCHOP_NATIVE": "require", "TORCHOP_NATIVE_DIR": str(folder)}
-    options = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    options = ["-q", "-x", "-rfE", "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider"]
     # Some mutants never come back from a call.
     options += ["-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"]
     for tests in (FIRST_TESTS, TESTS):
         command = [sys.executable, "-m", "pytest", *options, *tests]
         process = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, check=False
+            command, cwd=ROOT, env=environment, capture_output=True, check=False, text=True
         )
         if process.returncode != 0:
-            return False
-    return True
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", process.stdout, re.MULTILINE)
+            return failed[1] if failed else f"a process that ended with {process.returncode}"
+    return None
 
 
 def _keep_return(mutant: Mutant) -> str:
@@ -583,12 +588,15 @@ def main(names: list[str]) -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as root:
         precompile_headers(Path(root))
+        # A test that fails without a mutant would let all of them die.
+        if failed := killer(UNCHANGED, Path(root, "unchanged")):
+            raise SystemExit(f"the sources as they are do not pass {failed}")
         folders = [Path(root, str(number)) for number in range(len(chosen))]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            outcomes = pool.map(survives, chosen.values(), folders)
-            for name, alive in zip(chosen, outcomes, strict=True):
-                print(f"{'SURVIVES' if alive else 'dies':9} {name}", flush=True)
-                survivors += [name] * alive
+            killers = pool.map(killer, chosen.values(), folders)
+            for name, test in zip(chosen, killers, strict=True):
+                print(f"dies      {name}: {test}" if test else f"SURVIVES  {name}", flush=True)
+                survivors += [name] * (test is None)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants die")
     return 1 if survivors else 0
 
