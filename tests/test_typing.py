@@ -143,7 +143,7 @@ def test_types_are_compared_in_one_spelling(text: str) -> None:
 
 def test_there_are_samples_to_check() -> None:
     assert len(marked("rejected.py", "ERROR")) > 30
-    assert len(marked("accepted.py", "IS")) == 8
+    assert len(marked("accepted.py", "IS")) == 9
     assert len(marked("families.py", "ERROR")) > 5
     assert (SAMPLES / "strict.py").read_text().count("lambda ") > 10
     assert (SAMPLES / "accepted.py").read_text().count("assert_type(") > 30

@@ -31,7 +31,7 @@ from torchop._rules.fake.context import get_ctx
 from torchop._rules.fake.rule import impl_abstract, register_fake
 from torchop._rules.kernels.register import register_kernel
 from torchop._rules.providers.priority import priority, set_priority
-from torchop._rules.residuals import records_gradient, residuals
+from torchop._rules.residuals import Residuals, records_gradient, residuals
 from torchop._rules.torch_dispatch import register_torch_dispatch
 from torchop._rules.user.inverse import inverse, right_inverse
 from torchop._rules.user.sharding import register_sharding, sharding
@@ -119,6 +119,7 @@ __all__ = [
     "register_autograd",
     "register_jvp",
     "derived",
+    "Residuals",
     "residuals",
     "records_gradient",
     "register_vmap",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ def fill(x: Tensor, value: int | None = None) -> None: ...
 def gate(x: Tensor) -> Tensor: ...
 
 
+@torchop.custom_op("typed::normalize", mutates_args=())
+def normalize(x: Tensor) -> Annotated[Tensor, torchop.Residuals(norm=Tensor | None)]:
+    return torchop.residuals(x, x)
+
+
 @torchop.triton_op("typed::launch", mutates_args=())
 def launch(x: Tensor, n: int) -> Tensor: ...
 
@@ -56,6 +61,7 @@ crop_op = torchop.custom_op("typed::crop", crop, mutates_args="unknown")
 # The test compares what follows the mark, without the values of defaults.
 reveal_type(scale)  # IS: CustomOp[[x: Tensor, factor: float=, *, inverse: bool=], Tensor]
 reveal_type(split)  # IS: CustomOp[[x: Tensor], tuple[list[Tensor], int]]
+reveal_type(normalize)  # IS: CustomOp[[x: Tensor], Tensor]
 reveal_type(fill)  # IS: CustomOp[[x: Tensor, value: int | None=], None]
 reveal_type(crop_op)  # IS: CustomOp[[pic: Tensor, box: list[int]], Tensor]
 

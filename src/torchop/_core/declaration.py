@@ -15,12 +15,13 @@ from torchop._schema.schema import Schema
 Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
-def _no_residuals(name: OpName, types: Any) -> Any:
+def _no_residuals(name: OpName, function: Any, types: Any) -> Any:
     raise RuntimeError(f"{name} cannot declare residuals before torchop is imported.")
 
 
-# Checks the types of an operator's residuals, by name; `_rules.residuals` puts it here.
-declare_residuals: Callable[[OpName, Any], Any] = _no_residuals
+# Finds the residuals of an operator in its function, or in their types by name, and checks them;
+# None if there are none. `_rules.residuals` puts it here.
+declare_residuals: Callable[[OpName, Callable[..., Any], Any], Any] = _no_residuals
 
 
 class Site(NamedTuple):

@@ -82,7 +82,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     - `providers`: a dict of kernels beside these, by provider, each a dict of the arguments of
       `register_kernel`, with `device_types` and `function`.
     - `mutates_args` (none by default), `schema`, `tags`, `effects`, `compile`, `priority`,
-      `residuals`: as in `custom_op`.
+      `residuals`: as in `custom_op`; annotations of `forward` may declare residuals, too.
 
     Returns:
         A decorator, whose result is the `CustomOp`.

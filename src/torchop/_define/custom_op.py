@@ -97,7 +97,8 @@ def custom_op(
         priority: the order in which calls ask providers, by name. Their kernels, which you register
             later (see `register_kernel`), run in place of the function where they can.
         residuals: the types of what kernels return for the backward alone, by their names, such as
-            `{"lse": torch.Tensor}`; see `torchop.residuals`.
+            `{"lse": torch.Tensor}`; see `torchop.residuals`. `torchop.Residuals` declares them in
+            the annotation of the result instead.
         lib: the library that the operator lives in; by default it lives as long as the process.
 
     Returns:
@@ -176,9 +177,8 @@ def define_function(
     what = f"custom_op({str(name)!r})"
     check_callable(what, function)
     devices = known_devices(name, device_types)
-    declared = None
-    if residuals is not None:
-        declared = declaration.declare_residuals(name, residuals)
+    declared = declaration.declare_residuals(name, function, residuals)
+    if declared is not None:
         function = declared.handing_over(function)
     all_tags = checked_tags(name, tags)
     parsed, flat_function, convention = declared_schema(
@@ -306,7 +306,9 @@ def triton_op(
     def define(function: Callable[P, R]) -> CustomOp[P, R]:
         # First: it runs code of PyTorch's that may fail.
         kernels = compilers.triton_kernels(function)
-        handle = custom_op(name, function, mutates_args=mutates_args, schema=schema)
+        handle = custom_op(
+            name, function, mutates_args=mutates_args, schema=schema, compile="inline"
+        )
         inlining.install(handle._definition, inlining.Inlined(None, launches=True))
 
         # Launches the wrapped kernels directly: only tracing needs the way through `wrap_triton`.

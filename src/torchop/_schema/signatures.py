@@ -27,6 +27,8 @@ _IMPLICIT: dict[str, Any] = {
     "Union": typing.Union,
 }
 _LONGEST_NAME = 80
+# Strings that are not evaluated to find out that `Annotated` says nothing.
+_MOST_RESULTS = ("None", "Tensor", "torch.Tensor")
 # What most annotations are: classes of these types, and generic types whose arguments are such.
 _CLASSES = (type, type(torch.Tensor))
 _GENERIC = (types.UnionType, types.GenericAlias, type(typing.Optional[int]))  # noqa: UP045  (its type)
@@ -142,6 +144,14 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
     by_name = {name: p.annotation for name, p in signature.parameters.items()}
     by_name["return"] = signature.return_annotation
     return {name: value for name, value in by_name.items() if value is not signature.empty}
+
+
+def written_result(function: Callable[..., Any]) -> Any:
+    """The annotation of the result, evaluated, with what `Annotated` says beside the type."""
+    written = annotations_of(function).get("return")
+    if not isinstance(written, str) or written in _MOST_RESULTS:
+        return written
+    return _Namespace(function)._evaluate(written, None)
 
 
 def method_hint(function: Callable[..., Any]) -> str:

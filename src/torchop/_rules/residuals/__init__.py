@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchop._core import declaration
 from torchop._core.definition import Definition
 from torchop._rules.autograd import register
+from torchop._rules.residuals.annotation import Residuals as Residuals
+from torchop._rules.residuals.annotation import declared_types
 from torchop._rules.residuals.handover import records_gradient as records_gradient
 from torchop._rules.residuals.handover import residuals as residuals
 from torchop._schema.naming import OpName
 
 
-def _declare(name: OpName, types: Any) -> Any:
+def _declare(name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None) -> Any:
+    types = declared_types(name, function, types)
+    if types is None:
+        return None
     from torchop._rules.residuals.declared import Declared  # most programs have none
 
     return Declared(name, types)

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, TypeVar, cast
 
+from torchop._rules.residuals.annotation import show_output_alone
+
 Output = TypeVar("Output")
 
 
-class Residuals:
+class Returned:
     """The result of a kernel, and its residuals."""
 
     __slots__ = ("output", "saved")  # set by `residuals`: a call of __init__ takes as long again
@@ -22,15 +24,16 @@ class Residuals:
 def residuals(output: Output, /, *saved: Any) -> Output:
     """Returns a result from a kernel, with what only the backward needs of it.
 
-    Kernels and fake kernels of an operator that was defined with `residuals=` return it. Callers
+    Kernels and fake kernels of an operator return it whose definition declares residuals, with
+    `residuals=` or in the annotation of the result: see `Residuals`. Callers
     get `output`; the `setup_context` of `register_autograd` gets the rest as `residuals`, if it has
     a parameter of this name. Where no gradient is recorded, the rest is dropped, and a kernel need
     not compute it: see `records_gradient`.
 
     Args:
         output: the result of the operator.
-        saved: the residuals, in the order of `residuals=`. They must not share memory with inputs
-            or results, as results must not.
+        saved: the residuals, in the order of their declaration. They must not share memory with
+            inputs or results, as results must not.
 
     Returns:
         What the kernel returns; for type checkers, it is the result.
@@ -56,7 +59,7 @@ def residuals(output: Output, /, *saved: Any) -> Output:
 
     The idea is that of the residuals of `jax.custom_vjp`.
     """
-    made = Residuals()
+    made = Returned()
     made.output, made.saved = output, saved
     return cast(Output, made)
 
@@ -96,7 +99,7 @@ class Request:
 
 
 # What native calls see and set.
-NATIVE = (Residuals, _recording, (None, True))
+NATIVE = (Returned, _recording, (None, True))
 
 
 def request(key: object) -> Request:
@@ -138,7 +141,7 @@ def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if not _recording:
             result = function(*args, **kwargs)
-            return result.output if type(result) is Residuals else result
+            return result.output if type(result) is Returned else result
         thread = get_ident()
         request, records = _recording.get(thread, _NOTHING)
         waiting = None  # for the kernel of another operator, which is outside of this one
@@ -150,12 +153,13 @@ def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any
             result = function(*args, **kwargs)
         finally:
             _put_back(thread, (waiting, records))
-        if type(result) is not Residuals:
+        if type(result) is not Returned:
             return result
         if request is not None:
             request.saved = result.saved
         return result.output
 
+    show_output_alone(kernel, function)
     kernel._torchop_author = key, kernel, function  # type: ignore[attr-defined]
     return kernel
 
