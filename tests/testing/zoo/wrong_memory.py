@@ -175,6 +175,39 @@ def reads_two_at_once(x: Tensor) -> Tensor:
 wrong(define("reads_two_at_once", reads_two_at_once, fake=like), "memory.single", one)
 
 
+def adds_columns(x: Tensor) -> Tensor:
+    """The first column is written and the others are added, so that nothing is if there is none."""
+    total = torch.empty(x.shape[:1], dtype=x.dtype)
+    for number, column in enumerate(x.unbind(1)):
+        total.copy_(column if number == 0 else total + column)
+    return total
+
+
+wrong(
+    define("adds_columns", adds_columns, fake=lambda x: x.new_empty(x.shape[:1])),
+    "memory.empty",
+    one,
+)
+
+
+def sums_in_steps(x: Tensor) -> Tensor:
+    """A cumulative sum in two buffers; for one element there is no step, so none is written."""
+    width, source, target = 1, x.clone(), torch.empty(x.shape, dtype=x.dtype)
+    while width < len(x):
+        target[:width] = source[:width]
+        target[width:] = source[width:] + source[:-width]
+        source.copy_(target)
+        width *= 2
+    return target
+
+
+wrong(
+    define("sums_in_steps", sums_in_steps, fake=like),
+    "memory.single",
+    lambda: [(torch.arange(1.0, 7),)],
+)
+
+
 def wrong_for_scalars(x: Tensor) -> Tensor:
     return raw(x)[0].clone() if x.dim() == 0 else x.clone().contiguous()
 

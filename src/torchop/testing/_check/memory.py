@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -211,9 +211,28 @@ def _sized(size: int, subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         chosen = all_and_each([n for n in sizes(example) if n != size])
         changes = [dict.fromkeys(n, size) for n in chosen]
-        for change, smaller in each_resized(example, *changes, subject=subject):
-            yield comparison(subject, sizes_changed(change), smaller, in_layout("contiguous"))
+        yield from _of_sizes(subject, example, changes)
     raise CannotCheck("no tensor has a dimension")
+
+
+def _of_sizes(
+    subject: Subject, example: Example, changes: Iterable[Mapping[int, int]], compares: bool = True
+) -> Iterator[Case]:
+    """With other sizes, every element is written; then, if it `compares`, with what it has to be.
+
+    In this order, as what is not written may also differ in two calls, which would say less.
+    """
+
+    def options(arranged: Example) -> dict[str, Any]:
+        subject.expectation(arranged, "")  # which the reference may refuse
+        return {"rounds": 2, **subject.tolerances}
+
+    for change, other in each_resized(example, *changes, subject=subject):
+        label, arrange = sizes_changed(change), in_layout("contiguous")
+        if not subject.is_random:
+            yield Case(label, writes_every_element, other, arrange, options)
+        if compares:
+            yield comparison(subject, label, other, arrange)
 
 
 def zero_dim(subject: Subject, details: Details) -> Iterator[Case]:
@@ -272,12 +291,7 @@ def blocks(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted(most=1):
         results = probes.tensors_of(subject.first_results(example))
         changes = larger_sizes(example, results=results)
-        for change, larger in each_resized(example, *changes, subject=subject):
-            label = sizes_changed(change)
-            options = {"rounds": 2, **subject.tolerances}
-            yield Case(label, writes_every_element, larger, options=options)
-            if subject.reference is not None:
-                yield comparison(subject, label, larger)
+        yield from _of_sizes(subject, example, changes, compares=subject.reference is not None)
     raise CannotCheck("no tensor has a dimension that may be larger")
 
 
@@ -310,9 +324,8 @@ def _repeated_results(subject: Subject, example: Example, size: int) -> list[tor
         return []
     args, kwargs = example
     results = probes.tensors_of(probes.outcome_of_copies(subject.op, args, kwargs))
-    if not any(size in result.shape for result in results):
-        return []
-    if any(tensor.layout is not torch.strided for tensor in (*example.tensors, *results)):
+    is_strided = all(t.layout is torch.strided for t in (*example.tensors, *results))
+    if not is_strided or not any(size in result.shape for result in results):
         return []
     try:
         for new in (2 * size, 3 * size + 1):

@@ -85,24 +85,19 @@ _OF_KERNELS = frozenset(
     )
 )
 _OF_DETERMINISTIC_KERNELS = frozenset(
-    ("contracts.state", "contracts.default_dtype", "subsystems.threads")
+    ("contracts.state", "contracts.default_dtype", "providers.deterministic", "subsystems.threads")
 )
 
 
 def is_about(kind: CheckKind, provider: Provider) -> bool:
     """Whether a check says something of the kernel of a provider."""
-    match kind.name:
-        case "providers.batch_invariant":
-            return provider.batch_invariant
-        case "providers.configs":
-            return len(provider.configs) > 1
-        case "providers.donates":
-            return bool(provider.donates)
-        case "providers.deterministic":
-            return provider.deterministic
-    if kind.name in _OF_DETERMINISTIC_KERNELS:
-        return provider.deterministic
-    return kind.name in _OF_KERNELS or is_of_providers(kind)
+    if_declared = {
+        "providers.batch_invariant": provider.batch_invariant,
+        "providers.configs": len(provider.configs) > 1,
+        "providers.donates": bool(provider.donates),
+        **dict.fromkeys(_OF_DETERMINISTIC_KERNELS, provider.deterministic),
+    }
+    return if_declared.get(kind.name, kind.name in _OF_KERNELS or is_of_providers(kind))
 
 
 def is_of_providers(kind: CheckKind) -> bool:
