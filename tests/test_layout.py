@@ -24,6 +24,7 @@ import torchop
 from tests.forking import run_forked
 
 PACKAGE = Path(torchop.__file__).parent
+CSRC = PACKAGE / "_native/csrc"
 # From the ground up. A package imports from itself and from those in the rows before its own.
 LAYERS = (
     ("_errors",),
@@ -369,11 +370,17 @@ def test_an_import_inside_a_function_says_why() -> None:
 
 
 def test_no_file_is_long() -> None:
+    files = {**sources(PACKAGE), **{path.name: path for path in CSRC.iterdir()}}
     lines = {
-        name: len(path.read_text(encoding="utf-8").splitlines())
-        for name, path in sources(PACKAGE).items()
+        name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()
     }
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_the_page_about_native_calls_names_every_file() -> None:
+    page = PACKAGE.parents[1] / "docs/explanation/inside-native-calls.md"
+    table = set(re.findall(r"`(\w+)\.(?:cpp|h)`", page.read_text(encoding="utf-8")))
+    assert {path.stem for path in CSRC.iterdir()} - table == set()
 
 
 @functools.cache

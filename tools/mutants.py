@@ -422,7 +422,7 @@ MUTANTS = {
     "end of the stack": Mutant("entry.cpp", "if (C10_UNLIKELY(is_stack_low(here)))"),
     "stack of this thread": Mutant("thread.h", "measure_stack(here);", ";"),
     "operator is gone": Mutant(
-        "entry.cpp",
+        "entry.h",
         "entry.exists != nullptr && !entry.exists->load(std::memory_order_relaxed)",
         "false",
     ),
@@ -501,17 +501,17 @@ MUTANTS = {
     ),
     "residuals: types": Mutant("residuals.cpp", "if (residuals.count == 0 || ", "if ("),
     "choice: dtype": Mutant(
-        "choice.cpp",
+        "seen_calls.h",
         "const auto dtype = uint64_t(c10::typeMetaToScalarType(impl.dtype()));",
         "const auto dtype = uint64_t{0};",
     ),
-    "choice: device": Mutant("choice.cpp", "dtype | packed(impl.device()) << 8", "dtype"),
+    "choice: device": Mutant("seen_calls.h", "dtype | packed(impl.device()) << 8", "dtype"),
     "choice: strides": Mutant(
-        "choice.cpp", "for (const int64_t stride : strides)\n      add(uint64_t(stride));", ""
+        "seen_calls.h", "for (const int64_t stride : strides)\n      add(uint64_t(stride));", ""
     ),
-    "choice: integers": Mutant("choice.cpp", "add(uint64_t(number));", ""),
+    "choice: integers": Mutant("seen_calls.h", "add(uint64_t(number));", ""),
     "choice: keywords": Mutant(
-        "choice.cpp", "if (!add_value(PyTuple_GET_ITEM(keywords, index)) || ", "if ("
+        "seen_calls.h", "if (!add_value(PyTuple_GET_ITEM(keywords, index)) || ", "if ("
     ),
     "choice: open blocks": Mutant("choice.cpp", "key.set_subject(place);\n      if", "if"),
     "choice: blocks of a backward": Mutant(

@@ -8,266 +8,24 @@
 
 #include <structmember.h>
 
-#include <cstring>
 #include <vector>
 
 #include <ATen/Context.h>
 #include <ATen/ThreadLocalPythonObjects.h>
-#include <c10/util/SmallVector.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/Size.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "arguments.h"
 #include "dispatch.h"
-#include "kinds.h"
 #include "python_node.h"
+#include "seen_calls.h"
+#include "types.h"
 
 namespace torchop {
 
 namespace {
 
-// A table is bounded: with one more, it begins again. So it never grows with calls of ever new
-// sizes, and the ones that are common come back at once.
-constexpr size_t most_keys = 4096;
-constexpr size_t most_words = size_t{1} << 18; // of all keys: 2 MiB
-constexpr size_t most_words_of_key = 4096;
 constexpr size_t most_selections = 64;
-
-// What is read of the arguments of a call, as numbers: two calls have the same only if no function
-// can tell their arguments apart by shapes, strides, dtypes, devices and plain values.
-class Key {
- public:
-  // The first number says what the rest is about, and is set by whoever looks the key up.
-  Key() : words_{0} {}
-
-  // False where an argument is such that it is not known what a function could read of it.
-  bool read(PyObject* const* args, size_t count, PyObject* keywords) {
-    add(count);
-    for (size_t index = 0; index < count; ++index) {
-      if (!add_value(args[index]))
-        return false;
-    }
-    const Py_ssize_t named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
-    for (Py_ssize_t index = 0; index < named; ++index) {
-      if (!add_value(PyTuple_GET_ITEM(keywords, index)) || !add_value(args[count + size_t(index)]))
-        return false;
-    }
-    return words_.size() <= most_words_of_key;
-  }
-
-  void set_subject(uint64_t subject) {
-    words_[0] = subject;
-  }
-
-  uint64_t hash() const {
-    uint64_t hash = 0;
-    for (const uint64_t word : words_) {
-      hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
-      hash ^= hash >> 32;
-    }
-    return hash;
-  }
-
-  const uint64_t* begin() const {
-    return words_.data();
-  }
-  size_t size() const {
-    return words_.size();
-  }
-
- private:
-  // What the numbers that follow are, in the lowest byte of a word.
-  enum class Tag : uint8_t {
-    None,
-    True,
-    False,
-    Int,
-    Float,
-    Complex,
-    Str,
-    Dtype,
-    Device,
-    Layout,
-    MemoryFormat,
-    List,
-    Tensor,
-  };
-
-  void add(uint64_t word) {
-    words_.push_back(word);
-  }
-
-  bool add_tag(Tag tag, uint64_t more = 0) {
-    add(uint64_t(tag) | more << 8);
-    return true;
-  }
-
-  void add_bytes(const void* bytes, size_t size) {
-    const size_t start = words_.size();
-    words_.resize(start + (size + sizeof(uint64_t) - 1) / sizeof(uint64_t)); // with zeros
-    if (size != 0)
-      std::memcpy(words_.data() + start, bytes, size);
-  }
-
-  bool add_number(Tag tag, double number) {
-    add_tag(tag);
-    add_bytes(&number, sizeof(number)); // not its value: 0.0 equals -0.0, and nan nothing
-    return true;
-  }
-
-  static uint64_t packed(c10::Device device) {
-    return uint64_t(uint8_t(device.type())) | uint64_t(uint8_t(device.index())) << 8;
-  }
-
-  bool add_value(PyObject* value) {
-    if (is_tensor(value))
-      return add_tensor(*impl_of(value));
-    if (PyList_CheckExact(value) || PyTuple_CheckExact(value) || THPSize_Check(value)) {
-      const Py_ssize_t size = PySequence_Fast_GET_SIZE(value);
-      add_tag(Tag::List, uint64_t(size));
-      for (Py_ssize_t index = 0; index < size; ++index) {
-        PyObject* item = PySequence_Fast_GET_ITEM(value, index);
-        if (!(is_tensor(item) ? add_tensor(*impl_of(item)) : add_plain(item)))
-          return false;
-      }
-      return true;
-    }
-    return add_plain(value);
-  }
-
-  bool add_tensor(const at::TensorImpl& impl) {
-    // Such a tensor has sizes and strides that are numbers, and reading them runs no Python.
-    if (C10_UNLIKELY(!has_plain_keys(impl) || impl.has_symbolic_sizes_strides()))
-      return false;
-    const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();
-    const auto dtype = uint64_t(c10::typeMetaToScalarType(impl.dtype()));
-    add_tag(Tag::Tensor, dtype | packed(impl.device()) << 8 | uint64_t(sizes.size()) << 24);
-    for (const int64_t size : sizes)
-      add(uint64_t(size));
-    for (const int64_t stride : strides)
-      add(uint64_t(stride));
-    return true;
-  }
-
-  bool add_plain(PyObject* value) {
-    if (value == Py_None)
-      return add_tag(Tag::None);
-    if (PyBool_Check(value))
-      return add_tag(value == Py_True ? Tag::True : Tag::False);
-    if (PyLong_CheckExact(value)) {
-      int overflow = 0;
-      const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
-      add_tag(Tag::Int);
-      add(uint64_t(number));
-      return overflow == 0;
-    }
-    if (PyFloat_CheckExact(value))
-      return add_number(Tag::Float, PyFloat_AS_DOUBLE(value));
-    if (PyUnicode_CheckExact(value)) {
-      const auto kind = size_t(PyUnicode_KIND(value)), length = size_t(PyUnicode_GET_LENGTH(value));
-      add_tag(Tag::Str, kind | length << 8);
-      add_bytes(PyUnicode_DATA(value), kind * length);
-      return true;
-    }
-    return add_unusual(value);
-  }
-
-  __attribute__((noinline)) bool add_unusual(PyObject* value) {
-    if (PyComplex_CheckExact(value)) {
-      add_number(Tag::Complex, PyComplex_RealAsDouble(value));
-      return add_number(Tag::Complex, PyComplex_ImagAsDouble(value));
-    }
-    if (THPDtype_Check(value))
-      return add_tag(Tag::Dtype, uint64_t(reinterpret_cast<THPDtype*>(value)->scalar_type));
-    if (THPDevice_Check(value))
-      return add_tag(Tag::Device, packed(reinterpret_cast<THPDevice*>(value)->device));
-    if (THPLayout_Check(value))
-      return add_tag(Tag::Layout, uint64_t(reinterpret_cast<THPLayout*>(value)->layout));
-    if (THPMemoryFormat_Check(value)) {
-      const auto format = reinterpret_cast<THPMemoryFormat*>(value)->memory_format;
-      return add_tag(Tag::MemoryFormat, uint64_t(format));
-    }
-    return false;
-  }
-
-  c10::SmallVector<uint64_t, 40> words_;
-};
-
-// The functions of the calls that were seen, by key. An open hash table, whose keys lie in one
-// array.
-class Table {
- public:
-  PyObject* find(const Key& key, uint64_t hash) const { // borrowed
-    for (size_t place = hash & mask(); !slots_.empty(); place = (place + 1) & mask()) {
-      const Slot& slot = slots_[place];
-      if (slot.function == nullptr)
-        return nullptr;
-      if (slot.hash == hash && slot.size == key.size() &&
-          std::memcmp(&words_[slot.start], key.begin(), key.size() * sizeof(uint64_t)) == 0)
-        return slot.function;
-    }
-    return nullptr;
-  }
-
-  // Adds a key that is not there. The caller has made sure that there is room.
-  void add(const Key& key, uint64_t hash, PyObject* function) {
-    if (2 * (count_ + 1) > slots_.size())
-      grow();
-    const Slot slot{hash, uint32_t(words_.size()), uint32_t(key.size()), Py_NewRef(function)};
-    words_.insert(words_.end(), key.begin(), key.begin() + key.size());
-    put(slot);
-    ++count_;
-  }
-
-  bool has_room(const Key& key) const {
-    return count_ < most_keys && words_.size() + key.size() <= most_words;
-  }
-
-  size_t count() const {
-    return count_;
-  }
-
-  template <class Visitor>
-  void each_function(Visitor&& visit) const {
-    for (const Slot& slot : slots_) {
-      if (slot.function != nullptr)
-        visit(slot.function);
-    }
-  }
-
- private:
-  struct Slot {
-    uint64_t hash = 0;
-    uint32_t start = 0, size = 0; // of the key, among the words
-    PyObject* function = nullptr; // nullptr for a free place
-  };
-
-  size_t mask() const {
-    return slots_.size() - 1; // their number is a power of two
-  }
-
-  void put(const Slot& slot) {
-    size_t place = slot.hash & mask();
-    while (slots_[place].function != nullptr)
-      place = (place + 1) & mask();
-    slots_[place] = slot;
-  }
-
-  void grow() {
-    std::vector<Slot> before(std::max<size_t>(16, 2 * slots_.size()));
-    before.swap(slots_);
-    for (const Slot& slot : before) {
-      if (slot.function != nullptr)
-        put(slot);
-    }
-  }
-
-  std::vector<Slot> slots_;
-  std::vector<uint64_t> words_;
-  size_t count_ = 0;
-};
 
 // What is left of the kernels by an order, and by whether only deterministic ones are allowed.
 struct Selection {
@@ -279,7 +37,7 @@ struct Selection {
 
 struct Known {
   std::vector<Selection> selections;
-  Table table; // the subject of a key is the place of its selection
+  SeenCalls table; // the subject of a key is the place of its selection
 };
 
 struct Choice {
@@ -357,7 +115,7 @@ __attribute__((noinline, cold)) PyObject* ask(
     place = add_selection(choice, settings, is_deterministic);
   if (PyObject* function = choice.known.selections[place].function; function != nullptr)
     return Py_NewRef(function);
-  Key key; // of now, because whoever is asked may write into a list
+  CallKey key; // of now, because whoever is asked may write into a list
   const bool is_known = key.read(args, count, keywords);
   THPObjectPtr object(Py_NewRef(choice.known.selections[place].object));
   THPObjectPtr positional = checked(PyTuple_New(Py_ssize_t(count)));
@@ -428,7 +186,7 @@ C10_ALWAYS_INLINE PyObject* find(
     PyObject* function = choice.known.selections[place].function;
     if (function != nullptr)
       return Py_NewRef(function);
-    Key key;
+    CallKey key;
     if (C10_LIKELY(key.read(args, count, keywords))) {
       key.set_subject(place);
       if ((function = choice.known.table.find(key, key.hash())) != nullptr)
@@ -530,7 +288,7 @@ PyGetSetDef choice_attributes[] = {
 
 } // namespace
 
-int add_choice_type(PyObject* module) {
+bool add_choice_type(PyObject* module) {
   static PyType_Slot slots[] = {
       {Py_tp_new, reinterpret_cast<void*>(make_choice)},
       {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_choice)},
@@ -548,10 +306,8 @@ int add_choice_type(PyObject* module) {
       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
       slots,
   };
-  PyObject* type = PyType_FromSpec(&spec);
-  if (type == nullptr)
-    return -1;
-  return PyModule_AddObject(module, "Choice", type);
+  PyTypeObject* made;
+  return add_type(module, spec, made);
 }
 
 } // namespace torchop

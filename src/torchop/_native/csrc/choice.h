@@ -6,6 +6,6 @@
 namespace torchop {
 
 // Choice: stands in a plan where a kernel does, and calls the one that a call is for.
-int add_choice_type(PyObject* module);
+bool add_choice_type(PyObject* module);
 
 } // namespace torchop

@@ -2,29 +2,24 @@
 #include "entry.h"
 
 #include <cxxabi.h>
-#include <structmember.h>
 
 #include <mutex>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "call.h"
+#include "current_plan.h"
 #include "frames.h"
 #include "resolution.h"
 #include "thread.h"
+#include "types.h"
 
 namespace torchop {
 
 PyTypeObject* entry_type = nullptr;
-PyTypeObject* operator_type = nullptr;
 PyObject* observer = nullptr;
 
-namespace {
-
-// Has a plan compiled, which a registration outdated; false with an exception if there is none any
-// more.
-__attribute__((noinline, cold)) bool refresh_plan(Entry& entry) {
+bool refresh_plan(Entry& entry) {
   if (entry.refresh == nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "torchop: the operator was collected");
     return false;
@@ -33,9 +28,7 @@ __attribute__((noinline, cold)) bool refresh_plan(Entry& entry) {
   return THPObjectPtr(PyObject_CallNoArgs(entry.refresh)).get() != nullptr;
 }
 
-// Says that an operator went away without a word, with the library that somebody reset. What calls
-// the dispatcher would call freed memory.
-__attribute__((noinline, cold)) void refuse_gone(const Entry& entry) {
+void refuse_gone(const Entry& entry) {
   THPObjectPtr module(PyImport_ImportModule("torchop._errors"));
   THPObjectPtr kind(module ? PyObject_GetAttrString(module.get(), "OperatorGoneError") : nullptr);
   if (kind)
@@ -44,6 +37,8 @@ __attribute__((noinline, cold)) void refuse_gone(const Entry& entry) {
         "%U is gone: the library that defined it was reset. Look it up in torch.ops again.",
         entry.name);
 }
+
+namespace {
 
 __attribute__((noinline, cold)) PyObject* refuse_depth(const Entry& entry) {
   PyErr_Format(
@@ -56,14 +51,6 @@ __attribute__((noinline, cold)) PyObject* refuse_depth(const Entry& entry) {
 
 // Guards the observer, which may be replaced while it is called.
 std::mutex observer_mutex;
-
-bool is_usable(PyObject* plan) {
-  return plan != nullptr && !torchop::is_outdated(*reinterpret_cast<const Plan*>(plan));
-}
-
-bool is_gone(const Entry& entry) {
-  return entry.exists != nullptr && !entry.exists->load(std::memory_order_relaxed);
-}
 
 } // namespace
 
@@ -112,121 +99,6 @@ __attribute__((noinline, cold)) void doubt(Entry& entry, Reason reason) {
   if (is_about_kernels && (count & (count - 1)) == 0)
     release_plan(entry.plan.exchange(nullptr));
 }
-
-#ifdef Py_GIL_DISABLED
-
-// Holds on to the plan that a call follows, and marks the operator as being called; false with an
-// exception if there is no plan any more.
-class CurrentPlan {
- public:
-  CurrentPlan(Entry& entry, Thread& here) : entry_(entry), thread_(here) {
-    if (C10_UNLIKELY(here.count == here.room && !make_room(here))) {
-      PyErr_NoMemory();
-      return;
-    }
-    while (C10_UNLIKELY(!is_usable(follow()))) {
-      end();
-      if (!refresh_plan(entry))
-        return;
-    }
-    if (C10_UNLIKELY(is_gone(entry))) {
-      end();
-      refuse_gone(entry);
-    }
-  }
-  ~CurrentPlan() {
-    if (plan_ == nullptr)
-      return;
-    end();
-    if (C10_UNLIKELY(plans_to_free.load(std::memory_order_relaxed) != 0) && is_whole_)
-      free_plans();
-  }
-  CurrentPlan(const CurrentPlan&) = delete;
-  CurrentPlan& operator=(const CurrentPlan&) = delete;
-
-  void forget() {
-    is_whole_ = false;
-  }
-
-  explicit operator bool() const {
-    return plan_ != nullptr;
-  }
-  const Plan& operator*() const {
-    return *reinterpret_cast<const Plan*>(plan_);
-  }
-
- private:
-  // Announces the plan, and looks whether it still was the plan then: whoever replaced it before
-  // may not have seen this.
-  PyObject* follow() {
-    const size_t call = thread_.count++;
-    thread_.running[call] = reinterpret_cast<PyObject*>(&entry_);
-    do {
-      plan_ = entry_.plan.load(std::memory_order_acquire);
-      thread_.plans[call].store(plan_);
-    } while (C10_UNLIKELY(plan_ != entry_.plan.load()));
-    return plan_;
-  }
-
-  void end() {
-    const size_t last = thread_.count - 1;
-    if (C10_LIKELY(
-            thread_.count != 0 && thread_.running[last] == reinterpret_cast<PyObject*>(&entry_) &&
-            thread_.plans[last].load(std::memory_order_relaxed) == plan_)) {
-      thread_.plans[last].store(nullptr, std::memory_order_release);
-      thread_.count = last;
-    } else {
-      end_earlier_call(thread_, reinterpret_cast<PyObject*>(&entry_), plan_);
-    }
-    plan_ = nullptr;
-  }
-
-  Entry& entry_;
-  Thread& thread_;
-  PyObject* plan_ = nullptr;
-  bool is_whole_ = true;
-};
-
-#else
-
-// Holds on to the plan that a call follows; false with an exception if there is none any more.
-class CurrentPlan {
- public:
-  // No Python runs between the look at the entry and the end: in another thread it might end the
-  // operator, whose table the plan points to.
-  CurrentPlan(Entry& entry, Thread&) {
-    while (C10_UNLIKELY(!is_usable(entry.plan.load(std::memory_order_relaxed)))) {
-      if (!refresh_plan(entry))
-        return;
-    }
-    if (C10_UNLIKELY(is_gone(entry)))
-      refuse_gone(entry);
-    else
-      plan_ = new_reference(entry.plan);
-  }
-  // A THPObjectPtr would ask first, out of line, whether there still is an interpreter.
-  ~CurrentPlan() {
-    Py_XDECREF(plan_);
-  }
-  CurrentPlan(const CurrentPlan&) = delete;
-  CurrentPlan& operator=(const CurrentPlan&) = delete;
-
-  void forget() {
-    plan_ = nullptr;
-  }
-
-  explicit operator bool() const {
-    return plan_ != nullptr;
-  }
-  const Plan& operator*() const {
-    return *reinterpret_cast<const Plan*>(plan_);
-  }
-
- private:
-  PyObject* plan_ = nullptr;
-};
-
-#endif
 
 } // namespace
 
@@ -439,147 +311,10 @@ PyMethodDef entry_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// ------------------------------------------------------------------------------------------------
-// Operator: what torch.ops calls
-//
-// A packet calls the first of its overloads whose schema the arguments fit, in the order in which
-// they were defined. That is the first here whose plan takes the arguments as they are, if PyTorch
-// would pass all overloads before it by.
-
-struct Operator {
-  PyObject_HEAD
-
-      vectorcallfunc call;
-  PyObject* owner; // the object of torch.ops that it was made for: just where that is
-  PyObject* entry;
-  PyObject* dispatch; // the C++ function whose place this object took
-  PyObject* next;     // for a packet, the Operator of the next overload; nullptr if there is none
-};
-
-Operator& operator_of(PyObject* self) {
-  return *reinterpret_cast<Operator*>(self);
-}
-
-// How many there are for each object. Nothing destroys it: the last of them may go when Python
-// does.
-auto& owners = *new std::unordered_map<PyObject*, size_t>();
-auto& owners_mutex = *new std::mutex();
-
-void remember_owner(PyObject* owner) {
-  const std::lock_guard<std::mutex> lock(owners_mutex);
-  ++owners[owner];
-}
-
-void forget_owner(PyObject* owner) {
-  const std::lock_guard<std::mutex> lock(owners_mutex);
-  const auto found = owners.find(owner);
-  if (--found->second == 0)
-    owners.erase(found);
-}
-
-PyObject* call_operator(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
-  Operator& op = operator_of(self);
-  return call_entry(entry_of(op.entry), op.dispatch, op.next, args, nargsf, keywords);
-}
-
-PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  HANDLE_TH_ERRORS
-  static const char* names[] = {"owner", "entry", "dispatch", "next", nullptr};
-  PyObject *owner, *entry, *dispatch, *next = nullptr;
-  if (!PyArg_ParseTupleAndKeywords(
-          args,
-          keywords,
-          "OO!O|O",
-          const_cast<char**>(names),
-          &owner,
-          entry_type,
-          &entry,
-          &dispatch,
-          &next))
-    return nullptr;
-  if (next == Py_None)
-    next = nullptr;
-  if (next != nullptr && Py_TYPE(next) != operator_type) {
-    PyErr_SetString(PyExc_TypeError, "next expects an Operator or None");
-    return nullptr;
-  }
-  remember_owner(owner);
-  PyObject* self = type->tp_alloc(type, 0);
-  if (self == nullptr) {
-    forget_owner(owner);
-    return nullptr;
-  }
-  Operator& op = operator_of(self);
-  op.owner = owner;
-  op.call = call_operator;
-  op.entry = Py_NewRef(entry);
-  op.dispatch = Py_NewRef(dispatch);
-  op.next = Py_XNewRef(next);
-  return self;
-  END_HANDLE_TH_ERRORS
-}
-
-int traverse_operator(PyObject* self, visitproc visit, void* arg) {
-  Operator& op = operator_of(self);
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(op.entry);
-  Py_VISIT(op.dispatch);
-  Py_VISIT(op.next);
-  return 0;
-}
-
-// There is no tp_clear: it is called through its members, and those can be cleared themselves.
-void dealloc_operator(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  forget_owner(operator_of(self).owner);
-  Py_XDECREF(operator_of(self).entry);
-  Py_XDECREF(operator_of(self).dispatch);
-  Py_XDECREF(operator_of(self).next);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-// PyTorch hashes an operator by its function, and reads the function's name and module.
-Py_hash_t hash_operator(PyObject* self) {
-  return PyObject_Hash(operator_of(self).dispatch);
-}
-
-PyObject* operator_attribute(PyObject* self, PyObject* name) {
-  // The type has a module of its own, in which nobody looks for the operator.
-  if (PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
-    return PyObject_GetAttr(operator_of(self).dispatch, name);
-  PyObject* found = PyObject_GenericGetAttr(self, name);
-  if (found != nullptr || !PyErr_ExceptionMatches(PyExc_AttributeError))
-    return found;
-  PyErr_Clear();
-  return PyObject_GetAttr(operator_of(self).dispatch, name);
-}
-
-PyMemberDef operator_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Operator, call), READONLY, nullptr},
-    {"dispatch", T_OBJECT_EX, offsetof(Operator, dispatch), READONLY, nullptr},
-    {"entry", T_OBJECT_EX, offsetof(Operator, entry), READONLY, nullptr},
-    {"next", T_OBJECT, offsetof(Operator, next), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
-PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
-  PyObject* type = PyType_FromSpec(&spec);
-  if (type != nullptr && PyModule_AddObjectRef(module, name, type) < 0)
-    Py_CLEAR(type);
-  return reinterpret_cast<PyTypeObject*>(type);
-}
-
 } // namespace
 
-bool has_operator(PyObject* owner) {
-  // Without the interpreter's lock, calls would wait here for one another, so ask the dictionary.
-  return !has_lock || owners.find(owner) != owners.end();
-}
-
-int add_entry_types(PyObject* module) {
-  static PyType_Slot entry_slots[] = {
+bool add_entry_type(PyObject* module) {
+  static PyType_Slot slots[] = {
       {Py_tp_new, reinterpret_cast<void*>(make_entry)},
       {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_entry)},
       {Py_tp_traverse, reinterpret_cast<void*>(traverse_entry)},
@@ -589,36 +324,14 @@ int add_entry_types(PyObject* module) {
       {Py_tp_doc, const_cast<char*>("Where calls of an operator come in.")},
       {0, nullptr},
   };
-  static PyType_Spec entry_spec = {
+  static PyType_Spec spec = {
       "torchop._native._call_path.Entry",
       sizeof(Entry),
       0,
       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-      entry_slots,
+      slots,
   };
-  static PyType_Slot operator_slots[] = {
-      {Py_tp_new, reinterpret_cast<void*>(make_operator)},
-      {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_operator)},
-      {Py_tp_traverse, reinterpret_cast<void*>(traverse_operator)},
-      {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-      {Py_tp_hash, reinterpret_cast<void*>(hash_operator)},
-      {Py_tp_getattro, reinterpret_cast<void*>(operator_attribute)},
-      {Py_tp_members, operator_members},
-      {Py_tp_doc, const_cast<char*>("Stands where an object of torch.ops keeps its C++ function.")},
-      {0, nullptr},
-  };
-  static PyType_Spec operator_spec = {
-      "torchop._native._call_path.Operator",
-      sizeof(Operator),
-      0,
-      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
-      operator_slots,
-  };
-  entry_type = add_type(module, "Entry", entry_spec);
-  if (entry_type == nullptr)
-    return -1;
-  operator_type = add_type(module, "Operator", operator_spec);
-  return operator_type == nullptr ? -1 : 0;
+  return add_type(module, spec, entry_type);
 }
 
 } // namespace torchop

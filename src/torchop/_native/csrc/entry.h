@@ -23,7 +23,6 @@ struct Entry {
 };
 
 extern PyTypeObject* entry_type;
-extern PyTypeObject* operator_type;
 // Called with the first call that the dispatcher gets for a reason; nullptr if nobody reads the
 // log.
 extern PyObject* observer;
@@ -39,10 +38,18 @@ PyObject* call_entry(
     size_t nargsf,
     PyObject* keywords);
 
-// Whether an Operator was made for an object of torch.ops. To ask its dictionary takes longer.
-bool has_operator(PyObject* owner);
+// Has a plan compiled, which a registration outdated; false with an exception if there is none any
+// more.
+__attribute__((noinline, cold)) bool refresh_plan(Entry& entry);
 
-// Entry, Operator (stands where an object of torch.ops keeps its C++ function).
-int add_entry_types(PyObject* module);
+inline bool is_gone(const Entry& entry) {
+  return entry.exists != nullptr && !entry.exists->load(std::memory_order_relaxed);
+}
+
+// Says that an operator went away without a word, with the library that somebody reset. What calls
+// the dispatcher would call freed memory.
+__attribute__((noinline, cold)) void refuse_gone(const Entry& entry);
+
+bool add_entry_type(PyObject* module);
 
 } // namespace torchop

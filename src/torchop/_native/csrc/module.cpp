@@ -16,6 +16,7 @@
 #include "frames.h"
 #include "gradients.h"
 #include "handle.h"
+#include "operator.h"
 #include "overloads.h"
 #include "plan.h"
 #include "results.h"
@@ -210,8 +211,8 @@ PyMODINIT_FUNC PyInit__call_path() {
   PyObject* module = PyModule_Create(&torchop::definition);
   if (module != nullptr &&
       (!torchop::find_tensor_types() || !torchop::find_interpreter() ||
-       torchop::add_plan_type(module) < 0 || torchop::add_entry_types(module) < 0 ||
-       torchop::add_choice_type(module) < 0 ||
+       !torchop::add_plan_type(module) || !torchop::add_entry_type(module) ||
+       !torchop::add_operator_type(module) || !torchop::add_choice_type(module) ||
        PyModule_AddIntConstant(module, "nodes_come_from_apply", torchop::nodes_come_from_apply()) <
            0 ||
        PyModule_AddIntConstant(module, "types_may_change", torchop::has_lock) < 0 ||

@@ -11,7 +11,7 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "dispatch.h"
-#include "entry.h"
+#include "operator.h"
 
 namespace torchop {
 

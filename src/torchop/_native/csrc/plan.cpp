@@ -1,6 +1,8 @@
 // plan.cpp: the type of plans, which are made from Python, and whether one still holds.
 #include "plan.h"
 
+#include "types.h"
+
 namespace torchop {
 
 PyTypeObject* plan_type = nullptr;
@@ -337,7 +339,7 @@ PyGetSetDef plan_attributes[] = {
 
 } // namespace
 
-int add_plan_type(PyObject* module) {
+bool add_plan_type(PyObject* module) {
   static PyType_Slot slots[] = {
       {Py_tp_new, reinterpret_cast<void*>(make_plan)},
       {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_plan)},
@@ -353,10 +355,7 @@ int add_plan_type(PyObject* module) {
       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
       slots,
   };
-  plan_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  if (plan_type == nullptr)
-    return -1;
-  return PyModule_AddObjectRef(module, "Plan", reinterpret_cast<PyObject*>(plan_type));
+  return add_type(module, spec, plan_type);
 }
 
 } // namespace torchop

@@ -65,6 +65,6 @@ extern PyTypeObject* plan_type;
 // Whether what a plan was compiled from has changed without anybody telling.
 bool is_outdated(const Plan& plan);
 
-int add_plan_type(PyObject* module);
+bool add_plan_type(PyObject* module);
 
 } // namespace torchop

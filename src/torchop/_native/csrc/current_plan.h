@@ -1,0 +1,128 @@
+// current_plan.h: the plan that a call follows, for as long as the call lasts.
+#pragma once
+
+#include "entry.h"
+#include "thread.h"
+
+namespace torchop {
+
+inline bool is_usable(PyObject* plan) {
+  return plan != nullptr && !is_outdated(*reinterpret_cast<const Plan*>(plan));
+}
+
+#ifdef Py_GIL_DISABLED
+
+// Holds on to the plan that a call follows, and marks the operator as being called; false with an
+// exception if there is no plan any more.
+class CurrentPlan {
+ public:
+  CurrentPlan(Entry& entry, Thread& here) : entry_(entry), thread_(here) {
+    if (C10_UNLIKELY(here.count == here.room && !make_room(here))) {
+      PyErr_NoMemory();
+      return;
+    }
+    while (C10_UNLIKELY(!is_usable(follow()))) {
+      end();
+      if (!refresh_plan(entry))
+        return;
+    }
+    if (C10_UNLIKELY(is_gone(entry))) {
+      end();
+      refuse_gone(entry);
+    }
+  }
+  ~CurrentPlan() {
+    if (plan_ == nullptr)
+      return;
+    end();
+    if (C10_UNLIKELY(plans_to_free.load(std::memory_order_relaxed) != 0) && is_whole_)
+      free_plans();
+  }
+  CurrentPlan(const CurrentPlan&) = delete;
+  CurrentPlan& operator=(const CurrentPlan&) = delete;
+
+  void forget() {
+    is_whole_ = false;
+  }
+
+  explicit operator bool() const {
+    return plan_ != nullptr;
+  }
+  const Plan& operator*() const {
+    return *reinterpret_cast<const Plan*>(plan_);
+  }
+
+ private:
+  // Announces the plan, and looks whether it still was the plan then: whoever replaced it before
+  // may not have seen this.
+  PyObject* follow() {
+    const size_t call = thread_.count++;
+    thread_.running[call] = reinterpret_cast<PyObject*>(&entry_);
+    do {
+      plan_ = entry_.plan.load(std::memory_order_acquire);
+      thread_.plans[call].store(plan_);
+    } while (C10_UNLIKELY(plan_ != entry_.plan.load()));
+    return plan_;
+  }
+
+  void end() {
+    const size_t last = thread_.count - 1;
+    if (C10_LIKELY(
+            thread_.count != 0 && thread_.running[last] == reinterpret_cast<PyObject*>(&entry_) &&
+            thread_.plans[last].load(std::memory_order_relaxed) == plan_)) {
+      thread_.plans[last].store(nullptr, std::memory_order_release);
+      thread_.count = last;
+    } else {
+      end_earlier_call(thread_, reinterpret_cast<PyObject*>(&entry_), plan_);
+    }
+    plan_ = nullptr;
+  }
+
+  Entry& entry_;
+  Thread& thread_;
+  PyObject* plan_ = nullptr;
+  bool is_whole_ = true;
+};
+
+#else
+
+// Holds on to the plan that a call follows; false with an exception if there is none any more.
+class CurrentPlan {
+ public:
+  // No Python runs between the look at the entry and the end: in another thread it might end the
+  // operator, whose table the plan points to.
+  CurrentPlan(Entry& entry, Thread&) {
+    while (C10_UNLIKELY(!is_usable(entry.plan.load(std::memory_order_relaxed)))) {
+      if (!refresh_plan(entry))
+        return;
+    }
+    if (C10_UNLIKELY(is_gone(entry)))
+      refuse_gone(entry);
+    else
+      plan_ = new_reference(entry.plan);
+  }
+  // A THPObjectPtr would ask first, out of line, whether there still is an interpreter.
+  ~CurrentPlan() {
+    Py_XDECREF(plan_);
+  }
+  CurrentPlan(const CurrentPlan&) = delete;
+  CurrentPlan& operator=(const CurrentPlan&) = delete;
+
+  void forget() {
+    plan_ = nullptr;
+  }
+
+  explicit operator bool() const {
+    return plan_ != nullptr;
+  }
+  const Plan& operator*() const {
+    return *reinterpret_cast<const Plan*>(plan_);
+  }
+
+ private:
+  PyObject* plan_ = nullptr;
+};
+
+#endif
+
+} // namespace torchop

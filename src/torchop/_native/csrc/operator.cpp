@@ -1,0 +1,171 @@
+// operator.cpp: what torch.ops calls.
+//
+// A packet calls the first of its overloads whose schema the arguments fit, in the order in which
+// they were defined. That is the first here whose plan takes the arguments as they are, if PyTorch
+// would pass all overloads before it by.
+#include "operator.h"
+
+#include <structmember.h>
+
+#include <mutex>
+#include <unordered_map>
+
+#include "entry.h"
+#include "free_threads.h"
+#include "types.h"
+
+namespace torchop {
+
+PyTypeObject* operator_type = nullptr;
+
+namespace {
+
+struct Operator {
+  PyObject_HEAD
+
+      vectorcallfunc call;
+  PyObject* owner; // the object of torch.ops that it was made for: just where that is
+  PyObject* entry;
+  PyObject* dispatch; // the C++ function whose place this object took
+  PyObject* next;     // for a packet, the Operator of the next overload; nullptr if there is none
+};
+
+Operator& operator_of(PyObject* self) {
+  return *reinterpret_cast<Operator*>(self);
+}
+
+// How many there are for each object. Nothing destroys it: the last of them may go when Python
+// does.
+auto& owners = *new std::unordered_map<PyObject*, size_t>();
+auto& owners_mutex = *new std::mutex();
+
+void remember_owner(PyObject* owner) {
+  const std::lock_guard<std::mutex> lock(owners_mutex);
+  ++owners[owner];
+}
+
+void forget_owner(PyObject* owner) {
+  const std::lock_guard<std::mutex> lock(owners_mutex);
+  const auto found = owners.find(owner);
+  if (--found->second == 0)
+    owners.erase(found);
+}
+
+PyObject* call_operator(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  Operator& op = operator_of(self);
+  return call_entry(
+      *reinterpret_cast<Entry*>(op.entry), op.dispatch, op.next, args, nargsf, keywords);
+}
+
+PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  static const char* names[] = {"owner", "entry", "dispatch", "next", nullptr};
+  PyObject *owner, *entry, *dispatch, *next = nullptr;
+  if (!PyArg_ParseTupleAndKeywords(
+          args,
+          keywords,
+          "OO!O|O",
+          const_cast<char**>(names),
+          &owner,
+          entry_type,
+          &entry,
+          &dispatch,
+          &next))
+    return nullptr;
+  if (next == Py_None)
+    next = nullptr;
+  if (next != nullptr && Py_TYPE(next) != operator_type) {
+    PyErr_SetString(PyExc_TypeError, "next expects an Operator or None");
+    return nullptr;
+  }
+  remember_owner(owner);
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self == nullptr) {
+    forget_owner(owner);
+    return nullptr;
+  }
+  Operator& op = operator_of(self);
+  op.owner = owner;
+  op.call = call_operator;
+  op.entry = Py_NewRef(entry);
+  op.dispatch = Py_NewRef(dispatch);
+  op.next = Py_XNewRef(next);
+  return self;
+  END_HANDLE_TH_ERRORS
+}
+
+int traverse_operator(PyObject* self, visitproc visit, void* arg) {
+  Operator& op = operator_of(self);
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(op.entry);
+  Py_VISIT(op.dispatch);
+  Py_VISIT(op.next);
+  return 0;
+}
+
+// There is no tp_clear: it is called through its members, and those can be cleared themselves.
+void dealloc_operator(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  forget_owner(operator_of(self).owner);
+  Py_XDECREF(operator_of(self).entry);
+  Py_XDECREF(operator_of(self).dispatch);
+  Py_XDECREF(operator_of(self).next);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// PyTorch hashes an operator by its function, and reads the function's name and module.
+Py_hash_t hash_operator(PyObject* self) {
+  return PyObject_Hash(operator_of(self).dispatch);
+}
+
+PyObject* operator_attribute(PyObject* self, PyObject* name) {
+  // The type has a module of its own, in which nobody looks for the operator.
+  if (PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
+    return PyObject_GetAttr(operator_of(self).dispatch, name);
+  PyObject* found = PyObject_GenericGetAttr(self, name);
+  if (found != nullptr || !PyErr_ExceptionMatches(PyExc_AttributeError))
+    return found;
+  PyErr_Clear();
+  return PyObject_GetAttr(operator_of(self).dispatch, name);
+}
+
+PyMemberDef operator_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Operator, call), READONLY, nullptr},
+    {"dispatch", T_OBJECT_EX, offsetof(Operator, dispatch), READONLY, nullptr},
+    {"entry", T_OBJECT_EX, offsetof(Operator, entry), READONLY, nullptr},
+    {"next", T_OBJECT, offsetof(Operator, next), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+} // namespace
+
+bool has_operator(PyObject* owner) {
+  // Without the interpreter's lock, calls would wait here for one another, so ask the dictionary.
+  return !has_lock || owners.find(owner) != owners.end();
+}
+
+bool add_operator_type(PyObject* module) {
+  static PyType_Slot slots[] = {
+      {Py_tp_new, reinterpret_cast<void*>(make_operator)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_operator)},
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse_operator)},
+      {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+      {Py_tp_hash, reinterpret_cast<void*>(hash_operator)},
+      {Py_tp_getattro, reinterpret_cast<void*>(operator_attribute)},
+      {Py_tp_members, operator_members},
+      {Py_tp_doc, const_cast<char*>("Stands where an object of torch.ops keeps its C++ function.")},
+      {0, nullptr},
+  };
+  static PyType_Spec spec = {
+      "torchop._native._call_path.Operator",
+      sizeof(Operator),
+      0,
+      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+      slots,
+  };
+  return add_type(module, spec, operator_type);
+}
+
+} // namespace torchop

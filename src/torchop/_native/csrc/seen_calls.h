@@ -1,0 +1,256 @@
+// seen_calls.h: a table of functions, by what a function could read of the arguments of a call.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/Size.h>
+
+#include "arguments.h"
+#include "dispatch.h"
+#include "kinds.h"
+
+namespace torchop {
+
+constexpr size_t most_words_of_key = 4096;
+
+// What is read of the arguments of a call, as numbers: two calls have the same only if no function
+// can tell their arguments apart by shapes, strides, dtypes, devices and plain values.
+class CallKey {
+ public:
+  // The first number says what the rest is about, and is set by whoever looks the key up.
+  CallKey() : words_{0} {}
+
+  // False where an argument is such that it is not known what a function could read of it.
+  bool read(PyObject* const* args, size_t count, PyObject* keywords) {
+    add(count);
+    for (size_t index = 0; index < count; ++index) {
+      if (!add_value(args[index]))
+        return false;
+    }
+    const Py_ssize_t named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
+    for (Py_ssize_t index = 0; index < named; ++index) {
+      if (!add_value(PyTuple_GET_ITEM(keywords, index)) || !add_value(args[count + size_t(index)]))
+        return false;
+    }
+    return words_.size() <= most_words_of_key;
+  }
+
+  void set_subject(uint64_t subject) {
+    words_[0] = subject;
+  }
+
+  uint64_t hash() const {
+    uint64_t hash = 0;
+    for (const uint64_t word : words_) {
+      hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+
+  const uint64_t* begin() const {
+    return words_.data();
+  }
+  size_t size() const {
+    return words_.size();
+  }
+
+ private:
+  // What the numbers that follow are, in the lowest byte of a word.
+  enum class Tag : uint8_t {
+    None,
+    True,
+    False,
+    Int,
+    Float,
+    Complex,
+    Str,
+    Dtype,
+    Device,
+    Layout,
+    MemoryFormat,
+    List,
+    Tensor,
+  };
+
+  void add(uint64_t word) {
+    words_.push_back(word);
+  }
+
+  bool add_tag(Tag tag, uint64_t more = 0) {
+    add(uint64_t(tag) | more << 8);
+    return true;
+  }
+
+  void add_bytes(const void* bytes, size_t size) {
+    const size_t start = words_.size();
+    words_.resize(start + (size + sizeof(uint64_t) - 1) / sizeof(uint64_t)); // with zeros
+    if (size != 0)
+      std::memcpy(words_.data() + start, bytes, size);
+  }
+
+  bool add_number(Tag tag, double number) {
+    add_tag(tag);
+    add_bytes(&number, sizeof(number)); // not its value: 0.0 equals -0.0, and nan nothing
+    return true;
+  }
+
+  static uint64_t packed(c10::Device device) {
+    return uint64_t(uint8_t(device.type())) | uint64_t(uint8_t(device.index())) << 8;
+  }
+
+  bool add_value(PyObject* value) {
+    if (is_tensor(value))
+      return add_tensor(*impl_of(value));
+    if (PyList_CheckExact(value) || PyTuple_CheckExact(value) || THPSize_Check(value)) {
+      const Py_ssize_t size = PySequence_Fast_GET_SIZE(value);
+      add_tag(Tag::List, uint64_t(size));
+      for (Py_ssize_t index = 0; index < size; ++index) {
+        PyObject* item = PySequence_Fast_GET_ITEM(value, index);
+        if (!(is_tensor(item) ? add_tensor(*impl_of(item)) : add_plain(item)))
+          return false;
+      }
+      return true;
+    }
+    return add_plain(value);
+  }
+
+  bool add_tensor(const at::TensorImpl& impl) {
+    // Such a tensor has sizes and strides that are numbers, and reading them runs no Python.
+    if (C10_UNLIKELY(!has_plain_keys(impl) || impl.has_symbolic_sizes_strides()))
+      return false;
+    const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();
+    const auto dtype = uint64_t(c10::typeMetaToScalarType(impl.dtype()));
+    add_tag(Tag::Tensor, dtype | packed(impl.device()) << 8 | uint64_t(sizes.size()) << 24);
+    for (const int64_t size : sizes)
+      add(uint64_t(size));
+    for (const int64_t stride : strides)
+      add(uint64_t(stride));
+    return true;
+  }
+
+  bool add_plain(PyObject* value) {
+    if (value == Py_None)
+      return add_tag(Tag::None);
+    if (PyBool_Check(value))
+      return add_tag(value == Py_True ? Tag::True : Tag::False);
+    if (PyLong_CheckExact(value)) {
+      int overflow = 0;
+      const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+      add_tag(Tag::Int);
+      add(uint64_t(number));
+      return overflow == 0;
+    }
+    if (PyFloat_CheckExact(value))
+      return add_number(Tag::Float, PyFloat_AS_DOUBLE(value));
+    if (PyUnicode_CheckExact(value)) {
+      const auto kind = size_t(PyUnicode_KIND(value)), length = size_t(PyUnicode_GET_LENGTH(value));
+      add_tag(Tag::Str, kind | length << 8);
+      add_bytes(PyUnicode_DATA(value), kind * length);
+      return true;
+    }
+    return add_unusual(value);
+  }
+
+  __attribute__((noinline)) bool add_unusual(PyObject* value) {
+    if (PyComplex_CheckExact(value)) {
+      add_number(Tag::Complex, PyComplex_RealAsDouble(value));
+      return add_number(Tag::Complex, PyComplex_ImagAsDouble(value));
+    }
+    if (THPDtype_Check(value))
+      return add_tag(Tag::Dtype, uint64_t(reinterpret_cast<THPDtype*>(value)->scalar_type));
+    if (THPDevice_Check(value))
+      return add_tag(Tag::Device, packed(reinterpret_cast<THPDevice*>(value)->device));
+    if (THPLayout_Check(value))
+      return add_tag(Tag::Layout, uint64_t(reinterpret_cast<THPLayout*>(value)->layout));
+    if (THPMemoryFormat_Check(value)) {
+      const auto format = reinterpret_cast<THPMemoryFormat*>(value)->memory_format;
+      return add_tag(Tag::MemoryFormat, uint64_t(format));
+    }
+    return false;
+  }
+
+  c10::SmallVector<uint64_t, 40> words_;
+};
+
+// The functions of the calls that were seen, by key. An open hash table, whose keys lie in one
+// array. It is bounded: with one more, it begins again. So it never grows with calls of ever new
+// sizes, and the ones that are common come back at once.
+class SeenCalls {
+ public:
+  PyObject* find(const CallKey& key, uint64_t hash) const { // borrowed
+    for (size_t place = hash & mask(); !slots_.empty(); place = (place + 1) & mask()) {
+      const Slot& slot = slots_[place];
+      if (slot.function == nullptr)
+        return nullptr;
+      if (slot.hash == hash && slot.size == key.size() &&
+          std::memcmp(&words_[slot.start], key.begin(), key.size() * sizeof(uint64_t)) == 0)
+        return slot.function;
+    }
+    return nullptr;
+  }
+
+  // Adds a key that is not there. The caller has made sure that there is room.
+  void add(const CallKey& key, uint64_t hash, PyObject* function) {
+    if (2 * (count_ + 1) > slots_.size())
+      grow();
+    const Slot slot{hash, uint32_t(words_.size()), uint32_t(key.size()), Py_NewRef(function)};
+    words_.insert(words_.end(), key.begin(), key.begin() + key.size());
+    put(slot);
+    ++count_;
+  }
+
+  bool has_room(const CallKey& key) const {
+    return count_ < most_keys && words_.size() + key.size() <= most_words;
+  }
+
+  size_t count() const {
+    return count_;
+  }
+
+  template <class Visitor>
+  void each_function(Visitor&& visit) const {
+    for (const Slot& slot : slots_) {
+      if (slot.function != nullptr)
+        visit(slot.function);
+    }
+  }
+
+ private:
+  struct Slot {
+    uint64_t hash = 0;
+    uint32_t start = 0, size = 0; // of the key, among the words
+    PyObject* function = nullptr; // nullptr for a free place
+  };
+
+  static constexpr size_t most_keys = 4096;
+  static constexpr size_t most_words = size_t{1} << 18; // of all keys: 2 MiB
+
+  size_t mask() const {
+    return slots_.size() - 1; // their number is a power of two
+  }
+
+  void put(const Slot& slot) {
+    size_t place = slot.hash & mask();
+    while (slots_[place].function != nullptr)
+      place = (place + 1) & mask();
+    slots_[place] = slot;
+  }
+
+  void grow() {
+    std::vector<Slot> before(std::max<size_t>(16, 2 * slots_.size()));
+    before.swap(slots_);
+    for (const Slot& slot : before) {
+      if (slot.function != nullptr)
+        put(slot);
+    }
+  }
+
+  std::vector<Slot> slots_;
+  std::vector<uint64_t> words_;
+  size_t count_ = 0;
+};
+
+} // namespace torchop
