@@ -66,6 +66,18 @@ class TestDisabled:
             outer(T)
         assert calls == {"switched_off": 1}
 
+    def test_a_block_that_outlives_the_backward_it_was_opened_in(self, op):
+        block = torchop.native.disabled()
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(lambda grad: block.__enter__())
+        x.sum().backward()
+        block.__exit__(None, None, None)
+        with counting(op) as calls:
+            op(T)
+            with torchop.native.disabled():
+                op(T)
+        assert calls == {"native": 1, "switched_off": 1}
+
     def test_it_is_a_decorator_as_well(self, op):
         @torchop.native.disabled()
         def function():

@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[1]
 # minutes. The first ones have a process of their own, because only to collect all takes longer.
 FIRST_TESTS = ["tests/inspect/explain", "tests/native/test_devices.py"]
 TESTS = [
+    "tests/test_native.py",
     "tests/native/gradients",
     "tests/rules/residuals/test_native.py",
     "tests/rules/autograd/test_gradients.py",
@@ -89,9 +90,14 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = {
-    "switched off": Mutant("call.cpp", "if (C10_UNLIKELY(thread.switched_off > 0))"),
+    "switched off": Mutant("call.cpp", "if (C10_UNLIKELY(is_disabled()))"),
+    "switched off in other threads": Mutant("disabled.h", " && open_here() > 0", ""),
+    "switched off after a block inside": Mutant("disabled.h", "open_here() + by", "long(by)"),
+    "switched off after a backward": Mutant(
+        "disabled.h", "std::max(open_here() + by, 0L)", "open_here() + by"
+    ),
     "unsupported operator": Mutant("call.cpp", "if (C10_UNLIKELY(plan.always_dispatches))"),
-    "bypass: switched off": Mutant("bypass.cpp", "if (thread.switched_off > 0)"),
+    "bypass: switched off": Mutant("bypass.cpp", "if (is_disabled())"),
     "bypass: another kernel": Mutant(
         "bypass.cpp", "if (!is_python_kernel(kernel) || python_function(kernel) != function)"
     ),

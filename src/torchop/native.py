@@ -20,8 +20,9 @@ __all__ = ["Status", "counters", "disabled", "status", "wait"]
 def disabled() -> Iterator[None]:
     """Sends the calls of this thread through PyTorch's dispatcher inside a `with` block.
 
-    The results are the same. Use it to compare native calls with the dispatcher, in results or in
-    time. Blocks may be nested.
+    Those of its backward, too, which PyTorch runs in threads of its own on a GPU. The results are
+    the same. Use it to compare native calls with the dispatcher, in results or in time. Blocks may
+    be nested.
 
     Example:
         >>> import torch, torchop
@@ -35,12 +36,12 @@ def disabled() -> Iterator[None]:
     switch.obtain()  # otherwise the first call inside of the block might do that, and be native
     native = switch.native_module()
     if native is not None:
-        native.switch_off()
+        native.switch_off(1)
     try:
         yield  # if it becomes available inside the block, the rest of the block may be native
     finally:
         if native is not None:
-            native.switch_on()
+            native.switch_off(-1)
 
 
 def wait(timeout: float | None = None) -> bool:

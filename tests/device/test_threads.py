@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
 from typing import Any
 
@@ -121,6 +122,26 @@ def test_a_backward_inside_of_a_backward_ends(namespace, is_native):
     with torchop.priority({f"{namespace}::inner": ["first"]}):
         calling_in_backward(namespace, call).backward()
     assert ran == ["reference"]
+
+
+def test_native_calls_are_disabled_in_backward(namespace):
+    op, _ = chosen(namespace)
+
+    def call(grad: Tensor) -> Tensor:
+        with torchop.native.disabled():
+            op(grad)  # after which the block around the backward is still there
+        return op(grad)
+
+    y = calling_in_backward(namespace, call)
+    backward = functools.partial(y.backward, retain_graph=True)
+    with torchop.native.disabled():
+        backward()
+        other = threading.Thread(target=backward)
+        other.start()  # whose backward is not in the block
+        other.join()
+        backward()
+    backward()  # in the same thread, after the block
+    assert torchop.native.counters(op) == {"switched_off": 6, "native": 2}
 
 
 def test_a_recording_has_the_calls_of_backward(namespace):

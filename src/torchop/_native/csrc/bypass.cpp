@@ -16,8 +16,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/forward_grad.h>
 
+#include "disabled.h"
 #include "dispatch.h"
-#include "thread.h"
 
 namespace torchop {
 
@@ -101,7 +101,7 @@ class Bypass final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
     const Arguments arguments = torch::jit::last(*stack, op.schema().arguments().size());
     // Without native calls, everything is as it is without the extension.
-    if (thread.switched_off > 0) {
+    if (is_disabled()) {
       kernel_.callBoxed(op, keys, stack);
     } else if (key_ == DispatchKey::ADInplaceOrView) {
       if (count_versions(op, arguments))

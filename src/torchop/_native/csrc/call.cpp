@@ -7,6 +7,7 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
+#include "disabled.h"
 #include "frames.h"
 #include "free_threads.h"
 
@@ -151,7 +152,7 @@ Decision decide(
   // operator, of which the rest reads the table; the arguments have to be bound to look at them.
   if (C10_UNLIKELY(plan.always_dispatches))
     return stop(Reason::Operator);
-  if (C10_UNLIKELY(thread.switched_off > 0))
+  if (C10_UNLIKELY(is_disabled()))
     return stop(Reason::SwitchedOff);
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   if (Reason reason = thread_reason(local); C10_UNLIKELY(reason != Reason::Native))

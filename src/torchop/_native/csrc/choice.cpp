@@ -11,9 +11,7 @@
 #include <vector>
 
 #include <ATen/Context.h>
-#include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "dispatch.h"
@@ -160,10 +158,8 @@ C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   if (C10_LIKELY(is_open || torch::autograd::get_current_graph_task_id() == -1))
     return blocks;
   THPObjectPtr own(blocks);
-  static const std::string& key = *new std::string("context");
-  using Carried = at::impl::ThreadLocalPythonObjects;
-  PyObject* context = Carried::contains(key) ? Carried::get(key)->ptr(getPyInterpreter()) : Py_None;
-  if (!PyContext_CheckExact(context)) // None after another backward inside of this one
+  PyObject* context = carried("context"); // None after another backward inside of this one
+  if (context == nullptr || !PyContext_CheckExact(context))
     return own.release();
   const int is_there = PySequence_Contains(context, choice.blocks);
   if (is_there < 0)

@@ -11,6 +11,7 @@
 #include "backward.h"
 #include "bypass.h"
 #include "choice.h"
+#include "disabled.h"
 #include "dispatch.h"
 #include "entry.h"
 #include "frames.h"
@@ -95,13 +96,8 @@ PyObject* are_plain(PyObject*, PyObject* const* args, Py_ssize_t given) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* switch_off(PyObject*, PyObject*) {
-  ++thread.switched_off;
-  Py_RETURN_NONE;
-}
-
-PyObject* switch_on(PyObject*, PyObject*) {
-  --thread.switched_off;
+PyObject* switch_off(PyObject*, PyObject* blocks) {
+  change_blocks(PyLong_AsLong(blocks));
   Py_RETURN_NONE;
 }
 
@@ -154,8 +150,7 @@ PyMethodDef functions[] = {
      METH_VARARGS,
      "Makes what the engine of autograd calls of nodes."},
     {"take_node", take_node, METH_O, "Hands over the node of a function that is applied."},
-    {"switch_off", switch_off, METH_NOARGS, "Sends this thread's calls to the dispatcher."},
-    {"switch_on", switch_on, METH_NOARGS, "Takes one switch_off back."},
+    {"switch_off", switch_off, METH_O, "Opens blocks in which calls go to the dispatcher."},
     {"set_observer", set_observer, METH_O, "Tells a function of calls for the dispatcher."},
     {"running", running, METH_NOARGS, "The entries of the native calls that this thread is in."},
     {nullptr, nullptr, 0, nullptr},

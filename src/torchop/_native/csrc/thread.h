@@ -9,13 +9,13 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <c10/macros/Macros.h>
+#include <torch/csrc/PyInterpreter.h>
 
 namespace torchop {
 
 struct Thread {
-  int switched_off = 0; // calls go to the dispatcher while it is positive
-
   // The entries of the native calls that have not returned. They are not on the C stack: a greenlet
   // that is switched to inside a kernel overwrites that, and calls then end in any order.
   PyObject** running = nullptr;
@@ -36,6 +36,22 @@ struct Thread {
 };
 
 inline thread_local Thread thread;
+
+// What a thread carries under a name, and others in which PyTorch runs a part of its work, such as
+// its backward on an accelerator; borrowed, nullptr if there is nothing. Names of at most 15
+// characters need no memory.
+inline PyObject* carried(const char* name) {
+  using at::impl::ThreadLocalPythonObjects;
+  return ThreadLocalPythonObjects::contains(name)
+      ? ThreadLocalPythonObjects::get(name)->ptr(getPyInterpreter())
+      : nullptr;
+}
+
+// Takes the object.
+inline void carry(const char* name, PyObject* object) {
+  auto kept = std::make_shared<c10::SafePyObject>(object, getPyInterpreter());
+  at::impl::ThreadLocalPythonObjects::set(name, std::move(kept));
+}
 
 // To be looked up once in a function: that is a call, and the compiler, which takes it for none,
 // would look again at every use.
