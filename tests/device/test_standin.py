@@ -166,12 +166,19 @@ def test_a_capture_refuses_what_cudas_does():
     x, host = torch.ones(2, device="standin"), torch.ones(2)
     event = torch.Event("standin")
     event.record(torch.accelerator.current_stream())
+    torch.manual_seed(1)
+    state = torch.standin.get_rng_state()
     refused = "not permitted when stream is capturing"
     with standin.capture():
         assert torch.standin.is_current_stream_capturing()
         x + 1
         with pytest.raises(RuntimeError, match="get_state during graph capture"):
             torch.standin.get_rng_state()
+        with pytest.raises(RuntimeError, match="set_state during graph capture"):
+            torch.standin.set_rng_state(state)
+        torch.manual_seed(1)
+        with pytest.raises(RuntimeError, match="only if new seed is the same"):
+            torch.manual_seed(2)
         for forbidden in (
             lambda: x.sum().item(),
             lambda: x.cpu(),

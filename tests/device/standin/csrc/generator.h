@@ -15,8 +15,14 @@ class Generator final : public c10::GeneratorImpl {
       : c10::GeneratorImpl({kStandin, device}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         numbers_(at::detail::createCPUGenerator()) {}
 
+  // The same seed as before is passed over in a capture, where CUDA's refuses any other.
   void set_current_seed(uint64_t seed) override {
-    numbers_.set_current_seed(seed);
+    if (!is_capturing)
+      return numbers_.set_current_seed(seed);
+    TORCH_CHECK(
+        seed == current_seed(),
+        "standin: set_current_seed can be called during stream capture only if new seed is the "
+        "same as the original seed.");
   }
   uint64_t current_seed() const override {
     return numbers_.current_seed();
@@ -31,9 +37,10 @@ class Generator final : public c10::GeneratorImpl {
     return 0;
   }
   void set_state(const c10::TensorImpl& state) override {
+    TORCH_CHECK(!is_capturing, "Cannot call Generator::set_state during graph capture of standin");
     numbers_.unsafeGetGeneratorImpl()->set_state(state);
   }
-  // CUDA's refuses this, too: what a graph draws, only its replays know.
+  // CUDA's refuses this and the above, too: what a graph draws, only its replays know.
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     TORCH_CHECK(!is_capturing, "Cannot call Generator::get_state during graph capture of standin");
     return numbers_.unsafeGetGeneratorImpl()->get_state();
