@@ -179,8 +179,8 @@ def _reads(x: Tensor) -> Tensor:
         pytest.param(
             _grows([]), "memory that was given back", marks=target.only_on_the_standin
         ),  # elsewhere something else may be there by then, or not
-        (_elsewhere([]), "a replay with other values"),
-        (_reads, "no graph can be captured of the call"),
+        (_elsewhere([]), "a replay of the kernel with other values"),
+        (_reads, "no graph can be captured of the kernel"),
     ],
 )
 def test_a_kernel_that_a_graph_breaks(
@@ -189,6 +189,62 @@ def test_a_kernel_that_a_graph_breaks(
     report = run(define(namespace, kernel), "capture", "repeated", device=FIRST)
     assert failed(report).keys() == {"subsystems.capture"}
     assert said in failed(report)["subsystems.capture"]
+
+
+def _backward_grows(kept: list[Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """A formula that takes a larger buffer where the one that it keeps is too small."""
+    kernel = _grows(kept)
+    return lambda ctx, grad: grad * kernel(ctx.saved_tensors[0])
+
+
+def _backward_elsewhere(ctx: Any, grad: Tensor) -> Tensor:
+    with torch.Stream(grad.device):
+        return grad * 2 * ctx.saved_tensors[0]
+
+
+def _backward_reads(ctx: Any, grad: Tensor) -> Tensor:
+    return grad * 2 * ctx.saved_tensors[0] if grad.sum().item() else torch.zeros_like(grad)
+
+
+@target.needs_accelerator
+@needs_graphs
+@pytest.mark.parametrize(
+    ("backward", "said"),
+    [
+        pytest.param(
+            _backward_grows([]), "memory that was given back", marks=target.only_on_the_standin
+        ),
+        (_backward_elsewhere, "a replay of the formula with other values"),
+        (_backward_reads, "no graph can be captured of the formula"),
+    ],
+)
+def test_a_formula_that_a_graph_breaks(
+    namespace: str, backward: Callable[[Any, Tensor], Tensor], said: str
+) -> None:
+    op = define(namespace, lambda x: (x * x).contiguous())
+    op.register_autograd(
+        backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+    )
+    report = run(op, "capture", device=FIRST)
+    assert failed(report).keys() == {"subsystems.capture"}
+    assert said in failed(report)["subsystems.capture"]
+
+
+@target.needs_accelerator
+@needs_graphs
+@pytest.mark.parametrize("strategy", ["formula", "recompute", "save"])
+def test_a_backward_that_is_captured(namespace: str, strategy: str) -> None:
+    op = define(namespace, lambda x: (x * x).contiguous())
+    if strategy == "formula":
+        op.register_autograd(
+            lambda ctx, grad: 2 * grad * ctx.saved_tensors[0],
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+        )
+    else:
+        op.derive_autograd(strategy)
+    report = run(op, "capture")
+    assert failed(report) == {}
+    assert [(result.outcome, result.cases) for result in report.results] == [("passed", 2)]
 
 
 @target.needs_accelerator

@@ -12,6 +12,7 @@ from torchop._compat import devices, dispatch
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Subject
+from torchop.testing._check.subsystems.gradients import trainable_example
 from torchop.testing._check.variants import each_resized, sizes
 
 
@@ -29,59 +30,60 @@ def replays_as_captured(
 ) -> None:
     """A graph that is captured of a call replays as the call, bit for bit, also with other values.
 
+    Where tensors require grad, the graph has the backward, too, and gradients are compared.
     `others` are calls that are made in between, after which the graph has to find its memory.
     """
     device = torch.device(device_type, torch.accelerator.current_device_index())
     args, kwargs = probes.mapped((args, kwargs), lambda tensor: tensor.to(device))
     static = probes.copies((args, kwargs))
     tensors = probes.tensors_of((args, kwargs))
+    trains = any(tensor.requires_grad for tensor in tensors)
+    run, what = (_gradients, "formula") if trains else (probes.outcome, "kernel")
     with torch.no_grad():
-        for _ in range(2):  # what a kernel makes in its first calls is no part of the graph
-            probes.outcome_of_copies(op, args, kwargs)
+        for _ in range(2):  # what is made in the first calls is no part of the graph
+            run(op, *probes.copies((args, kwargs)))
         try:
             with captured(device_type) as replay:
-                results = probes.leaves(op(*static[0], **static[1]))
+                results = run(op, *static)
         except Exception as error:
             raise AssertionError(
-                f"no graph can be captured of the call: {error!r}. Wait for nothing in the kernel, "
-                "and read no values of tensors there; or define the operator with the tag "
+                f"no graph can be captured of the {what}: {error!r}. Wait for nothing there, and "
+                "read no values of tensors; or define the operator with the tag "
                 "torch.Tag.cudagraph_unsafe, so that compilers leave it out of graphs."
             ) from None
         for call in others:
             with contextlib.suppress(Exception):  # refused, which must change nothing either
-                probes.outcome(op, *probes.mapped(call, lambda tensor: tensor.to(device)))
-        written = probes.written(probes.written_places(op), *static)
-        for what, values in (
-            ("the same values", tensors),
-            ("other values", probes.other_values(tensors)),
-        ):
+                run(op, *probes.mapped(call, lambda tensor: tensor.to(device)))
+        for which, values in (("the same", tensors), ("other", probes.other_values(tensors))):
             try:
                 call = probes.with_tensors((args, kwargs), values)
-                expected = probes.outcome_of_copies(op, *call)
+                expected = run(op, *probes.copies(call))
             except Exception:
                 continue  # it refuses them
             for tensor, value in zip(probes.tensors_of(static), values, strict=True):
                 tensor.copy_(value)
             replay()
             torch.accelerator.synchronize()
-            actual = [*results, *written]
-            probes.assert_same(actual, expected, f"a replay with {what}", rtol=0, atol=0)
+            words = f"a replay of the {what} with {which} values"
+            probes.assert_same(results, expected, words, rtol=0, atol=0)
+
+
+def _gradients(op: Any, args: Any, kwargs: Any) -> list[Any]:
+    with torch.enable_grad():
+        return [*probes.gradients(*probes.as_function(op, *probes.requiring_grad((args, kwargs))))]
 
 
 @contextlib.contextmanager
 def captured(device_type: str) -> Iterator[Callable[[], None]]:
     """A block that is captured into a graph, on a stream of its own; yields what replays it."""
-    module: Any = torch.get_device_module(device_type)
-    kind = _graph_type(device_type)
-    assert kind is not None
-    graph = kind()
-    if kind is getattr(torch.accelerator, "Graph", None):
+    graph = _graph_type(device_type)()
+    if type(graph) is getattr(torch.accelerator, "Graph", None):
         stream = torch.Stream(device_type)
         stream.wait_stream(torch.accelerator.current_stream())
         with stream, graph:
             yield graph.replay
     else:
-        with module.graph(graph):
+        with torch.get_device_module(device_type).graph(graph):
             yield graph.replay
 
 
@@ -113,14 +115,15 @@ def accelerator(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def capture(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does a graph that is captured of a call replay as the call, also with other values?"""
+    """Does a captured graph replay as the call and its backward, also with other values?"""
     device = _accelerator_of(subject)
     if _graph_type(device) is None:
         raise CannotCheck(f"this PyTorch captures no graphs on {device}")
     if torch.Tag.cudagraph_unsafe in subject.op.tags:
         raise CannotCheck("it has the tag cudagraph_unsafe, so compilers leave it out of graphs")
     subject.needs_fixed_results()
-    for example in subject.accepted():
+    trainable = trainable_example(subject)
+    for example in [*subject.accepted(), *([] if trainable is None else [trainable])]:
         # Larger ones, for which a kernel may take other memory in place of what it has kept.
         changes = [{size: 2 * size + 1} for size in sizes(example)[:2] if size]
         larger = [tuple(other) for _, other in each_resized(example, *changes, subject=subject)]
