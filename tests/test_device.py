@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.device.test_calls import SCENARIOS
+from tests.device.test_programs import ANYWHERE, ON_THE_STANDIN
+
 FOLDER = Path(__file__).parent / "device"
 
 
@@ -18,6 +21,12 @@ def test_other_tests_with_their_tensors_on_the_device() -> None:
     """What `make test DEVICE=standin:1` runs, but one file of it."""
     file = str(FOLDER.parent / "core" / "test_checking.py")
     assert "xfailed" in run("-p", "tests.on_device", file, TORCHOP_TEST_DEVICE="standin:1")
+
+
+def test_the_guide_says_how_many_scenarios_there_are() -> None:
+    guide = (FOLDER.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    count = len(SCENARIOS) + len(ON_THE_STANDIN) + len(ANYWHERE)
+    assert f"{count} scenarios" in guide
 
 
 def run(*arguments: str, **environment: str) -> str:

@@ -83,6 +83,29 @@ def a_captured_training_step(define: Define) -> Any:
     return [before, gradient]
 
 
+def a_captured_step_of_an_optimizer(define: Define) -> Any:
+    op = scale(define)
+    with torch.standin.stream(first_side_stream()):
+        x, weight = ones(FIRST), ones(FIRST, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.25)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=False)
+            op(x * weight).sum().backward()
+            optimizer.step()
+
+        for _ in range(2):
+            step()
+        with standin.capture() as graph:
+            step()
+        after = [weight.clone()]
+        for number in (2, 3):
+            x.fill_(number)
+            graph.replay()
+            after.append(weight.clone())
+    return [after, weight.grad]
+
+
 def a_kernel_for_the_cpu_alone(define: Define) -> Any:
     op = scale(define, device_types="cpu")
     x = ones(requires_grad=True)
@@ -299,6 +322,7 @@ ON_THE_STANDIN = (
     out_of_memory_in_backward,
     a_captured_call,
     a_captured_training_step,
+    a_captured_step_of_an_optimizer,
     a_kernel_for_the_cpu_alone,
 )
 ANYWHERE = (
