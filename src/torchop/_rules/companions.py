@@ -15,6 +15,7 @@ from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define, end_with
 from torchop._core.definition import Definition
 from torchop._core.user_rule import follow
+from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
 
@@ -28,10 +29,14 @@ def define_companion(
     *,
     tags: Iterable[Tag] = (),
     error: type[RuntimeError] = RuntimeError,
+    origin: Definition | None = None,
+    convention: Convention = FLAT,
 ) -> Definition:
     """Defines the operator `name__kind` beside the operator `name`, whose tags it has too.
 
     The schema is without the name. `error` is raised if somebody else has an operator of that name.
+    Rules of the user derive its values from those of the `origin`, by default the operator, and the
+    `convention` says how their functions are called.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
@@ -50,6 +55,7 @@ def define_companion(
         definition.declaration.site or Site(__name__, str(name), __file__, 0),
         tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *tags))),
         fake=fake,
+        convention=convention,
         is_companion=True,
     )
 
@@ -57,7 +63,7 @@ def define_companion(
         companion = define(declaration)
         reason = f"{name} belongs to {definition}, which is gone."
         end_with(definition.library, companion, lambda: reason)
-        follow(definition, companion, kind)
+        follow(origin or definition, companion, kind)
         return companion
 
     return all_or_nothing(name, build)

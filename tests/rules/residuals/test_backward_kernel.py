@@ -1,5 +1,8 @@
 """Backward kernels: operators whose parameters say what is saved for them."""
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import numpy as np
 import pytest
 import torch
@@ -140,6 +143,124 @@ def test_a_gradient_that_looks_like_nothing_that_is_passed(namespace):
     assert_close(gradients_of(compiled, x)[0], x.exp().detach())
 
 
+def powers(xs: list[Tensor], y: Tensor, *, n: int = 2) -> tuple[list[Tensor], Tensor]:
+    squares = [x**n for x in xs]
+    return torchop.residuals((squares, sum(squares) * y), [n * x ** (n - 1) for x in xs])
+
+
+def of_powers(
+    grads: list[Tensor], grad: Tensor, output_0: list[Tensor], slopes: list[Tensor], y: Tensor
+) -> tuple[list[Tensor] | None, Tensor]:
+    of_xs = [(each + grad * y) * slope for each, slope in zip(grads, slopes, strict=True)]
+    return of_xs, grad * sum(output_0)
+
+
+def test_lists(namespace):
+    residuals = {"slopes": list[Tensor]}
+    op = torchop.custom_op(f"{namespace}::op", powers, mutates_args=(), residuals=residuals)
+    op.register_fake(lambda xs, y, *, n=2: powers(xs, y, n=n))
+    op.register_autograd(backward_kernel=of_powers)
+    torchop.register_fake(
+        f"{namespace}::op__backward_kernel",
+        lambda grads, grad, output_0, slopes, y: ([g + 0 for g in grads], y + 0),
+    )
+    xs = [v.clone().requires_grad_(needs) for v, needs in ((X, True), (W, False), (W * 2, True))]
+    y = W.clone().requires_grad_()
+
+    def loss(function):
+        several, one = function(xs, y, n=3)
+        return (several[0] * 2).sum() + one.sum()
+
+    wanted = [xs[0], xs[2], y]
+    expected = torch.autograd.grad(loss(lambda *a, **k: powers(*a, **k).output), wanted)
+    compiled = torch.compile(lambda *a, **k: op(*a, **k), fullgraph=True, backend="aot_eager")
+    for function in (op, op, compiled):
+        assert_close(torch.autograd.grad(loss(function), wanted), expected)
+
+
+def test_a_list_whose_gradient_is_none(namespace):
+    def first(xs: list[Tensor], y: Tensor) -> Tensor:
+        return y * 2
+
+    def kernel(grad: Tensor, xs: list[Tensor]) -> tuple[list[Tensor] | None, Tensor]:
+        return None, grad * 2
+
+    op = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
+    op.register_autograd(backward_kernel=kernel)
+    xs, y = [X.clone().requires_grad_() for _ in range(2)], X.clone().requires_grad_()
+    gradients = torch.autograd.grad(op(xs, y).sum(), [*xs, y])
+    assert [gradient.unique().item() for gradient in gradients] == [0, 0, 2]
+
+
+@dataclass
+class Config:
+    scale: Tensor
+    power: int
+
+
+@dataclass
+class Tapes:
+    powers: Tensor
+    seed: int
+
+
+Returned = Annotated[Tensor, torchop.Residuals(tapes=Tapes)]
+
+
+def structured(x: Tensor, config: Config, *, bias: float = 0.0) -> Returned:
+    tape = x**config.power
+    return torchop.residuals(tape * config.scale + bias, Tapes(tape, config.power))
+
+
+def of_structured(
+    grad: Tensor, x: Tensor, config: Config, tapes: Tapes, *, bias: float
+) -> tuple[Tensor, Tensor]:
+    assert bias == 5.0
+    assert tapes.seed == config.power
+    slope = config.power * x ** (config.power - 1) * config.scale
+    return grad * slope, grad * tapes.powers
+
+
+def test_structures(namespace):
+    op = torchop.custom_op(f"{namespace}::op", structured, mutates_args=())
+    op.register_fake(structured)
+    op.register_autograd(backward_kernel=of_structured)
+    name = f"{namespace}::op__backward_kernel"
+    x, scale = X.clone().requires_grad_(), W.clone().requires_grad_()
+
+    def run(function):
+        return torch.autograd.grad(function(x, Config(scale, 3), bias=5.0).sum(), [x, scale])
+
+    expected = run(lambda *a, **k: structured(*a, **k).output)
+    compiled = torch.compile(lambda *a, **k: op(*a, **k), fullgraph=True, backend="aot_eager")
+    for function in (op, op, compiled):
+        assert_close(run(function), expected)
+    ran = []
+
+    @torchop.register_kernel(name, "cpu")
+    def kernel(grad, x, config, tapes, *, bias):
+        ran.append((type(config), type(tapes)))
+        return of_structured(grad, x, config, tapes, bias=bias)
+
+    assert_close(run(op), expected)
+    assert ran == [(Config, Tapes)]
+
+
+def test_saved_tensors_of_lists_and_structures_meet_hooks(namespace):
+    op = torchop.custom_op(f"{namespace}::op", structured, mutates_args=())
+    op.register_autograd(backward_kernel=of_structured)
+    x, scale, packed = X.clone().requires_grad_(), W.clone(), []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.numpy(force=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+        op(x, Config(scale, 1), bias=5.0).sum().backward()
+    assert packed == [(4, 3)] * 3
+    assert_close(x.grad, W)
+
+
 def test_another_kernel_replaces_the_one_before(namespace):
     op = define(namespace)
 
@@ -155,6 +276,8 @@ def no_place(grad: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: ...
 def too_few(grad: Tensor, x: Tensor) -> Tensor: ...
 def no_types(grad, x) -> tuple[Tensor, Tensor]: ...
 def returns_numbers(grad: Tensor, x: Tensor) -> tuple[Tensor, float]: ...
+def returns_a_list(grad: Tensor, x: Tensor) -> tuple[Tensor, list[Tensor]]: ...
+def takes_a_list(grads: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 WRONG = {
@@ -162,6 +285,8 @@ WRONG = {
     too_few: r"return a Tensor for each tensor of the arguments \(x, w\)",
     no_types: "parameter 'grad' must have a type annotation",
     returns_numbers: r"return a Tensor for each tensor of the arguments \(x, w\)",
+    returns_a_list: r"list\[Tensor\] for a list; got tuple\[torch.Tensor, list",
+    takes_a_list: r"its first parameters are the gradients of the results, annotated as Tensor",
 }
 
 

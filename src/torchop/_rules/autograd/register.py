@@ -66,7 +66,8 @@ def register_autograd(
             operator of its own, `name__backward_kernel`. It takes a gradient for each result, and
             then what its parameters name: arguments of the operator, `output` (`output_0` and so on
             if there are several) and residuals. It returns the gradient of each tensor of the
-            arguments, in their order, in fresh memory. Its annotations are those of an operator.
+            arguments, in the order of the schema, in fresh memory; a list for a list. Its
+            annotations are those of an operator, structures included.
             The gradients look like the arguments, unless you register another fake kernel for it.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 

@@ -7,9 +7,9 @@ other. Without a formula of its own, a second derivative raises the error of suc
 
 from __future__ import annotations
 
-import itertools
+import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from torchop._errors import MissingFakeError, RuleSignatureError, SchemaError
 from torchop._rules.companions import define_companion
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._schema import signatures, types
-from torchop._schema.callables import RESIDUALS, check_callable
-from torchop._schema.infer import infer_schema
-from torchop._schema.text import write_results
+from torchop._schema.callables import check_callable
+from torchop._schema.declared import declared_schema
+from torchop._schema.schema import Argument
 
 KIND = "backward_kernel"
 # The attribute of a library that holds the operator, which lives as long as it does.
 _ATTRIBUTE = "_torchop_backward_kernel"
+_LIST = "List[Tensor]"
 
 
 class BackwardKernel:
@@ -34,147 +35,232 @@ class BackwardKernel:
 
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
-        self.function = function
-        what = f"{definition}: backward_kernel"
+        self.what = what = f"{definition}: backward_kernel"
         check_callable(what, function)
-        self.signature = signatures.signature(function)
-        names = list(self.signature.parameters)
-        count = len(definition.schema.returns)
-        self.saved_names = names[count:]
-        self.sources = {name: self._source(what, name) for name in self.saved_names}
-        self.asks_for_residuals = RESIDUALS in {kind for kind, _ in self.sources.values()}
+        signature = signatures.signature(function)
+        schema = definition.schema
+        self.count = len(schema.returns)
         # The arguments that have a gradient, in the order in which the function returns them.
-        self.differentiated = [a for a in definition.schema.positional if a.holds_tensors]
-        lists = [a.name for a in self.differentiated if a.is_tensor_list]
-        kinds = [kind for kind in definition.schema.returns if kind != "Tensor"]
-        if lists or kinds or len(names) < count:
+        self.differentiated = [a for a in schema.positional if a.holds_tensors]
+        with_none = any("List[Optional[" in a.kind for a in self.differentiated)
+        names = list(signature.parameters)
+        if with_none or {*schema.returns} - {"Tensor", _LIST} or len(names) < self.count:
             raise RuleSignatureError(
-                f"{what} is called with a gradient for each result, which have to be tensors, and "
-                f"returns one for each tensor of the arguments, without lists; {definition} is "
-                f"{definition.schema}. Write the formula with backward and setup_context."
+                f"{what} is called with a gradient for each result, which have to be tensors or "
+                "lists of tensors, and returns one for each tensor of the arguments, of which no "
+                f"list may hold None; {definition} is {schema}. Write the formula with backward "
+                "and setup_context."
             )
-        returned = self.signature.return_annotation
+        self._check_saved(names[self.count :])
+        by_name = {n for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
+        self.keywords = [name for name in names if name in by_name]
+        self.positional = [name for name in names[self.count :] if name not in by_name]
+        self.are_optional = self._check_returned(signature.return_annotation)
+        self._declare(function, signature)
+
+    def _check_saved(self, names: Sequence[str]) -> None:
+        """Refuses parameters that are neither an argument, the output, nor a residual."""
+        schema, declared = self.definition.schema, self.definition.declaration.residuals
+        structure = self.definition.structure
+        arguments = schema.arguments if structure is None else structure.parameters
+        self.arguments = [argument.name for argument in arguments]
+        self.outputs = [f"output_{n}" for n in range(self.count)] if self.count > 1 else ["output"]
+        residuals = () if declared is None else declared.named._fields
+        known = (*self.arguments, *residuals, *self.outputs)
+        for name in names:
+            if name not in known:
+                raise RuleSignatureError(
+                    f"{self.what}: the parameter {name!r} is neither an argument, nor a residual, "
+                    f"nor the output. It is called with {self.count} "
+                    f"gradient{'s' * (self.count > 1)}, and then with what it names of "
+                    f"{', '.join(known)}."
+                )
+        self.asks_for_residuals = not {*names}.intersection(residuals).issubset(self.arguments)
+
+    def _check_returned(self, returned: Any) -> list[bool]:
+        """Whether None may stand for zeros, for each of the gradients."""
         each = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
-        wrong = [types.spell(a) for a in each if types.strip_optional(a)[0] is not Tensor]
-        if wrong or len(each) != len(self.differentiated):
+        stripped = [types.strip_optional(annotation) for annotation in each]
+        if [types.return_type(kind) for kind, _ in stripped] != [
+            *map(_result, self.differentiated)
+        ]:
             expected = ", ".join(a.name for a in self.differentiated)
             raise RuleSignatureError(
-                f"{what} must be annotated to return a Tensor for each tensor of the arguments "
-                f"({expected}), or Tensor | None where None stands for zeros; got "
-                f"{types.spell(returned)}."
+                f"{self.what} must be annotated to return a Tensor for each tensor of the "
+                f"arguments ({expected}), or Tensor | None where None stands for zeros, and "
+                f"list[Tensor] for a list; got {types.spell(returned)}."
             )
-        self.are_optional = [types.strip_optional(annotation)[1] for annotation in each]
-        self.schema = self._schema(what)
+        return [is_optional for _, is_optional in stripped]
 
-    def _source(self, what: str, name: str) -> tuple[str, Any]:
-        """Where a parameter comes from: an argument, the output, or a residual."""
-        schema, declared = self.definition.schema, self.definition.declaration.residuals
-        count = len(schema.returns)
-        outputs = [f"output_{index}" for index in range(count)] if count > 1 else ["output"]
-        residuals = () if declared is None else declared.named._fields
-        arguments = [argument.name for argument in schema.arguments]
-        if name in arguments:
-            return "argument", name
-        if name in residuals:
-            return RESIDUALS, name
-        if name in outputs:
-            return "output", outputs.index(name)
-        raise RuleSignatureError(
-            f"{what}: the parameter {name!r} is neither an argument, nor a residual, nor the "
-            f"output. It is called with {count} gradient{'s' * (count > 1)}, and then with what "
-            f"it names of {', '.join((*arguments, *residuals, *outputs))}."
-        )
+    def _declare(self, function: Callable[..., Any], signature: Any) -> None:
+        """Infers the schema of the operator, and how the author's functions for it are called."""
+        kinds = [list[Tensor] if a.is_tensor_list else Tensor for a in self.differentiated]
+        returned = tuple[tuple(kinds)] if len(kinds) > 1 else kinds[0]  # type: ignore[misc]
 
-    def _schema(self, what: str) -> str:
-        def kernel() -> None: ...
+        @functools.wraps(function)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            return self._with_zeros(function(*args, **kwargs), args, kwargs)
 
-        results = ["Tensor"] * len(self.differentiated)
-        kernel.__signature__ = self.signature.replace(return_annotation=None)  # type: ignore[attr-defined]
+        kernel.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        name = self.definition.name
+        name = name._replace(name=f"{name.name}__{KIND}")
         try:
-            text = infer_schema(kernel, mutates_args=())
+            self.schema, self.kernel, self.convention = declared_schema(name, kernel, None, (), ())
         except SchemaError as error:
-            raise RuleSignatureError(f"{what}: {error}") from None
-        return text.removesuffix("()") + write_results(results)
+            raise RuleSignatureError(f"{self.what}: {error}") from None
+        lists = [a.is_tensor_list for a in self.schema.positional[: self.count]]
+        if lists != [kind == _LIST for kind in self.definition.schema.returns]:
+            raise RuleSignatureError(
+                f"{self.what}: its first parameters are the gradients of the results, annotated "
+                f"as Tensor, and as list[Tensor] for a list; {self.definition} is "
+                f"{self.definition.schema}."
+            )
 
     def define(self) -> Definition:
         """Defines the operator, in place of that of an earlier backward kernel."""
-        attributes: dict[str, Any] = self.definition.library.__dict__
+        definition = self.definition
+        attributes: dict[str, Any] = definition.library.__dict__
         before = attributes.pop(_ATTRIBUTE, None)
         if before is not None:
-            before.end(f"{self.definition} has another backward kernel.")
+            before.end(f"{definition} has another backward kernel.")
+        # The calls that it is the backward of, by whose sharding rule gradients are placed.
+        origin = definition
+        if self.asks_for_residuals:
+            origin = definition.declaration.residuals.training_form(definition).companion
+        text = self.schema.written
         attributes[_ATTRIBUTE] = companion = define_companion(
-            self.definition, KIND, self.schema, self._kernel, self._fake
+            definition,
+            KIND,
+            text[text.index("(") :],
+            self.kernel,
+            self._fake,
+            origin=origin,
+            convention=self.convention,
         )
         companion.rule(VmapRule).register(SEQUENTIAL)  # until the author registers a better one
         return companion
 
-    def _kernel(self, *args: Any, **kwargs: Any) -> Any:
-        gradients = self.function(*args, **kwargs)
+    def _with_zeros(self, gradients: Any, args: Any, kwargs: Any) -> Any:
+        """What the author's function returned, without the None in it."""
+        if self.convention.structure is not None:
+            args, kwargs = self.convention.structure.flat_arguments(*args, **kwargs)
         likes = self._likes(args, kwargs)
-        if not isinstance(gradients, tuple) or len(gradients) != len(likes):
-            return gradients  # one, or what the check of results refuses
-        return tuple(
-            torch.zeros_like(like) if gradient is None and like is not None else gradient
-            for gradient, like in zip(gradients, likes, strict=True)
-        )
+        each = gradients if isinstance(gradients, tuple) else (gradients,)
+        if len(each) != len(likes):
+            return gradients  # what the check of results refuses
+        filled = tuple(map(_filled, self.differentiated, each, likes))
+        return filled if len(filled) > 1 else filled[0]
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
-        likes = self._likes(args, kwargs)
+        taken = {argument.name for argument in self.schema.arguments}
         for argument, is_optional in zip(self.differentiated, self.are_optional, strict=True):
             name = argument.name
-            if name not in self.signature.parameters and not is_optional:
+            if name not in taken and not is_optional:
                 op = f"{self.definition}__{KIND}"
                 raise MissingFakeError(
                     f"{op}: the gradient of {name!r} looks like {name!r}, which "
                     "the backward kernel does not take. Give it this parameter, or write "
                     f"torchop.register_fake({op!r}, fake), with the parameters of the kernel."
                 )
-        gradients = tuple(None if like is None else torch.empty_like(like) for like in likes)
+        nothing = [None] * len(self.differentiated)
+        gradients = tuple(map(_filled, self.differentiated, nothing, self._likes(args, kwargs)))
         return gradients if len(gradients) > 1 else gradients[0]
 
-    def _likes(self, args: Any, kwargs: Any) -> list[Tensor | None]:
+    def _likes(self, args: Any, kwargs: Any) -> list[Any]:
         """The argument that each gradient looks like; None if there is none, or it is not taken."""
-        values = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
+        names = (argument.name for argument in self.schema.positional)
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
         return [values.get(argument.name) for argument in self.differentiated]
 
     def formula(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The backward and the `setup_context` of the operator, on arguments of its schema."""
         companion = self.define()
-        schema, sources = self.definition.schema, tuple(self.sources.values())
-        of_gradients = [schema.positional.index(argument) for argument in self.differentiated]
-        names = [argument.name for argument in schema.positional]
-        several = len(schema.returns) > 1
+        count, of_operator = self.count, self.definition.convention
+        places = [
+            (self.definition.schema.positional.index(a), a.is_tensor_list)
+            for a in self.differentiated
+        ]
+        inputs_count = len(self.definition.schema.positional)
+        by_position = len(self.schema.positional) - count
+        by_name = [argument.name for argument in self.schema.keyword_only]
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, residuals: Any) -> None:
-            given: dict[str, Any] = {
-                "argument": {**dict(zip(names, inputs, strict=True)), **keywords},
-                "output": output if several else (output,),
-            }
-            values = [
-                getattr(residuals, name) if kind == RESIDUALS else given[kind][name]
-                for kind, name in sources
-            ]
-            are_saved = [value is None or isinstance(value, Tensor) for value in values]
-            ctx.save_for_backward(*itertools.compress(values, are_saved))
-            ctx.passed = [
-                _SAVED if is_saved else value
-                for value, is_saved in zip(values, are_saved, strict=True)
-            ]
+            results = output if count > 1 else (output,)
+            objects, named = of_operator.arguments(tuple(inputs), keywords)
+            known = dict(zip(self.outputs, results, strict=True))
+            if residuals is not None:
+                known |= residuals._asdict()
+            known |= {**dict(zip(self.arguments, objects, strict=False)), **named}
+            args: Any = (*results, *[known[name] for name in self.positional])
+            kwargs = {name: known[name] for name in self.keywords}
+            if self.convention.structure is not None:
+                args, kwargs = self.convention.structure.flat_arguments(*args, **kwargs)
+            ctx.passed = _saved(ctx, (*args[count:], *[kwargs[name] for name in by_name]))
 
         def backward(ctx: Any, *grads: Any) -> Any:
             saved = iter(ctx.saved_tensors)
-            values = [next(saved) if value is _SAVED else value for value in ctx.passed]
-            returned = companion.overload(*grads, *values)
-            gradients = [None] * len(names)
-            each = returned if len(of_gradients) > 1 else (returned,)
-            for place, gradient in zip(of_gradients, each, strict=True):
-                gradients[place] = gradient if ctx.needs_input_grad[place] else None
+            values = [v.read(saved) if type(v) is _Saved else v for v in ctx.passed]
+            named = dict(zip(by_name, values[by_position:], strict=True))
+            returned = companion.overload(*grads, *values[:by_position], **named)
+            gradients: list[Any] = [None] * inputs_count
+            each = returned if len(places) > 1 else (returned,)
+            for (place, is_list), gradient in zip(places, each, strict=True):
+                needed = ctx.needs_input_grad[place]
+                if any(needed or ()) and gradient if is_list else needed:
+                    gradients[place] = gradient
             return tuple(gradients)
 
-        return backward, _setup_context(save, bool(schema.keyword_only), self.asks_for_residuals)
+        has_keywords = bool(self.definition.schema.keyword_only)
+        return backward, _setup_context(save, has_keywords, self.asks_for_residuals)
 
 
-_SAVED = object()  # stands for a saved tensor, or None
+def _result(argument: Argument) -> str:
+    return "Tensor[]" if argument.is_tensor_list else "Tensor"
+
+
+def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
+    """A gradient with zeros for None, as far as it is known what it looks like."""
+    if not argument.is_tensor_list:
+        return torch.zeros_like(like) if gradient is None and like is not None else gradient
+    if gradient is None:
+        return [torch.zeros_like(tensor) for tensor in like or ()]
+    if like is None or len(gradient) != len(like):
+        return gradient
+    return [
+        torch.zeros_like(tensor) if each is None else each
+        for each, tensor in zip(gradient, like, strict=True)
+    ]
+
+
+class _Saved(typing.NamedTuple):
+    """Stands for a saved tensor, or for a list of so many."""
+
+    length: int | None
+
+    def read(self, tensors: Any) -> Any:
+        if self.length is None:
+            return next(tensors)
+        return [next(tensors) for _ in range(self.length)]
+
+
+_TENSOR = _Saved(None)
+
+
+def _saved(ctx: Any, values: Sequence[Any]) -> list[Any]:
+    """Saves the tensors among values; returns these with what stands for them."""
+    tensors: list[Any] = []
+    passed: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            passed.append(_TENSOR)
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+            tensors.extend(value)
+            passed.append(_Saved(len(value)))
+        else:
+            passed.append(value)
+    ctx.save_for_backward(*tensors)
+    return passed
 
 
 def _setup_context(save: Callable[..., Any], has_keywords: bool, asks: bool) -> Callable[..., Any]:
