@@ -48,11 +48,6 @@ torchop.register_sharding(
     "b h q d, b h k d, b h k d -> b h q d, b h q",
     whole="q k d",
 )
-torchop.register_sharding(
-    "examples::attention__backward_kernel",
-    "b h q d, b h q d, b h k d, b h k d, b h q d, b h q -> b h q d, b h k d, b h k d",
-    whole="q k d",
-)
 
 
 class Attention(torch.nn.Module):

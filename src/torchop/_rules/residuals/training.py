@@ -41,7 +41,11 @@ class TrainingForm:
         self._definition = definition
         self.declared: Any = definition.declaration.residuals
         schema = definition.schema
-        results = [*results_of(schema.written), *results_of(self.declared.schema.written)]
+        residuals = results_of(self.declared.schema.written)
+        if self.declared.structure is None:  # else there are more or fewer of them
+            names = self.declared.named._fields
+            residuals = [f"{kind} {name}" for kind, name in zip(residuals, names, strict=True)]
+        results = [*results_of(schema.written), *residuals]
         self.companion = define_companion(
             definition,
             "with_residuals",

@@ -94,13 +94,39 @@ def with_residuals(formula: Any, *, has_own_rule: bool = False) -> Definer:
 def with_backward_kernel(namespace: str) -> Any:
     op = torchop.custom_op(f"{namespace}::op", layer, mutates_args=())
     op.register_fake(lambda x, w: torch.empty_like(x))
-
-    def backward_kernel(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        assert type(x) is type(w) is type(grad) is Tensor
-        gradients = in_numpy(x.numpy(), w.numpy(), grad.numpy())
-        return torch.from_numpy(gradients[0]), torch.from_numpy(gradients[1])
-
     op.register_autograd(backward_kernel=backward_kernel)
+    return op
+
+
+def backward_kernel(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    assert type(x) is type(w) is type(grad) is Tensor
+    seen_shapes.append(tuple(x.shape))
+    gradients = in_numpy(x.numpy(), w.numpy(), grad.numpy())
+    return torch.from_numpy(gradients[0]), torch.from_numpy(gradients[1])
+
+
+seen_shapes: list[tuple[int, ...]] = []
+
+
+def with_everything(namespace: str) -> Any:
+    """A backward kernel that takes all there is: arguments, the output and the residual."""
+    residuals = {"product": Tensor}
+    op = torchop.custom_op(
+        f"{namespace}::op", layer_with_product, mutates_args=(), residuals=residuals
+    )
+    op.register_fake(lambda x, w: torchop.residuals(torch.empty_like(x), torch.empty_like(x)))
+
+    def kernel(
+        grad: Tensor, product: Tensor, output: Tensor, w: Tensor, x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        torch.testing.assert_close(product, x * w)
+        torch.testing.assert_close(output, layer(x, w))
+        return backward_kernel(grad, x, w)
+
+    op.register_autograd(backward_kernel=kernel)
+    torchop.register_sharding(
+        f"{namespace}::op__with_residuals", "... d, d -> ... d, ... d", whole="d"
+    )
     return op
 
 
@@ -110,6 +136,7 @@ def layer_with_product(x: Tensor, w: Tensor) -> Tensor:
 
 DEFINERS: dict[str, Definer] = {
     "a backward kernel": with_backward_kernel,
+    "a backward kernel of everything": with_everything,
     "residuals": with_residuals(traced_formula),
     "residuals, in NumPy": with_residuals(numpy_formula),
     "residuals with a rule": with_residuals(traced_formula, has_own_rule=True),
@@ -148,6 +175,56 @@ def test_gradients_are_those_of_one_device(
     op.register_sharding("... d, d -> ... d", whole="d")
     for value, right in zip(gradients(mesh, op, placed), expected(), strict=True):
         torch.testing.assert_close(gathered(value), right)
+
+
+@pytest.mark.parametrize("define", [with_backward_kernel, with_everything])
+def test_a_backward_kernel_runs_on_the_shards_of_its_forward(
+    namespace: str, mesh: Any, define: Definer
+) -> None:
+    op = define(namespace)
+    op.register_sharding("... d, d -> ... d", whole="d")
+    seen_shapes.clear()
+    found = list(gradients(mesh, op, "S0 R"))
+    assert set(seen_shapes) == {(len(X) // mesh.size(), 8)}
+    assert [words(found[1]), words(found[2])] == ["S0", "P"]
+
+
+def test_a_backward_kernel_that_does_not_tell_the_forward_gets_whole_tensors(
+    namespace: str, mesh: Any
+) -> None:
+    def scaled(x: Tensor, by: float) -> Tensor:
+        return x * by * x
+
+    def kernel(grad: Tensor, x: Tensor) -> Tensor:
+        assert x.shape == X.shape
+        return grad * x * 6
+
+    op = torchop.custom_op(f"{namespace}::op", scaled, mutates_args=())
+    op.register_fake(lambda x, by: torch.empty_like(x))
+    op.register_autograd(backward_kernel=kernel)
+    op.register_sharding("pointwise")
+    x = on_mesh(mesh, X, "S0").requires_grad_()
+    op(x, 3.0).sum().backward()
+    torch.testing.assert_close(gathered(x.grad), X * 6)
+
+
+def test_a_backward_kernel_with_lists(namespace: str, mesh: Any) -> None:
+    def total(xs: list[Tensor]) -> Tensor:
+        return torch.stack(xs).square().sum(0)
+
+    def kernel(grad: Tensor, xs: list[Tensor]) -> list[Tensor]:
+        assert [x.shape for x in xs] == [(2, 8), (2, 8)]
+        return [2 * x * grad for x in xs]
+
+    op = torchop.custom_op(f"{namespace}::op", total, mutates_args=())
+    op.register_fake(lambda xs: torch.empty_like(xs[0]))
+    op.register_autograd(backward_kernel=kernel)
+    op.register_sharding("[b n] -> b n", whole="n")
+    xs = [on_mesh(mesh, each, "S0").requires_grad_() for each in (X, X.exp())]
+    op(xs).sum().backward()
+    for value, right in zip(xs, (2 * X, 2 * X.exp()), strict=True):
+        assert words(value.grad) == "S0"
+        torch.testing.assert_close(gathered(value.grad), right)
 
 
 def test_without_a_rule_companions_name_the_operator(namespace: str, mesh: Any) -> None:

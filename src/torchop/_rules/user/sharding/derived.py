@@ -129,8 +129,61 @@ def _with_residuals(
 def _backward_kernel(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """For `name__backward_kernel`: every rank computes all, until it has its own rule."""
-    return [Row(_replicated(len(call.results)), _replicated(len(call.inputs)))]
+    """For `name__backward_kernel`, the transposes of those of the call that it is the backward of.
+
+    A kernel that does not take all arguments of that call does not tell how it was made. So every
+    rank computes everything then, unless a rule is registered for this operator.
+    """
+    forward = _forward_of(origin, op, call)
+    if forward is None:
+        return [Row(_replicated(len(call.results)), _replicated(len(call.inputs)))]
+    taken = dict.fromkeys(op._schema.arguments[each.argument].name for each in call.inputs)
+    transposed = []
+    for row in filter(is_transposable, rows_of(forward)):
+        placed = _placed_by_name(origin, op, forward, row)
+        inputs = [placement for name in taken for placement in placed[name]]
+        transposed.append(Row(gradients_of_inputs(row), inputs))
+    return transposed
+
+
+def _forward_of(origin: OpOverload, op: OpOverload, call: Call) -> Call | None:
+    """The call of `origin` whose gradients a call of its backward kernel computes, if it tells."""
+    from torchop._compat.dtensor_strategies import results_of  # for start-up time
+
+    names = [argument.name for argument in op._schema.arguments]
+    values = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    arguments = origin._schema.arguments
+    if any(argument.name not in values for argument in arguments):
+        return None
+    args = tuple(values[argument.name] for argument in arguments if not argument.kwarg_only)
+    kwargs = {argument.name: values[argument.name] for argument in arguments if argument.kwarg_only}
+    inputs = [
+        Input(index, each.info, is_written=False)
+        for index, argument in enumerate(arguments)
+        for each in call.inputs
+        if names[each.argument] == argument.name
+    ]
+    results = results_of(origin, args, kwargs, call.mesh)
+    is_known = len(inputs) == len(call.results) and len(results) == len(origin._schema.returns)
+    return Call(args, kwargs, inputs, results, call.mesh) if is_known else None
+
+
+def _placed_by_name(
+    origin: OpOverload, op: OpOverload, forward: Call, row: Row
+) -> Mapping[str, list[Any]]:
+    """Where the tensors are that a backward kernel takes, by the names of its parameters."""
+    returns = origin._schema.returns
+    # Residuals are the results that have a name. The kernel begins with gradients of the others.
+    count = sum(not result.name for result in returns)
+    outputs = [f"output_{index}" for index in range(count)] if count > 1 else ["output"]
+    names = [*outputs, *(result.name for result in returns[count:])]
+    placed = {name: [each] for name, each in zip(names, row.results, strict=True)}
+    for index, argument in enumerate(origin._schema.arguments):
+        pairs = zip(forward.inputs, row.inputs, strict=True)
+        placed[argument.name] = [each for of, each in pairs if of.argument == index]
+    grads = gradients_of_results(row.results[:count])
+    gradients = (argument.name for argument in op._schema.arguments)
+    return placed | {name: [grad] for name, grad in zip(gradients, grads, strict=False)}
 
 
 # By the kind of the derived operator. An opaque backward has none, because it sees plain tensors.

@@ -147,7 +147,9 @@ class _ShardingRule(Rule[ShardingRule]):
 
     def missing_error(self, op: OpOverload) -> MissingRuleError:
         """What to raise for an operator without a rule."""
-        origin, kind = self.origin(op) or (op, "")
+        origin, kind = op, ""
+        while (derived := self.origin(origin)) is not None:  # also of a companion's companion
+            origin, kind = derived
         called = origin if kind in ("training", "backward") else op  # by a user
         schema, name = Schema(origin._schema), origin.name()
         return MissingRuleError(
