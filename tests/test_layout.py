@@ -50,13 +50,13 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 604,
-    "_compat": 3044,
+    "_compat": 3069,
     "_core": 1588,
     "_define": 1957,
     "_inspect": 1079,
     "_native": 1455,
     "_native/csrc": 5106,
-    "_rules": 5433,
+    "_rules": 5439,
     "_rules/autograd": 2037,
     "_rules/residuals": 630,
     "_rules/user/sharding": 862,
