@@ -10,6 +10,7 @@ from torch._library.fake_class_registry import FakeScriptObject as FakeScriptObj
 from torch._library.fake_impl import FakeImplCtx as FakeImplCtx
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch.utils._python_dispatch import BaseTorchDispatchMode as BaseTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 import torch.library
+from torch._decomp import decomposition_table
 from torch._guards import detect_fake_mode
 from torch._library.fake_impl import set_ctx_getter
 from torch._subclasses.fake_tensor import (
@@ -17,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -26,12 +29,44 @@ from torchop._compat.classes import FakeImplCtx, OpOverload
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries no data: a FakeTensor or a meta tensor."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+    return isinstance(tensor, FakeTensor) or tensor.is_meta  # which FakeTensor answers in Python
 
 
 def active_fake_mode() -> Any | None:
     """The FakeTensorMode that is running an operator in this thread, or None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def only_runs_fake(mode: Any, op: OpOverload, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether FakeTensor would do nothing in a call but look for the fake kernel, and run it."""
+    profiles = getattr(sys.modules.get("torch._dynamo.config"), "_custom_ops_profile", None)
+    return profiles is None and op not in decomposition_table and _are_plain(mode, tensors)
+
+
+def made_like(tensor: torch.Tensor, shape: Sequence[Any] | None, dtype: torch.dtype | None) -> Any:
+    """`tensor.new_empty(shape, dtype=dtype)`; without a shape, `torch.empty_like`.
+
+    Where FakeTensor runs a kernel, it is made as FakeTensor makes it, but not looked up in its
+    cache, which takes longer, except with symbols.
+    """
+    mode: Any = active_fake_mode()
+    is_plain = mode is not None and tensor.layout is torch.strided and _are_plain(mode, [tensor])
+    if shape is None:
+        if not is_plain or tensor._has_symbolic_sizes_strides or not tensor.is_contiguous():
+            return torch.empty_like(tensor, dtype=dtype)
+        shape = tensor.shape
+    if not is_plain or not all(type(size) is int for size in shape):
+        return tensor.new_empty(shape, dtype=dtype)
+    with in_kernel_invocation_manager(mode):
+        made = torch.empty(shape, dtype=dtype or tensor.dtype, device="meta")
+    return FakeTensor(mode, made, cast(FakeTensor, tensor).fake_device)
+
+
+def _are_plain(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a mode made all of the tensors, and knows nothing of their values."""
+    return not mode.propagate_real_tensors and all(
+        type(t) is FakeTensor and t.fake_mode is mode and t.constant is None for t in tensors
+    )
 
 
 # Whether FakeTensor is calling a kernel of the dispatcher in this thread, for meta tensors.

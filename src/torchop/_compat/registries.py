@@ -81,6 +81,10 @@ class FakeRegistration:
         if self._kernel not in kernels:
             kernels.append(self._kernel)
 
+    def is_used(self) -> bool:
+        """Whether it is the one that FakeTensor runs."""
+        return self._kernels()[-1:] == [self._kernel]
+
     def remove(self) -> None:
         """Takes it back."""
         kernels = self._kernels()

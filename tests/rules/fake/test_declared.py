@@ -5,6 +5,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.meta_utils import assert_eq, assert_metadata_eq
 
 import torchop
 
@@ -39,6 +40,41 @@ def test_an_output_like_an_argument(namespace):
     with FakeTensorMode():
         fake = op(torch.empty(1), torch.empty(4, device="cuda"))
         assert fake.device.type == "cuda"
+
+
+LIKE = {
+    "contiguous": lambda: torch.empty(2, 3),
+    "on another device": lambda: torch.empty(2, 3, device="cuda"),
+    "transposed": lambda: torch.empty(2, 3).t(),
+    "channels last": lambda: torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.empty(1, 3).expand(2, 3),
+    "with holes": lambda: torch.empty(4, 6)[::2, ::2],
+    "of one row": lambda: torch.empty_strided((1, 3), (7, 1)),
+    "empty": lambda: torch.empty(0, 3),
+    "a scalar": lambda: torch.empty(()),
+    "conjugate": lambda: torch.empty(3, dtype=torch.complex64).conj(),
+    "sparse": lambda: torch.empty(3).to_sparse(),
+    "a part": lambda: torch.empty(9)[3:],
+    "a leaf": lambda: torch.empty(3, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("make", LIKE.values(), ids=LIKE)
+def test_an_output_is_made_as_fake_tensors_are(namespace, make, dtype):
+    op = define(namespace, "(Tensor x) -> (Tensor, Tensor)")
+    op.register_fake(like=("x", None), shape=(None, lambda x: (2, *x.shape)), dtype=(dtype,) * 2)
+    for mode in (FakeTensorMode(), torch.inference_mode()):
+        with FakeTensorMode(), mode, torch.no_grad():
+            x = make()
+            expected = (
+                torch.empty_like(x, dtype=dtype),
+                x.new_empty((2, *x.shape), dtype=dtype),
+            )
+            for output, like in zip(op(x), expected, strict=True):
+                assert_metadata_eq(assert_eq, output, like)
+                assert (output.device, output.fake_mode) == (like.device, like.fake_mode)
+                assert torch._C._dispatch_keys(output) == torch._C._dispatch_keys(like)
 
 
 def test_the_dtype_alone_may_differ(namespace):

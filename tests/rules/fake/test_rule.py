@@ -2,12 +2,17 @@
 
 import gc
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._dynamo.source import ConstantSource
+from torch._library.simple_registry import singleton
+from torch._library.utils import Kernel
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
 from tests.rules.support import assert_only_ours_refuses, on_fake, on_meta
@@ -407,3 +412,123 @@ def test_source_of_a_fake_kernel_is_where_its_function_stands(namespace):
 def test_fake_kernel_for_an_operator_that_nobody_defined_is_refused(namespace):
     with pytest.raises(torchop.OperatorNotFoundError, match=f"{namespace}::absent does not exist"):
         torchop.register_fake(f"{namespace}::absent", lambda x: x)
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls that FakeTensor need not look at
+
+
+def ways_past_the_cache(call) -> int:
+    """How often FakeTensor looked for a call in its cache, which takes no such calls."""
+    before = sum(FakeTensorMode.cache_info().bypasses.values())
+    call()
+    return sum(FakeTensorMode.cache_info().bypasses.values()) - before
+
+
+@TRACED
+def test_a_call_is_not_looked_up_in_a_cache_that_takes_no_operators_of_users(namespace, run):
+    def scenario(library, namespace):
+        op = define(namespace, library)
+        op.register_fake(lambda x: x.new_empty(7))
+        return ways_past_the_cache(lambda: run(op))
+
+    both = on_both(scenario, namespace)
+    assert both.ours == 0 < both.stock
+
+
+def watched(namespace):
+    """An operator that doubles, and the calls of its fake kernel."""
+    calls = []
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x * 2
+
+    op.register_fake(lambda x: calls.append(x) or torch.empty_like(x))
+    return op, calls
+
+
+def test_a_value_that_the_mode_knows_is_computed_with(namespace):
+    op, calls = watched(namespace)
+    with FakeTensorMode():
+        assert op(torch.tensor(3.0)).item() == 6.0
+    assert calls == []
+
+
+def test_a_mode_that_computes_real_tensors_too_gets_them(namespace):
+    op, calls = watched(namespace)
+    with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True):
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.ones(3))
+    with mode:
+        result = op(x)
+    assert torch.equal(result.real_tensor, torch.full((3,), 2.0))
+    assert len(calls) == 1
+
+
+def test_a_tensor_of_no_mode_or_another_is_refused_or_converted(namespace):
+    op, calls = watched(namespace)
+    x = torch.ones(3)
+    with FakeTensorMode(), pytest.raises(AssertionError, match="convert all Tensors to FakeTensor"):
+        op(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = op(x)
+        assert type(made) is FakeTensor
+    with FakeTensorMode(), pytest.raises(AssertionError, match="Mixing fake modes"):
+        op(made)
+    assert [type(x) for x in calls] == [FakeTensor]
+
+
+def test_a_subclass_with_fake_tensors_inside_is_asked_first(namespace):
+    op, calls = watched(namespace)
+    with FakeTensorMode():
+        assert type(op(TwoTensor(torch.empty(3), torch.empty(3)))) is TwoTensor
+    assert [type(x) for x in calls] == [FakeTensor] * 2
+
+
+def test_a_fake_kernel_that_somebody_else_puts_above_is_run(namespace):
+    op, calls = watched(namespace)
+    fakes = singleton.find(f"{namespace}::op").fake_impl.kernels
+    fakes.append(Kernel(lambda x: x.new_empty(9), "somebody else"))
+    assert on_fake(op).shape == (9,)
+    assert calls == []
+    fakes.pop()
+    on_fake(op)
+    assert len(calls) == 1
+
+
+def test_a_decomposition_is_asked_where_sizes_are_symbols(namespace):
+    op, calls = watched(namespace)
+    overload = op._opoverload
+    torch._decomp.decomposition_table[overload] = lambda x: x.new_empty(9)
+    try:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        x = mode.from_tensor(torch.ones(3, 4), symbolic_context=None, source=ConstantSource("x"))
+        with mode:
+            assert x._has_symbolic_sizes_strides
+            assert op(x).shape == (9,)
+    finally:
+        del torch._decomp.decomposition_table[overload]
+    assert calls == []
+
+
+def test_recorded_profiles_are_asked(namespace):
+    op, calls = watched(namespace)
+    profiles = SimpleNamespace(data={op._opoverload}, generic_fake_kernel=lambda op, mode, x: x)
+    with torch._dynamo.config.patch(_custom_ops_profile=profiles):
+        on_fake(op)
+    assert calls == []
+
+
+def test_a_rule_for_the_mode_is_run_instead(namespace):
+    op, calls = watched(namespace)
+
+    @op.register_torch_dispatch(FakeTensorMode)
+    def _(mode, func, types, args, kwargs):
+        with mode:
+            return args[0].new_empty(9)
+
+    assert on_fake(op).shape == (9,)
+    op.register_fake(lambda x: x.new_empty(7))  # which leaves it alone
+    assert on_fake(op).shape == (9,)
+    assert calls == []

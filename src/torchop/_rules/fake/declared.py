@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchop._compat import fake_tensors
 from torchop._core.definition import Definition
 from torchop._errors import FakeKernelError, RuleSignatureError, short_repr
 from torchop._schema.callables import check_callable
@@ -170,9 +171,9 @@ def _fake_output(name: str, index: int, output: _Output, arguments: dict[str, An
         source = arguments[dtype]
         dtype = source.dtype if isinstance(source, Tensor) else source
     if output.is_list:
-        return [torch.empty_like(tensor, dtype=dtype) for tensor in like]
+        return [fake_tensors.made_like(tensor, None, dtype) for tensor in like]
     if output.shape is None:
-        return torch.empty_like(like, dtype=dtype)
+        return fake_tensors.made_like(like, None, dtype)
     shape = output.shape(*(arguments[parameter] for parameter in output.parameters))
     if not isinstance(shape, (tuple, list)) or not all(
         isinstance(size, (int, torch.SymInt)) for size in shape
@@ -181,4 +182,4 @@ def _fake_output(name: str, index: int, output: _Output, arguments: dict[str, An
             f"{name}: shape for output {index} must return a tuple of ints, such as "
             f"(x.shape[0], 3), got {short_repr(shape)}."
         )
-    return like.new_empty(shape, dtype=dtype)
+    return fake_tensors.made_like(like, shape, dtype)

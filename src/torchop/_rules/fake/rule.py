@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import torch.library
 
 from torchop._compat import compilers, dispatch, fake_tensors, libraries, registries
-from torchop._compat.classes import FakeImplCtx
+from torchop._compat.classes import FakeImplCtx, FakeTensorMode
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import returned_result, tensors_in
 from torchop._core.contract import ResultCheck, result_check
@@ -44,7 +44,7 @@ class FakeRule(CompiledRule[Fake]):
 
     function: Callable[..., Any] | None = None
     is_installed = False
-    take_back: Callable[[], None] | None = None
+    registration: registries.FakeRegistration | None = None
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:
@@ -94,8 +94,7 @@ class FakeRule(CompiledRule[Fake]):
             self.replace(self.definition.declaration.fake)
 
     def cache_parts(self) -> Iterator[object]:
-        yield self.function
-        yield self.definition.declaration.is_lenient
+        yield from (self.function, self.definition.declaration.is_lenient)
 
     def repr_text(self) -> str | None:
         return None if self.function is None else "fake"
@@ -140,19 +139,43 @@ class FakeRule(CompiledRule[Fake]):
 
     def _push(self, source: str) -> None:
         definition = self.definition
-        kernel = _fake_tensor_kernel(definition)
-        registration = registries.FakeRegistration(str(definition), kernel, source)
-        if self.take_back is not None:
-            self.take_back()
-        elif not definition.is_ours:  # an operator of ours takes back all that its rules hold
+        registration = registries.FakeRegistration(str(definition), self.fake_kernel, source)
+        if self.registration is not None:
+            self.registration.remove()
+        elif definition.is_ours:  # which takes back all that its rules hold
+            registries.offer_torch_dispatch(str(definition), FakeTensorMode, self.run_at_once)
+        else:
             libraries.on_close(definition.library, self.retract)
-        self.take_back = registration.remove  # first, so that an interrupt leaves nothing behind
+        self.registration = registration  # first, so that an interrupt leaves nothing behind
         registration.push()
 
     def retract(self) -> None:
-        if self.take_back is not None:
-            self.take_back()
-            self.take_back = None
+        if self.registration is not None:
+            self.registration.remove()
+            self.registration = None
+
+    @compilers.never_traced
+    def run_at_once(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The rule for FakeTensorMode: runs the fake kernel, if that is all there is to do.
+
+        The mode itself looks calls up in its cache first, which only holds operators of PyTorch,
+        and then for what else it may do with them. Both take longer than a fake kernel.
+        """
+        kwargs, used = kwargs or {}, self.registration
+        tensors = tensors_in((*args, *kwargs.values()))
+        if used is None or not used.is_used() or not fake_tensors.only_runs_fake(mode, op, tensors):
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with fake_tensors.stock_context(innermost), mode:
+            return self.fake_kernel(*args, **kwargs)
+
+    @compilers.never_traced
+    def fake_kernel(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The kernel that FakeTensor runs."""
+        definition = self.definition
+        mode = fake_tensors.active_fake_mode()
+        context = None if mode is None else FakeImplCtx(mode, definition.overload)
+        with running(context or NoContext(definition)):
+            return _run(definition, args, kwargs)
 
     def _refuse_override(self) -> None:
         name = str(self.definition)
@@ -197,23 +220,9 @@ class FakeRule(CompiledRule[Fake]):
         return result
 
 
-def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
-    """The kernel that FakeTensor runs."""
-
-    @compilers.never_traced
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        mode = fake_tensors.active_fake_mode()
-        context = None if mode is None else FakeImplCtx(mode, definition.overload)
-        with running(context or NoContext(definition)):
-            return _run(definition, args, kwargs)
-
-    return fake
-
-
 def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    fake = definition.plan[FakeRule]
+    fake, schema = definition.plan[FakeRule], definition.schema
     if fake.function is None:
-        schema = definition.schema
         if schema.form is not Form.PLAIN:
             return returned_result(schema, args, kwargs)
         has_purpose = schema.is_mutable or definition.plan[EffectRule] is not None
@@ -229,7 +238,6 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
             raise
         raise data_was_read(definition, error) from error
     result = fake.check_result(result, definition, "fake kernel")
-    schema = definition.schema
     if schema.is_view or schema.form is not Form.PLAIN or not definition.is_ours:
         return result
     if fake.outputs_are_fresh:
