@@ -1,11 +1,13 @@
 """The choice for a call: the tables, in Python and in C++, say what asking would."""
 
+import contextlib
 import gc
 import os
 import random
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -367,3 +369,43 @@ def test_an_extension_that_comes_later_chooses():
     """
     done = run_forked(program, TORCHOP_NATIVE="auto")
     assert done.stdout.split() == ["None", "10.0", "10.0", "Choice"]
+
+
+class Answering(torch.Tensor):
+    """Says of its shape what is not so, and remembers who asked."""
+
+    asked: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.asked.append(func.__name__)
+        if getattr(getattr(func, "__self__", None), "__name__", None) == "shape":
+            return torch.Size([7])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_a_subclass_does_not_see_that_supports_reads_it(namespace, table, is_native):
+    """Or what it saw would depend on which calls were made before: their answers are kept."""
+    shapes = []
+
+    # PyTorch does not look for subclasses in a list that begins with None.
+    @torchop.custom_op(
+        f"{namespace}::first", mutates_args=(), schema="(Tensor?[] xs) -> Tensor", device_types=TYPE
+    )
+    def op(xs):
+        raise AssertionError("the reference")
+
+    def supports(xs):
+        shapes.append(tuple(xs[1].shape))
+        return True
+
+    op.register_kernel(TYPE, lambda xs: torch.zeros(1), provider="other", supports=supports)
+    op.set_priority(["other", "reference"])
+    x = torch.zeros(2, 3, device=DEVICE).as_subclass(Answering)
+    for _ in range(2):
+        Answering.asked.clear()
+        with contextlib.nullcontext() if is_native else torchop.native.disabled():
+            op([None, x])
+        assert Answering.asked == []
+    assert shapes == [(2, 3)]

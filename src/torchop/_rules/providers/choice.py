@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -68,7 +69,8 @@ class Selection:
     def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
         """The function for a call, from the table if it is there."""
         try:
-            key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
+            with torch._C.DisableTorchFunctionSubclass():  # as in `choose`
+                key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
         except UnknownKindError:
             return self.answer(args, kwargs)[0]
         function = self.chosen.get(key)
@@ -93,12 +95,14 @@ class Selection:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
     ) -> tuple[Provider | None, Function]:
         """The first provider that accepts a call, None for the reference, and the function."""
-        for provider, function in self.candidates:
-            if provider is TUNED_PROVIDER and self.tuned is not None:
-                if (fastest := self.tuned.fastest(args, kwargs, is_traced)) is not None:
-                    return fastest
-            elif provider.takes(args, kwargs, is_traced):
-                return provider, function
+        # A subclass that says something else of its shape does not say it to the tables in front.
+        with torch._C.DisableTorchFunctionSubclass():
+            for provider, function in self.candidates:
+                if provider is TUNED_PROVIDER and self.tuned is not None:
+                    if (fastest := self.tuned.fastest(args, kwargs, is_traced)) is not None:
+                        return fastest
+                elif provider.takes(args, kwargs, is_traced):
+                    return provider, function
         return None, self.fallback
 
 
@@ -129,13 +133,11 @@ class Choice:
     def function(self) -> Function:
         """What a plan calls: the one function that can run, or what chooses for each call."""
         if not priority.blocks_were_opened():
-            try:
+            with contextlib.suppress(ProviderNameError):  # what chooses raises it, for every call
                 usual = self._selection(NO_BLOCK, False)
-            except ProviderNameError:
-                return self._choosing()  # which raises it, for every call
-            is_fixed = not usual.candidates or usual.candidates[0][0].deterministic
-            if usual.function is not None and is_fixed:
-                return usual.function
+                is_fixed = not usual.candidates or usual.candidates[0][0].deterministic
+                if usual.function is not None and is_fixed:
+                    return usual.function
         return self._choosing()
 
     def _choosing(self) -> Function:
