@@ -50,7 +50,7 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 604,
-    "_compat": 3069,
+    "_compat": 3075,
     "_core": 1588,
     "_define": 1957,
     "_inspect": 1079,
@@ -61,7 +61,7 @@ BUDGETS = {
     "_rules/residuals": 630,
     "_rules/user/sharding": 862,
     "_schema": 3392,
-    "cli": 2271,
+    "cli": 2275,
     "export": 508,
     "files": 764,
     "testing": 6348,
