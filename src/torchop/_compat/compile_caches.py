@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -55,10 +56,15 @@ def identify_operators(identify: Identify) -> None:
     import_hooks.when_imported("torch._inductor.codegen.common", connect)
 
 
-def keys_hold_operators() -> bool:
-    """Whether Inductor is imported, and its keys depend on operators."""
-    common: Any = sys.modules.get("torch._inductor.codegen.common")
-    return _DEVICE in getattr(common, "custom_backend_passes", ())
+def blind_caches() -> dict[str, str]:
+    """Caches that do not notice a changed rule with this PyTorch, and what to do about it."""
+    common = importlib.import_module("torch._inductor.codegen.common")  # imports Inductor
+    blind = {}
+    if _DEVICE not in getattr(common, "custom_backend_passes", ()):
+        blind["graphs"] = "set torch.compiler.config.cache_key_tag = torchop.cache_key_tag()"
+    if not hasattr(TracingContext(None), "traced_code"):
+        blind["programs that Dynamo precompiled"] = "precompile them again after a change"
+    return blind
 
 
 def operators_of(graph: GraphModule) -> set[str]:

@@ -22,6 +22,7 @@ from rich.text import Text
 
 import torchop
 from torchop import NativeUnavailableError
+from torchop._compat import compile_caches
 from torchop._native.extension import api as native
 from torchop._native.extension import files, recipe, worker
 from torchop.cli.selection import console, print_table, require
@@ -160,6 +161,8 @@ _WITHOUT_LOCK = (
 def doctor(as_json: bool) -> None:
     """Says whether fast calls work on this machine, or why not.
 
+    It also says which caches of compiled graphs do not notice that a rule of an operator changed.
+
     Fast calls need the native call path, which is compiled C++ code. If there is none, because a
     build failed within the last day, the command builds it again. The exit code is 0 if the native
     call path works, or if nothing is compiled yet and the first call will do that, and 1 otherwise.
@@ -204,6 +207,9 @@ def doctor(as_json: bool) -> None:
                 )
                 state = "failed"
         found |= {**places, "last failure": failure or "none on record", **retried}
+    blind = compile_caches.blind_caches().items()
+    notices = [f"{what} do not notice a changed rule: {advice}" for what, advice in blind]
+    found["compile caches"] = "\n".join(notices) or "notice a changed rule"
     problem = _lock_problem()
     if native.mode() == "0" or problem is not None:
         state = "off"

@@ -16,6 +16,7 @@ import torch
 import torchop
 from tests.support import Outcome
 from torchop import __main__
+from torchop._compat import compile_caches
 from torchop._native.extension import files, recipe, worker
 from torchop.testing._extras import installing
 
@@ -96,6 +97,19 @@ def test_doctor_of_a_pytorch_with_other_nodes(monkeypatch: pytest.MonkeyPatch) -
         "field more, no field cdata, "
     )
     assert row(Outcome("doctor").out, "gradients").startswith(expected)
+
+
+def test_doctor_of_a_pytorch_whose_caches_have_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert row(Outcome("doctor").out, "compile") == "caches notice a changed rule"
+    monkeypatch.setattr(torch._inductor.codegen.common, "custom_backend_passes", {})
+    monkeypatch.setattr(compile_caches, "TracingContext", lambda fake_mode: object())
+    advice = json.loads(Outcome("doctor", "--json").out)["found"]["compile caches"].splitlines()
+    assert advice == [
+        "graphs do not notice a changed rule: set torch.compiler.config.cache_key_tag = "
+        "torchop.cache_key_tag()",
+        "programs that Dynamo precompiled do not notice a changed rule: precompile them again "
+        "after a change",
+    ]
 
 
 @pytest.mark.usefixtures("without_lock")
@@ -181,7 +195,7 @@ def test_doctor_in_json_says_what_the_table_says(in_cache: Path, compiler: Compi
     assert shown == [f"{what} {text}" for what, text in report["found"].items()]
     assert list(report["found"]) == [
         *("torch", "Python", "platform", "compiler", "TORCHOP_NATIVE", "key", "build"),
-        *("gradients", "package", "cache", "last failure"),
+        *("gradients", "package", "cache", "last failure", "compile caches"),
     ]
 
 
