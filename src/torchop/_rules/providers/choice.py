@@ -253,7 +253,7 @@ class Choice:
             }
             profiled = functools.partial(self._profiled, settings)
             tuned = TunedKernels(kernels, allowed, settings.tuner, profiled)
-        report = self._report_declined
+        report = functools.partial(self._report, is_declined=True)
         return Selection(order, pairs, fallback, passed_by, falls_back, report, tuned)
 
     def _why_not_here(self, name: str, order: ActiveOrder) -> str:
@@ -312,9 +312,6 @@ class Choice:
             )
 
         return refuse
-
-    def _report_declined(self, selection: Selection) -> None:
-        self._report(selection, True)
 
     def _report(self, selection: Selection, is_declined: bool) -> None:
         """Says once of each provider that was asked for why it is passed by."""
