@@ -171,8 +171,7 @@ class FakeRule(CompiledRule[Fake]):
     @compilers.never_traced
     def fake_kernel(self, /, *args: Any, **kwargs: Any) -> Any:
         """The kernel that FakeTensor runs."""
-        definition = self.definition
-        mode = fake_tensors.active_fake_mode()
+        definition, mode = self.definition, fake_tensors.active_fake_mode()
         context = None if mode is None else FakeImplCtx(mode, definition.overload)
         with running(context or NoContext(definition)):
             return _run(definition, args, kwargs)
