@@ -51,7 +51,7 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 BUDGETS = {
     "_accelerate": 604,
     "_compat": 3075,
-    "_core": 1588,
+    "_core": 1589,
     "_define": 1957,
     "_inspect": 1079,
     "_native": 1455,
@@ -64,7 +64,7 @@ BUDGETS = {
     "cli": 2275,
     "export": 508,
     "files": 764,
-    "testing": 6348,
+    "testing": 6385,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
