@@ -20,7 +20,7 @@ MUTATED = "is not defined as mutable but was mutated"
 
 
 def adds(x: Tensor) -> Tensor:
-    (x._values() if x.is_sparse else x).add_(1)
+    (x if x.layout is torch.strided else x.values()).add_(1)
     return x.clone()
 
 
@@ -328,3 +328,18 @@ def test_a_block_may_be_left_in_another_thread():
     with pytest.raises(RuntimeError, match="was not entered"):
         block.__exit__(None, None, None)
     assert checking._blocks == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state")
+def test_to_read_a_compressed_tensor_is_not_to_write_it(namespace: str) -> None:
+    """PyTorch counts it as three writes below autograd, in which kernels run."""
+    op = define(namespace, torch.Tensor.to_dense, schema="(Tensor x) -> Tensor")
+    x = torch.eye(2).to_sparse_csr()
+    with torchop.checking():
+        assert torch.equal(op(x), torch.eye(2))
+    with torch.inference_mode():
+        x.to_dense()
+    assert x._version == 6
+    writes = define(namespace, adds, "writes")
+    with torchop.checking(), pytest.raises(torchop.UndeclaredMutationError, match=MUTATED):
+        writes(x)

@@ -224,7 +224,9 @@ def _state(tensor: Tensor) -> dict[str, Any]:
 
 def version_of(tensor: Tensor) -> int | None:
     """How often a tensor was written in place; None if that is not counted."""
-    return None if tensor.is_inference() else tensor._version
+    # PyTorch counts reading a compressed one too, where no graph is recorded.
+    is_compressed = tensor.layout in _PARTS and tensor.layout is not torch.sparse_coo
+    return None if is_compressed or tensor.is_inference() else tensor._version
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
