@@ -69,6 +69,42 @@ def test_sorted_values_stay_sorted() -> None:
     assert torch.equal(lay_out({0: "gaps"}, Example((edges,), {})).tensors[0], edges)
 
 
+def test_permutations_stay_permutations() -> None:
+    order = torch.tensor([2, 0, 3, 1])
+    assert changed(torch.randn(4, 9), order, sizes={4: 6}) == [3, 0, 5, 2, 4, 1]
+    assert changed(torch.randn(4, 9), order, sizes={4: 2}) == [1, 0]
+    assert changed(torch.randn(4, 9), order, sizes={4: 0}) == []
+    with pytest.raises(CannotCheck, match="a permutation, and may not be equal"):
+        lay_out({0: "expanded"}, Example((order,), {}))
+
+
+def test_integers_that_may_be_either_have_no_variant() -> None:
+    either = torch.tensor([2, 0, 1])  # a permutation, and the lengths of three rows
+    with pytest.raises(CannotCheck, match="all that those of the example are"):
+        changed(torch.randn(3, 9), either, sizes={3: 4})
+    assert changed(torch.randn(3, 9), either, sizes={9: 4}) == [2, 0, 1]
+
+
+def test_lengths_of_two_dimensions_add_up_too() -> None:
+    lengths = torch.tensor([[2, 1, 0], [1, 1, 1]])
+    for new, last in ((7, 2), (4, 0)):
+        made = resized(Example((torch.randn(6), lengths), {}), {6: new}).tensors[-1]
+        assert (made.shape, int(made[1, 2]), int(made.sum())) == ((2, 3), last, new)
+    # These may be indices as well, which 2 is none of where there are two.
+    with pytest.raises(CannotCheck, match="all that those of the example are"):
+        resized(Example((torch.randn(6), torch.tensor([[3, 3]])), {}), {6: 3})
+
+
+def test_an_int_that_is_the_number_of_elements_of_segments_stays_it() -> None:
+    for segments in (torch.tensor([3, 1, 2]), torch.tensor([0, 3, 4, 6])):
+        example = Example((torch.randn(6), segments, 6, True), {"total": 6, "other": 3})
+        args, kwargs = resized(example, {6: 5})
+        assert args[2:] == (5, True)
+        assert kwargs == {"total": 5, "other": 3}
+    alone = resized(Example((torch.randn(6), torch.tensor([4, -1]), 6), {}), {6: 5})
+    assert alone.args[2] == 6
+
+
 def test_other_integers_change_as_before() -> None:
     values = torch.tensor([-3, 9, 4])
     assert changed(torch.randn(2), values, sizes={3: 4}) == [-3, 9, 4, -3]

@@ -117,6 +117,34 @@ right(
 )
 
 
+def segments_in_order(order: Tensor, lengths: Tensor, values: Tensor, total: int) -> Tensor:
+    """The segments of all rows of lengths, with the rows in another order; `total` is their sum."""
+    ends = lengths.sum(1).cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    parts = [values[starts[row] : ends[row]] for row in order.tolist()]
+    result = values.new_empty(total)
+    found = torch.cat([values[:0], *parts])[:total]
+    result[: len(found)] = found
+    return result
+
+
+right(
+    define(
+        "segments_in_order",
+        segments_in_order,
+        fake=lambda order, lengths, values, total: values.new_empty(total),
+    ),
+    lambda: [
+        (
+            torch.tensor([2, 0, 3, 1]),
+            torch.tensor([[2, 1], [0, 3], [1, 0], [1, 1]]),
+            torch.arange(9.0),
+            9,
+        )
+    ],
+)
+
+
 def bins(edges: Tensor, x: Tensor) -> Tensor:
     """The number of the bin of each value, between edges that are sorted."""
     return torch.from_numpy(np.searchsorted(edges.contiguous().numpy(), x.contiguous().numpy()))

@@ -7,21 +7,21 @@ shows nothing. Where the author has not declared them, they are recognised from 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from torchop._rules.user.preconditions.base import Precondition
+from torchop._rules.user.preconditions.base import Arguments, Precondition, Unfit
 from torchop.preconditions import Indices, Lengths, Offsets, Sorted
 from torchop.testing._check.subject import Example
 from torchop.testing.probes import has_integers, is_plain, is_sorted
 
 
 def has_fixed_values(tensor: Tensor, example: Example) -> bool:
-    """Whether the integers of a tensor have to stay what they are: they are sorted, or lengths."""
-    if not has_integers(tensor) or tensor.dim() != 1:
-        return False
-    sizes = {size for _, _, size in _sizes_of_others(tensor, example)}
-    return is_sorted(tensor) or int(tensor.sum()) in sizes
+    """Whether integers may not all be equal: they are sorted, lengths, or a permutation."""
+    relations = _relations(tensor, example) if has_integers(tensor) else ()
+    return not all(isinstance(relation, Indices) for relation in relations)
 
 
 def are_distinct(tensor: Tensor) -> bool:
@@ -39,11 +39,34 @@ def with_valid_integers(before: Example, after: Example) -> Example:
     Raises:
         Unfit: there are no such integers.
     """
-    tensors = after.tensors
-    for place, old in enumerate(before.tensors):
-        for relation in _relations(old, before) if has_integers(old) else ():
-            tensors[place] = relation.fitted(tensors[place], dict(enumerate(tensors)))
-    return after.with_tensors(tensors)
+    olds, news = (dict(enumerate(example.tensors)) for example in (before, after))
+    totals: dict[int, int] = {}  # of segments, which an int may say too
+    for place, old in olds.items():
+        relations = list(_relations(old, before)) if has_integers(old) else []
+        for relation in relations:
+            news[place] = relation.fitted(news[place], news)
+            if isinstance(relation, Lengths | Offsets):
+                totals[relation.size(olds)] = relation.size(news)
+        if any(relation.problem(news[place], news) for relation in relations):
+            raise Unfit("no integers of that size are all that those of the example are")
+
+    def changed(value: Any) -> Any:
+        return totals.get(value, value) if type(value) is int else value
+
+    args, kwargs = after.with_tensors(list(news.values()))
+    return Example(tuple(map(changed, args)), {name: changed(kwargs[name]) for name in kwargs})
+
+
+class _Permutation(Precondition):
+    """Each place of a tensor once. Such integers may say where to write, which is done once."""
+
+    def problem(self, value: Tensor, arguments: Arguments) -> str | None:
+        places = torch.arange(len(value), device=value.device)
+        is_one = torch.equal(value.sort().values.to(places), places)
+        return None if is_one else "it is no permutation"
+
+    def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
+        return value.argsort(stable=True).argsort().to(value.dtype)
 
 
 def _relations(tensor: Tensor, example: Example) -> Iterator[Precondition]:
@@ -55,14 +78,19 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[Precondition]:
     sums = [(place, dim) for place, dim, size in others if size == total]
     if rises and low == 0 and ends:
         yield Offsets(*ends[0])
-    elif tensor.dim() == 1 and low >= 0 and sums:
+        return
+    is_permutation = are_distinct(tensor) and _Permutation().problem(tensor, {}) is None
+    if tensor.dim() and low >= 0 and sums:
         yield Lengths(*sums[0])
-    else:
-        if rises:
-            yield Sorted()
-        for place, dim, size in others:
-            if low >= 0 and high < size:
-                yield Indices(place, dim)
+        if tensor.dim() == 1 and not is_permutation:
+            return  # else they may as well be indices
+    elif rises:
+        yield Sorted()
+    if is_permutation and not rises:
+        yield _Permutation()
+    for place, dim, size in others:
+        if low >= 0 and high < size:
+            yield Indices(place, dim)
 
 
 def _sizes_of_others(tensor: Tensor, example: Example) -> Iterator[tuple[int, int, int]]:

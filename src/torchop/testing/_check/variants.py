@@ -151,7 +151,9 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
         if layout is None or not is_plain(tensor):
             continue
         if layout == "expanded" and has_fixed_values(tensor, example):
-            problem = CannotCheck("its integers are sorted, or lengths, and may not be equal")
+            problem = CannotCheck(
+                "its integers are sorted, lengths or a permutation, and may not be equal"
+            )
             continue
         try:
             tensors[index] = LAYOUTS[layout](tensor, finite)
