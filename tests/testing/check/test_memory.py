@@ -53,3 +53,24 @@ def test_nan_that_the_operator_writes_is_no_sign(namespace: str) -> None:
         return x.log()
 
     writes_every_element(log._opoverload, (torch.tensor([-1.0, 1.0]),), {})
+
+
+def test_numbers_are_not_blamed_for_a_layout(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::takes_address", mutates_args=())
+    def takes_address(x: Tensor) -> Tensor:
+        return torch.empty(0).set_(x.untyped_storage())[: x.numel()].view(x.shape).clone()
+
+    only = ["memory.sliced", "values.nan", "values.zeros"]
+    report = check(takes_address, (torch.ones(2, 3),), only=only, raise_exception=False)
+    assert [failure.check for failure in report.failures] == ["memory.sliced"]
+    assert report.count("passed") == 2
+    strides = []
+
+    @torchop.custom_op(f"{namespace}::takes_contiguous", mutates_args=())
+    def takes_contiguous(x: Tensor) -> Tensor:
+        strides.append(x.stride())
+        return x.clone()
+
+    takes_contiguous.register_preconditions({"x": torchop.preconditions.Contiguous()})
+    assert check(takes_contiguous, (torch.ones(2, 3),), only=only).count("passed") == 2
+    assert set(strides) == {(3, 1)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ import torch
 from torchop._rules.user.preconditions.base import with_size
 from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details, family, variants
+from torchop.testing._check.relations import has_fixed_values
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
 from torchop.testing._check.variants import (
     WRITABLE,
@@ -121,6 +123,17 @@ def comparison(subject: Subject, label: str, example: Example, arrange: Any = No
     """The case that a call does what it does on contiguous copies."""
     options = functools.partial(subject.expectation, what=label)
     return Case(label, same_as_contiguous, example, arrange, options)
+
+
+def passes(subject: Subject, example: Example, arrange: Any) -> bool:
+    """Whether a call on arranged tensors does what it does on contiguous copies."""
+    case = comparison(subject, "", example, arrange)
+    with contextlib.suppress(Exception):
+        call, options = case.arguments()
+        if subject.refusal(call) is None:
+            case.probe(subject.op, *call, **options)
+            return True
+    return False
 
 
 def given(subject: Subject, details: Details) -> Iterator[Case]:
@@ -239,7 +252,8 @@ def zero_dim(subject: Subject, details: Details) -> Iterator[Case]:
     """The same on tensors without a dimension?"""
     for example in subject.accepted():
         tensors = example.tensors
-        places = [p for p, t in enumerate(tensors) if probes.is_plain(t) and t.dim() and t.numel()]
+        sized = [p for p, t in enumerate(tensors) if probes.is_plain(t) and t.dim() and t.numel()]
+        places = [place for place in sized if not has_fixed_values(tensors[place], example)]
         for chosen in all_and_each(places):
             changed = [t.flatten()[0].clone() if p in chosen else t for p, t in enumerate(tensors)]
             label = f"{_which(chosen, places)} without a dimension"

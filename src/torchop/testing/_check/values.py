@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family, variants
-from torchop.testing._check.memory import comparison
+from torchop.testing._check.memory import comparison, passes
 from torchop.testing._check.subject import CannotCheck, Case, Subject, breaks_contract, reason
 from torchop.testing._check.variants import in_layout
 
@@ -49,12 +49,12 @@ def _values(name: str, subject: Subject, details: Details) -> Iterator[Case]:
             if not is_float or not 0 < tensor.numel() <= 4096:
                 continue
             numbers = choice(torch.finfo(tensor.dtype))
+            # What fails there with other numbers too is no fault of these.
+            elsewhere = "sliced" if tensor.dim() else "offset"
+            layout = elsewhere if passes(subject, example, in_layout(elsewhere)) else "contiguous"
             for step, amount in ((2, "with"), (1, "full of")):
                 changed = example.replace(place, with_numbers(numbers, step, tensor))
                 label = f"tensor {place} {amount} {words}"
-                layout = "sliced" if tensor.dim() else "offset"
-                if subject.refusal(in_layout(layout)(changed)) is not None:
-                    layout = "contiguous"
                 yield comparison(subject, label, changed, in_layout(layout))
     raise CannotCheck("no argument is a small tensor of a floating-point dtype")
 
