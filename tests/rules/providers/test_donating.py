@@ -1,8 +1,18 @@
 """Kernels that may write their results over arguments: who gets copies, and who does not."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import torchop
 from tests.devices import TYPE
@@ -308,6 +318,49 @@ def test_inductor_leaves_out_copies_that_nobody_needs(namespace, dynamic):
             assert torch.equal(one, other)
         with torchop.priority({op: ["reference"]}):
             assert torch.equal(compiled(x, w)[0], expected[0])
+
+
+@pytest.mark.parametrize("must_save", [True, False])
+@pytest.mark.filterwarnings("ignore:.*context_fn is passed.*")
+def test_the_policy_of_a_region_names_the_operator(namespace, must_save):
+    op, _ = define(f"{namespace}_{must_save}")  # PyTorch's caches of graphs know it by its name
+    op.register_autograd(
+        lambda ctx, grad: (grad * ctx.saved_tensors[1], grad * ctx.saved_tensors[0]),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    graphs = []
+
+    def compiler(lowered, inputs):
+        graphs.append("donating" in str(lowered.graph))
+        return make_boxed_func(lowered.forward)
+
+    def inductor(graph, inputs):  # by this name, because only its graphs donate
+        return aot_autograd(
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            partition_fn=min_cut_rematerialization_partition,
+        )(graph, inputs)
+
+    def policy(ctx, called, *args, **kwargs):
+        is_saved = must_save and called is op.overload
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def call(x, w):
+        return checkpoint(
+            lambda x, w: op(x.sin(), w).exp(),
+            x,
+            w,
+            use_reentrant=False,
+            context_fn=contexts,
+        )
+
+    x, w = torch.arange(3.0).requires_grad_(), torch.full((3,), 0.5)
+    torch.compile(call, backend=inductor, fullgraph=True)(x, w).sum().backward()
+    expected = torch.autograd.grad((x.sin() * w).exp().sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+    assert graphs == [True, not must_save]
 
 
 def test_other_compilers_call_the_operator(namespace):

@@ -1,5 +1,6 @@
 """The training form of operators with residuals."""
 
+import functools
 import inspect
 import pickle
 import threading
@@ -14,7 +15,11 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import torchop
 from tests.rules.support import leaf_of
@@ -308,6 +313,35 @@ def test_a_policy_decides_whether_a_compiled_checkpoint_recomputes(lse, policy):
 
     assert_close(gradient_of(call, x), gradient_of(lambda x: x.sin().logsumexp(-1).cos(), x))
     assert len(lse.taken()) == (1 if policy == "save" else 2)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("kind", ["list", "function"])
+@pytest.mark.filterwarnings("ignore:.*context_fn is passed.*")
+def test_the_policy_of_a_region_names_the_operator(namespace, kind, backend):
+    # With a name of its own, because PyTorch's caches of graphs know an operator by its name.
+    lse = LogSumExp(f"{namespace}::{kind}_{backend}")
+    seen = set()
+
+    def policy(ctx, op, *args, **kwargs):
+        seen.add(op)
+        must_save = op is lse.op.overload
+        return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    region = [lse.op.overload] if kind == "list" else policy
+    contexts = functools.partial(create_selective_checkpoint_contexts, region)
+
+    def call(x):
+        return checkpoint(
+            lambda x: lse.op(x.sin()).cos(), x, use_reentrant=False, context_fn=contexts
+        )
+
+    x = torch.randn(4, 3, requires_grad=True)
+    compiled = torch.compile(call, backend=backend, fullgraph=True) if backend else call
+    assert_close(gradient_of(compiled, x), gradient_of(lambda x: x.sin().logsumexp(-1).cos(), x))
+    assert len(lse.taken()) == 1
+    assert kind == "list" or lse.op.overload in seen
+    assert not any("with_residuals" in op.name() for op in seen)
 
 
 def test_a_checkpoint_runs_the_kernel_again(lse):
