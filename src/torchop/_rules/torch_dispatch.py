@@ -63,6 +63,9 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
                 None if cls in self.functions else install,
                 functions={**self.functions, cls: function},
             )
+            declared = definition.declaration.residuals
+            if declared is not None:
+                declared.follow_torch_dispatch(definition, cls)
 
 
 def _hook(definition: Definition, cls: type) -> Callable[..., Any]:

@@ -14,7 +14,12 @@ from torchop._core.contract import result_check, storage_of
 from torchop._core.definition import Definition
 from torchop._errors import AliasError, ResultError, SchemaError, short_repr
 from torchop._rules.residuals.handover import NATIVE, Request, author_of, handing_over
-from torchop._rules.residuals.training import TrainingForm, as_tuple, training_form
+from torchop._rules.residuals.training import (
+    TrainingForm,
+    as_tuple,
+    follow_torch_dispatch,
+    training_form,
+)
 from torchop._schema.convention import Convention
 from torchop._schema.declared import declared_schema
 from torchop._schema.naming import OpName
@@ -87,6 +92,10 @@ class Declared:
     def training_form(self, definition: Definition) -> TrainingForm:
         """What calls run that record a gradient, for a formula that asks for residuals."""
         return training_form(definition)
+
+    def follow_torch_dispatch(self, definition: Definition, cls: type) -> None:
+        """Called when the operator gets a rule for a mode or subclass."""
+        follow_torch_dispatch(definition, cls)
 
     @property
     def spelled(self) -> str:

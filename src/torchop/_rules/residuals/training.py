@@ -26,6 +26,8 @@ from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.checkpoint_modes import standing_for
 from torchop._rules.companions import define_companion
 from torchop._rules.residuals.handover import Request, request, requested
+from torchop._rules.residuals.modes import follow
+from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._schema.schema import Schema
 from torchop._schema.text import arguments_of, results_of, write, write_results
@@ -38,7 +40,7 @@ class TrainingForm:
     """The operator `name__with_residuals`, and how a formula calls it."""
 
     def __init__(self, definition: Definition) -> None:
-        self._definition = definition
+        self.definition = definition
         self.declared: Any = definition.declaration.residuals
         schema = definition.schema
         residuals = results_of(self.declared.schema.written)
@@ -62,14 +64,25 @@ class TrainingForm:
         hook = standing_for(definition.overload, "")
         for mode in checkpointing.POLICY_MODES:
             registries.offer_torch_dispatch(str(self.companion), mode, hook)
+        for cls in definition.rule(TorchDispatchRule).functions:
+            follow(self, cls)
 
     @compilers.never_traced
     def _kernel(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        definition, declared = self._definition, self.declared
-        output, request = requested(declared, lambda: definition.overload(*args, **kwargs))
-        flat = declared.flat(request)
-        declared.check_fresh(definition.schema, args, kwargs, output, flat)
-        return (*as_tuple(definition.schema, output), *flat)
+        return self.complete(
+            args, kwargs, *self.requested(lambda: self.definition.overload(*args, **kwargs))
+        )
+
+    def requested(self, call: Callable[[], Any]) -> tuple[Any, Request]:
+        """What a call of the operator returns, and the request for its residuals."""
+        return requested(self.declared, call)
+
+    def complete(self, args: Any, kwargs: Any, output: Any, request: Request) -> tuple[Any, ...]:
+        """What the training form returns for a call of the operator."""
+        schema = self.definition.schema
+        flat = self.declared.flat(request)
+        self.declared.check_fresh(schema, args, kwargs, output, flat)
+        return (*as_tuple(schema, output), *flat)
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Calls it; returns the result of the operator, and the residuals as graphs have them."""
@@ -78,7 +91,7 @@ class TrainingForm:
     def split(self, result: Any) -> tuple[Any, tuple[Any, ...]]:
         """The same from what the training form returned."""
         everything = as_tuple(self.companion.schema, result)
-        count = len(self._definition.schema.returns)
+        count = len(self.definition.schema.returns)
         return everything[:count] if count > 1 else everything[0], everything[count:]
 
     def look(self, inputs: Any, keywords: Any) -> Request:
@@ -87,7 +100,7 @@ class TrainingForm:
 
     def saving(self, setup: Callable[..., Any]) -> Callable[..., None]:
         """The `save` of a formula whose `setup_context` gets the residuals."""
-        declared, schema = self.declared, self._definition.schema
+        declared, schema = self.declared, self.definition.schema
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, seen: Any) -> None:
             if isinstance(seen, Request):  # of a native call
@@ -129,7 +142,7 @@ class TrainingForm:
         self, way: type[Formula], backward: Callable[..., Any], setup: Callable[..., Any]
     ) -> None:
         """Gives the training form a formula, for transforms around the one that records a call."""
-        count = len(self._definition.schema.returns)
+        count = len(self.definition.schema.returns)
 
         def save(ctx: Any, inputs: Any, keywords: Any, result: Any, *seen: Any) -> None:
             output, flat = self.split(result)
@@ -140,7 +153,7 @@ class TrainingForm:
             setup(ctx, inputs, keywords, output, residuals=self.declared.rebuilt(flat))
             del ctx.set_materialize_grads
             ctx.set_materialize_grads(False)
-            results = as_tuple(self._definition.schema, output)
+            results = as_tuple(self.definition.schema, output)
             ctx._torchop_zeros = _described(results) if told[-1] else None
 
         def gradients(ctx: Any, *grads: Any) -> Any:
@@ -227,6 +240,13 @@ def training_form(definition: Definition) -> TrainingForm:
         attributes[_ATTRIBUTE] = all_or_nothing(definition, lambda: TrainingForm(definition))
     form: TrainingForm = attributes[_ATTRIBUTE]
     return form
+
+
+def follow_torch_dispatch(definition: Definition, cls: type) -> None:
+    """Tells the training form, if there is one, that the operator has a rule for `cls`."""
+    form = definition.library.__dict__.get(_ATTRIBUTE)
+    if form is not None:
+        follow(form, cls)
 
 
 def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:

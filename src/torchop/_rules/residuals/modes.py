@@ -1,0 +1,52 @@
+"""Modes and subclasses: what the rules of an operator for them do with its training form."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torchop._compat import registries
+from torchop._compat.classes import TorchDispatchMode
+from torchop._errors import ResultError
+
+
+def follow(form: Any, cls: type) -> None:
+    """Makes calls of a training form reach the rule of its operator for `cls`.
+
+    It gives way to a rule for the training form. The modes with which compilers trace have to see
+    the training form itself: for FakeTensor, its fake kernel calls the operator, and so the rule.
+    """
+    if issubclass(cls, TorchDispatchMode) and cls.is_infra_mode():
+        return
+    rule = _under_mode if issubclass(cls, TorchDispatchMode) else _on_subclass
+    registries.offer_torch_dispatch(str(form.companion), cls, functools.partial(rule, form, cls))
+
+
+def _under_mode(
+    form: Any, cls: type, mode: Any, func: Any, types: Any, args: Any, kwargs: Any
+) -> Any:
+    """Runs the rule as for a call of the operator; its kernel hands over the residuals."""
+    kwargs = kwargs or {}
+    definition = form.definition
+    rule: Any = registries.torch_dispatch_rule(str(definition), cls)
+    output, request = form.requested(lambda: rule(mode, definition.overload, types, args, kwargs))
+    if output is NotImplemented:
+        return output
+    if request.saved is None:
+        raise ResultError(
+            f"{definition}: the torch_dispatch rule for {cls.__name__} returned a result without "
+            f"running a kernel, but a call that records a gradient needs {form.declared.spelled}. "
+            f"Call func there, or register a rule for {str(form.companion)!r}, which also returns "
+            "the residuals."
+        )
+    return form.complete(args, kwargs, output, request)
+
+
+def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
+    # A rule may call the kernel for each tensor inside of its own, and wraps what the operator
+    # returns: nobody but the author can do that with residuals.
+    raise ResultError(
+        f"{form.definition}: its torch_dispatch rule for {cls.__name__} returns no residuals, but "
+        f"a call that records a gradient needs {form.declared.spelled}. Register a rule for "
+        f"{str(form.companion)!r}, which also returns the residuals."
+    )
