@@ -6,7 +6,6 @@ under their own names.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -71,10 +70,8 @@ def _register_opaque(
     def keep(ctx: Any, saved: Any) -> None:
         ctx.is_single = not isinstance(saved, tuple)
         values = (saved,) if ctx.is_single else saved
-        ctx.are_tensors = [value is None or isinstance(value, torch.Tensor) for value in values]
-        ctx.save_for_backward(*itertools.compress(values, ctx.are_tensors))
-        pairs = zip(values, ctx.are_tensors, strict=True)
-        ctx.others = [value for value, is_tensor in pairs if not is_tensor]
+        ctx.save_for_backward(*[v if isinstance(v, torch.Tensor) else None for v in values])
+        ctx.others = [None if isinstance(v, torch.Tensor) else v for v in values]
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         keep(ctx, save(inputs, output))
@@ -83,8 +80,8 @@ def _register_opaque(
         keep(ctx, save(inputs, output, residuals=residuals))
 
     def formula(ctx: Any, *grads: Any) -> Any:
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        saved = tuple(next(tensors if is_tensor else others) for is_tensor in ctx.are_tensors)
+        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+        saved = tuple(other if tensor is None else tensor for tensor, other in pairs)
         return backward(*grads, saved[0] if ctx.is_single else saved)
 
     setup = setup_with_residuals if with_residuals else setup_context

@@ -109,7 +109,7 @@ def asks_for_residuals(setup_context: Any) -> bool:
 
 def setup_caller(
     setup_context: Callable[..., Any] | None, has_keywords: bool
-) -> Callable[[Any, Any, Any, Any], Any] | None:
+) -> Callable[..., Any] | None:
     """A function that calls `setup_context` by keyword as PyTorch does, or else by position.
 
     It takes what there is for keyword-only arguments too, and passes it on if there are such.
@@ -117,7 +117,11 @@ def setup_caller(
     if setup_context is None:
         return None
     if asks_for_residuals(setup_context):
-        return _setup_with_residuals(setup_context, has_keywords)
+        if has_keywords:
+            return setup_context
+        return lambda ctx, inputs, keywords, output, residuals: setup_context(
+            ctx, inputs, output, residuals=residuals
+        )
     by_keyword = accepts(setup_context, (), _setup_parameters(has_keywords))
     if has_keywords:
         if by_keyword:
@@ -130,16 +134,6 @@ def setup_caller(
             ctx=ctx, inputs=inputs, output=output
         )
     return lambda ctx, inputs, keywords, output: setup_context(ctx, inputs, output)
-
-
-def _setup_with_residuals(
-    setup_context: Callable[..., Any], has_keywords: bool
-) -> Callable[..., Any]:
-    if has_keywords:
-        return setup_context
-    return lambda ctx, inputs, keywords, output, residuals: setup_context(
-        ctx, inputs, output, residuals=residuals
-    )
 
 
 def _setup_parameters(has_keywords: bool) -> tuple[str, ...]:
