@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
+from tests.devices import DEVICE
 from torchop import CallRecord, TensorRecord, TypeRecord
 
 
@@ -86,7 +85,7 @@ def test_plain_values_are_recorded_as_they_are(recorded_arguments):
     )  # fmt: skip
     args = (1 + 2j, float("inf"), "text", torch.float8_e5m2, torch.device("cuda:3"), [1, 2], True)
     assert call.args == args
-    tensor = TensorRecord(torch.float32, (1,), "cpu", False)
+    tensor = TensorRecord(torch.float32, (1,), str(DEVICE), False)
     assert call.kwargs == {
         "h": torch.channels_last, "i": torch.strided, "j": [None, tensor], "k": None,
     }  # fmt: skip
@@ -99,23 +98,19 @@ class Plain(Tensor):
     """A subclass that does nothing."""
 
 
-def unusual():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantized tensors are deprecated
-        quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
-    return {
-        "sparse_coo tensor": torch.ones(2, 2).to_sparse(),
-        "quantized tensor": quantized,
-        "torch.testing._internal.two_tensor.TwoTensor": TwoTensor(torch.ones(2), torch.ones(2)),
-        f"{__name__}.Plain": torch.ones(2).as_subclass(Plain),
-    }
+UNUSUAL = {
+    "sparse_coo tensor": lambda x: x.to_sparse(),
+    "quantized tensor": lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.quint8),
+    "torch.testing._internal.two_tensor.TwoTensor": lambda x: TwoTensor(x, x.clone()),
+    f"{__name__}.Plain": lambda x: x.as_subclass(Plain),
+}
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_unusual_tensors_are_recorded_by_their_kind(recorded_arguments, index):
-    name, tensor = list(unusual().items())[index]
-    call = recorded_arguments("(Tensor x) -> ()", tensor)
-    assert call.args == (TypeRecord(name),)
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.filterwarnings("ignore")  # quantized tensors are deprecated
+def test_unusual_tensors_are_recorded_by_their_kind(recorded_arguments, kind):
+    call = recorded_arguments("(Tensor x) -> ()", UNUSUAL[kind](torch.ones(2, 2)))
+    assert call.args == (TypeRecord(kind),)
     assert call.example() is None
 
 
@@ -126,7 +121,7 @@ def test_other_objects_are_recorded_by_their_type(recorded_arguments):
 
 def test_a_parameter_is_a_tensor(recorded_arguments):
     call = recorded_arguments("(Tensor x) -> ()", torch.nn.Parameter(torch.ones(2), False))
-    assert call.args == (TensorRecord(torch.float32, (2,), "cpu", False),)
+    assert call.args == (TensorRecord(torch.float32, (2,), str(DEVICE), False),)
 
 
 CONTEXTS = [torch.enable_grad, torch.no_grad, torch.inference_mode]

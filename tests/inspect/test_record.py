@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.devices import DEVICE
 from tests.support import in_threads
 from torchop import CallRecord, TensorRecord
 from torchop._inspect.record import KINDS_KEPT
@@ -37,8 +38,8 @@ def test_calls_are_counted_by_their_kind(op, namespace):
         op(T.double().requires_grad_(), [1, 2], name="b")
         T.sin()
     op(T, [1], 2.0)
-    tensor = TensorRecord(torch.float32, (2, 3), "cpu", False)
-    learnt = TensorRecord(torch.float64, (2, 3), "cpu", True)
+    tensor = TensorRecord(torch.float32, (2, 3), str(DEVICE), False)
+    learnt = TensorRecord(torch.float64, (2, 3), str(DEVICE), True)
     assert dict(recorded) == {
         f"{namespace}::op": [
             (CallRecord((tensor, [1], 2.0), {}), 2),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import BACKEND
 from tests.support import needs_native
 from torchop._compat import deregistration
 
@@ -75,7 +76,7 @@ def test_an_operator_is_not_destroyed_while_a_greenlet_calls_it(namespace):
             main.switch()
         return x + 1
 
-    library.impl("op", kernel, "CPU")
+    library.impl("op", kernel, BACKEND)
     op = getattr(torch.ops, namespace).op
     op(T)
     is_prepared = True

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import AUTOGRAD, BACKEND
 from tests.forking import run_forked
 from tests.inspect.explain.checking import T
 from tests.support import adding, assert_clean, counting, needs_native
@@ -53,7 +54,7 @@ def test_nothing_is_run(namespace):
 def test_explanation_says_it_in_words(op):
     lines = str(torchop.explain(op, T)).splitlines()
     assert lines[0].startswith(f"{op.name}: native, because the dispatcher would run only")
-    assert lines[1] == "keys: AutogradCPU, ADInplaceOrView, BackendSelect, CPU"
+    assert lines[1] == f"keys: {AUTOGRAD}, ADInplaceOrView, BackendSelect, {BACKEND}"
     assert lines[2] == "1. autograd: records nothing"
     lines = str(torchop.explain(op, T.to_sparse())).splitlines()
     assert lines[0].startswith(f"{op.name}: through the dispatcher, because a tensor is not plain")
@@ -71,7 +72,7 @@ def test_operator_of_pytorch(namespace):
 def test_operator_of_a_library(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
-        library.impl("op", lambda x: x + 1, "CPU")
+        library.impl("op", lambda x: x + 1, BACKEND)
         before = torchop.explain(f"{namespace}::op", T)
         packet = getattr(torch.ops, namespace).op
         packet(T)  # by now there is a plan

@@ -6,6 +6,7 @@ import torch
 import torch.autograd.forward_ad
 
 import torchop
+from tests.devices import BACKEND
 from tests.inspect.explain.checking import T, check, needing_grad
 from tests.support import adding, needs_native
 from torchop._native.extension import recipe
@@ -43,7 +44,7 @@ def test_gradient_of_a_derived_formula(namespace):
 
 def test_gradient_of_nothing_that_is_registered(namespace):
     torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
-    torchop.impl(f"{namespace}::op", "CPU", lambda x: x + 1)
+    torchop.impl(f"{namespace}::op", BACKEND, lambda x: x + 1)
     op = f"{namespace}::op"
     getattr(torch.ops, namespace).op(T)
     explanation = torchop.explain(op, needing_grad())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchop
+from tests.devices import TYPE
 from tests.inspect.explain.checking import T, check
 from tests.support import counting, needs_native
 from torchop._native.reasons import Reason
@@ -16,12 +17,12 @@ pytestmark = needs_native
 
 
 def test_kernel_of_a_device(op):
-    @op.register_kernel("cpu")
+    @op.register_kernel(TYPE)
     def special(x, n=1):
         return x + n
 
     assert "special" in check(op, Reason.NATIVE, T).kernels[-1]
-    with op.set_kernel_enabled("cpu", enabled=False):
+    with op.set_kernel_enabled(TYPE, enabled=False):
         assert "special" not in check(op, Reason.NATIVE, T).kernels[-1]
 
 

@@ -12,6 +12,7 @@ import torch.profiler
 from torch import Tensor
 
 import torchop
+from tests.devices import AUTOGRAD, BACKEND, TYPE
 from tests.inspect.explain.checking import T, check, needing_grad
 from tests.support import counting, needs_native
 from torchop._native.extension.recipe import CSRC
@@ -23,7 +24,7 @@ pytestmark = needs_native
 
 def test_native(op):
     explanation = check(op, Reason.NATIVE, T)
-    assert explanation.keys == ("AutogradCPU", "ADInplaceOrView", "BackendSelect", "CPU")
+    assert explanation.keys == (AUTOGRAD, "ADInplaceOrView", "BackendSelect", BACKEND)
     autograd, kernel = explanation.kernels
     assert autograd == "autograd: records nothing"
     code = op.__wrapped__.__code__
@@ -33,7 +34,7 @@ def test_native(op):
 def test_native_below_autograd(op):
     with torch.inference_mode():
         explanation = check(op, Reason.NATIVE, torch.zeros(2))
-    assert explanation.keys == ("BackendSelect", "CPU")
+    assert explanation.keys == ("BackendSelect", BACKEND)
     assert len(explanation.kernels) == 1
 
 
@@ -233,20 +234,20 @@ def test_function_mode(op, mode):
 
 
 def test_autocast(op):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(TYPE, torch.bfloat16):
         check(op, Reason.NATIVE, T)  # without a rule there is nothing to do
-        op.register_autocast("cpu", torch.bfloat16)
+        op.register_autocast(TYPE, torch.bfloat16)
         check(op, Reason.AUTOCAST, T)
     check(op, Reason.NATIVE, T)
 
 
-@pytest.mark.parametrize("key", ["CPU", "Autograd", "BackendSelect"])
+@pytest.mark.parametrize("key", [BACKEND, "Autograd", "BackendSelect"])
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_kernel(op, key):
     with torchop.Library(op.name.split("::")[0], "IMPL") as guest:
         guest.impl("op", lambda x, n=1: x + 7, key)
         explanation = check(op, Reason.KERNEL, T)
-        at = "AutogradCPU" if key == "Autograd" else key
+        at = AUTOGRAD if key == "Autograd" else key
         assert explanation.reason == (
             f"the dispatcher would run the kernel at {at}, which was registered by other means"
         )

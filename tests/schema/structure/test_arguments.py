@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import TYPE
 from tests.schema.structure.structures import (
     Checked,
     Frozen,
@@ -210,7 +211,7 @@ def test_a_value_that_equals_the_default_of_the_schema_reaches_every_kernel(
 
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
 
-    @op.register_kernel("cpu")
+    @op.register_kernel(TYPE)
     def _(x: Tensor, inner: Frozen, sizes: tuple[int, int] = (8, 8)) -> Tensor:
         seen.append((inner.count, sizes))
         return x.clone()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.devices import TYPE
 from torchop import GradientError, RuleSignatureError
 
 
@@ -297,7 +298,7 @@ def test_rules_registered_by_name_get_structures_too(namespace: str) -> None:
     op = define(namespace)
     seen = []
 
-    @torchop.register_kernel(f"{namespace}::op", "cpu")
+    @torchop.register_kernel(f"{namespace}::op", TYPE)
     def _(x: Tensor, layer: Layer, power: int = 1) -> Tensor:
         seen.append(type(layer))
         return x.clone()
@@ -361,16 +362,16 @@ def test_a_rule_of_another_signature_is_refused(namespace: str, rule: str) -> No
 
 def test_the_disabled_kernel_gives_way_to_the_function(namespace: str) -> None:
     op = define(namespace)
-    op.register_kernel("cpu", lambda x, layer, power=1: x * 100)
+    op.register_kernel(TYPE, lambda x, layer, power=1: x * 100)
     assert op(torch.ones(1), Layer(torch.ones(1))).item() == 100
-    with op.set_kernel_enabled("cpu", enabled=False):
+    with op.set_kernel_enabled(TYPE, enabled=False):
         assert op(torch.ones(1), Layer(torch.ones(1))).item() == 1
 
 
 def test_autocast_casts_the_tensors_of_a_structure(namespace: str) -> None:
     op = define(namespace)
-    op.register_autocast("cpu", torch.bfloat16)
-    with torch.autocast("cpu"):
+    op.register_autocast(TYPE, torch.bfloat16)
+    with torch.autocast(TYPE):
         assert op(torch.ones(1), Layer(torch.ones(1))).dtype is torch.bfloat16
 
 
