@@ -13,6 +13,8 @@ INDUCTOR = "Inductor compiles for few types of devices"
 KINDS = "only the CPU has such tensors"
 CPU = "it has kernels, tensors or generators for the CPU"
 DEFAULT = "it makes tensors on the default device, which this plug-in does not set"
+TRACED = "it makes tensors in a function that is traced, where this plug-in makes none"
+WORDS = "it expects words in which the CPU is named"
 CHECKPOINT = "selective checkpointing keeps random numbers of few types of devices"
 STOCK = "operators of PyTorch fail there, too"
 STANDIN = "there, the CPU stands in for missing kernels"
@@ -119,6 +121,24 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "define/test_triton_op.py": {
         CPU: ("test_all_registrations", "test_compiled_calls_run_the_kernel_that_a_device_has"),
     },
+    "inspect/explain/test_explain.py": {
+        WORDS: ("test_operator_of_pytorch",),
+    },
+    "inspect/explain/test_kernels.py": {
+        STANDIN: (
+            "test_kernel_of_somebody_else[CUDA]",
+            "test_kernel_of_the_low_level[for another device]",
+            "test_kernel_of_the_low_level[none for a device]",
+            "test_kernel_that_is_missing",
+        ),
+        WORDS: ("test_kernel_of_the_low_level[at Autograd, with keys]",),
+    },
+    "inspect/explain/test_reasons.py": {
+        KINDS: ("test_keys[quantized]", "test_keys[nested]"),
+    },
+    "inspect/test_call_record.py": {
+        KINDS: ("test_unusual_tensors_are_recorded_by_their_kind[quantized tensor]",),
+    },
     "rules/autograd/derived/test_graphs.py": {
         CPU: ("test_the_kernel_of_the_device_is_differentiated",),
     },
@@ -219,13 +239,18 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rules/user/test_flop_formula.py": {
         CPU: ("test_the_counter_counts_what_the_formula_says",),
     },
+    "schema/test_forms.py": {
+        TRACED: ("test_compiled_equals_eager",),
+    },
 }
 
 
-def reason(file: str, name: str) -> str | None:
+def reason(file: str, name: str, device_type: str) -> str | None:
     """Why a test, in a file of this folder, is about the CPU; None if it is not."""
     function, _, parameters = name.rstrip("]").partition("[")
     for reason, entries in TESTS.get(file, {}).items():
+        if reason is STANDIN and device_type != "standin":
+            continue
         for entry in entries:  # "test_one", or "test_one[word]" with one of the words of parameters
             of_entry, _, word = entry.rstrip("]").partition("[")
             if of_entry == function and (not word or f"-{word}-" in f"-{parameters}-"):

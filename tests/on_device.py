@@ -24,6 +24,7 @@ import torch
 from tests import about_the_cpu
 
 TESTS = str(Path(__file__).parent)
+DEVICE_TYPE = os.environ["TORCHOP_TEST_DEVICE"].partition(":")[0]
 FACTORIES = (
     "arange",
     "empty",
@@ -44,7 +45,7 @@ FACTORIES = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Loads the stand-in, if it is the device, once `tests/conftest.py` has prepared torchop."""
-    if os.environ["TORCHOP_TEST_DEVICE"].startswith("standin"):
+    if DEVICE_TYPE == "standin":
         importlib.import_module("tests.device.standin").load()
     device = importlib.import_module("tests.devices").DEVICE  # which exists from here on
     # PyTorch compiles this module from its source, where the functions have to be its own.
@@ -55,7 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        reason = about_the_cpu.reason(item.path.relative_to(TESTS).as_posix(), item.name)
+        file = item.path.relative_to(TESTS).as_posix()
+        reason = about_the_cpu.reason(file, item.name, DEVICE_TYPE)
         if reason is not None:
             item.add_marker(pytest.mark.xfail(reason=f"about the CPU: {reason}", strict=True))
 
@@ -67,8 +69,7 @@ def pytest_runtest_makereport(
     """Tells failures by which a test says itself that it is about the CPU; see `of_failure`."""
     report = yield
     if report.failed and call.excinfo is not None:
-        device_type = os.environ["TORCHOP_TEST_DEVICE"].partition(":")[0]
-        reason = about_the_cpu.of_failure(call.excinfo, device_type)
+        reason = about_the_cpu.of_failure(call.excinfo, DEVICE_TYPE)
         if reason is not None:
             report.outcome, report.wasxfail = "skipped", f"about the CPU: {reason}"
     return report
