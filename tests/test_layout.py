@@ -62,7 +62,7 @@ BUDGETS = {
     "_rules/user/sharding": 862,
     "_schema": 3388,
     "cli": 2275,
-    "export": 508,
+    "export": 521,
     "files": 764,
     "testing": 6385,
 }
