@@ -44,8 +44,10 @@ MODULE = """
         return triple(triple(x))
 """
 
-SHIP = """
+SHIP = r"""
     import pickle
+    import re
+    import warnings
     import torch
     import torch.package
     import torchop.export
@@ -60,7 +62,11 @@ SHIP = """
         "aot_inductor.precompile_headers": False,
         "aot_inductor.metadata": {"version": "7"},
     }
-    path = torchop.export.aoti_package(program, "model.pt2", inductor_configs=configs)
+    with warnings.catch_warnings(record=True) as caught:
+        path = torchop.export.aoti_package(program, "model.pt2", inductor_configs=configs)
+    for each in caught:
+        if each.filename == "<string>":  # this program
+            print(*re.findall(r"(served::[\w.]+) \(see [^)]*served_module.py:", str(each.message)))
     model = torchop.export.load_package(path)
     print(model(torch.ones(3)).tolist(), model.get_metadata()["version"])
 
@@ -102,5 +108,10 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shipped")
     (folder / "served_module.py").write_text(textwrap.dedent(MODULE))
     output = run_in(folder, SHIP)
-    assert output.splitlines() == ["[4.0, 4.0, 4.0] 7", "[9.0, 9.0]", "refused"]
+    assert output.splitlines() == [
+        "served::add_one.inplace served::triple",
+        "[4.0, 4.0, 4.0] 7",
+        "[9.0, 9.0]",
+        "refused",
+    ]
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import zipfile
@@ -15,6 +16,7 @@ import torchop
 import torchop.export
 from tests import combinations
 from tests.export.conftest import run_in
+from torchop._compat import on_demand
 
 SERVE = Path(__file__).parents[2] / "examples" / "serving" / "serve_alone.cpp"
 KERNELS = """
@@ -95,6 +97,21 @@ def test_a_kernel_in_python_is_refused(namespace, tmp_path, device):
     )
     assert "test_cpp_definitions.py:" in message
     assert f"TORCH_LIBRARY_IMPL({namespace}, ...)" in message
+
+
+@pytest.mark.parametrize("key", ["CPU", "CUDA"])
+def test_kernels_in_python_are_named_where_the_package_is_made(
+    namespace, tmp_path, monkeypatch, key
+):
+    torchop.custom_op(f"{namespace}::f", lambda x: x, schema=SCHEMA, mutates_args=())
+    _register_in_cpp(namespace, "f", key)
+    path = _package(tmp_path, "cpu", f"{namespace}::f", "aten::sin")
+    monkeypatch.setattr(on_demand, "compile_aoti_package", lambda *arguments: str(path))
+    program = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
+    message = rf"on cpu, the package calls kernels in Python.*: {namespace}::f \(see .*py:\d+\)\. W"
+    in_python = key == "CUDA"
+    with pytest.warns(UserWarning, match=message) if in_python else contextlib.nullcontext():
+        assert torchop.export.aoti_package(program) == str(path)
 
 
 def test_an_operator_that_is_not_registered_is_named(tmp_path):

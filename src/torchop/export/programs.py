@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 
 import torchop
 from torchop._compat import on_demand
+from torchop._inspect.registrant import python_kernel
 from torchop._rules.providers import providers_of
 from torchop.export.functional import operators_in
 from torchop.extend import Operator, OpName, short_repr, warn
@@ -135,6 +136,9 @@ def aoti_package(
     Raises:
         RuntimeError: Inductor cannot compile the program.
 
+    Warns:
+        UserWarning: the package calls operators whose kernel is in Python; names them.
+
     Example:
         >>> import torch, torchop, torchop.export
         >>> @torchop.custom_op("docs::halve", mutates_args=())
@@ -155,7 +159,19 @@ def aoti_package(
     metadata = configs.get("aot_inductor.metadata") or {}
     configs["aot_inductor.metadata"] = {**metadata, _METADATA: _modules_of(ep)}
     path = None if package_path is None else os.fspath(package_path)
-    return on_demand.compile_aoti_package(ep, path, configs)
+    path = on_demand.compile_aoti_package(ep, path, configs)
+    operators, device = contents_of_package(path)
+    sites = {name: python_kernel(Operator(name, "aoti_package"), device) for name in operators}
+    in_python = ", ".join(f"{name} (see {site})" for name, site in sites.items() if site)
+    if in_python:
+        warn(
+            f"aoti_package: on {device}, the package calls kernels in Python, so it runs only in a "
+            f"process that has a Python, whose lock each of these calls takes: {in_python}. Where "
+            "that matters, register kernels with TORCH_LIBRARY_IMPL, load their library before "
+            "you make the package, and see torchop.export.cpp_definitions.",
+            UserWarning,
+        )
+    return path
 
 
 def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
