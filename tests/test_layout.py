@@ -52,7 +52,7 @@ BUDGETS = {
     "_accelerate": 604,
     "_compat": 3075,
     "_core": 1589,
-    "_define": 1954,
+    "_define": 1953,
     "_inspect": 1079,
     "_native": 1455,
     "_native/csrc": 5106,

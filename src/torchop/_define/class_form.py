@@ -72,6 +72,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
       `vmap` may be `"sequential"`.
     - `save_for_backward` in place of `setup_context`: `save_for_backward(inputs, output)`, or with
       `residuals`, returns a tensor or a tuple, which an opaque `backward(*grads, saved)` gets last.
+    - `backward_kernel` in place of these: as in `register_autograd`.
     - `opaque`: True beside a `backward` that cannot be traced.
     - `autocast`: a dtype, or a dict of dtypes by device type; `torch_dispatch`: a dict of functions
       by mode or subclass.

@@ -60,12 +60,8 @@ def _register_opaque(
     with_residuals = asks_for_residuals(save)
     grads = [f"grad_{index}" for index in range(len(op.schema.returns))]
     check_signature(f"{op.name}: backward", backward, (*grads, "saved"))
-    check_signature(
-        f"{op.name}: save_for_backward",
-        save,
-        ("inputs", "output"),
-        (RESIDUALS,) if with_residuals else (),
-    )
+    more = (RESIDUALS,) if with_residuals else ()
+    check_signature(f"{op.name}: save_for_backward", save, ("inputs", "output"), more)
 
     def keep(ctx: Any, saved: Any) -> None:
         ctx.is_single = not isinstance(saved, tuple)
@@ -139,6 +135,9 @@ MEMBERS: Mapping[str, Member] = {
         _register_backward,
         "a static function, or torchop.derived",
         lambda value: callable(value) or isinstance(value, Derived),
+    ),
+    "backward_kernel": Member(
+        lambda op, kernel, rest: op.register_autograd(rest.get("backward"), backward_kernel=kernel)
     ),
     "opaque": Member(
         takes="True, for a backward that cannot be traced, or False",

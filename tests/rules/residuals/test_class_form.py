@@ -80,6 +80,29 @@ def test_members_that_exclude_each_other(namespace, more):
         torchop.operator(f"{namespace}::op")(type("wrong", (), {**members, **more}))
 
 
+def test_a_backward_kernel(namespace):
+    class cube:
+        residuals = {"slope": Tensor}  # noqa: RUF012
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return torchop.residuals(x**3, 3 * x**2)
+
+        @staticmethod
+        def backward_kernel(grad: Tensor, slope: Tensor) -> Tensor:
+            return grad * slope
+
+    op = torchop.operator(f"{namespace}::op")(cube)
+    x = torch.tensor([2.0], requires_grad=True)
+    for _ in range(2):
+        assert torch.autograd.grad(op(x), x)[0].item() == 12.0
+    assert "slope" in str(getattr(torch.ops, namespace).op__backward_kernel.default._schema)
+    cube.backward = staticmethod(lambda ctx, grad: grad)
+    with pytest.raises(torchop.RuleSignatureError, match="takes a backward_kernel, or backward"):
+        torchop.operator(f"{namespace}::both")(cube)
+    assert not hasattr(getattr(torch.ops, namespace), "both")
+
+
 def test_a_backward_that_takes_no_saved_values(namespace):
     class wrong:
         @staticmethod
