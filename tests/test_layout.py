@@ -61,10 +61,10 @@ BUDGETS = {
     "_rules/residuals": 684,
     "_rules/user/sharding": 862,
     "_schema": 3388,
-    "cli": 2275,
+    "cli": 2280,
     "export": 521,
     "files": 764,
-    "testing": 6385,
+    "testing": 6386,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
