@@ -47,6 +47,19 @@ KNOWN = {
 }
 """
 
+DAMAGES = """
+import torch, torchop
+
+damaged = []
+
+@torchop.custom_op("NAMESPACE::damages", mutates_args=())
+def damages(x: torch.Tensor) -> torch.Tensor:
+    damaged.extend([1] if damaged or not x.is_contiguous() else [])
+    return x * 2 + len(damaged)
+
+damages.register_examples(lambda: [(torch.arange(6.0).view(2, 3),)])
+"""
+
 ENDS_TWICE = """
 import os, pathlib, torch, torchop
 
@@ -134,6 +147,14 @@ def test_what_does_not_end_is_a_finding_too(run, write, namespace):
     assert outcome.code == 1
     assert "FAILED memory.transposed: " in outcome.out
     assert ": it took over 3 seconds.\n" in outcome.out
+
+
+def test_what_a_wrong_kernel_leaves_behind_is_not_blamed_on_others(run, write, namespace):
+    module = write("operators", DAMAGES)
+    checks = ("-k", "memory.transposed", "-k", "memory.offset", "-k", "memory.unaligned")
+    outcome = run("check", f"{namespace}::damages", "--import", module, *checks)
+    assert f"{namespace}::damages: 2 passed, 1 failed (" in outcome.out
+    assert "FAILED memory.transposed: " in outcome.out
 
 
 def test_checks_that_no_process_is_left_for_are_failures(run, write, namespace, tmp_path):

@@ -236,7 +236,7 @@ def _check_operator(op: str, request: Request, progress: _Progress) -> CheckRepo
     """
     started_at = time.perf_counter()
     spent, since = 0.0, started_at  # of the budget, which starting a process does not take
-    schema, expected, costs = op, dict[str, Expectation | None](), dict[str, float]()
+    schema, expected, costs = op, dict[str, Expectation | None](), None
     results: dict[str, Result] = {}
     with tempfile.TemporaryDirectory(prefix="torchop-") as name:
         folder, current = Path(name), ""
@@ -259,7 +259,9 @@ def _check_operator(op: str, request: Request, progress: _Progress) -> CheckRepo
                                 results[current], current = value, ""
                             case "costs":
                                 costs = value
-                break
+                if costs is not None:
+                    break
+                spent += time.perf_counter() - since
             except ChildError as error:
                 spent += time.perf_counter() - since
                 if not expected:
@@ -277,7 +279,7 @@ def _check_operator(op: str, request: Request, progress: _Progress) -> CheckRepo
     checked = [results[name] for name in expected if name in results]
     checked += unmet(expected, checked)
     seconds = time.perf_counter() - started_at
-    return CheckReport(op, schema, tuple(checked), request.seed, seconds, costs)
+    return CheckReport(op, schema, tuple(checked), request.seed, seconds, costs or {})
 
 
 def _crash(check: str, problem: str, folder: Path) -> Result:
@@ -337,7 +339,10 @@ def _messages(
         if check.name not in done:
             written = _written(check, folder)  # first: what ends the process now has no case yet
             yield "check", check.name
-            yield "result", budget.run(written)
+            result = budget.run(written)
+            yield "result", result
+            if result.outcome in ("failed", "expected failure"):
+                return  # such a kernel may have written anywhere, so that others need a new process
     yield "costs", call_costs(checks[0].subject)
 
 
