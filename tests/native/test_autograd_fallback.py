@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import torchop
+from tests.devices import BACKEND
 from tests.support import needs_native, node_of, outcome
 
 pytestmark = needs_native
@@ -127,7 +128,7 @@ def observed(op: Any, kind: str, x: Tensor) -> list[Any]:
 def defined(library: Any, kind: str) -> Any:
     schema, kernel = OPERATORS[kind]
     library.define(f"op{schema}")
-    library.impl("op", kernel, "CPU")
+    library.impl("op", kernel, BACKEND)
     return getattr(torch.ops, library.ns).op
 
 
@@ -169,7 +170,7 @@ def test_calls_and_gradients_are_those_of_the_dispatcher(namespace, package, kin
 def test_the_warning_names_the_operator_of_each_overload(namespace, library):
     for name in ("op", "op.per_tensor"):
         library.define(f"{name}(Tensor x, {'float' if '.' in name else 'Tensor'} y) -> Tensor")
-        library.impl(name, without_history, "CPU")
+        library.impl(name, without_history, BACKEND)
     packet = getattr(torch.ops, namespace).op
     with torchop.accelerate(f"{namespace}::*"):
         for y in (torch.ones(2), 0.5):
@@ -194,7 +195,7 @@ def test_calls_inside_of_calls(namespace, library):
         return x.detach() if x.sum() < 1 else op(x / 2)
 
     library.define("op(Tensor x) -> Tensor")
-    library.impl("op", halve, "CPU")
+    library.impl("op", halve, BACKEND)
     op = getattr(torch.ops, namespace).op
     with torchop.native.disabled():
         expected = str(op(leaf(8)))

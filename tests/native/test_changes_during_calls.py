@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import TYPE
 from tests.native.scenarios import GRAD, T, define, inputs
 from tests.support import counting, needs_native
 
@@ -20,16 +21,16 @@ pytestmark = needs_native
 @GRAD
 def test_kernel_may_replace_itself(namespace, with_grad):
     def kernel(x: Tensor) -> Tensor:
-        op.register_kernel("cpu", lambda x: x + 5)
+        op.register_kernel(TYPE, lambda x: x + 5)
         gc.collect()
         return x + 1
 
     op = define(namespace, kernel)
     op.register_autograd(lambda ctx, grad: grad)
     x = inputs(with_grad)
-    op.register_kernel("cpu", lambda x: x + 3)
+    op.register_kernel(TYPE, lambda x: x + 3)
     op(x)
-    op.register_kernel("cpu", kernel)
+    op.register_kernel(TYPE, kernel)
     with counting(op) as calls:
         assert op(x).tolist() == [1, 1]
         assert op(x).tolist() == [5, 5]
@@ -102,10 +103,10 @@ def test_other_thread_registers_during_calls(namespace):
         thread.start()
     until = time.monotonic() + 1.5
     while time.monotonic() < until:
-        op.register_kernel("cpu", lambda x: x + 2)
-        op.register_kernel("cpu", lambda x: x + 3)
+        op.register_kernel(TYPE, lambda x: x + 2)
+        op.register_kernel(TYPE, lambda x: x + 3)
         op.register_autograd(lambda ctx, grad: grad)
-        with op.set_kernel_enabled("cpu", enabled=False):
+        with op.set_kernel_enabled(TYPE, enabled=False):
             time.sleep(0.0005)
     stop.set()
     for thread in threads:

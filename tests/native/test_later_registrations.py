@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.devices import TYPE
 from tests.support import counting, needs_native
 
 pytestmark = needs_native
@@ -15,7 +16,7 @@ T = torch.zeros(2)
 def test_kernel_is_honoured_after_calls(op):
     for amount in (5.0, 6.0):
         op(T)
-        op.register_kernel("cpu", lambda x, amount=amount: x + amount)
+        op.register_kernel(TYPE, lambda x, amount=amount: x + amount)
         with counting(op) as calls:
             assert op(T).tolist() == [amount, amount]
             assert op.overload(T).tolist() == [amount, amount]
@@ -23,12 +24,12 @@ def test_kernel_is_honoured_after_calls(op):
 
 
 def test_switched_off_kernel_is_not_run_and_calls_stay_native(op):
-    op.register_kernel("cpu", lambda x: x + 5)
+    op.register_kernel(TYPE, lambda x: x + 5)
     assert op(T).tolist() == [5, 5]
     with counting(op) as calls:
-        with op.set_kernel_enabled("cpu", enabled=False):
+        with op.set_kernel_enabled(TYPE, enabled=False):
             assert op(T).tolist() == [1, 1]
-            with op.set_kernel_enabled("cpu", enabled=True):
+            with op.set_kernel_enabled(TYPE, enabled=True):
                 assert op(T).tolist() == [5, 5]
             assert op(T).tolist() == [1, 1]
         assert op(T).tolist() == [5, 5]
@@ -51,11 +52,11 @@ def test_formula_is_honoured_after_calls(op):
 
 
 def test_autocast_rule_is_honoured_after_calls(op):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(TYPE, torch.bfloat16):
         with counting(op) as calls:
             assert op(T).dtype == torch.float32
         assert calls == {"native": 1}
-        op.register_autocast("cpu", torch.bfloat16)
+        op.register_autocast(TYPE, torch.bfloat16)
         with counting(op) as calls:
             assert op(T).dtype == torch.bfloat16
             assert op.overload(T).dtype == torch.bfloat16

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.devices import AUTOGRAD, BACKEND, TYPE
 from tests.support import on_both
 
 T = torch.arange(4.0)
@@ -44,7 +45,7 @@ def register(library, namespace, key):
 
     home = library.Library(namespace, "FRAGMENT")
     home.define("op(Tensor x, int scale=1) -> Tensor")
-    home.impl("op", compute, "CPU")
+    home.impl("op", compute, BACKEND)
     home.impl("op", record, key)
     overload = getattr(torch.ops, namespace).op.default
     return overload, ran, home
@@ -80,7 +81,7 @@ SITUATIONS = {
     "no grad": (torch.no_grad, T.clone, 4),
     "inference mode": (torch.inference_mode, made_in_inference, 2),
     "a tensor from inference mode": (contextlib.nullcontext, made_in_inference, 2),
-    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), T.clone, 4),
+    "autocast": (lambda: torch.autocast(TYPE, torch.bfloat16), T.clone, 4),
     "below autograd": (torch._C._AutoDispatchBelowAutograd, T.clone, 2),
     "a view": (contextlib.nullcontext, lambda: T.clone()[1:], 4),
     "a mode": (Sees, T.clone, 2),  # what the mode calls
@@ -89,7 +90,7 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("key", ["AutogradCPU", "Autograd"])
+@pytest.mark.parametrize("key", [AUTOGRAD, "Autograd"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_a_kernel_at_autograd_runs_natively_as_the_dispatcher_runs_it(namespace, situation, key):
     context, made, native_calls = SITUATIONS[situation]
@@ -126,7 +127,7 @@ def test_a_kernel_at_autograd_leaves_an_operator_of_others_accelerated(namespace
             return op(x) * 10
 
     with torchop.Library(namespace, "IMPL") as guest:
-        guest.impl("op", record, "AutogradCPU")
+        guest.impl("op", record, AUTOGRAD)
         with torchop.accelerate(f"{namespace}::*"):
             for _ in range(3):
                 assert op(T).tolist() == [10, 20, 30, 40]
@@ -137,11 +138,11 @@ def test_a_kernel_at_autograd_leaves_an_operator_of_others_accelerated(namespace
 def test_a_kernel_that_another_library_uncovers_again_is_native(namespace):
     with torchop.Library(namespace, "FRAGMENT") as home:
         home.define("op(Tensor x) -> Tensor")
-        home.impl("op", lambda x: x + 1, "CPU")
+        home.impl("op", lambda x: x + 1, BACKEND)
         op = getattr(torch.ops, namespace).op
         op(T)
         with torchop.Library(namespace, "IMPL") as guest:
-            guest.impl("op", lambda x: x + 2, "CPU")
+            guest.impl("op", lambda x: x + 2, BACKEND)
             for _ in range(3):
                 assert op(T).tolist() == [2, 3, 4, 5]
         op(T)  # which finds that the plan does not have its kernel

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import BACKEND
 from tests.opaque_types import (
     CONSTANT,
     REFERENCE,
@@ -75,7 +76,7 @@ class Makers:
         library = maker.Library(self.namespace, "FRAGMENT")
         self.undo.append(library._destroy)
         library.define(f"op{schema}")
-        library.impl("op", kernel, "CPU")
+        library.impl("op", kernel, BACKEND)
         return getattr(torch.ops, self.namespace).op.default
 
     def _accelerate(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.devices import AUTOGRAD, BACKEND, TYPE
 from tests.support import counting, needs_native
 
 pytestmark = needs_native
@@ -13,9 +14,7 @@ T = torch.zeros(2)
 
 
 # CompositeExplicitAutograd is where an operator without kernels of its own has the function.
-KEYS = pytest.mark.parametrize(
-    "key", ["CPU", "Autograd", "AutogradCPU", "CompositeExplicitAutograd"]
-)
+KEYS = pytest.mark.parametrize("key", [BACKEND, "Autograd", AUTOGRAD, "CompositeExplicitAutograd"])
 
 
 def override(op, key):
@@ -84,7 +83,7 @@ def test_same_function_registered_by_somebody_else_is_not_taken_for_ours(op):
     """It would be right to call it natively, but the dispatcher has its own wrapper around it."""
     op(T)
     guest = torch.library.Library(op.name.split("::")[0], "IMPL")
-    guest.impl("op", op.__wrapped__, "CPU")
+    guest.impl("op", op.__wrapped__, BACKEND)
     with counting(op) as calls:
         assert op(T).tolist() == [1, 1]
     assert calls == {"kernel": 1}
@@ -92,10 +91,10 @@ def test_same_function_registered_by_somebody_else_is_not_taken_for_ours(op):
 
 
 def test_fallthrough_at_a_backend_is_honoured(op):
-    op.register_kernel("cpu", lambda x: x + 3)
+    op.register_kernel(TYPE, lambda x: x + 3)
     assert op(T).tolist() == [3, 3]
     guest = torch.library.Library(op.name.split("::")[0], "IMPL")
-    guest.impl("op", torch.library.fallthrough_kernel, "AutogradCPU")
+    guest.impl("op", torch.library.fallthrough_kernel, AUTOGRAD)
     assert op(T).tolist() == [3, 3]
     guest._destroy()
     assert op(T).tolist() == [3, 3]

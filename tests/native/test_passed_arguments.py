@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import AUTOGRAD, BACKEND, TYPE
 from tests.support import counting, needs_native
 
 pytestmark = needs_native
@@ -79,7 +80,7 @@ def test_a_kernel_of_an_operator_is_given_the_default_of_the_schema(namespace, m
 @pytest.mark.parametrize("make", [wrapped, signed, _Instance])
 def test_a_kernel_for_a_device_is_given_the_default_of_the_schema(namespace, make):
     op = torchop.custom_op(f"{namespace}::op", implementation, mutates_args=())
-    op.register_kernel("cpu")(make())
+    op.register_kernel(TYPE)(make())
     assert values(lambda: op(T)) == [2, 2, 2, 2]
 
 
@@ -97,7 +98,7 @@ def test_a_fake_kernel_is_given_the_default_of_the_schema(namespace):
 def test_a_kernel_of_a_library_is_given_what_the_dispatcher_passes(namespace, make):
     library = torchop.Library(namespace, "FRAGMENT")
     library.define(f"op{SCHEMA}")
-    library.impl("op", make(), "CPU")
+    library.impl("op", make(), BACKEND)
     op = getattr(torch.ops, namespace).op
     assert values(lambda: op(T)) == [10, 10, 10, 10]
     assert values(lambda: op(T, beta=2.0)) == [10, 10, 10, 10]
@@ -114,7 +115,7 @@ def test_a_kernel_of_others_is_given_what_the_dispatcher_passes(namespace, make,
         torch.library.custom_op(name, make(), mutates_args=(), schema=SCHEMA)
     else:
         torch.library.define(name, SCHEMA)
-        torch.library.impl(name, "cpu")(make())
+        torch.library.impl(name, TYPE)(make())
     op = getattr(torch.ops, namespace).op
     stock = op(T).item(), op(T, beta=2.0).item(), op(T, beta=3.0).item()
     with torchop.accelerate(name):
@@ -159,7 +160,7 @@ def test_the_last_arguments_are_left_out_where_they_equal_their_default(namespac
     maker: Any = torch.library if theirs else torchop
     library = maker.Library(namespace, "FRAGMENT")
     library.define(f"op{DEFAULTS} -> Tensor".replace("'", '"'))
-    library.impl("op", kernel, "CPU")
+    library.impl("op", kernel, BACKEND)
     op = getattr(torch.ops, namespace).op
     with torchop.accelerate(f"{namespace}::*"):
         for args, kwargs in CALLS:
@@ -181,7 +182,7 @@ def test_a_default_device_is_passed_as_it_is_spelled(namespace):
 
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define('op(Tensor x, Device? d="cpu", int n=1) -> Tensor')
-    library.impl("op", kernel, "CPU")
+    library.impl("op", kernel, BACKEND)
     op = getattr(torch.ops, namespace).op
     with torchop.accelerate(f"{namespace}::*"):
         for _ in range(2):
@@ -218,7 +219,7 @@ def test_replaced_defaults_of_a_function_are_noticed(namespace, way):
         torch.library.custom_op(name, kernel, mutates_args=(), schema=text)
     else:
         library.define(f"op{text}")
-        library.impl("op", kernel, "CPU")
+        library.impl("op", kernel, BACKEND)
     op = getattr(torch.ops, namespace).op
     with torchop.accelerate(name):
         assert values(lambda: op(T)) == [2] * 4
@@ -264,7 +265,7 @@ def test_a_list_that_is_a_default_of_a_kernel_alone_is_its_own(namespace, theirs
     maker: Any = torch.library if theirs else torchop
     library = maker.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x, int[] d=[]) -> Tensor")
-    library.impl("op", kernel, "CPU")
+    library.impl("op", kernel, BACKEND)
     op = getattr(torch.ops, namespace).op
     with torchop.accelerate(f"{namespace}::*"):
         assert values(lambda: op(T)) == [1, 2, 3, 4]
@@ -287,7 +288,7 @@ def counted(namespace):
         seen.append(len(args))
         return args[-1].detach().clone()
 
-    library.impl("op", kernel, "CPU")
+    library.impl("op", kernel, BACKEND)
     yield getattr(torch.ops, namespace).op, library, kernel, seen
     library._destroy()
 
@@ -299,11 +300,11 @@ def test_a_function_is_given_the_keys_where_it_takes_them(namespace, counted):
         for _ in range(3):
             op(T)
         assert torchop.native.counters(f"{namespace}::op")["native"] == 3
-        library.impl("op", kernel, "CPU", with_keyset=True, allow_override=True)
+        library.impl("op", kernel, BACKEND, with_keyset=True, allow_override=True)
         for _ in range(3):
             op(T)
         assert seen == [1] * 3 + [2] * 3
-        library.impl("op", kernel, "CPU", allow_override=True)
+        library.impl("op", kernel, BACKEND, allow_override=True)
         for _ in range(3):
             op(T)
         assert seen == [1] * 3 + [2] * 3 + [1] * 3
@@ -311,7 +312,7 @@ def test_a_function_is_given_the_keys_where_it_takes_them(namespace, counted):
 
 def test_a_function_at_two_keys_is_given_the_keys_at_one(namespace, counted):
     op, library, kernel, seen = counted
-    library.impl("op", kernel, "AutogradCPU", with_keyset=True)
+    library.impl("op", kernel, AUTOGRAD, with_keyset=True)
     with torchop.accelerate(f"{namespace}::*"):
         for _ in range(3):
             op(T)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import BACKEND
 from tests.support import needs_native
 
 pytestmark = needs_native
@@ -32,7 +33,7 @@ def theirs(namespace: str) -> tuple[Any, list[Any]]:
     """A library of others, and the objects that call its operator."""
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(f"op{SCHEMA}")
-    library.impl("op", lambda x: x + 1, "CPU")
+    library.impl("op", lambda x: x + 1, BACKEND)
     packet = getattr(torch.ops, namespace).op
     return library, [packet, packet.default]
 
@@ -48,7 +49,7 @@ def made_by_custom_op(namespace: str) -> tuple[Any, list[Any]]:
 def of_a_library(namespace: str) -> tuple[Any, list[Any]]:
     library = torchop.Library(namespace, "FRAGMENT")
     library.define(f"op{SCHEMA}")
-    library.impl("op", lambda x: x + 1, "CPU")
+    library.impl("op", lambda x: x + 1, BACKEND)
     packet = getattr(torch.ops, namespace).op
     return library, [packet, packet.default]
 
@@ -86,7 +87,7 @@ def test_an_operator_that_takes_the_name_is_another(namespace, make):
     library.m.reset()
     again = torch.library.Library(namespace, "FRAGMENT")
     again.define("op(Tensor x, int n) -> Tensor")
-    again.impl("op", lambda x, n: x * n, "CPU", allow_override=True)
+    again.impl("op", lambda x, n: x * n, BACKEND, allow_override=True)
     packet, overload = callers[-2:]
     for _ in range(3):
         assert packet(T, 3).tolist() == [3, 3]
@@ -118,7 +119,7 @@ def test_an_operator_is_gone_in_the_middle_of_a_call(namespace):
             gc.collect()
         return x + 1
 
-    library.impl("op", kernel, "CPU")
+    library.impl("op", kernel, BACKEND)
     op = getattr(torch.ops, namespace).op
     op(T), op(T)
     is_last = True
