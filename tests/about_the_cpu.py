@@ -19,9 +19,25 @@ CHECKPOINT = "selective checkpointing keeps random numbers of few types of devic
 STOCK = "operators of PyTorch fail there, too"
 STANDIN = "there, the CPU stands in for missing kernels"
 
-# What cannot be collected, because it makes arrays of NumPy when it is imported, and the tests of
-# simulated ranks, which are on the CPU.
-FILES = ("core/test_contract.py", "rules/user/sharding", "rules/user/test_sharding.py")
+# What is left out: a file that cannot be collected, because it makes arrays of NumPy when it is
+# imported, and tests of simulated ranks, which are on the CPU.
+FILES = (
+    "core/test_contract.py",
+    "rules/user/sharding",
+    "rules/user/test_sharding.py",
+    # Compiling, and programs in processes of their own, which the plug-in does not reach; tests of
+    # devices that they name; and leaks, which tests/device has with fewer calls.
+    "native/extension",
+    "native/test_deep_recursion.py",
+    "native/test_devices.py",
+    "native/test_first_use.py",
+    "native/test_leaks.py",
+    "native/test_mutants.py",
+    "native/test_notices.py",
+    "native/test_processes.py",
+    "native/test_switch.py",
+    "native/test_thread_end.py",
+)
 TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "accelerate/test_arguments.py": {
         CPU: ("test_forty_arguments_of_which_eight_are_written",),
