@@ -153,7 +153,6 @@ _NO_ROWS = "with 0 rows or offsets, the kernel divides by zero, or writes nothin
 _RETURNS_OFFSETS = "it returns offsets that are an argument, which the schema does not say"
 _NO_BATCHES = "it has no batching rule, and returns what PyTorch makes none for"
 _PROMOTES = "the fake kernel and the kernel promote to other dtypes"
-_REFUSES_LATE = "it refuses a dtype only after it wrote"
 _OVERLAPPING = "a precondition: what is written is not expanded"
 _NO_ATOMS = "with 0 atoms or neighbours, the kernel ends the process"
 _SEGMENTS = "a precondition: indices are below num_segments, and there is one for each row"
@@ -221,14 +220,9 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
             "fbgemm::FloatToBfloat16Quantized",
             "fbgemm::FloatToFused8BitRowwiseQuantized",
         ),
-        MappingProxyType(
-            {"memory": _TAKES_ADDRESSES, "values": _TAKES_ADDRESSES, "subsystems": _FAKE}
-        ),
+        MappingProxyType({"memory": _TAKES_ADDRESSES, "subsystems": _FAKE}),
     ),
-    "fbgemm::FloatToFusedNBitRowwiseQuantizedSBHalf": {
-        "memory": _TAKES_ADDRESSES,
-        "values": _TAKES_ADDRESSES,
-    },
+    "fbgemm::FloatToFusedNBitRowwiseQuantizedSBHalf": {"memory": _TAKES_ADDRESSES},
     "fbgemm::Fused8BitRowwiseQuantizedToFloat": {"memory": _TAKES_ADDRESSES, "subsystems": _FAKE},
     "fbgemm::FusedNBitRowwiseQuantizedSBHalfToFloat": {"memory": _TAKES_ADDRESSES},
     "fbgemm::batched_dense_vec_jagged_2d_mul": dict.fromkeys(
@@ -241,7 +235,6 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     },
     "fbgemm::dense_to_jagged": {"contracts": _RETURNS_OFFSETS, "subsystems": _NO_BATCHES},
     "fbgemm::index_select_dim0": {"subsystems": _FAKE},
-    "fbgemm::invert_permute": {"memory": _UNFITTING},
     "fbgemm::jagged_dense_bmm": {
         "contracts": _RETURNS_OFFSETS,
         "memory": _UNFITTING,
@@ -254,33 +247,25 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     "fbgemm::jagged_to_padded_dense": {"subsystems": _NO_BATCHES},
     "fbgemm::offsets_range": {"memory": _NO_ROWS},
     "fbgemm::pack_segments": {"memory": _TAKES_ADDRESSES},
-    "fbgemm::permute_1D_sparse_data": dict.fromkeys(
-        ("contracts", "memory", "subsystems"), _UNFITTING
-    ),
-    "fbgemm::permute_2D_sparse_data": dict.fromkeys(
-        ("contracts", "memory", "subsystems"), _UNFITTING
-    ),
+    "fbgemm::permute_1D_sparse_data": {"memory": _UNFITTING},
+    "fbgemm::permute_2D_sparse_data": {"memory": _TAKES_ADDRESSES, "subsystems": _UNFITTING},
     "fbgemm::segment_sum_csr": {"memory": _TAKES_ADDRESSES},
+    # What the check before has damaged may end the process where that of dtypes begins.
+    "_C::*_and_mul": dict.fromkeys(
+        ("contracts", "memory", "dtypes", "sharing", "subsystems"), _ADDRESSES
+    ),
     **dict.fromkeys(
-        (
-            *("_C::gelu_and_mul", "_C::gelu_fast", "_C::gelu_new", "_C::gelu_quick"),
-            *("_C::gelu_tanh", "_C::gelu_tanh_and_mul", "_C::rms_norm", "_C::silu_and_mul"),
-        ),
-        dict.fromkeys(("contracts", "memory", "values", "sharing", "subsystems"), _ADDRESSES),
+        ("_C::gelu_fast", "_C::gelu_new", "_C::gelu_quick", "_C::gelu_tanh", "_C::rms_norm"),
+        dict.fromkeys(("contracts", "memory", "sharing", "subsystems"), _ADDRESSES),
     ),
-    "_C::fused_add_rms_norm": dict.fromkeys(
-        ("contracts", "memory", "values", "subsystems"), _ADDRESSES
-    ),
+    "_C::fused_add_rms_norm": dict.fromkeys(("contracts", "memory", "subsystems"), _ADDRESSES),
     "_C::dynamic_scaled_int8_quant": dict.fromkeys(
         ("contracts", "memory", "subsystems"), _ADDRESSES
     ),
     "_C::static_scaled_int8_quant": dict.fromkeys(
         ("contracts", "memory", "subsystems"), _ADDRESSES
     ),
-    "_C::rotary_embedding": {
-        **dict.fromkeys(("memory", "values", "sharing", "subsystems"), _ADDRESSES),
-        "dtypes": _REFUSES_LATE,
-    },
+    "_C::rotary_embedding": dict.fromkeys(("memory", "sharing", "subsystems"), _ADDRESSES),
     "_C::greedy_argmax": {"subsystems": _FAKE},
     "_C::fused_gumbel_argmax": {"subsystems": _FAKE},
     "nvalchemiops::build_cell_list": {"memory": _OVERLAPPING},
