@@ -289,6 +289,28 @@ def test_the_results_of_the_cpu(namespace: str) -> None:
 
 
 @target.needs_accelerator
+@pytest.mark.parametrize("kept_by", ["size", "type", "device"])
+def test_a_table_that_is_kept_for_later_calls(namespace: str, kept_by: str) -> None:
+    tables: dict[Any, Tensor] = {}
+
+    def adds_table(x: Tensor) -> Tensor:
+        key = len(x), {"size": None, "type": x.device.type, "device": x.device}[kept_by]
+        if key not in tables:
+            tables[key] = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)
+        return x + tables[key]
+
+    report = run(define(namespace, adds_table), "subsystems.accelerator", device="cpu")
+    # With one device of a type, that says which one it is.
+    if kept_by == "device" or (kept_by == "type" and target.COUNT == 1):
+        assert failed(report) == {}
+        return
+    places = (FIRST, "cpu") if kept_by == "size" else (SECOND, FIRST)
+    message = failed(report)["subsystems.accelerator"]
+    assert "on {}, after the same call on {}, it raises".format(*places) in message
+    assert "kept by device, too" in message
+
+
+@target.needs_accelerator
 def test_a_fake_kernel_for_the_cpu_alone(namespace: str) -> None:
     op = define(namespace, lambda x: x * 2)
     op.register_fake(lambda x: torch.empty(x.shape))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,13 +18,23 @@ from torchop.testing._check.subsystems.gradients import trainable_example
 from torchop.testing._check.variants import each_resized, sizes
 
 
-def runs_on_device(op: Any, args: Any, kwargs: Any, device: str) -> None:
-    """On a device, the call does the same as on the CPU."""
+def runs_on_devices(op: Any, args: Any, kwargs: Any, devices: Sequence[str]) -> None:
+    """On one device after the other, the call does the same as on the CPU before."""
     on_cpu = probes.mapped((args, kwargs), torch.Tensor.cpu)
     expected = probes.outcome_of_copies(op, *on_cpu)
-    moved = probes.mapped(on_cpu, lambda tensor: tensor.to(device))
-    actual = probes.mapped(probes.outcome(op, *moved), torch.Tensor.cpu)
-    probes.assert_same(actual, expected, f"on {device}")
+    for before, device in itertools.pairwise(("cpu", *devices)):
+        what = f"on {device}, after the same call on {before}"
+        moved = probes.mapped(on_cpu, operator.methodcaller("to", device))
+        try:
+            actual = probes.mapped(probes.outcome(op, *moved), torch.Tensor.cpu)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            raise AssertionError(
+                f"{what}, it raises {error!r}. What a kernel keeps for later calls, such as a "
+                "table by size, has to be kept by device, too."
+            ) from error
+        probes.assert_same(actual, expected, what)
 
 
 def replays_as_captured(
@@ -110,8 +122,9 @@ def accelerator(subject: Subject, details: Details) -> Iterator[Case]:
     if not subject.has_kernel("CPU", "CompositeExplicitAutograd"):
         raise CannotCheck("no kernel for the CPU, which it could be compared with")
     subject.needs_fixed_results()
+    places = [f"{device}:{index}" for index in range(torch.accelerator.device_count())]
     for example in subject.accepted():
-        yield Case("the example", runs_on_device, example, options={"device": device})
+        yield Case("the example", runs_on_devices, example, options={"devices": places[:2]})
 
 
 def capture(subject: Subject, details: Details) -> Iterator[Case]:
