@@ -90,13 +90,14 @@ SHIP = r"""
 """
 
 
-def run_in(folder: Path, source: str) -> str:
+def run_in(folder: Path, source: str, **environment: str) -> str:
     """Runs a program in a folder, with the compile cache of that folder."""
     done = run_compiling(
         textwrap.dedent(source),
         folder=folder,
         timeout=600,
         TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"),
+        **environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor
 import torchop
 import torchop.export
 from tests import combinations
-from tests.export.conftest import run_in
+from tests.export.conftest import MODULE, run_in
 from torchop._compat import on_demand
 
 SERVE = Path(__file__).parents[2] / "examples" / "serving" / "serve_alone.cpp"
@@ -30,6 +31,45 @@ TORCH_LIBRARY_IMPL(served, CPU, m) {
   m.impl("triple", &triple);
   m.impl("add_one.inplace", &add_one);
 }
+"""
+# What a package calls without the dispatcher, as the page on serving shows it.
+SHIM = """
+#include <torch/csrc/inductor/aoti_torch/utils.h>
+
+static int calls = 0;
+extern "C" int calls_of_shim() { return calls; }
+extern "C" AOTITorchError aoti_torch_cpu_triple(
+    AtenTensorHandle x, double factor, AtenTensorHandle* result) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    using namespace torch::aot_inductor;
+    ++calls;
+    *result = new_tensor_handle(triple(*tensor_handle_to_tensor_pointer(x), factor));
+  });
+}
+"""
+SHIP_WITH_SHIM = """
+    import ctypes, pathlib
+    import torch, torchop.export
+    import served_module
+
+    torch.ops.load_library("./libkernels.so")
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return served_module.ninefold(x)
+
+    program = torch.export.export(Model(), (torch.ones(2),))
+    declaration = (
+        "AOTITorchError aoti_torch_cpu_triple(AtenTensorHandle, double, AtenTensorHandle*)"
+    )
+    configs = {
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        "aot_inductor.precompile_headers": False,
+        "aot_inductor.custom_ops_to_c_shims": {torch.ops.served.triple.default: [declaration]},
+        "aot_inductor.custom_op_libs": ["kernels"],
+    }
+    path = torchop.export.aoti_package(program, "shim.pt2", inductor_configs=configs)
+    print(torchop.export.load_package(path)(torch.ones(3)).tolist())
+    print(ctypes.CDLL("./libkernels.so").calls_of_shim())
 """
 SCHEMA = "(Tensor x) -> Tensor"
 # In the process that made the package, the schemas are those of Python.
@@ -119,24 +159,38 @@ def test_an_operator_that_is_not_registered_is_named(tmp_path):
         torchop.export.cpp_definitions(_package(tmp_path, "cpu", "absent::f"))
 
 
-def test_a_program_without_python_runs_the_package(request):
+def compile_cpp(folder: Path, *arguments: str) -> None:
+    pytorch = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-O0", f"-I{pytorch}/include"]
+    flags += [f"-I{pytorch}/include/torch/csrc/api/include", f"-L{pytorch}/lib"]
+    flags += [f"-Wl,-rpath,{pytorch}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run(["g++", *arguments, *flags], cwd=folder, check=True, timeout=300)
+
+
+@pytest.fixture
+def unless_all_run(request) -> None:
     if not request.config.getoption(combinations.OPTION):
         pytest.skip(f"g++ takes half a minute, so only {combinations.OPTION} runs it")
+
+
+@pytest.mark.usefixtures("unless_all_run")
+def test_a_package_calls_a_kernel_in_cpp_as_a_function(tmp_path):
+    (tmp_path / "served_module.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "kernels.cpp").write_text(KERNELS + SHIM)
+    # With its name inside, the loader knows it when the package asks for it.
+    name = "-Wl,-soname,libkernels.so"
+    compile_cpp(tmp_path, "-shared", "-fPIC", name, "kernels.cpp", "-o", "libkernels.so")
+    output = run_in(tmp_path, SHIP_WITH_SHIM, LIBRARY_PATH=str(tmp_path))
+    assert output.splitlines() == ["[9.0, 9.0, 9.0]", "2"]
+
+
+def test_a_program_without_python_runs_the_package(unless_all_run, request):
     shipped = request.getfixturevalue("shipped")
     (shipped / "kernels.cpp").write_text(KERNELS)
-    folder = Path(torch.__file__).parent
-    flags = ["-std=c++20", "-O0", f"-I{folder}/include"]
-    flags += [f"-I{folder}/include/torch/csrc/api/include", f"-L{folder}/lib"]
-    flags += [f"-Wl,-rpath,{folder}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
-
-    def compile_cpp(*arguments: str) -> None:
-        command = ["g++", *arguments, *flags]
-        subprocess.run(command, cwd=shipped, check=True, timeout=300)
-
-    compile_cpp("-shared", "-fPIC", "kernels.cpp", "-o", "kernels.so")
+    compile_cpp(shipped, "-shared", "-fPIC", "kernels.cpp", "-o", "kernels.so")
     output = run_in(shipped, DEFINE)
     assert "served::add_one.inplace: the package calls it on cpu, for which it has no" in output
-    compile_cpp(str(SERVE), "definitions.cpp", "kernels.cpp", "-o", "serve_alone")
+    compile_cpp(shipped, str(SERVE), "definitions.cpp", "kernels.cpp", "-o", "serve_alone")
     linked = subprocess.run(["ldd", "serve_alone"], cwd=shipped, capture_output=True, text=True)
     assert "libtorch_cpu" in linked.stdout
     assert "libpython" not in linked.stdout
