@@ -555,7 +555,10 @@ def killer(mutant: Mutant, folder: Path) -> str | None:
         raise SystemExit(f"{mutant.file} does not have this once: {mutant.condition}")
     file.write_text(text.replace(mutant.condition, _keep_return(mutant)), encoding="utf-8")
     built = api.build(folder, source=source)
-    built.rename(folder / make_recipe(CSRC).file_name(find_compiler()))
+    # By the name of the sources as they are, with what says that it is whole.
+    name = make_recipe(CSRC).file_name(find_compiler())
+    for file in (built, built.with_name(f"{built.name}.digest")):
+        file.rename(folder / file.name.replace(built.name, name))
     environment = {**USUAL, "TORCHOP_NATIVE": "require", "TORCHOP_NATIVE_DIR": str(folder)}
     options = ["-q", "-x", "-rfE", "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider"]
     # Some mutants never come back from a call.
