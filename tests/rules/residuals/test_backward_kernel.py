@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import torchop
 from torchop import MissingFakeError, MissingFormulaError, RuleSignatureError
+from torchop.testing._check.subsystems.residuals import every_residual_is_read
 
 
 @pytest.fixture(autouse=True)
@@ -259,6 +260,20 @@ def test_saved_tensors_of_lists_and_structures_meet_hooks(namespace):
         op(x, Config(scale, 1), bias=5.0).sum().backward()
     assert packed == [(4, 3)] * 3
     assert_close(x.grad, W)
+
+
+def test_a_residual_that_the_kernel_does_not_take_is_not_read(namespace):
+    def two(x: Tensor) -> Tensor:
+        return torchop.residuals(x * 2, x + 1, x + 2)
+
+    def kernel(grad: Tensor, x: Tensor, used: Tensor) -> Tensor:
+        return grad * 2
+
+    residuals = {"used": Tensor, "unused": Tensor}
+    op = torchop.custom_op(f"{namespace}::op", two, mutates_args=(), residuals=residuals)
+    op.register_autograd(backward_kernel=kernel)
+    with pytest.raises(AssertionError, match="nobody uses the residuals unused:"):
+        every_residual_is_read(op, (X.clone().requires_grad_(),), {})
 
 
 def test_another_kernel_replaces_the_one_before(namespace):

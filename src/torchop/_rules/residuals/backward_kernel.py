@@ -75,7 +75,7 @@ class BackwardKernel:
                     f"gradient{'s' * (self.count > 1)}, and then with what it names of "
                     f"{', '.join(known)}."
                 )
-        self.asks_for_residuals = not {*names}.intersection(residuals).issubset(self.arguments)
+        self.residuals = [n for n in names if n in residuals and n not in self.arguments]
 
     def _check_returned(self, returned: Any) -> list[bool]:
         """Whether None may stand for zeros, for each of the gradients."""
@@ -125,7 +125,7 @@ class BackwardKernel:
             before.end(f"{definition} has another backward kernel.")
         # The calls that it is the backward of, by whose sharding rule gradients are placed.
         origin = definition
-        if self.asks_for_residuals:
+        if self.residuals:
             origin = definition.declaration.residuals.training_form(definition).companion
         text = self.schema.written
         attributes[_ATTRIBUTE] = companion = define_companion(
@@ -188,8 +188,7 @@ class BackwardKernel:
             results = output if count > 1 else (output,)
             objects, named = of_operator.arguments(tuple(inputs), keywords)
             known = dict(zip(self.outputs, results, strict=True))
-            if residuals is not None:
-                known |= residuals._asdict()
+            known |= {name: getattr(residuals, name) for name in self.residuals}
             known |= {**dict(zip(self.arguments, objects, strict=False)), **named}
             args: Any = (*results, *[known[name] for name in self.positional])
             kwargs = {name: known[name] for name in self.keywords}
@@ -211,7 +210,7 @@ class BackwardKernel:
             return tuple(gradients)
 
         has_keywords = bool(self.definition.schema.keyword_only)
-        return backward, _setup_context(save, has_keywords, self.asks_for_residuals)
+        return backward, _setup_context(save, has_keywords, bool(self.residuals))
 
 
 def _result(argument: Argument) -> str:
