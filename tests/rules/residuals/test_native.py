@@ -10,6 +10,7 @@ import torchop
 from tests.native.gradients.recording import all_native, leaf
 from tests.support import needs_native
 from torchop._rules.autograd.rule import AutogradRule
+from torchop.testing._check.subsystems.residuals import every_residual_is_read
 
 pytestmark = needs_native
 
@@ -133,6 +134,13 @@ def test_a_kernel_that_calls_itself_without_gradients(namespace):
         op(leaf(1.0, 2.0)).sum().backward()
     assert told == [True, False, True]
     assert not torchop.records_gradient()
+
+
+def test_the_check_of_what_is_read_sees_native_calls(namespace):
+    op = define(namespace, *CASES["a keyword"])
+    with all_native(op):
+        op(leaf())
+    every_residual_is_read(op, (leaf(),), {})
 
 
 def test_a_function_that_another_wraps_is_called_as_it_is(namespace):
