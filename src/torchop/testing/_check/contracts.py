@@ -300,10 +300,10 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
         arguments = (*example.args, *example.kwargs.values())
         # Numbers with which nothing may be drawn, as where nothing is dropped.
         is_off = any(value in (0, 1) for value in arguments if type(value) in (int, float, bool))
-        if subject.is_random and not is_off and any(t.numel() for t in example.tensors):
-            yield Case("other seeds", draws_anew, example, shrink=False)
         if any(isinstance(argument, torch.Generator) for argument in arguments):
             yield Case("two equal generators", draws_from_its_generator, example)
+        elif subject.is_random and not is_off and any(t.numel() for t in example.tensors):
+            yield Case("other seeds", draws_anew, example, shrink=False)
 
 
 def state(subject: Subject, details: Details) -> Iterator[Case]:
