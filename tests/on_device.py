@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -22,9 +21,10 @@ import pytest
 import torch
 
 from tests import about_the_cpu
+from tests.devices import DEVICE
 
 TESTS = str(Path(__file__).parent)
-DEVICE_TYPE = os.environ["TORCHOP_TEST_DEVICE"].partition(":")[0]
+DEVICE_TYPE = DEVICE.type
 FACTORIES = (
     "arange",
     "empty",
