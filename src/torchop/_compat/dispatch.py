@@ -17,6 +17,9 @@ from torchop._errors import short_errors
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 AFTER_ADINPLACEORVIEW = torch._C._after_ADInplaceOrView_keyset
 
+# Reads a tensor without the `__torch_function__` of its class.
+WithoutTorchFunctions = torch._C.DisableTorchFunctionSubclass
+
 # The keys of tensors whose values are not what lies in their memory, in the order of dispatch.
 MATH_BIT_KEYS = ("Negative", "Conjugate")
 

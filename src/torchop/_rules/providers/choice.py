@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import logs
+from torchop._compat import dispatch, logs
 from torchop._core.call import tensors_in
 from torchop._errors import (
     MissingKernelError,
@@ -69,7 +69,7 @@ class Selection:
     def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
         """The function for a call, from the table if it is there."""
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # as in `choose`
+            with dispatch.WithoutTorchFunctions():  # as in `choose`
                 key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
         except UnknownKindError:
             return self.answer(args, kwargs)[0]
@@ -96,7 +96,7 @@ class Selection:
     ) -> tuple[Provider | None, Function]:
         """The first provider that accepts a call, None for the reference, and the function."""
         # A subclass that says something else of its shape does not say it to the tables in front.
-        with torch._C.DisableTorchFunctionSubclass():
+        with dispatch.WithoutTorchFunctions():
             for provider, function in self.candidates:
                 if provider is TUNED_PROVIDER and self.tuned is not None:
                     if (fastest := self.tuned.fastest(args, kwargs, is_traced)) is not None:
