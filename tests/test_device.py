@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.device.test_calls import SCENARIOS
 from tests.device.test_programs import ANYWHERE, ON_THE_STANDIN
 
 FOLDER = Path(__file__).parent / "device"
 
 
+@pytest.mark.project  # as long as a fifteenth of the rest, which `make device` runs alone
 def test_device() -> None:
     run(str(FOLDER))
 
