@@ -276,6 +276,36 @@ def test_a_residual_that_the_kernel_does_not_take_is_not_read(namespace):
         every_residual_is_read(op, (X.clone().requires_grad_(),), {})
 
 
+@pytest.mark.parametrize("provider", [None, "numpy"])
+def test_none_stands_for_zeros_in_kernels_that_are_registered(namespace, provider):
+    op, ran = define(namespace), []
+
+    def kernel(grad, x, w, softmax, scale):
+        ran.append(scale)
+        return in_numpy(grad, x, None, softmax, scale)
+
+    name = f"{namespace}::op__backward_kernel"
+    torchop.register_kernel(name, "cpu", kernel, provider=provider)
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    expected = kernel(torch.ones(4), X, None, (X * W).softmax(-1), 1.0)[0]
+    with torchop.priority({name: [provider]} if provider else {}):
+        for function in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
+            assert_close(gradients_of(function, x, w), (expected, torch.zeros(4, 3)))
+    assert len(ran) == 3
+
+
+def test_zeros_for_none_look_like_the_argument_in_objects(namespace):
+    def without_scale(grad, x, config, tapes, *, bias):
+        return None, grad * tapes.powers
+
+    op = torchop.custom_op(f"{namespace}::op", structured, mutates_args=())
+    op.register_autograd(backward_kernel=of_structured)
+    torchop.register_kernel(f"{namespace}::op__backward_kernel", "cpu", without_scale)
+    x, scale = X.clone().requires_grad_(), W.clone().requires_grad_()
+    of_x, of_scale = gradients_of(lambda x, s: op(x, Config(s, 1), bias=5.0), x, scale)
+    assert_close((of_x, of_scale), (torch.zeros(4, 3), X))
+
+
 def test_another_kernel_replaces_the_one_before(namespace):
     op = define(namespace)
 

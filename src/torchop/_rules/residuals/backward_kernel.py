@@ -21,6 +21,7 @@ from torchop._rules.companions import define_companion
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._schema import signatures, types
 from torchop._schema.callables import check_callable
+from torchop._schema.convention import Convention
 from torchop._schema.declared import declared_schema
 from torchop._schema.schema import Argument
 
@@ -97,11 +98,8 @@ class BackwardKernel:
         kinds = [list[Tensor] if a.is_tensor_list else Tensor for a in self.differentiated]
         returned = tuple[tuple(kinds)] if len(kinds) > 1 else kinds[0]  # type: ignore[misc]
 
-        @functools.wraps(function)
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            return self._with_zeros(function(*args, **kwargs), args, kwargs)
-
-        kernel.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        kernel = self.filling(function)
+        kernel.__signature__ = signature.replace(return_annotation=returned)
         name = self.definition.name
         name = name._replace(name=f"{name.name}__{KIND}")
         try:
@@ -135,21 +133,25 @@ class BackwardKernel:
             self.kernel,
             self._fake,
             origin=origin,
-            convention=self.convention,
+            convention=typing.cast(Convention, _Filling(self)),
         )
         companion.rule(VmapRule).register(SEQUENTIAL)  # until the author registers a better one
         return companion
 
-    def _with_zeros(self, gradients: Any, args: Any, kwargs: Any) -> Any:
-        """What the author's function returned, without the None in it."""
-        if self.convention.structure is not None:
-            args, kwargs = self.convention.structure.flat_arguments(*args, **kwargs)
-        likes = self._likes(args, kwargs)
-        each = gradients if isinstance(gradients, tuple) else (gradients,)
-        if len(each) != len(likes):
-            return gradients  # what the check of results refuses
-        filled = tuple(map(_filled, self.differentiated, each, likes))
-        return filled if len(filled) > 1 else filled[0]
+    def filling(self, function: Callable[..., Any]) -> Any:
+        """A kernel that returns what the author's does, with zeros for None."""
+
+        @functools.wraps(function)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            gradients = function(*args, **kwargs)
+            if self.convention.structure is not None:
+                args, kwargs = self.convention.structure.flat_arguments(*args, **kwargs)
+            each = gradients if isinstance(gradients, tuple) else (gradients,)
+            if len(each) != len(self.differentiated):
+                return gradients  # what the check of results refuses
+            return self._with_zeros(each, args, kwargs)
+
+        return kernel
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
         taken = {argument.name for argument in self.schema.arguments}
@@ -162,15 +164,15 @@ class BackwardKernel:
                     "the backward kernel does not take. Give it this parameter, or write "
                     f"torchop.register_fake({op!r}, fake), with the parameters of the kernel."
                 )
-        nothing = [None] * len(self.differentiated)
-        gradients = tuple(map(_filled, self.differentiated, nothing, self._likes(args, kwargs)))
-        return gradients if len(gradients) > 1 else gradients[0]
+        return self._with_zeros([None] * len(self.differentiated), args, kwargs)
 
-    def _likes(self, args: Any, kwargs: Any) -> list[Any]:
-        """The argument that each gradient looks like; None if there is none, or it is not taken."""
+    def _with_zeros(self, gradients: Sequence[Any], args: Any, kwargs: Any) -> Any:
+        """Gradients without None, as far as the arguments that they look like are taken."""
         names = (argument.name for argument in self.schema.positional)
         values = {**dict(zip(names, args, strict=False)), **kwargs}
-        return [values.get(argument.name) for argument in self.differentiated]
+        likes = (values.get(argument.name) for argument in self.differentiated)
+        filled = tuple(map(_filled, self.differentiated, gradients, likes))
+        return filled if len(filled) > 1 else filled[0]
 
     def formula(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The backward and the `setup_context` of the operator, on arguments of its schema."""
@@ -211,6 +213,19 @@ class BackwardKernel:
 
         has_keywords = bool(self.definition.schema.keyword_only)
         return backward, _setup_context(save, has_keywords, bool(self.residuals))
+
+
+class _Filling(typing.NamedTuple):
+    """The convention of the operator; None stands for zeros in kernels that are registered too."""
+
+    of: BackwardKernel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of.convention, name)
+
+    def kernel(self, function: Callable[..., Any], /) -> Callable[..., Any]:
+        is_filled = function is self.of.kernel
+        return self.of.convention.kernel(function if is_filled else self.of.filling(function))
 
 
 def _result(argument: Argument) -> str:

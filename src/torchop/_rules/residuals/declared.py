@@ -11,15 +11,9 @@ from typing import Any
 from torchop._core import contract
 from torchop._core.call import named_inputs, named_outputs, tensors_in
 from torchop._core.contract import result_check, storage_of
-from torchop._core.definition import Definition
 from torchop._errors import AliasError, ResultError, SchemaError, short_repr
 from torchop._rules.residuals.handover import NATIVE, Request, author_of, handing_over
-from torchop._rules.residuals.training import (
-    TrainingForm,
-    as_tuple,
-    follow_torch_dispatch,
-    training_form,
-)
+from torchop._rules.residuals.training import as_tuple, follow_torch_dispatch, training_form
 from torchop._schema.convention import Convention
 from torchop._schema.declared import declared_schema
 from torchop._schema.naming import OpName
@@ -89,13 +83,8 @@ class Declared:
         asks = training and (formula.setup, training.guard, training.mark)
         return *NATIVE, self.named, functools.partial(Request, self), count, *(asks or [None] * 3)
 
-    def training_form(self, definition: Definition) -> TrainingForm:
-        """What calls run that record a gradient, for a formula that asks for residuals."""
-        return training_form(definition)
-
-    def follow_torch_dispatch(self, definition: Definition, cls: type) -> None:
-        """Called when the operator gets a rule for a mode or subclass."""
-        follow_torch_dispatch(definition, cls)
+    training_form = staticmethod(training_form)
+    follow_torch_dispatch = staticmethod(follow_torch_dispatch)
 
     @property
     def spelled(self) -> str:
@@ -131,10 +120,8 @@ class Declared:
         self, of: Schema, args: Sequence[Any], kwargs: dict[str, Any], output: Any, flat: Any
     ) -> None:
         """Refuses residuals in the memory of inputs or results, which compilers keep apart."""
-        tensors, others = (
-            list(tensors_in(flat)),
-            list(tensors_in(output if isinstance(output, tuple) else (output,))),
-        )
+        tensors = list(tensors_in(flat))
+        others = list(tensors_in(output if isinstance(output, tuple) else (output,)))
         if len(set(map(id, tensors))) == len(tensors) and all(
             contract.is_evidently_fresh((*args, others), kwargs, tensor) for tensor in tensors
         ):

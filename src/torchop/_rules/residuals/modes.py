@@ -8,6 +8,7 @@ from typing import Any
 from torchop._compat import registries
 from torchop._compat.classes import TorchDispatchMode
 from torchop._errors import ResultError
+from torchop._rules.residuals.handover import requested
 
 
 def follow(form: Any, cls: type) -> None:
@@ -29,7 +30,9 @@ def _under_mode(
     kwargs = kwargs or {}
     definition = form.definition
     rule: Any = registries.torch_dispatch_rule(str(definition), cls)
-    output, request = form.requested(lambda: rule(mode, definition.overload, types, args, kwargs))
+    output, request = requested(
+        form.declared, lambda: rule(mode, definition.overload, types, args, kwargs)
+    )
     if output is NotImplemented:
         return output
     if request.saved is None:

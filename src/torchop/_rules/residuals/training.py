@@ -69,13 +69,8 @@ class TrainingForm:
 
     @compilers.never_traced
     def _kernel(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return self.complete(
-            args, kwargs, *self.requested(lambda: self.definition.overload(*args, **kwargs))
-        )
-
-    def requested(self, call: Callable[[], Any]) -> tuple[Any, Request]:
-        """What a call of the operator returns, and the request for its residuals."""
-        return requested(self.declared, call)
+        made = requested(self.declared, lambda: self.definition.overload(*args, **kwargs))
+        return self.complete(args, kwargs, *made)
 
     def complete(self, args: Any, kwargs: Any, output: Any, request: Request) -> tuple[Any, ...]:
         """What the training form returns for a call of the operator."""
