@@ -35,9 +35,37 @@ from torchop._native.extension.recipe import (
 )
 
 ROOT = Path(__file__).parents[1]
-# In this order, until one fails: most mutants die in the first seconds, and generated examples take
-# minutes. The first ones have a process of their own, because only to collect all takes longer.
-FIRST_TESTS = ["tests/inspect/explain", "tests/native/test_devices.py"]
+# In this order, until one fails: the tests that are about the source file of the mutant, and those
+# that look at many conditions by the reasons that they give. Both run in a process of their own,
+# because only to collect all tests takes longer. The others take minutes, with generated examples
+# last.
+CLOSEST = {
+    "ambient_state.cpp": ["tests/rules/autograd/derived/test_native.py"],
+    "arguments.h": [
+        "tests/native/test_passed_arguments.py",
+        "tests/native/test_optional_lists.py",
+        "tests/native/test_overrides.py",
+    ],
+    "autograd.cpp": ["tests/native/gradients"],
+    "autograd_fallback.cpp": ["tests/native/test_autograd_fallback.py"],
+    "backward.cpp": ["tests/native/gradients", "tests/rules/residuals/test_native.py"],
+    "bypass.cpp": ["tests/native/test_bypass.py"],
+    "call.cpp": ["tests/test_native.py", "tests/native/gradients"],
+    "choice.cpp": ["tests/rules/providers"],
+    "disabled.h": ["tests/native/test_switch.py"],
+    "entry.cpp": ["tests/native/test_nested_calls.py", "tests/native/test_operator_end.py"],
+    "flat.h": ["tests/native/gradients"],
+    "gradients.cpp": ["tests/native/gradients"],
+    "kinds.h": ["tests/native/test_unusual_arguments.py", "tests/native/test_overrides.py"],
+    "overloads.cpp": ["tests/native/test_overloads.py"],
+    "plan.cpp": ["tests/test_native.py", "tests/native/test_later_registrations.py"],
+    "residuals.cpp": ["tests/rules/residuals/test_native.py"],
+    "resolution.cpp": ["tests/native/test_resolution.py", "tests/native/test_overloads.py"],
+    "results.h": ["tests/native/gradients", "tests/core/test_contract_aliases.py"],
+    "seen_calls.h": ["tests/rules/providers"],
+    "thread.h": ["tests/native/test_greenlets.py", "tests/native/test_deep_recursion.py"],
+}
+REASONS = ["tests/inspect/explain", "tests/native/test_devices.py"]
 TESTS = [
     "tests/test_native.py",
     "tests/native/gradients",
@@ -563,7 +591,7 @@ def killer(mutant: Mutant, folder: Path) -> str | None:
     options = ["-q", "-x", "-rfE", "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider"]
     # Some mutants never come back from a call.
     options += ["-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"]
-    for tests in (FIRST_TESTS, TESTS):
+    for tests in ([*CLOSEST.get(mutant.file, ()), *REASONS], TESTS):
         command = [sys.executable, "-m", "pytest", *options, *tests]
         process = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, check=False, text=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 from types import ModuleType
 
@@ -33,4 +34,10 @@ def test_every_condition_is_there_once():
 
 def test_every_file_of_tests_is_there():
     module = load()
-    assert [name for name in module.TESTS if not (module.ROOT / name).exists()] == []
+    names = [*module.TESTS, *module.REASONS, *itertools.chain(*module.CLOSEST.values())]
+    assert [name for name in names if not (module.ROOT / name).exists()] == []
+
+
+def test_the_closest_tests_are_those_of_files_with_mutants():
+    module = load()
+    assert module.CLOSEST.keys() <= {mutant.file for mutant in module.MUTANTS.values()}
