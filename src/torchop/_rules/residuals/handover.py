@@ -76,6 +76,9 @@ def records_gradient() -> bool:
     A kernel of an operator with residuals asks it, to compute and return them only then. It is the
     same for the fake kernel. It is False outside of kernels, and in those of other operators.
 
+    A kernel that takes microseconds imports it by its name, because looking it up in `torchop`
+    takes as long as the answer.
+
     Example:
         >>> import torchop
         >>> torchop.records_gradient()
