@@ -157,5 +157,11 @@ backends: tuple[str, ...]
 # None where another kernel is at that key; what else it returns is kept until the operator goes.
 def bypass(name: str, overload: str, key: str, kernel: Any) -> object | None: ...
 def take_node(ctx: Any, /) -> object: ...
+
+# What tells nodes that are made here from those of PyTorch, when a call is recorded both ways. The
+# arguments are from _compat/autograd.py.
+def try_nodes(
+    make_function: Callable[..., Any], node_maker: Callable[[Any, Any], Any], /
+) -> str | None: ...
 def switch_off(blocks: int, /) -> None: ...  # opens so many, or closes them
 def running() -> list[Entry]: ...  # those of the native calls that this thread is in

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from torchop._compat import (
+    autograd,
     compilers,
     deregistration,
     dynamo_variables,
@@ -208,6 +209,7 @@ def _prepare(module: ModuleType) -> None:
     function.native_backward = module.make_backward
     replay.pack_on_cpu = module.pack_on_cpu
     rule.native_choice = module.Choice
+    recipe.difference = module.try_nodes(autograd.make_autograd_function, autograd.node_maker)
     _log_unknown_nodes()
     deregistration.calls_without_frames = _running_calls
 

@@ -22,6 +22,7 @@
 #include "plan.h"
 #include "results.h"
 #include "thread.h"
+#include "trial.h"
 
 namespace torchop {
 
@@ -150,6 +151,7 @@ PyMethodDef functions[] = {
      METH_VARARGS,
      "Makes what the engine of autograd calls of nodes."},
     {"take_node", take_node, METH_O, "Hands over the node of a function that is applied."},
+    {"try_nodes", try_nodes, METH_VARARGS, "Compares nodes that are made here with PyTorch's."},
     {"switch_off", switch_off, METH_O, "Opens blocks in which calls go to the dispatcher."},
     {"set_observer", set_observer, METH_O, "Tells a function of calls for the dispatcher."},
     {"running", running, METH_NOARGS, "The entries of the native calls that this thread is in."},

@@ -40,6 +40,7 @@ _OTHER_FIELDS = (
     "clear_saved_tensors_on_access saved_tensors_accessed_and_cleared output_grad_dtypes"
 )
 _COMPILERS = ("c++", "g++", "clang++")
+difference: str | None = None  # of nodes that are made here, as the extension found by trying
 
 
 class Compiler(NamedTuple):
@@ -144,11 +145,11 @@ def unknown_nodes() -> str | None:
     """Why calls that record a gradient go through the dispatcher here; None if they need not."""
     fields = node_fields()
     if fields is None:
-        return None  # whoever compiled the extension had the header
+        return difference  # whoever compiled the extension had the header
     used = set(_USED_FIELDS.split())
     added, missing = sorted(fields - used - set(_OTHER_FIELDS.split())), sorted(used - fields)
     if not added and not missing:
-        return None
+        return difference
     changes = [f"the new field {name}" for name in added] + [f"no field {name}" for name in missing]
     return (
         f"the autograd nodes of PyTorch {torch.__version__} have {', '.join(changes)}, so this "
