@@ -508,9 +508,6 @@ MUTANTS = {
     "backward: one that is recorded": Mutant(
         "backward.cpp", "c10::GradMode::is_enabled() ? Part::Guarded : Part::Raw", "Part::Raw"
     ),
-    "backward: no formula": Mutant(
-        "backward.cpp", "if (backward.get() == Py_None) {", "if (false) {"
-    ),
     "backward: below a compiled frame": Mutant("backward.cpp", "WithoutDynamo frames;", ""),
     "residuals: thread that records": Mutant("call.cpp", " && !thread_records(plan.residuals)", ""),
     "residuals: formula that does not ask": Mutant(
@@ -530,8 +527,24 @@ MUTANTS = {
     "residuals: input": Mutant("residuals.cpp", "apart &= input != tensor;", ""),
     "residuals: one that is not saved": Mutant(
         "residuals.cpp",
-        "if (Py_ssize_t(found.size()) != PyTuple_GET_SIZE(saved)) {",
-        "if (false) {",
+        "if (!all_are_saved || has_tensors) {",
+        "if (has_tensors) {",
+    ),
+    "residuals: one that is an attribute": Mutant(
+        "residuals.cpp", "if (!all_are_saved || has_tensors) {", "if (!all_are_saved) {"
+    ),
+    "residuals: one that is saved twice": Mutant(
+        "residuals.cpp", "all_are_saved &= found.size() > before;", ""
+    ),
+    "residuals: request that no kernel took": Mutant(
+        "autograd.cpp",
+        "const Recording recording(gradient.recording);\n      THPObjectPtr",
+        "THPObjectPtr",
+    ),
+    "residuals: request of a question": Mutant(
+        "autograd.cpp",
+        "const Recording recording(gradient.recording);\n  return",
+        "return",
     ),
     "residuals: types": Mutant("residuals.cpp", "if (residuals.count == 0 || ", "if ("),
     "choice: dtype": Mutant(

@@ -160,6 +160,7 @@ def test_inputs_that_the_caller_omitted_may_have_a_gradient_of_none(namespace, g
         (two, (leaf(), leaf()), (None, 3), "y", "a Tensor or None", "int"),
         (counted, (leaf(), 5), (None, 3), "n", "a Tensor or None", "int"),
         (counted, (leaf(), 5), (None, torch.ones(2)), "n", "it is not a tensor", "Tensor"),
+        (counted, (leaf(), 5), (None, leaf(), None, None), "n", "it is not a tensor", "Tensor"),
         (listed, ([leaf(), leaf()],), torch.ones(2), "xs", "a list of 2", "Tensor"),
         (listed, ([leaf(), leaf()],), ([None],), "xs", "same structure", "list of 1"),
         (listed, ([leaf()],), (["x"],), "xs", "a list of Tensor or None", "list of 1 (str)"),

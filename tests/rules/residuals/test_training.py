@@ -177,6 +177,30 @@ def test_a_kernel_that_raises_leaves_nothing_behind(namespace):
     assert told == [True, False, True] * 2
 
 
+@needs_native
+def test_what_runs_no_kernel_leaves_nothing_behind(lse):
+    class BrokenError(Exception):
+        pass
+
+    def supports(x, scale=1.0):
+        raise BrokenError
+
+    x = torch.zeros(3, requires_grad=True)
+    for _ in range(2):
+        lse.op(x)
+    assert torchop.explain(lse.op, x).native
+    assert not handover._recording
+    lse.op.register_kernel("cpu", lambda x, scale=1.0: x, provider="broken", supports=supports)
+    with torchop.priority({str(lse.op._qualname): ["broken"]}):
+        for _ in range(2):
+            with pytest.raises(torchop.ProviderError):
+                lse.op(x)
+            assert not handover._recording
+    lse.taken()
+    lse.op(x.detach())
+    assert lse.taken() == [False]
+
+
 def test_a_formula_that_does_not_ask_costs_nothing(namespace):
     op = LogSumExp(
         f"{namespace}::plain",
@@ -510,6 +534,55 @@ def test_a_residual_that_hides_on_the_context_is_refused(namespace):
         x = leaf_of([1.0])
         (gradient,) = torch.autograd.grad(op(x), x, create_graph=True)
         assert gradient.item() == 2.0
+        with pytest.raises(MissingFormulaError, match="depends on a residual"):
+            gradient.backward()
+
+
+def _slopes(namespace, setup_context):
+    """An operator with two residuals, whose formula reads the first tensor that was saved."""
+
+    def kernel(x: Tensor) -> Tensor:
+        return torchop.residuals(x * x, x + x, x * 3)
+
+    residuals = {"slope": Tensor, "other": Tensor}
+    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), residuals=residuals)
+    op.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0].view_as(grad), setup_context=setup_context
+    )
+    return op
+
+
+HIDDEN = {
+    "saved too": lambda ctx, residuals: setattr(ctx, "slope", residuals.slope),
+    "in a list": lambda ctx, residuals: setattr(ctx, "kept", [1, residuals.other]),
+    "in their tuple": lambda ctx, residuals: setattr(ctx, "kept", residuals),
+    "a view": lambda ctx, residuals: setattr(ctx, "view", residuals.slope[0]),
+}
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_residual_that_hides_beside_saved_ones(namespace, case, twice):
+    def setup_context(ctx, inputs, output, residuals):
+        ctx.save_for_backward(residuals.slope, residuals.slope if twice else residuals.other)
+        HIDDEN[case](ctx, residuals)
+
+    op = _slopes(namespace, setup_context)
+    for _ in range(3):
+        with pytest.raises(torchop.GradientError, match=r"keeps a residual as ctx\."):
+            op(leaf_of([1.0]))
+
+
+@pytest.mark.parametrize("view", [lambda t: t.view(1, -1), lambda t: t[:]], ids=["shape", "all"])
+def test_a_view_of_a_residual_is_guarded(namespace, view):
+    op = _slopes(
+        namespace,
+        lambda ctx, inputs, output, residuals: ctx.save_for_backward(view(residuals.slope)),
+    )
+    for _ in range(3):
+        x = leaf_of([3.0])
+        (gradient,) = torch.autograd.grad(op(x), x, create_graph=True)
+        assert gradient.item() == 6.0
         with pytest.raises(MissingFormulaError, match="depends on a residual"):
             gradient.backward()
 

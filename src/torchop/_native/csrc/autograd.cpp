@@ -257,7 +257,8 @@ void call_setup_context(
 }
 
 THPObjectPtr compute_recorded(const Residuals& residuals, c10::function_ref<PyObject*()> compute) {
-  Recording recording(residuals);
+  Recording recording(residuals.recording);
+  recording.start(residuals);
   return checked(compute());
 }
 
@@ -310,6 +311,7 @@ bool wants_gradient(const Values& values) {
 }
 
 bool is_for_dispatcher(const Gradient& gradient, const Values& values) {
+  const Recording recording(gradient.recording);
   return look(gradient, values).get() == Py_NotImplemented;
 }
 
@@ -342,6 +344,7 @@ PyObject* record(
     WithoutGrad mode;
     at::AutoDispatchBelowAutograd below;
     if (residuals == nullptr) {
+      const Recording recording(gradient.recording);
       THPObjectPtr seen = look(gradient, values);
       if (C10_UNLIKELY(seen.get() == Py_NotImplemented))
         return nullptr;

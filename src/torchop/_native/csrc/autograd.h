@@ -25,6 +25,7 @@ struct Gradient {
   // of `setup_context` then. If that is NotImplemented, the call goes to the dispatcher. nullptr if
   // nothing is to be looked at.
   PyObject* look = nullptr;
+  PyObject* recording = nullptr; // `Residuals::recording`, in which `look` may leave a request
   // Whether the function takes the arguments as the dispatcher hands them over, without those at
   // the end that equal their default, and one object more. PyTorch's functions of operators do.
   bool as_dispatched = false;

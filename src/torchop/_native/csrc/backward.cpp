@@ -123,10 +123,9 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   THPObjectPtr formula = formula_of(parts);
   THPObjectPtr backward = checked(PyObject_GetAttr(formula.get(), name));
   THPObjectPtr gradients;
-  if (backward.get() == Py_None) {
-    PyErr_SetNone(PyExc_NotImplementedError); // in place of which `failed` says what is missing
-  } else {
+  {
     Unpacking unpacking(args[0]);
+    // None, which cannot be called, if there is no formula: `failed` says so.
     gradients = THPObjectPtr(PyObject_Vectorcall(backward.get(), args, size_t(count), nullptr));
   }
   if (C10_UNLIKELY(!gradients)) {

@@ -282,6 +282,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     plan.gradient.may_return_inputs = are_fresh == 0 || !plan.returns.parameters.empty();
     plan.gradient.inputs = given(inputs);
     plan.gradient.look = given(look);
+    plan.gradient.recording = plan.residuals.recording;
     plan.gradient.passes_lists_by = as_dispatched != 0 && lists_may_hold_none(plan.parameters);
   } else {
     plan.gradient.record_body = given(gradient);

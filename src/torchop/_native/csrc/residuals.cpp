@@ -57,13 +57,26 @@ void guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObjec
   static PyObject* const attribute = PyUnicode_InternFromString("_torchop_guard");
   const bool are_saved = to_save != nullptr && PyTuple_Check(to_save);
   c10::SmallVector<Py_ssize_t, 8> found;
-  for (Py_ssize_t place = 0; are_saved && place < PyTuple_GET_SIZE(to_save); ++place) {
-    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(saved); ++index) {
+  bool all_are_saved = true;
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(saved); ++index) {
+    const size_t before = found.size(); // one may be saved twice
+    for (Py_ssize_t place = 0; are_saved && place < PyTuple_GET_SIZE(to_save); ++place) {
       if (PyTuple_GET_ITEM(saved, index) == PyTuple_GET_ITEM(to_save, place))
         found.push_back(place);
     }
+    all_are_saved &= found.size() > before;
   }
-  if (Py_ssize_t(found.size()) != PyTuple_GET_SIZE(saved)) {
+  // A tensor that is an attribute of `ctx` may be one too, or a view of one.
+  THPObjectPtr attributes = checked(PyObject_GenericGetDict(ctx, nullptr));
+  PyObject* kept;
+  bool has_tensors = false;
+  for (Py_ssize_t next = 0; PyDict_Next(attributes.get(), &next, nullptr, &kept) != 0;) {
+    const bool is_sequence = PyTuple_Check(kept) || PyList_Check(kept);
+    const Py_ssize_t size = is_sequence ? PySequence_Fast_GET_SIZE(kept) : 1;
+    for (Py_ssize_t item = 0; item < size; ++item)
+      has_tensors |= is_tensor(is_sequence ? PySequence_Fast_GET_ITEM(kept, item) : kept);
+  }
+  if (!all_are_saved || has_tensors) {
     PyObject* arguments[] = {ctx, saved};
     checked(PyObject_Vectorcall(residuals.mark, arguments, 2, nullptr));
     return;

@@ -14,15 +14,15 @@ namespace torchop {
 
 // Those of an operator; the plan keeps the objects alive. See `handover` and `declared`.
 struct Residuals {
-  PyObject* type = nullptr; // of what kernels return; nullptr for operators without residuals
-  PyObject* recording;      // what is known of threads, by their numbers
-  PyObject* records;        // that of a thread whose kernel is to return residuals
-  PyObject* named;          // the class of what setup_context gets, a tuple
-  PyObject* handed;         // handed(saved): what the `save` of the formula gets in other calls
-  Py_ssize_t count;         // of residuals that are tensors; 0 if others may be among them
-  PyObject* setup;          // setup(ctx, inputs, keyword_only_inputs, output, residuals=...)
-  PyObject* guard;          // guard(places): what guards those of the tensors that `ctx` saves
-  PyObject* mark;           // mark(ctx, saved): guards them too, whatever `ctx` has them for
+  PyObject* type = nullptr;      // of what kernels return; nullptr for operators without residuals
+  PyObject* recording = nullptr; // what is known of threads, by their numbers
+  PyObject* records;             // that of a thread whose kernel is to return residuals
+  PyObject* named;               // the class of what setup_context gets, a tuple
+  PyObject* handed; // handed(saved): what the `save` of the formula gets in other calls
+  Py_ssize_t count; // of residuals that are tensors; 0 if others may be among them
+  PyObject* setup;  // setup(ctx, inputs, keyword_only_inputs, output, residuals=...)
+  PyObject* guard;  // guard(places): what guards those of the tensors that `ctx` saves
+  PyObject* mark;   // mark(ctx, saved): guards them too, whatever `ctx` has them for
 };
 
 // Whether a kernel is on the way, or runs, that a call of this thread wants residuals of.
@@ -33,30 +33,39 @@ inline bool thread_records(const Residuals& residuals) {
   return PyDict_Contains(residuals.recording, thread.get()) != 0;
 }
 
-// Tells the kernel that runs meanwhile to return residuals; the thread must not record already.
+// Leaves what is known of this thread as it was before, also if no kernel took what it was told.
 class Recording {
  public:
-  explicit Recording(const Residuals& residuals)
-      : recording_(residuals.recording),
-        thread_(checked(PyLong_FromUnsignedLong(PyThread_get_thread_ident()))) {
-    if (PyDict_SetItem(recording_, thread_.get(), residuals.records) < 0)
-      throw python_error();
+  // `recording` may be nullptr: then there is nothing to be known.
+  explicit Recording(PyObject* recording) : recording_(recording) {
+    if (recording_ == nullptr)
+      return;
+    thread_ = checked(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
+    before_ = THPObjectPtr(Py_XNewRef(PyDict_GetItemWithError(recording_, thread_.get())));
   }
   ~Recording() {
-    if (!Py_IsInitialized())
-      return; // the thread is being ended, and may not run Python
+    if (recording_ == nullptr || !Py_IsInitialized())
+      return; // or the thread is being ended, and may not run Python
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback); // the kernel's exception, if it raised one
-    if (PyDict_DelItem(recording_, thread_.get()) < 0)
+    const int failed = before_ ? PyDict_SetItem(recording_, thread_.get(), before_.get())
+                               : PyDict_DelItem(recording_, thread_.get());
+    if (failed < 0)
       PyErr_Clear();
     PyErr_Restore(type, value, traceback);
   }
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
 
+  // Tells the kernel that runs meanwhile to return residuals.
+  void start(const Residuals& residuals) {
+    if (PyDict_SetItem(recording_, thread_.get(), residuals.records) < 0)
+      throw python_error();
+  }
+
  private:
   PyObject* recording_;
-  THPObjectPtr thread_;
+  THPObjectPtr thread_, before_;
 };
 
 // Takes what a kernel returned apart, if it returned residuals: leaves the result in `made`.
@@ -81,7 +90,7 @@ bool hand_over(
     PyObject* saved);
 
 // Tells the backward which of the tensors that setup_context saved are residuals. Where it did not
-// save all, they may be elsewhere, and Python looks.
+// save all, or has tensors elsewhere, Python looks.
 void guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved);
 
 } // namespace torchop

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import checkpointing, compilers, registries
+from torchop._compat import checkpointing, compilers, functorch, registries
 from torchop._core.call import tensors_in
+from torchop._core.contract import storage_of
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import GradientError, MissingFormulaError
@@ -55,10 +56,9 @@ class TrainingForm:
             self._kernel,
             self._kernel,  # on fake tensors, the operator calls its fake kernel
         )
+        op = str(definition)
         # For the places of residuals among the saved tensors, what guards these.
-        self.guard = functools.cache(
-            functools.partial(functools.partial, _guarded, str(definition))
-        )
+        self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
         # What a rule of the user computes for all elements at once has no residuals.
         self.companion.rule(VmapRule).register(SEQUENTIAL)
         hook = standing_for(definition.overload, "")
@@ -111,12 +111,15 @@ class TrainingForm:
 
     def mark(self, ctx: Any, residuals: Sequence[Any]) -> None:
         """Tells the backward which of the tensors that a `setup_context` saved are residuals."""
-        given = {id(tensor): tensor for tensor in tensors_in(residuals)}
-        places = tuple([n for n, tensor in enumerate(ctx.to_save or ()) if id(tensor) in given])
+        # Views of them are residuals too. Tensors of a transform do not tell what memory they have.
+        memory = id if functorch.is_active() else storage_of
+        given = set(map(memory, tensors_in(residuals)))
+        saved = ctx.to_save or ()
+        places = tuple([n for n, t in enumerate(saved) if t is not None and memory(t) in given])
         if places:
             ctx._torchop_guard = self.guard(places)
         for name, value in vars(ctx).items():
-            if id(value) in given and is_differentiable(value):
+            if any(memory(t) in given and is_differentiable(t) for t in tensors_in((value,))):
                 raise GradientError(
                     f"{self.declared.op}: setup_context keeps a residual as ctx.{name}, where a "
                     "second derivative would take it for a constant, and hooks and checkpoints "
