@@ -71,8 +71,9 @@ matrix:
 	$(PYTHON) tools/environment.py $(RELEASE) $(MATRIX)
 	$(MATRIX)/torch-$(RELEASE)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# The C++ sources, with the headers of every Python on the machine, and for a PyTorch to come. With
-# QUICK=--quick, only those of the oldest and the newest.
+# The C++ sources, with the headers of every Python on the machine, and for a PyTorch to come; then
+# the tests of the core with each Python, and the RELEASE of PyTorch that this environment has. With
+# QUICK=--quick, no tests, and only the headers of the oldest and the newest.
 interpreters: $(STAMP)
 	$(BIN)/python tools/interpreters.py $(QUICK)
 

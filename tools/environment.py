@@ -1,11 +1,12 @@
 """Makes a virtual environment with one release of PyTorch, in which the tests can be run.
 
-    python tools/environment.py RELEASE FOLDER
+    python tools/environment.py RELEASE FOLDER [NAME]
 
-The environment is FOLDER/torch-RELEASE, with the tools of requirements/dev.txt and this working
-tree. What PyPI has of PyTorch are CUDA builds, which cannot be imported without NVIDIA's libraries,
-GPU or not: some 5 GB. They go into FOLDER/cuda, once, as those of the newest release do for all of
-them. A build for the CPU, such as one in a folder that PIP_FIND_LINKS names, needs none.
+The environment is FOLDER/torch-RELEASE, or FOLDER/NAME, of the Python that runs this, with the
+tools of requirements/dev.txt and this working tree. What PyPI has of PyTorch are CUDA builds, which
+cannot be imported without NVIDIA's libraries, GPU or not: some 5 GB. They go into FOLDER/cuda,
+once, as those of the newest release do for all of them. A build for the CPU, such as one in a
+folder that PIP_FIND_LINKS names, needs none.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ for line in importlib.metadata.requires("torch"):
 """
 
 
-def make(release: str, folder: Path) -> None:
+def make(release: str, folder: Path, name: str | None = None) -> None:
     """Makes the environment of a release, such as "2.15.0", in a folder for those of all releases.
 
     Raises:
         subprocess.CalledProcessError: pip failed, or PyTorch cannot be imported.
     """
-    environment = folder / f"torch-{release}"
+    environment = folder / (name or f"torch-{release}")
     finished = environment / ".installed"
     if finished.exists():
         return
@@ -71,4 +72,4 @@ def _install(python: str, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2]))
+    make(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

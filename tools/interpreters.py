@@ -1,12 +1,16 @@
-"""Do the C++ sources compile with every Python on this machine, and for a PyTorch to come?
+"""Which Pythons of this machine does torchop work with? And do its sources with a PyTorch to come?
 
-    python tools/interpreters.py [--quick] [PYTHON ...]
+    python tools/interpreters.py [--quick] [--release RELEASE] [PYTHON ...]
 
 Without arguments, those are asked that are in the PATH or that pyenv has, of the versions that
-torchop supports. With --quick, only the oldest and the newest of them are, because what a version
-in between takes away is missing from the newest too. PyTorch's headers are those of this
-environment's PyTorch: they do not depend on the version of Python. Nothing is linked, so no other
-PyTorch is needed.
+torchop supports. The C++ sources are compiled with the headers of each, and those of this
+environment's PyTorch, which do not depend on the version of Python. Nothing is linked.
+
+With --quick, only the oldest and the newest are asked, because what a version in between takes away
+is missing from the newest too. Otherwise the tests of the core then run with each, in an
+environment with the RELEASE of PyTorch, or with this environment's. It is said for which Python
+there is no such PyTorch, and which versions that the metadata of torchop names are not on this
+machine.
 
 A PyTorch to come is one whose nodes of autograd nobody knows: the sources then leave out what goes
 around them.
@@ -24,38 +28,82 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from torchop._native.extension.recipe import CSRC, compile_flags, find_compiler
 
+ROOT = Path(__file__).parents[1]
 OLDEST = (3, 10)
+TESTS = [f"tests/{room}" for room in ("core", "define", "native", "rules")]
 ASK = """
 import json, sys, sysconfig
-print(json.dumps([sys.version_info[:2], sysconfig.get_paths()["include"]]))
+free = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
+print(json.dumps([*sys.version_info[:2], free, sysconfig.get_paths()["include"]]))
 """
+
+
+class Interpreter(NamedTuple):
+    """A Python of this machine."""
+
+    minor: int
+    free: str  # "t" where it can run without the GIL
+    program: str
+    include: Path  # its headers
+
+    def __str__(self) -> str:
+        return f"3.{self.minor}{self.free}"
 
 
 def interpreters() -> list[str]:
     """The programs that may be a Python, by name."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    names = [f"python3.{minor}" for minor in range(OLDEST[1], 20)]
+    names = [f"python3.{minor}{free}" for minor in range(OLDEST[1], 20) for free in ("", "t")]
     in_path = [path for name in names if (path := shutil.which(name))]
     return [sys.executable, *in_path, *map(str, sorted(pyenv.glob("versions/*/bin/python")))]
 
 
-def headers(programs: list[str]) -> dict[tuple[int, ...], Path]:
-    """Where the headers of each version of Python are, that has them and that torchop supports."""
-    folders: dict[tuple[int, ...], Path] = {}
+def found(programs: list[str]) -> list[Interpreter]:
+    """One of each version that has its headers and that torchop supports, the oldest first."""
+    first: dict[tuple[int, str], Interpreter] = {}
     for program in programs:
         # A name in the PATH may be that of a version manager, which refuses to run it.
         asked = subprocess.run([program, "-c", ASK], check=False, capture_output=True, text=True)
         if asked.returncode != 0:
             continue
-        version, include = json.loads(asked.stdout)
-        if tuple(version) >= OLDEST and Path(include, "Python.h").is_file():
-            folders.setdefault(tuple(version), Path(include))
-    return dict(sorted(folders.items()))
+        major, minor, free, include = json.loads(asked.stdout)
+        if (major, minor) >= OLDEST and Path(include, "Python.h").is_file():
+            one = Interpreter(minor, free, program, Path(include))
+            first.setdefault((minor, free), one)
+    return sorted(first.values())
+
+
+def classified() -> set[str]:
+    """The versions of Python that the metadata of the package names."""
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', metadata))
+
+
+def passes(python: Interpreter, release: str, folder: Path) -> bool:
+    """Whether the tests of the core pass with a Python and a release of PyTorch."""
+    name = f"torch-{release}-python{python}"
+    environment = [python.program, str(ROOT / "tools" / "environment.py"), release, str(folder)]
+    made = subprocess.run([*environment, name], check=False, capture_output=True, text=True)
+    if made.returncode != 0:
+        if f"No matching distribution found for torch=={release}" in made.stderr:
+            print(f"----  Python {python}: there is no PyTorch {release} for it", flush=True)
+            return True
+        print(made.stderr)
+        return report(False, f"Python {python}: an environment with PyTorch {release}")
+    tests = [str(folder / name / "bin" / "python"), "-m", "pytest", "-q", "-n", "2", *TESTS]
+    done = subprocess.run(tests, check=False, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    lines = done.stdout.splitlines()
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            print(line)
+    passed = done.returncode == 0
+    return report(passed, f"Python {python} with PyTorch {release}: {lines[-1].strip('= ')}")
 
 
 def compiles(include: Path) -> bool:
@@ -111,23 +159,29 @@ def compiler(include: Path, *arguments: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--release", default=torch.__version__.partition("+")[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / ".matrix", help="for environments")
     parser.add_argument("programs", nargs="*", metavar="PYTHON")
     options = parser.parse_args()
-    failed = 0
-    folders = headers(options.programs or interpreters())
-    asked = {min(folders), max(folders)} if options.quick else folders.keys()
-    for version in sorted(asked):
-        include = folders[version]
-        failed += report(compiles(include), f"Python {'.'.join(map(str, version))}: {include}")
-    newest = list(folders.values())[-1]
-    failed += report(compiles_without_nodes(newest), "a PyTorch whose nodes are not known")
-    return 1 if failed else 0
+    pythons = found(options.programs or interpreters())
+    results = [
+        report(compiles(python.include), f"Python {python}: {python.include}")
+        for python in ([pythons[0], pythons[-1]] if options.quick else pythons)
+    ]
+    results.append(
+        report(compiles_without_nodes(pythons[-1].include), "a PyTorch whose nodes are not known")
+    )
+    if not options.quick:
+        results += [passes(python, options.release, options.folder) for python in pythons]
+        for missing in sorted(classified() - set(map(str, pythons))):
+            print(f"----  Python {missing}: not on this machine", flush=True)
+    return 0 if all(results) else 1
 
 
 def report(passed: bool, what: str) -> bool:
-    """Prints how it ended, and returns whether it failed."""
+    """Prints how it ended, and returns whether it passed."""
     print(f"{'pass' if passed else 'FAIL'}  {what}", flush=True)
-    return not passed
+    return passed
 
 
 if __name__ == "__main__":
