@@ -31,7 +31,7 @@ from _structured import Config
 
 FLAT, STRUCTURED, STOCK = ROUTES = ("torchop", "torchop, dataclass", "custom_op")
 # Families, and what PyTorch has for the same.
-FAMILY, TAGGED = ("out_op", "torch.Tag.out")
+FAMILY, OVERWRITING, TAGGED = ("out_op", "out_op, elementwise", "torch.Tag.out")
 PLAIN_ROW, STRUCTURED_ROW, DERIVED_ROW = ("flat", _structured.TITLE, "derived, training")
 CALLS = 10
 
@@ -168,9 +168,13 @@ def chains(rounds: int) -> dict[str, dict[str, float]]:
     for op in (stock, flat):
         op.register_fake(like_first)
     family = torchop.out_op("bench_torchop::family", write_double, like="x")
+    overwriting = torchop.out_op(
+        "bench_torchop::overwriting", write_double, like="x", inplace=True, elementwise=True
+    )
     operators = {
         FLAT: flat,
         FAMILY: family.functional,
+        OVERWRITING: overwriting.functional,
         STOCK: stock,
         TAGGED: torch.ops.bench_out.double.default,
     }

@@ -12,7 +12,8 @@ from the body, that of custom_op is written.
 
 The third table is what a call in such a graph adds to its kernel, without what a graph costs once,
 and the most memory that a chain of ten has at once, in results. For a family of `out_op`, and for
-an overload with `torch.Tag.out`, Inductor allocates the results.
+an overload with `torch.Tag.out`, Inductor allocates the results; those of an elementwise family it
+writes over their inputs.
 
 Take-away: Dynamo takes a call of a handle for one of the overload behind it, without tracing what
 is between, where for `torch.library.custom_op` it traces `__call__`. A dataclass whose fields have
