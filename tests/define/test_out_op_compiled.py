@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, Optional
@@ -187,6 +189,98 @@ def test_planned_outputs_use_the_memory_of_dead_ones(namespace: str) -> None:
     assert code.count(f"torch.ops.{namespace}.op.out(") == 10
     assert code.count("empty_strided_cpu((3, )") == 2
     assert f"torch.ops.{namespace}.alone.default(" in code
+
+
+# Programs with a family `f` whose kernel may write over its input, and how many of its calls do.
+OVERWRITING: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], int]] = {
+    "chain": (lambda f, x, y: f(f(f(x * 2, []), [], n=2), []).cos(), 3),
+    "read later": (lambda f, x, y: (z := x * 2, f(z, []), z + 1)[1:], 0),
+    "read before": (lambda f, x, y: (z := x * 2, z.flip(0) + 1, f(z, []))[1:], 1),
+    "returned": (lambda f, x, y: (z := x * 2, f(z, [])), 0),
+    "a view is read later": (lambda f, x, y: (z := x * 2, v := z[1:], f(z, []), v.cos())[2:], 0),
+    "a view is overwritten": (lambda f, x, y: f((x * 2)[1:], []), 1),
+    "half is read later": (lambda f, x, y: (z := (x * 2).chunk(2), f(z[0], []), z[1] + 1)[1:], 1),
+    "two calls": (lambda f, x, y: (z := x * 2, f(z, []), f(z, []) + 1)[1:], 1),
+    "an input": (lambda f, x, y: f(x, []), 0),
+    "a view of an input": (lambda f, x, y: f(x[1:], []), 0),
+    "in place": (lambda f, x, y: f.inplace(x, []), 1),
+    "in place, then read": (lambda f, x, y: f.inplace(x, []).cos(), 1),
+    "an input that is written later": (lambda f, x, y: (z := f(x, []), x.copy_(z + z), z)[2], 0),
+    "an input written back": (lambda f, x, y: (x.copy_(f(x, [])), y.cos())[1], 1),
+    "a view of it written back": (lambda f, x, y: (x[1:].copy_(f(x[1:], [])), y.cos())[1], 0),
+    "other strides": (lambda f, x, y: f((x * 2)[:, ::2], []), 0),
+    "each element again": (lambda f, x, y: f((x[:1] * 2).expand(4, 6), []), 0),
+    "another type": (lambda f, x, y: f((x * 2).to(torch.int32), []), 1),
+    "complex": (lambda f, x, y: f(torch.complex(x, y), []), 0),
+    "beside others": (lambda f, x, y: f(x * 2, [y, x]), 1),
+    "beside itself": (lambda f, x, y: (z := x * 2, f(z, [z]))[1], 0),
+    "beside a view of itself": (lambda f, x, y: (z := x[:, :4] * 2, f(z, [y[:, :4], z.t()]))[1], 0),
+}
+
+
+def _write_over(x: Tensor, others: list[Tensor], *, n: int = 3, out: Tensor) -> None:
+    torch.mul(x, n, out=out)
+    for other in others:
+        out += other
+
+
+@needs_lowerings
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_result_is_written_over_what_nobody_reads_later(namespace: str, dynamic: bool) -> None:
+    define = functools.partial(torchop.out_op, like="x", inplace=True, elementwise=True)
+    names = {
+        name: f"{namespace}::{name.replace(' ', '_').replace(',', '')}" for name in OVERWRITING
+    }
+    families = {name: define(operator, _write_over) for name, operator in names.items()}
+
+    def programs(inputs: dict[str, tuple[Tensor, Tensor]]) -> list[Any]:
+        return [
+            program(families[name], *inputs[name]) for name, (program, _) in OVERWRITING.items()
+        ]
+
+    inputs = {name: (torch.randn(4, 6), torch.randn(4, 6)) for name in OVERWRITING}
+    own = copy.deepcopy(inputs)
+    with fresh_compiler():
+        compiled = torch.compile(programs, fullgraph=True, dynamic=dynamic)
+        result, (code,) = run_and_get_code(compiled, own)
+    for name, got, expected in zip(OVERWRITING, result, programs(inputs), strict=True):
+        torch.testing.assert_close(got, expected, msg=name)
+        torch.testing.assert_close(own[name], inputs[name], msg=name)
+        count = code.count(f"torch.ops.{names[name].replace('::', '.')}_.default(")
+        assert count == OVERWRITING[name][1], name
+
+
+@needs_lowerings
+def test_what_is_written_over_needs_no_other_memory(namespace: str) -> None:
+    families = {
+        "over": torchop.out_op(
+            f"{namespace}::over", write_sine, like="x", inplace=True, elementwise=True
+        ),
+        "reads_again": torchop.out_op(
+            f"{namespace}::reads_again", write_sine, like="x", inplace=True
+        ),
+        "own": torchop.out_op(
+            f"{namespace}::own", write_sine, like="x", inplace=True, elementwise=True
+        ),
+    }
+    own = families["own"].inplace
+    assert own is not None
+    own.register_kernel("cpu", lambda x: x.sin_())  # which only its own calls run
+    x = torch.randn(3)
+    for name, family in families.items():
+
+        def chain(x: Tensor, family: Any = family) -> Tensor:
+            for _ in range(10):
+                x = family(x)
+            return x
+
+        with fresh_compiler():
+            result, (code,) = run_and_get_code(torch.compile(chain, fullgraph=True), x)
+        torch.testing.assert_close(result, chain(x))
+        overwritten, buffers = (9, 1) if name == "over" else (0, 2)
+        assert code.count(f"torch.ops.{namespace}.{name}_.default(") == overwritten
+        assert code.count("empty_strided_cpu((3, )") == buffers
 
 
 def test_exported_program_writes_into_the_buffer(family: torchop.OperatorFamily) -> None:

@@ -204,6 +204,7 @@ _BY_OBJECT = (
     ("torch._inductor.lowering", "lowerings"),
     ("torch._inductor.lowering", "user_lowerings"),
     ("torch._inductor.lowering", "fallbacks"),
+    ("torch._inductor.fx_passes.reinplace", "inplaceable_ops"),
     ("torch._inductor.lowering", "needs_realized_inputs"),
     ("torch._inductor.lowering", "_maybe_layout_constraints"),
     ("torch._inductor.decomposition", "decompositions"),

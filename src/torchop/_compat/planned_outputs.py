@@ -1,5 +1,7 @@
 """Buffers that Inductor plans for the results of operators that can write into them.
 
+A result goes into a buffer of its own, or over the first argument where nobody reads that later.
+
 PyTorch has `torch.Tag.out` for this, with which Inductor looks for an overload by its schema. In
 2.13 it fails with dynamic shapes, puts all tensors before all other arguments, takes lists apart,
 and passes defaults and keyword-only arguments twice. So a lowering of our own makes the same node
@@ -18,57 +20,175 @@ from torch._ops import OpOverload
 
 from torchop._compat import import_hooks, operators, torch_ops
 
-_MODULE = "torch._inductor.lowering"
-# By the name of the functional operator: the operator to call in place of it and the names of its
-# outputs, or None as long as the two do not run the same kernels.
-OutForm = Callable[[], "tuple[OpOverload, tuple[str, ...]] | None"]
-_forms: dict[str, OutForm] = {}
-# What Inductor asks before its own lowerings, once it is imported. None in a release without it.
-_lowerings: dict[OpOverload, Callable[..., Any]] | None = None
+_LOWERING = "torch._inductor.lowering"
+_REINPLACE = "torch._inductor.fx_passes.reinplace"
+# By the name of the functional operator and of another form: that form, or None as long as the two
+# do not run the same kernels.
+_forms: dict[str, dict[str, Callable[[], OpOverload | None]]] = {}
 
 
-def plan(qualname: str, out_form: OutForm) -> Callable[[], None]:
-    """Lets Inductor allocate the results of an operator, and reuse the memory of dead ones.
+def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Callable[[], None]:
+    """Lets Inductor plan the memory for the results of an operator, and reuse that of dead tensors.
 
     Args:
         qualname: the operator that allocates its results.
-        out_form: the operator that writes them into tensors of the caller, which it never reads.
+        name: one that writes them into tensors of the caller, which it never reads; or over its
+            first argument, of which it reads no element after it was written.
+        form: what gets that operator, as long as both run the same kernels.
 
     Returns:
         What undoes it.
     """
     if not _forms:
-        import_hooks.when_imported(_MODULE, _connect)
-    _forms[qualname] = out_form
-    if _lowerings is not None:
-        _add(qualname)
+        for module in (_LOWERING, _REINPLACE):
+            import_hooks.when_imported(module, _connect)
+    _forms.setdefault(qualname, {})[name] = form
+    _add(qualname, name)
 
     def take_back() -> None:
-        if _forms.get(qualname) is out_form:
-            del _forms[qualname]
+        forms = _forms.get(qualname, {})
+        if forms.get(name) is form:
+            del forms[name]
+        if not forms:
+            _forms.pop(qualname, None)
 
     return take_back
 
 
-def is_planned(qualname: str) -> bool:
-    """Whether a graph that is compiled now would call another operator, with planned outputs."""
-    out_form = _forms.get(qualname)
-    return out_form is not None and out_form() is not None
+def forms_in_graphs(qualname: str) -> list[OpOverload]:
+    """The operators that a graph that is compiled now may call in place of one."""
+    forms = [form() for form in _forms.get(qualname, {}).values()]
+    return [form for form in forms if form is not None]
 
 
 def _connect() -> None:
-    global _lowerings
-    _lowerings = getattr(sys.modules[_MODULE], "user_lowerings", None)
-    if _lowerings is not None:
-        for qualname in _forms:
-            _add(qualname)
+    for qualname, forms in _forms.items():
+        for name in forms:
+            _add(qualname, name)
 
 
-def _add(qualname: str) -> None:
-    assert _lowerings is not None
-    functional = torch_ops.lookup_overload(*operators.parts(qualname))
-    # A lowering that somebody registered for the operator, such as autotuning, comes first.
-    _lowerings.setdefault(functional, lambda *args, **kwargs: _lower(functional, args, kwargs))
+def _lowerings() -> dict[OpOverload, Callable[..., Any]] | None:
+    """What Inductor asks before its own lowerings, once it is imported, if the release has it."""
+    return getattr(sys.modules.get(_LOWERING), "user_lowerings", None)
+
+
+def _is_inplace(form: OpOverload) -> bool:
+    first = form._schema.arguments[0]
+    return not first.kwarg_only and first.alias_info is not None
+
+
+def _add(qualname: str, name: str) -> None:
+    lowerings = _lowerings()
+    if lowerings is None:
+        return
+    functional, form = (torch_ops.lookup_overload(*operators.parts(n)) for n in (qualname, name))
+    if not _is_inplace(form):
+        # A lowering that somebody registered for the operator, such as autotuning, comes first.
+        lowerings.setdefault(functional, lambda *args, **kwargs: _lower(functional, args, kwargs))
+    elif (module := sys.modules.get(_REINPLACE)) is not None:
+        # What that pass finds no later reader of is given to the operator in place.
+        may_overwrite = functools.partial(_may_overwrite, functional, form)
+        module.inplaceable_ops[functional] = module.InplaceableOp(form, 0, may_overwrite)
+
+
+def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.Node) -> bool:
+    """Whether a call may write its result over its first argument, if nobody reads that later."""
+    config: Any = sys.modules["torch._inductor.config"]
+    # What has an effect is another node. Code in C++ has no call without a result.
+    if node.target is not functional or config.cpp_wrapper or config.fx_wrapper:
+        return False
+    if inplace not in forms_in_graphs(functional._name):
+        return False
+    values: list[Any] = [each.meta.get("val") for each in _inputs(node)]
+    first, *others = values
+    if not _look_alike(first, node.meta.get("val")) or not _is_dense(first):
+        return False
+    # The kernel would write what it still has to read, if another argument has that memory.
+    storages = {
+        _storage(o) if _is_plain(o) else None for o in others if isinstance(o, torch.Tensor)
+    }
+    if not storages.isdisjoint({_storage(first), None}):
+        return False
+    if _is_of_caller(node) and not _is_written_back(node):
+        return False
+    lowerings = _lowerings()
+    assert lowerings is not None  # or the pass would not know the operator
+    lowerings.setdefault(inplace, lambda *args, **kwargs: _lower_inplace(inplace, args, kwargs))
+    return True
+
+
+def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The arguments that are nodes, the ones in lists included, each as often as it is passed."""
+    found: list[torch.fx.Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _is_of_caller(node: torch.fx.Node) -> bool:
+    """Whether the first argument has memory that was there before the graph."""
+    held = [n for op in ("placeholder", "get_attr") for n in node.graph.find_nodes(op=op)]
+    return any(_share_memory(node.args[0], other) for other in held)
+
+
+def _is_written_back(node: torch.fx.Node) -> bool:
+    """Whether the graph copies the result into its first argument, and returns no alias of it.
+
+    Inductor looks for any copy into that, and would drop what the graph returns besides.
+    """
+    first = node.args[0]
+    copies = [u for u in node.users if u.target is torch.ops.aten.copy_.default]
+    readers = [user for user in node.users if user not in copies]
+    return [copy.args for copy in copies] == [(first, node)] and not any(
+        reader.op == "output" or _share_memory(node, reader) for reader in readers
+    )
+
+
+def _share_memory(node: Any, other: torch.fx.Node) -> bool:
+    value = other.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return not _is_plain(value) or _storage(value) == _storage(node.meta["val"])
+    return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _look_alike(first: Any, result: Any) -> bool:
+    # Without a guard on the sizes, if they are symbols.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # costs an import
+
+    if not _is_plain(first) or not _is_plain(result):
+        return False
+    kinds = [(each.dtype, each.device, each.dim()) for each in (first, result)]
+    sizes = [(*each.shape, *each.stride()) for each in (first, result)]
+    return kinds[0] == kinds[1] and all(guard_or_false(a == b) for a, b in zip(*sizes, strict=True))
+
+
+def _is_plain(value: Any) -> bool:
+    # A complex one may be a view that negates or conjugates what is in the memory.
+    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_strided and not value.is_complex() and not value.is_neg()
+
+
+def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Makes the node that writes over the first argument, and returns what that is then."""
+    import torch._inductor.ir  # imports Inductor
+    from torch._inductor.virtualized import V  # imports Inductor
+
+    ir: Any = torch._inductor.ir
+    with V.graph.fake_mode:
+        processed = ir.FallbackKernel.process_kernel(inplace, *args, **kwargs)
+    _, tensors, constants, unflatten, _ = _fields(processed)
+    _node_classes()[2](unflatten, tensors, constants, inplace)
+    # It may be a copy, where the argument was no memory that a kernel can be given.
+    return tensors[0] if isinstance(tensors[0], ir.TensorBox) else ir.TensorBox(tensors[0])
+
+
+def _fields(processed: Any) -> Any:
+    # Since 2.15, they are the fields of an object.
+    return processed if isinstance(processed, tuple) else vars(processed).values()
 
 
 def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -77,16 +197,14 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
     from torch._inductor.virtualized import V  # imports Inductor
 
     ir: Any = torch._inductor.ir
-    out_form_of = _forms.get(functional._name)
-    found = None if out_form_of is None else out_form_of()
-    if found is None or V.graph.cpp_wrapper:  # which has no call of an operator with `out=`
+    forms = [form for form in forms_in_graphs(functional._name) if not _is_inplace(form)]
+    if not forms or V.graph.cpp_wrapper:  # which has no call of an operator with `out=`
         return None
-    out_form, names = found
+    (out_form,) = forms
+    names = [a.name for a in out_form._schema.arguments if a.alias_info is not None]
     with V.graph.fake_mode:
         processed = ir.FallbackKernel.process_kernel(functional, *args, **kwargs)
-        # Since 2.15, they are the fields of an object.
-        fields = processed if isinstance(processed, tuple) else vars(processed).values()
-        example, tensors, constants, unflatten, unbacked = fields
+        example, tensors, constants, unflatten, unbacked = _fields(processed)
         results = (example,) if isinstance(example, torch.Tensor) else example
         # Sizes that only the kernel knows cannot be allocated before it runs.
         if unbacked or not all(map(_is_plannable, results)):
@@ -100,8 +218,8 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
         )
         for result in results
     ]
-    single, several = _node_classes()
-    if names == ("out",):
+    single, several, _ = _node_classes()
+    if names == ["out"]:
         return ir.TensorBox.create(single(unflatten, layouts[0], tensors, constants, out_form))
     if several is None:
         return None
@@ -112,7 +230,7 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
         constants,
         unflatten,
         out_op=out_form,
-        out_arg_names=list(names),
+        out_arg_names=names,
     )
     node.outputs = node.out_variant_output_nodes = [
         ir.AllocatingMultiOutput(layout, node, [(tuple, place)])
@@ -134,8 +252,8 @@ def _is_dense(result: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _node_classes() -> tuple[Any, Any]:
-    """The node of a call with one output, and that with several, if this release has one."""
+def _node_classes() -> tuple[Any, Any, Any]:
+    """The nodes of calls with one output, with several, if the release has one, and in place."""
     from torch._inductor import ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
@@ -145,6 +263,11 @@ def _node_classes() -> tuple[Any, Any]:
 
         def __repr__(self) -> str:
             return str(self.name)
+
+    def written_args(node: Any) -> list[str]:
+        args, kwargs = node._unflatten([*map(Reference, node.inputs)], node.constant_args)
+        write: Any = V.graph.wrapper_code.val_to_arg_str
+        return [*map(write, args), *(f"{name}={write(kwargs[name])}" for name in kwargs)]
 
     class Single(ir.ExternKernelOut):
         def __init__(
@@ -157,12 +280,30 @@ def _node_classes() -> tuple[Any, Any]:
             )
 
         def codegen_args(self) -> list[str]:
-            args, kwargs = self._unflatten([*map(Reference, self.inputs)], self.constant_args)
-            write: Any = V.graph.wrapper_code.val_to_arg_str
-            return [*map(write, args), *(f"{name}={write(kwargs[name])}" for name in kwargs)]
+            return written_args(self)
+
+    class Overwriting(ir.MutatingFirstArgExternKernel):
+        def __init__(self, unflatten: Any, tensors: Any, constants: Any, op: OpOverload) -> None:
+            self._unflatten = unflatten
+            device = tensors[0].get_device()
+            super().__init__(
+                None,
+                ir.NoneLayout(device=device),
+                self.unwrap_storage(list(tensors)),
+                tuple(constants),
+                python_kernel_name=f"torch.ops.{op}",
+                op_overload=op,
+            )
+            V.graph.mark_buffer_mutated(tensors[0].get_name())
+            self.name = V.graph.register_buffer(self)
+            V.graph.register_operation(self)
+
+        def codegen(self, wrapper: Any) -> None:
+            self.codegen_comment(wrapper)
+            wrapper.writeline(f"{self.python_kernel_name}({', '.join(written_args(self))})")
 
     if not hasattr(ir, "ExternKernelMultiOut"):
-        return Single, None
+        return Single, None, Overwriting
 
     class Several(ir.ExternKernelMultiOut):
         def codegen(self, wrapper: Any) -> None:
@@ -171,4 +312,4 @@ def _node_classes() -> tuple[Any, Any]:
                 V.graph.removed_buffers.discard(output.get_name())
             super().codegen(wrapper)
 
-    return Single, Several
+    return Single, Several, Overwriting

@@ -193,7 +193,9 @@ def out_op(
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()
             }
-            _plan_outputs(functional, handles[Form.OUT]._live(), outputs)
+            # In place, any other kernel allocates its result too.
+            for form in (Form.OUT, *[Form.INPLACE] * (inplace and elementwise)):
+                _plan_outputs(functional, handles[form]._live())
             return OperatorFamily(
                 functional.handle, handles[Form.OUT], handles.get(Form.INPLACE), kernels
             )
@@ -225,21 +227,21 @@ def _define_form(
 
 
 # What Inductor is told of a family, see `_compat.planned_outputs`; `torchop` has it do so.
-plan_outputs: Callable[[str, Callable[[], Any]], Callable[[], None]] | None = None
+plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None = None
 
 
-def _plan_outputs(functional: Definition, out: Definition, names: tuple[str, ...]) -> None:
-    """Lets Inductor call the form with `out=` on buffers that it plans."""
-    members = weakref.ref(functional), weakref.ref(out)  # whose library may be the caller's
+def _plan_outputs(functional: Definition, form: Definition) -> None:
+    """Lets Inductor call another form, on memory that it plans."""
+    members = weakref.ref(functional), weakref.ref(form)  # whose library may be the caller's
 
-    def out_form() -> tuple[OpOverload, tuple[str, ...]] | None:
-        alive = [form for member in members if (form := member()) and form.reason_gone is None]
+    def overload() -> OpOverload | None:
+        alive = [member for ref in members if (member := ref()) and member.reason_gone is None]
         if len(alive) < 2 or _kernels_of(alive[0]) != _kernels_of(alive[1]):
             return None  # a form may have a kernel of its own, which only its calls run
-        return alive[1].overload, names
+        return alive[1].overload
 
     if plan_outputs is not None:
-        libraries.on_close(functional.library, plan_outputs(str(functional), out_form))
+        libraries.on_close(functional.library, plan_outputs(str(functional), str(form), overload))
 
 
 def _kernels_of(form: Definition) -> object:

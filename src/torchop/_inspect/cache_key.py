@@ -109,8 +109,8 @@ class _Digest:
             if rule.has(qualname):
                 parts += rule.cache_parts(rule.lookup(qualname))
         tags = str(definition.declaration.tags)
-        is_planned = planned_outputs.is_planned(qualname)
-        self.add([qualname, definition.schema.written, tags, is_planned, parts])
+        forms = str(planned_outputs.forms_in_graphs(qualname))
+        self.add([qualname, definition.schema.written, tags, forms, parts])
         origin = Rule.origin(definition.overload)
         if origin is not None:
             self.add_operator(origin[0]._name)
