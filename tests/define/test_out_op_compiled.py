@@ -11,6 +11,7 @@ from typing import Any, Optional
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from torch._inductor import lowering
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -281,6 +282,21 @@ def test_what_is_written_over_needs_no_other_memory(namespace: str) -> None:
         overwritten, buffers = (9, 1) if name == "over" else (0, 2)
         assert code.count(f"torch.ops.{namespace}.{name}_.default(") == overwritten
         assert code.count("empty_strided_cpu((3, )") == buffers
+
+
+@needs_lowerings
+def test_graphs_are_divided_at_operators_that_a_user_names(namespace: str) -> None:
+    family = torchop.out_op(
+        f"{namespace}::op", write_sine, like="x", inplace=True, elementwise=True
+    )
+    x = torch.randn(3)
+    for names, calls in (([], 0), ([f"{namespace}::op"], 2), ([f"{namespace}::op.default"], 2)):
+        settings = inductor_config.patch(custom_should_partition_ops=names)
+        with fresh_compiler(), settings:
+            result, (code,) = run_and_get_code(torch.compile(lambda x: family(family(x))), x)
+        torch.testing.assert_close(result, x.sin().sin())
+        # Inductor looks for this call: it has no name for one with outputs, or in place.
+        assert code.count(f"torch.ops.{namespace}.op.default(") == calls
 
 
 def test_exported_program_writes_into_the_buffer(family: torchop.OperatorFamily) -> None:

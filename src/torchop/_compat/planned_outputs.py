@@ -57,6 +57,12 @@ def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Cal
 
 def forms_in_graphs(qualname: str) -> list[OpOverload]:
     """The operators that a graph that is compiled now may call in place of one."""
+    config = sys.modules.get("torch._inductor.config")
+    divides_at = getattr(config, "custom_should_partition_ops", ())
+    # A user has graphs divided at the operator, which Inductor does only at a node of its own.
+    names = {qualname, qualname.partition(".")[0], f"{qualname}.default"}
+    if not names.isdisjoint(divides_at):
+        return []
     forms = [form() for form in _forms.get(qualname, {}).values()]
     return [form for form in forms if form is not None]
 
