@@ -567,10 +567,7 @@ MUTANTS = {
         "",
     ),
     "choice: blocks inside of a backward": Mutant("choice.cpp", "is_open || ", ""),
-    "choice: lasting answers": Mutant("choice.cpp", " && is_lasting != 0", ""),
-    "choice: changes meanwhile": Mutant(
-        "choice.cpp", " &&\n      choice.known.selections[place].object == object.get()", ""
-    ),
+    "choice: changes meanwhile": Mutant("choice.cpp", "is_known && place != nowhere", "is_known"),
     "choice: bounded table": Mutant(
         "choice.cpp", "if (choice.known.table.has_room(key))", "if (true)"
     ),

@@ -208,6 +208,28 @@ def test_supports_may_call_the_operator(namespace, table):
     assert value(op, torch.zeros(5)) == 10
 
 
+@needs_native
+def test_a_table_that_begins_again_while_supports_is_asked(namespace):
+    """It keeps nothing for an order that it does not remember any more."""
+    op = define(namespace, priority=["fast"])
+
+    def call_in_blocks():
+        for number in range(70):  # 64 orders are remembered
+            with torchop.priority({f"other::{number}": ["reference"]}):
+                assert value(op, torch.zeros(1)) == 10
+
+    op.register_kernel(
+        TYPE,
+        adding(10),
+        provider="fast",
+        supports=lambda x: x.shape[0] == 1 or call_in_blocks() is None,
+    )
+    call_in_blocks()
+    assert value(op, torch.zeros(2)) == 10
+    orders = 70 + 1 + 70  # with that of no block, which is one of the first 128
+    assert in_plan(op).count == orders % 64
+
+
 # --------------------------------------------------------------------------------------------------
 # What a table forgets for
 

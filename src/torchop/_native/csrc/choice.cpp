@@ -126,26 +126,22 @@ __attribute__((noinline, cold)) PyObject* ask(
       throw python_error();
   }
   THPObjectPtr name = checked(PyUnicode_InternFromString("answer"));
-  THPObjectPtr answer = checked(
+  THPObjectPtr function = checked(
       PyObject_CallMethodObjArgs(object.get(), name.get(), positional.get(), named.get(), nullptr));
-  PyObject* function;
-  int is_lasting;
-  if (!PyArg_ParseTuple(answer.get(), "Op", &function, &is_lasting))
-    throw python_error();
   // Python ran: everything may have begun again since, and another thread may have asked the same.
+  // Whatever selection is there by then, for the same settings, would say the same.
   place = place_of(choice, settings, is_deterministic);
-  if (is_known && is_lasting != 0 && place != nowhere &&
-      choice.known.selections[place].object == object.get()) {
+  if (is_known && place != nowhere) {
     key.set_subject(place);
     const uint64_t hash = key.hash();
     if (choice.known.table.find(key, hash) == nullptr) {
       if (choice.known.table.has_room(key))
-        choice.known.table.add(key, hash, function);
+        choice.known.table.add(key, hash, function.get());
       else
         forget(choice);
     }
   }
-  return Py_NewRef(function);
+  return function.release();
 }
 
 // What blocks are open, as a new reference; or throws. A thread that runs a backward has those of

@@ -72,24 +72,23 @@ class Selection:
             with dispatch.WithoutTorchFunctions():  # as in `choose`
                 key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
         except UnknownKindError:
-            return self.answer(args, kwargs)[0]
+            return self.answer(args, kwargs)
         function = self.chosen.get(key)
         if function is None:
-            function, is_lasting = self.answer(args, kwargs)
-            if is_lasting:
-                if len(self.chosen) >= _MOST_KEYS:
-                    self.chosen = {}
-                self.chosen[key] = function
+            function = self.answer(args, kwargs)
+            if len(self.chosen) >= _MOST_KEYS:
+                self.chosen = {}
+            self.chosen[key] = function
         return function
 
-    def answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Function, bool]:
-        """The function for a call, and whether tables may keep it for those with the same key."""
+    def answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
+        """The function for a call, and for those with the same key."""
         if self.tuned is not None:
             self.tuned.measure(args, kwargs)
         provider, function = self.choose(args, kwargs)
         if provider is None:
             self.report(self)
-        return function, True
+        return function
 
     def choose(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
