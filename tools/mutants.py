@@ -51,8 +51,8 @@ CLOSEST = {
     "backward.cpp": ["tests/native/gradients", "tests/rules/residuals/test_native.py"],
     "bypass.cpp": ["tests/native/test_bypass.py"],
     "call.cpp": ["tests/test_native.py", "tests/native/gradients"],
-    "choice.cpp": ["tests/rules/providers"],
-    "disabled.h": ["tests/native/test_switch.py"],
+    "choice.cpp": ["tests/rules/providers/test_choice.py", "tests/test_device.py"],
+    "disabled.h": ["tests/native/test_switch.py", "tests/test_device.py"],
     "entry.cpp": ["tests/native/test_nested_calls.py", "tests/native/test_operator_end.py"],
     "flat.h": ["tests/native/gradients"],
     "gradients.cpp": ["tests/native/gradients"],
@@ -62,7 +62,7 @@ CLOSEST = {
     "residuals.cpp": ["tests/rules/residuals/test_native.py"],
     "resolution.cpp": ["tests/native/test_resolution.py", "tests/native/test_overloads.py"],
     "results.h": ["tests/native/gradients", "tests/core/test_contract_aliases.py"],
-    "seen_calls.h": ["tests/rules/providers"],
+    "seen_calls.h": ["tests/rules/providers/test_choice.py", "tests/test_device.py"],
     "thread.h": ["tests/native/test_greenlets.py", "tests/native/test_deep_recursion.py"],
 }
 REASONS = ["tests/inspect/explain", "tests/native/test_devices.py"]

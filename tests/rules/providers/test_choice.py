@@ -208,6 +208,24 @@ def test_supports_may_call_the_operator(namespace, table):
     assert value(op, torch.zeros(5)) == 10
 
 
+def test_keywords_in_another_order(namespace, table):
+    """Plans pass them in that of the schema, but a table must not rely on that."""
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x, *, g, h: x + 1,
+        mutates_args=(),
+        schema="(Tensor x, *, float g, float h) -> Tensor",
+    )
+    op.register_kernel(
+        TYPE, lambda x, **_: x + 10, provider="fast", supports=lambda x, *, g, h: g < h
+    )
+    op.set_priority(["fast", "reference"])
+    chosen = in_plan(op)
+    for _ in range(2):
+        assert value(lambda x: chosen(x, g=1.0, h=2.0)) == 10
+        assert value(lambda x: chosen(x, h=1.0, g=2.0)) == 1
+
+
 @needs_native
 def test_a_table_that_begins_again_while_supports_is_asked(namespace):
     """It keeps nothing for an order that it does not remember any more."""
