@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo introduction newcomer native test test-project test-all device gpu zoo comparison fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	realworld-vllm \
-	matrix interpreters threads
+	matrix prerelease interpreters threads
 
 # It compiles native calls into the user's cache, for the first program of one's own.
 demo: introduction $(STAMP)
@@ -70,6 +70,10 @@ MATRIX := .matrix
 matrix:
 	$(PYTHON) tools/environment.py $(RELEASE) $(MATRIX)
 	$(MATRIX)/torch-$(RELEASE)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+
+# The same with the newest PyTorch that can be had, whether it is released or not.
+prerelease:
+	$(MAKE) matrix RELEASE=$$($(PYTHON) -m pip index versions --pre torch | sed -n '1s/.*(\(.*\))/\1/p')
 
 # The C++ sources, with the headers of every Python on the machine, and for a PyTorch to come; then
 # the tests of the core with each Python, and the RELEASE of PyTorch that this environment has. With
