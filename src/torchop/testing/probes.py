@@ -226,6 +226,11 @@ def shown(tensor: torch.Tensor) -> str:
     return f"[{', '.join(digits)}{more}]"
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a dense one of its values if it is sparse."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of a kind whose place in memory can be chosen."""
     is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
@@ -318,9 +323,8 @@ def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor
             call_args, call_kwargs = mapped((call_args, call_kwargs), torch.clone)
         seed_torch(0)
         results = leaves(op(*call_args, **call_kwargs))
-        tensors_only = [r for r in results if isinstance(r, torch.Tensor)]
-        dense = [r if r.layout is torch.strided else r.to_dense() for r in tensors_only]
-        return tuple(r for r in dense if r.is_floating_point() or r.is_complex())
+        tensors_only = [dense(r) for r in results if isinstance(r, torch.Tensor)]
+        return tuple(r for r in tensors_only if r.is_floating_point() or r.is_complex())
 
     return function, inputs
 

@@ -43,19 +43,17 @@ def agrees_with_double(
 
     def in_double(moved: float = 0.0) -> Any:
         """The outcome in double, with inputs that differ by this share of themselves."""
-        return probes.outcome(
-            op,
-            *probes.mapped(
-                (args, kwargs),
-                lambda t: (
-                    t.double() * (1 + moved * torch.finfo(t.dtype).eps * probes.signs_like(t))
-                    if t.dtype.is_floating_point
-                    else t.clone()
-                ),
+        call = probes.mapped(
+            (args, kwargs),
+            lambda t: (
+                t.double() * (1 + moved * torch.finfo(t.dtype).eps * probes.signs_like(t))
+                if t.dtype.is_floating_point
+                else t.clone()
             ),
         )
+        return probes.mapped(probes.outcome(op, *call), probes.dense)
 
-    actual = probes.outcome_of_copies(op, args, kwargs)
+    actual = probes.mapped(probes.outcome_of_copies(op, args, kwargs), probes.dense)
     expected = in_double()
     beside = [in_double(moved) for moved in (1.0, -1.0, 0.5)]
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
@@ -172,8 +170,10 @@ def _faked(label: str, example: Example) -> Case:
 
 def accepted(subject: Subject, details: Details) -> Iterator[Case]:
     """Which dtypes are accepted, and does the fake kernel say the same of their results?"""
-    if subject.fake_problem is not None:
-        details["fake kernel"] = f"none that runs: {subject.fake_problem}"
+    try:
+        subject.needs_fake()
+    except CannotCheck as why:
+        details["fake kernel"] = str(why)
     table: dict[str, str] = details.setdefault("dtypes", {})
     for example in _variable(subject)[:1]:
         for dtype in EVERY:
@@ -189,7 +189,7 @@ def accepted(subject: Subject, details: Details) -> Iterator[Case]:
                 results = probes.outcome(subject.op, *changed.copy())
             dtypes = [str(t.dtype).removeprefix("torch.") for t in probes.tensors_of(results)]
             table[name] = f"-> {', '.join(dtypes)}" if dtypes else "accepted"
-            if subject.fake_problem is None:
+            if "fake kernel" not in details:
                 yield _faked(f"in {name}", changed)
                 none = dict.fromkeys(sizes(changed), 0) if dtype is torch.double else {}
                 for _, empty in each_resized(changed, none, subject=subject) if none else ():
@@ -253,7 +253,7 @@ def refused(subject: Subject, details: Details) -> Iterator[Case]:
 
     It is asked about the first dtype that the kernel refuses.
     """
-    subject.needs_fake()
+    subject.needs_dynamo()
     for example in _variable(subject)[:1]:
         for dtype in EVERY:
             changed = in_dtype(dtype, example)

@@ -74,7 +74,7 @@ def writes_every_element(
         probes.free_zeros(probes.tensors_of((args, kwargs, actual)))
         kept.append(probes.outcome_of_copies(op, args, kwargs))
         # PyTorch cannot compare the floating-point numbers of eight bits and less.
-        tensors = probes.tensors_of(kept[-1])
+        tensors = map(probes.dense, probes.tensors_of(kept[-1]))
         floats = [t for t in tensors if t.is_floating_point() and t.itemsize > 1]
         if not any(bool(tensor.isnan().any()) for tensor in floats):
             break  # nothing looks as if it had not been written

@@ -350,6 +350,29 @@ class Subject:
         """Raises CannotCheck without a fake kernel, which compilers need."""
         if self.fake_problem is not None:
             raise CannotCheck(f"no fake kernel that runs: {self.fake_problem}")
+        self.needs_fake_tensors()
+
+    def needs_fake_tensors(self) -> None:
+        """Raises CannotCheck if PyTorch makes no fake tensors of the examples in their mode."""
+        with fake_tensors.new_fake_mode() as mode:
+            self._needs_layouts("PyTorch's checks make no fake tensors of", mode.from_tensor)
+
+    def needs_dynamo(self) -> None:
+        """Raises CannotCheck if nothing that takes such tensors can be compiled."""
+        self.needs_fake()
+        torch.compiler.reset()
+        compiled = torch.compile(torch.clone, backend="eager", fullgraph=True)
+        self._needs_layouts("torch.compile does not take", compiled)
+
+    def _needs_layouts(self, what: str, takes: Callable[[Tensor], Tensor]) -> None:
+        """Raises CannotCheck if a function refuses the layout of a tensor that is not strided."""
+        tensors = {t.layout: t for example in self.examples for t in example.tensors}
+        for layout, tensor in tensors.items():
+            try:
+                if layout is not torch.strided:
+                    takes(tensor)
+            except Exception as error:
+                raise CannotCheck(f"{what} {layout} tensors: {reason(error)}") from None
 
     @property
     def devices(self) -> set[str]:

@@ -124,10 +124,14 @@ def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
                     "take for granted. If only data tells: torchop.get_ctx().new_dynamic_size()."
                 )
             continue
-        for what, fake, real in (
-            ("size", one.shape, other.shape),
-            ("stride", one.stride(), other.stride()),
-        ):
+        if (one.dtype, one.layout) != (other.dtype, other.layout):
+            raise AssertionError(
+                f"result {index} is of {other.dtype} and {other.layout}, but of {one.dtype} and "
+                f"{one.layout} from the fake kernel."
+            )
+        is_strided = other.layout is torch.strided  # else there are no strides
+        strides = (one.stride(), other.stride()) if is_strided else ((), ())
+        for what, fake, real in (("size", one.shape, other.shape), ("stride", *strides)):
             for dim, (symbol, number) in enumerate(zip(fake, real, strict=True)):
                 hint = fake_tensors.number_of(symbol)
                 is_seen = what == "size" or (other.numel() and other.shape[dim] > 1)
@@ -177,6 +181,7 @@ def _opcheck(test: str, label: str, example: Example, arrange: Arrangement | Non
 def fake(subject: Subject, details: Details) -> Iterator[Case]:
     """Does the fake kernel describe what is returned, in every layout, with sizes 0 and 1?"""
     check = functools.partial(_opcheck, "test_faketensor")
+    subject.needs_fake_tensors()
     for example in subject.accepted():
         yield check("the example", example)
         places = set(range(len(example.tensors)))
@@ -207,7 +212,8 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
 
 def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:
     """Does the fake kernel describe the same if sizes are symbols?"""
-    subject.needs_fake()
+    if subject.fake_problem is not None:
+        subject.needs_fake()
     for example in subject.accepted():
         present = [n for n in sizes(example) if n > 1]
         if present:
@@ -226,6 +232,8 @@ def fake_devices(subject: Subject, details: Details) -> Iterator[Case]:
     if not subject.is_for_other_devices:
         raise CannotCheck("its kernels are for the CPU alone")
     for example in subject.accepted(most=1):
+        if any(tensor.layout is not torch.strided for tensor in example.tensors):
+            raise CannotCheck("fake tensors on another device are made of strided ones")
         if any(tensor.is_floating_point() for tensor in example.tensors):
             device = devices.accelerator_type()
             label, options = f"arguments on {device}", {"device": device}
@@ -289,7 +297,7 @@ def _calls(subject: Subject) -> Iterator[Example]:
 
 def _compile(backend: str, dynamic: bool, subject: Subject, details: Details) -> Iterator[Case]:
     """All calls in one program."""
-    subject.needs_fake()
+    subject.needs_dynamo()
     gradients = trainable_example(subject) is not None
     calls = list(_calls(subject))
     if gradients:
