@@ -218,6 +218,23 @@ def assert_same(
         )
 
 
+def rounding(dtype: torch.dtype, results: Sequence[Any]) -> dict[str, float]:
+    """Tolerances for results, if a few steps on the way to them are rounded to a dtype."""
+    floats = [dense(t.detach()) for t in tensors_of(list(results)) if t.is_floating_point()]
+    sizes = [t.double().abs().nan_to_num(posinf=0.0).max() for t in floats if t.numel()]
+    largest = max(map(float, sizes), default=0.0)
+    eps = torch.finfo(dtype).eps
+    return {"rtol": 2 * eps, "atol": 2 * eps * largest}
+
+
+def has_digits_of_float32(tensor: torch.Tensor) -> bool:
+    """Whether each number of a tensor is one of float32, and more than a count of something."""
+    tensor = tensor.detach()[tensor.isfinite()]
+    if not tensor.numel() or (tensor.bfloat16().double() == tensor).float().mean() > 0.5:
+        return False
+    return torch.equal(tensor.float().double(), tensor)
+
+
 def shown(tensor: torch.Tensor) -> str:
     """The first elements of a tensor, in one line."""
     numbers = tensor.flatten()[:6].tolist()
