@@ -14,19 +14,20 @@ from torchop.testing._check.memory import comparison, passes
 from torchop.testing._check.subject import CannotCheck, Case, Subject, breaks_contract, reason
 from torchop.testing._check.variants import in_layout
 
-# Special numbers, chosen by the limits of a dtype.
-Choice = Callable[[torch.finfo], list[float]]
+# Special numbers, chosen by the limits of a dtype: lists, each of numbers that are tried together.
+Choice = Callable[[torch.finfo], list[list[float]]]
 _CHOICES: dict[str, tuple[str, Choice]] = {
-    "nan": ("NaN", lambda limits: [float("nan")]),
-    "inf": ("infinities", lambda limits: [float("inf"), float("-inf")]),
-    "zeros": ("zeros of both signs", lambda limits: [0.0, -0.0]),
+    "nan": ("NaN", lambda limits: [[float("nan")]]),
+    "inf": ("infinities", lambda limits: [[float("inf"), float("-inf")], [float("-inf")]]),
+    "zeros": ("zeros of both signs", lambda limits: [[0.0, -0.0]]),
     "denormals": (
         "numbers too small to be normal",
-        lambda limits: [limits.tiny / 2, -limits.tiny / 4, limits.tiny / 8],
+        lambda limits: [[limits.tiny / 2, -limits.tiny / 4, limits.tiny / 8]],
     ),
     "extremes": (
         "the largest and smallest numbers of the dtype",
-        lambda limits: [limits.max, limits.min, limits.tiny],
+        # Not the largest and the smallest together: their sum depends on what is added first.
+        lambda limits: [[limits.max, limits.tiny], [limits.min, limits.tiny]],
     ),
 }
 
@@ -48,14 +49,14 @@ def _values(name: str, subject: Subject, details: Details) -> Iterator[Case]:
             is_float = tensor.dtype.is_floating_point and probes.is_plain(tensor)
             if not is_float or not 0 < tensor.numel() <= 4096:
                 continue
-            numbers = choice(torch.finfo(tensor.dtype))
             # What fails there with other numbers too is no fault of these.
             elsewhere = "sliced" if tensor.dim() else "offset"
             layout = elsewhere if passes(subject, example, in_layout(elsewhere)) else "contiguous"
-            for step, amount in ((2, "with"), (1, "full of")):
-                changed = example.replace(place, with_numbers(numbers, step, tensor))
-                label = f"tensor {place} {amount} {words}"
-                yield comparison(subject, label, changed, in_layout(layout))
+            for numbers in choice(torch.finfo(tensor.dtype)):
+                for step, amount in ((2, "with"), (1, "full of")):
+                    changed = example.replace(place, with_numbers(numbers, step, tensor))
+                    label = f"tensor {place} {amount} {words}"
+                    yield comparison(subject, label, changed, in_layout(layout))
     raise CannotCheck("no argument is a small tensor of a floating-point dtype")
 
 
