@@ -51,6 +51,8 @@ def check(
             packet with one overload.
         examples: calls, each a tuple of arguments, a dict of them, or `(args, kwargs)`. Without
             any, the registered examples are used (`CustomOp.register_examples`). Use small tensors.
+            Gradients are checked of all arguments that can have one, or, if some of an example
+            require grad, of these alone.
         reference: a function that is called like the operator, and returns or writes the right
             values. It is called with contiguous copies.
         seed: the seed of random inputs; the same seed generates the same inputs.

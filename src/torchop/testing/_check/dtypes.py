@@ -82,11 +82,8 @@ def computes_in_double(op: Any, args: Any, kwargs: Any) -> None:
     for index, result in enumerate(probes.outcome(op, args, kwargs)):
         if not isinstance(result, torch.Tensor) or result.dtype is not torch.double:
             continue
-        result = result.detach()[result.isfinite()]
-        # Numbers of few digits, such as counts, are no sign of anything.
-        if not result.numel() or (result.bfloat16().double() == result).float().mean() > 0.5:
-            continue
-        if torch.equal(result.float().double(), result):
+        result = probes.dense(result)
+        if probes.has_digits_of_float32(result):
             raise AssertionError(
                 f"result {index} is of dtype float64, but each element is a float32: "
                 f"{result.flatten()[:3].tolist()}. The kernel computes in float32."

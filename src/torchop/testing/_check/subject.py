@@ -347,7 +347,7 @@ class Subject:
             raise CannotCheck("no vmap rule")
 
     def needs_fake(self) -> None:
-        """Raises CannotCheck without a fake kernel, which compilers need."""
+        """Raises CannotCheck without a fake kernel, or fake tensors for it, as compilers need."""
         if self.fake_problem is not None:
             raise CannotCheck(f"no fake kernel that runs: {self.fake_problem}")
         self.needs_fake_tensors()
@@ -416,7 +416,7 @@ class Subject:
     def _requiring_grad(self, change: Callable[[Tensor], Tensor], problem: str) -> list[Example]:
         if self.schema.is_mutable and self.schema.form is not Form.INPLACE:
             raise CannotCheck("it writes into its arguments: gradients go through its callers")
-        changed = [example.map(change) for example in self.examples]
+        changed = [self._as_asked(n, each.map(change)) for n, each in enumerate(self.examples)]
         changed = [each for each in changed if any(t.requires_grad for t in each.tensors)]
         if not changed:
             raise CannotCheck("no argument is of a floating-point dtype")
@@ -424,6 +424,14 @@ class Subject:
         if not accepted:
             raise CannotCheck(f"{problem}: {reason(self.refusal(changed[-1]))}")
         return accepted
+
+    def _as_asked(self, number: int, example: Example) -> Example:
+        """Without gradients of what requires none in the example, if something there does."""
+        asked = [tensor.requires_grad for tensor in self.originals[number].tensors]
+        if not any(asked):
+            return example
+        pairs = zip(example.tensors, asked, strict=True)
+        return example.with_tensors([t if is_asked else t.detach() for t, is_asked in pairs])
 
 
 def text_of(error: BaseException | None) -> str:

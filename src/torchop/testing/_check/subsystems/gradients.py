@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,21 @@ def gradients_are_right(
         seed_torch(1)
         beside = [t.detach() + 0.01 * torch.rand_like(t) for t in inputs]
         check_at([t.requires_grad_() for t in beside])
+
+
+def gradients_are_double(op: Any, args: Any, kwargs: Any) -> None:
+    """Gradients of what is double have more digits than float32 could hold."""
+    function, inputs = probes.as_function(op, args, kwargs)
+    seed_torch(0)
+    moved = [t.detach() * (1 - 1e-9 * torch.rand_like(t)) for t in inputs]
+    total = probes.weighted_sum(function(*[t.requires_grad_() for t in moved])) / 3
+    for place, grad in enumerate(torch.autograd.grad(total, moved, allow_unused=True)):
+        is_double = grad is not None and grad.dtype is torch.double
+        if is_double and probes.has_digits_of_float32(probes.dense(grad)):
+            raise AssertionError(
+                f"the gradient of differentiable tensor {place} is of {grad.dtype}, but each "
+                f"element is a float32: {probes.shown(grad)}. The formula computes in float32."
+            )
 
 
 def slopes_are_right(op: Any, args: Any, kwargs: Any) -> None:
@@ -199,8 +214,14 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
             yield Case(label, gradients_are_right, smaller)
         changes = [{size: 0} for size in sizes(example) if size]
         for change, empty in each_resized(example, *changes, subject=subject):
-            yield Case(sizes_changed(change), gradients_are_right, _leaf(empty))
-        yield Case("transposed tensors", gradients_are_right, example, _transposed)
+            yield Case(sizes_changed(change), gradients_are_right, _leaf(empty, example))
+        for label, layout, places in (
+            ("transposed tensors", "transposed", range(len(example.tensors))),
+            ("integers all the same", "expanded", _of_reads(example)),
+        ):
+            arrange = functools.partial(_laid_out, layout, places)
+            yield Case(label, gradients_are_right, example, arrange)
+    yield Case("digits in double", gradients_are_double, examples[0])
 
 
 def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
@@ -220,15 +241,32 @@ def _broadcast(example: Example) -> Iterator[tuple[str, Example]]:
             if size > 1 and tensor.dtype.is_floating_point:
                 label = f"tensor {place} with size 1 in dimension {dim}"
                 narrow = tensor.detach().narrow(dim, 0, 1).clone()
-                yield label, _leaf(example.replace(place, narrow))
+                yield label, _leaf(example.replace(place, narrow), example)
 
 
-def _leaf(example: Example) -> Example:
-    return Example(*probes.requiring_grad(tuple(example)))
+def _of_reads(example: Example) -> list[int]:
+    """The places of integers that may all be the same, as those at which something is read.
+
+    At those at which rows are written, each place may have to be another one, so integers count
+    only if nothing has as many rows.
+    """
+    floats = [tensor for tensor in example.tensors if not probes.has_integers(tensor)]
+    lengths = {size for tensor in floats for size in tensor.shape}
+    return [
+        place
+        for place, tensor in enumerate(example.tensors)
+        if probes.has_integers(tensor) and tensor.dim() and not lengths.intersection(tensor.shape)
+    ]
 
 
-def _transposed(example: Example) -> Example:
-    return _leaf(in_layout("transposed")(example.map(torch.Tensor.detach)))
+def _leaf(example: Example, before: Example) -> Example:
+    """The example with leaves of a graph, where they were leaves before."""
+    pairs = zip(example.tensors, before.tensors, strict=True)
+    return example.with_tensors([t.detach().requires_grad_(o.requires_grad) for t, o in pairs])
+
+
+def _laid_out(layout: str, places: Sequence[int], example: Example) -> Example:
+    return _leaf(in_layout(layout, places)(example.map(torch.Tensor.detach)), example)
 
 
 def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
