@@ -242,7 +242,8 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
 
 def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -> None:
     """The call changes no default, no mode, no environment, and, unless it draws, no generator."""
-    seed_all(20010)  # which no kernel sets
+    seed_all(20010)  # which no kernel sets, as no number of threads
+    torch.set_num_threads(7)
     process, forked = os.getpid(), forks()
     with torch.enable_grad(), warnings.catch_warnings():
         # One that no kernel sets again, and with which a warning is not shown.
