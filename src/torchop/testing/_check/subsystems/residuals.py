@@ -128,13 +128,13 @@ def residuals(subject: Subject, details: Details) -> Iterator[Case]:
         raise CannotCheck("it declares no residuals")
     needs_formula(subject)
     examples = subject.trainable_examples[:3]
-    args, kwargs = examples[0].copy()
-    details["saved bytes"] = saved_bytes(subject.op, *args, **kwargs)
     for example in examples:
         yield Case("the example", same_in_training, example)
         yield Case("two calls", residuals_stay, example)
         yield Case("on fake tensors", described_by_the_fake_kernel, example)
     yield Case("what is read", every_residual_is_read, examples[0])
+    args, kwargs = examples[0].copy()  # last, because a wrong operator may raise here too
+    details["saved bytes"] = saved_bytes(subject.op, *args, **kwargs)
 
 
 CHECKS = family("subsystems", residuals)
