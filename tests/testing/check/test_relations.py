@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -140,3 +142,23 @@ def test_broken_contract_is_reported_once(namespace: str) -> None:
     assert all("the call breaks the contract, which contracts.schema reports" in m for m in others)
     alone = check(op, (torch.randn(3, 4),), only="memory.single", raise_exception=False)
     assert [failure.check for failure in alone.failures] == ["memory.single"]
+
+
+def test_lengths_of_padded_rows_end_with_the_row() -> None:
+    rows, lengths = torch.ones(2, 3), torch.tensor([3, 2])
+    assert changed(rows, lengths, sizes={3: 1}) == [1, 1]
+    assert changed(rows, lengths, sizes={3: 0}) == [0, 0]
+    assert changed(rows, lengths, sizes={2: 3}) == [3, 2, 3]
+
+
+def test_what_offsets_refer_to_keeps_its_dimension(namespace: str) -> None:
+    """Offsets of a tensor without a dimension would say nothing that a kernel could rely on."""
+
+    @torchop.custom_op(f"{namespace}::parts", mutates_args=())
+    def parts(x: Tensor, offsets: Tensor) -> Tensor:
+        memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        ends = offsets.tolist()
+        return torch.stack([memory[a:b].sum() for a, b in itertools.pairwise(ends)])
+
+    report = check(parts, (torch.arange(5.0), torch.tensor([0, 2, 5])), only="zero_dim")
+    assert report.results[0].outcome == "cannot be done"

@@ -13,7 +13,7 @@ import torch
 from torchop._rules.user.preconditions.base import with_size
 from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details, family, variants
-from torchop.testing._check.relations import has_fixed_values
+from torchop.testing._check.relations import has_fixed_values, referred
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
 from torchop.testing._check.variants import (
     WRITABLE,
@@ -254,6 +254,7 @@ def zero_dim(subject: Subject, details: Details) -> Iterator[Case]:
         tensors = example.tensors
         sized = [p for p, t in enumerate(tensors) if probes.is_plain(t) and t.dim() and t.numel()]
         places = [place for place in sized if not has_fixed_values(tensors[place], example)]
+        places = sorted({*places} - referred(example))
         for chosen in all_and_each(places):
             changed = [t.flatten()[0].clone() if p in chosen else t for p, t in enumerate(tensors)]
             label = f"{_which(chosen, places)} without a dimension"

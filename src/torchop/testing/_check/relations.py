@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchop._rules.user.preconditions.base import Arguments, Precondition, Unfit
+from torchop._rules.user.preconditions.relations import Related
 from torchop.preconditions import Indices, Lengths, Offsets, Sorted
 from torchop.testing._check.subject import Example
 from torchop.testing.probes import has_integers, is_plain, is_sorted
@@ -22,6 +23,12 @@ def has_fixed_values(tensor: Tensor, example: Example) -> bool:
     """Whether integers may not all be equal: they are sorted, lengths, or a permutation."""
     relations = _relations(tensor, example) if has_integers(tensor) else ()
     return not all(isinstance(relation, Indices) for relation in relations)
+
+
+def referred(example: Example) -> set[int]:
+    """The places of tensors of whose sizes integers say something."""
+    relations = (_relations(t, example) for t in example.tensors if has_integers(t))
+    return {each.of for some in relations for each in some if isinstance(each, Related)}
 
 
 def are_distinct(tensor: Tensor) -> bool:
@@ -69,6 +76,13 @@ class _Permutation(Precondition):
         return value.argsort(stable=True).argsort().to(value.dtype)
 
 
+class _RowLengths(Indices):
+    """How many elements of each row of a padded batch count: at most all."""
+
+    def size(self, arguments: Arguments) -> int:
+        return super().size(arguments) + 1
+
+
 def _relations(tensor: Tensor, example: Example) -> Iterator[Precondition]:
     """What the integers of a tensor seem to be; other tensors are named by their places."""
     others = [*_sizes_of_others(tensor, example)]
@@ -91,6 +105,8 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[Precondition]:
     for place, dim, size in others:
         if low >= 0 and high < size:
             yield Indices(place, dim)
+        elif low >= 0 and high == size and tensor.shape == example.tensors[place].shape[:1] and dim:
+            yield _RowLengths(place, dim)
 
 
 def _sizes_of_others(tensor: Tensor, example: Example) -> Iterator[tuple[int, int, int]]:
