@@ -18,8 +18,36 @@ from torchop.testing import Result
 from torchop.testing._check.run import kinds, plan_checks, run_check
 from torchop.testing._check.subsystems.contexts import runs_in_threads
 
+# PyTorch says so of the first CSR matrix of a process.
+pytestmark = pytest.mark.filterwarnings("ignore:.*beta state")
 # Checks that one to three right operators have, which a sample could leave out.
 OF_FEW = {"providers.configs", "providers.batch_invariant", "providers.donates"}
+# Right operators that such a check once blamed. A sample may leave them out.
+BLAMED = [
+    ("attention_in_blocks", "subsystems.autocast"),
+    ("csr_scaled", "dtypes.numbers"),
+    ("csr_scaled", "dtypes.double"),
+    ("csr_scaled", "memory.uninitialized"),
+    ("csr_scaled", "subsystems.autocast"),
+    ("csr_scaled", "subsystems.fake_symbols"),
+    ("csr_times_vector", "dtypes.accepted"),
+    ("csr_times_vector", "subsystems.fake"),
+    ("csr_times_vector", "subsystems.fake_devices"),
+    ("csr_times_vector", "subsystems.aot_dispatch_static"),
+    ("csr_times_vector", "subsystems.aot_dispatch_dynamic"),
+    ("csr_times_vector", "subsystems.export"),
+    ("csr_times_vector", "subsystems.compile"),
+    ("image_resized", "values.extremes"),
+    ("pairs_turned", "subsystems.gradcheck"),
+    ("ragged_attention", "subsystems.autocast"),
+    ("sparse_row_sums", "subsystems.compile"),
+    ("sparse_row_sums", "subsystems.compile_dynamic"),
+    ("sparse_row_sums", "subsystems.inductor"),
+    ("sums_of_starts", "memory.empty"),
+    ("sums_of_starts", "memory.single"),
+    ("sums_of_starts", "memory.odd_strides"),
+    ("within_top_shares", "memory.many_rows"),
+]
 BY_NAME = {specimen.name: specimen for specimen in (*WRONG, *RIGHT)}
 
 
@@ -89,22 +117,39 @@ _RUN_ALL = """
 def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> None:
     """All checks but the costly ones: `python -m tests.testing.zoo` runs those, too.
 
-    Each operator gets every eighth one, and each check every eighth operator, unless all
+    Each operator gets every eleventh one, and each check every eleventh operator, unless all
     combinations are asked for. A check that few operators have runs on all of them.
     """
     specimen = BY_NAME[name]
     checks = plan_checks(specimen.op, specimen.examples())
     cheap = [check for check in checks if not check.kind.is_costly]
     assert len(cheap) > 50
-    # Of those on sparse tensors, most layouts have no meaning, so that an eighth would say little.
-    of = 4 if "sparse" in name else 8
+    # Of those on sparse tensors, most layouts have no meaning, so that few would say little.
+    of = 4 if "sparse" in name or "csr" in name else 11
     its_share = combinations.share(kinds(), RIGHT.index(specimen), of, request.config)
     cheap = [c for c in cheap if c.kind in its_share or c.kind.name in OF_FEW]
     results = [run_check(check) for check in cheap]
     assert [f"{r.check}: {r.message}" for r in results if r.outcome == "failed"] == []
-    assert sum(result.outcome == "passed" for result in results) > len(cheap) * 0.25
+    assert sum(result.outcome == "passed" for result in results) > len(cheap) * 0.15
     for result in results:
         assert result.outcome == "passed" or result.message, result.check
+
+
+@pytest.mark.parametrize(("name", "check"), BLAMED, ids="-".join)
+def test_what_was_blamed_is_not(name: str, check: str) -> None:
+    specimen = BY_NAME[f"zoo::{name}"]
+    (planned,) = plan_checks(specimen.op, specimen.examples(), only=check)
+    result = run_check(planned)
+    assert result.outcome in ("passed", "cannot be done"), result.message
+
+
+def test_compilers_say_which_layout_they_refuse() -> None:
+    """What a check cannot ask of an operator is that of the layout, and no missing fake kernel."""
+    for name, check in (("csr_times_vector", "export"), ("sparse_row_sums", "compile")):
+        specimen = BY_NAME[f"zoo::{name}"]
+        (planned,) = plan_checks(specimen.op, specimen.examples(), only=check)
+        result = run_check(planned)
+        assert result.outcome == "passed" or "torch.sparse_c" in result.message, result.message
 
 
 def test_zoo_is_large() -> None:

@@ -9,6 +9,9 @@ from tests.testing.zoo import (
     right_in_models,
     right_ones,
     right_providers,
+    right_untuned,
+    right_untuned_in_use,
+    right_untuned_of_types,
     right_with_conditions,
     wrong_contracts,
     wrong_in_detail,
@@ -18,6 +21,8 @@ from tests.testing.zoo import (
     wrong_providers,
     wrong_residuals,
     wrong_subsystems,
+    wrong_untuned,
+    wrong_untuned_in_use,
 )
 from tests.testing.zoo.specimen import RIGHT, WRONG, Specimen
 
@@ -30,6 +35,9 @@ __all__ = [
     "right_in_models",
     "right_ones",
     "right_providers",
+    "right_untuned",
+    "right_untuned_in_use",
+    "right_untuned_of_types",
     "right_with_conditions",
     "wrong_contracts",
     "wrong_in_detail",
@@ -39,4 +47,6 @@ __all__ = [
     "wrong_providers",
     "wrong_residuals",
     "wrong_subsystems",
+    "wrong_untuned",
+    "wrong_untuned_in_use",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.testing.zoo.specimen import (
     define,
+    floats_only,
     like,
     one,
     product_gradients,
@@ -95,6 +96,22 @@ right(
         fake=lambda x, lengths: x.new_empty(lengths.shape[0], x.shape[1]),
     ),
     lambda: [(torch.randn(5, 2), torch.tensor([3, 0, 2]))],
+)
+
+
+def sums_of_starts(x: Tensor, lengths: Tensor) -> Tensor:
+    """The sum of so many elements of each row of a padded batch."""
+    floats_only("sums_of_starts", x)
+    x = x.contiguous()
+    memory, sums = raw(x)[x.storage_offset() :], x.new_zeros(x.shape[0])
+    for row, length in enumerate(lengths.tolist()):
+        sums[row] = memory[row * x.shape[1] :][:length].sum()
+    return sums
+
+
+right(
+    define("sums_of_starts", sums_of_starts, fake=lambda x, lengths: x.new_empty(x.shape[0])),
+    lambda: [(torch.arange(6.0).view(2, 3), torch.tensor([3, 2]))],
 )
 
 

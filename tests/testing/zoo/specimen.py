@@ -59,6 +59,13 @@ def like(x: Tensor, *others: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def floats_only(name: str, *tensors: Tensor) -> None:
+    """How a kernel refuses what is not of a floating-point dtype."""
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
+
+
 def raw(x: Tensor) -> Tensor:
     """All of the memory in which a tensor lies: what a kernel sees that takes its address."""
     return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
