@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchop._compat import fake_tensors
@@ -105,3 +106,40 @@ def _changed(
     ]
     changed: Sample = with_tensors((tuple(args), dict(kwargs)), tensors)
     return changed
+
+
+def call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments and keyword arguments of an example for `check`."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if not isinstance(example, (tuple, list)):
+        raise TypeError(
+            f"check(op, ...): an example is a tuple of arguments, or (args, kwargs); got "
+            f"{type(example).__name__}. Write (x,) for one argument."
+        )
+    if len(example) == 2 and isinstance(example[0], (tuple, list)) and isinstance(example[1], dict):
+        return tuple(example[0]), dict(example[1])
+    return tuple(example), {}
+
+
+def is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether these are arguments of a handle whose function takes what no schema can hold."""
+    try:
+        handle.flat_arguments(args, kwargs)
+    except Exception:
+        return False
+    return handle.takes_structures
+
+
+def single(tensor: Tensor) -> Tensor:
+    """A copy that requires grad, if the tensor is in float32."""
+    is_single = tensor.dtype in (torch.float32, torch.complex64)
+    return tensor.clone().requires_grad_() if is_single else tensor
+
+
+def double(tensor: Tensor) -> Tensor:
+    """A copy in double that requires grad, if the tensor can have a gradient."""
+    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+        return tensor
+    dtype = torch.complex128 if tensor.dtype.is_complex else torch.double
+    return tensor.to(dtype, copy=True).requires_grad_()

@@ -20,8 +20,7 @@ from torchop._rules.user.examples import make_examples, operator_of_examples
 from torchop._rules.user.preconditions import PRECONDITIONS
 from torchop._rules.user.preconditions.base import Unfit
 from torchop.extend import Form, Operator, OpLike, named_inputs, short_text
-from torchop.testing import probes
-from torchop.testing._samples import refuse_lists, sample_of, with_fake_tensors, with_values
+from torchop.testing import _samples, probes
 from torchop.testing.process_state import forks, restored
 
 
@@ -144,9 +143,11 @@ class Subject:
         atol: float | None = None,
     ) -> None:
         self.operator = Operator(op, "check")
-        pairs = [_pair(example) for example in examples] if examples else make_examples(op)
+        pairs = (
+            [_samples.call_of(example) for example in examples] if examples else make_examples(op)
+        )
         by_handle = operator_of_examples(op, "check")
-        if not examples or all(_is_call(by_handle, *pair) for pair in pairs):
+        if not examples or all(_samples.is_call(by_handle, *pair) for pair in pairs):
             self.operator = by_handle
         self.name = str(self.operator)
         self.schema = self.operator.schema
@@ -180,14 +181,16 @@ class Subject:
     def _original(self, args: tuple[Any, ...], kwargs: Any) -> Example:
         if not self.operator.takes_structures:
             try:
-                refuse_lists(self.schema, self.operator.signature.bind(*args, **kwargs).arguments)
+                _samples.refuse_lists(
+                    self.schema, self.operator.signature.bind(*args, **kwargs).arguments
+                )
             except TypeError as error:
                 raise TypeError(
                     f"check({self.name}, ...): an example is a tuple of arguments, or (args, "
                     f"kwargs), but this one is not a call of {self.schema}: {error}. Pass "
                     "several examples one by one, as in check(op, *examples)."
                 ) from None
-        args, kwargs = sample_of(self.operator, "check", args, kwargs)
+        args, kwargs = _samples.sample_of(self.operator, "check", args, kwargs)
         args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
         return Example(args, kwargs)
 
@@ -236,7 +239,7 @@ class Subject:
             yield words, self._with_values(example, made)
 
     def _with_values(self, example: Example, values: Mapping[str, Any]) -> Example:
-        return Example(*with_values(self.schema, *example, values))
+        return Example(*_samples.with_values(self.schema, *example, values))
 
     def written_places(self, example: Example) -> set[int]:
         """The places, among the tensors of an example, of those that are written."""
@@ -322,7 +325,7 @@ class Subject:
         return None
 
     def run_fake(self, example: Example) -> list[Any]:
-        mode, (args, kwargs) = with_fake_tensors((example.args, example.kwargs))
+        mode, (args, kwargs) = _samples.with_fake_tensors((example.args, example.kwargs))
         with mode:
             return probes.leaves(self.op(*args, **kwargs))
 
@@ -392,7 +395,7 @@ class Subject:
         Raises:
             CannotCheck: the operator has no gradient, or cannot compute in double.
         """
-        return self._requiring_grad(_double, "no double kernel")
+        return self._requiring_grad(_samples.double, "no double kernel")
 
     @functools.cached_property
     def trainable_examples(self) -> list[Example]:
@@ -403,7 +406,7 @@ class Subject:
         """
         if self.takes_double:
             return self.double_examples
-        return self._requiring_grad(_single, "no float32 kernel")
+        return self._requiring_grad(_samples.single, "no float32 kernel")
 
     @property
     def takes_double(self) -> bool:
@@ -445,37 +448,3 @@ def text_of(error: BaseException | None) -> str:
 def reason(error: BaseException | None) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {short_text(text_of(error) or '(no message)')}"
-
-
-def _pair(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if not isinstance(example, (tuple, list)):
-        raise TypeError(
-            f"check(op, ...): an example is a tuple of arguments, or (args, kwargs); got "
-            f"{type(example).__name__}. Write (x,) for one argument."
-        )
-    if len(example) == 2 and isinstance(example[0], (tuple, list)) and isinstance(example[1], dict):
-        return tuple(example[0]), dict(example[1])
-    return tuple(example), {}
-
-
-def _is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether these are arguments of a handle whose function takes what no schema can hold."""
-    try:
-        handle.flat_arguments(args, kwargs)
-    except Exception:
-        return False
-    return handle.takes_structures
-
-
-def _single(tensor: Tensor) -> Tensor:
-    is_single = tensor.dtype in (torch.float32, torch.complex64)
-    return tensor.clone().requires_grad_() if is_single else tensor
-
-
-def _double(tensor: Tensor) -> Tensor:
-    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-        return tensor
-    dtype = torch.complex128 if tensor.dtype.is_complex else torch.double
-    return tensor.to(dtype, copy=True).requires_grad_()
