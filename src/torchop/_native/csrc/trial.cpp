@@ -119,8 +119,10 @@ void look_at_node(Sight& seen, const at::Tensor& x, const at::Tensor& y, PyObjec
         "what is known of an output",
         text(known.shape_as_dim_vector(), ' ', known.dtype().name(), ' ', known.device()));
   }
-  THPObjectPtr needed(fields.needs_input_grad ? PyObject_Repr(fields.needs_input_grad) : nullptr);
-  seen.emplace_back("needs_input_grad", needed ? PyUnicode_AsUTF8(needed.get()) : "nothing");
+  // Not the field, which is empty since 2.14 until somebody asks.
+  THPObjectPtr needed = checked(PyObject_GetAttrString(ctx.get(), "needs_input_grad"));
+  THPObjectPtr words = checked(PyObject_Repr(needed.get()));
+  seen.emplace_back("needs_input_grad", PyUnicode_AsUTF8(words.get()));
   seen.emplace_back(
       "the numbers of inputs, of outputs and of saved tensors",
       text(
