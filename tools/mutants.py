@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 # because only to collect all tests takes longer. The others take minutes, with generated examples
 # last.
 CLOSEST = {
-    "ambient_state.cpp": ["tests/rules/autograd/derived/test_native.py"],
+    "ambient_state.cpp": ["tests/rules/autograd/derived"],
     "arguments.h": [
         "tests/native/test_passed_arguments.py",
         "tests/native/test_optional_lists.py",
@@ -48,7 +48,7 @@ CLOSEST = {
     ],
     "autograd.cpp": ["tests/native/gradients"],
     "autograd_fallback.cpp": ["tests/native/test_autograd_fallback.py"],
-    "backward.cpp": ["tests/native/gradients", "tests/rules/residuals/test_native.py"],
+    "backward.cpp": ["tests/native/gradients", "tests/rules/residuals"],
     "bypass.cpp": ["tests/native/test_bypass.py"],
     "call.cpp": ["tests/test_native.py", "tests/native/gradients"],
     "choice.cpp": ["tests/rules/providers/test_choice.py", "tests/test_device.py"],
@@ -59,7 +59,7 @@ CLOSEST = {
     "kinds.h": ["tests/native/test_unusual_arguments.py", "tests/native/test_overrides.py"],
     "overloads.cpp": ["tests/native/test_overloads.py"],
     "plan.cpp": ["tests/test_native.py", "tests/native/test_later_registrations.py"],
-    "residuals.cpp": ["tests/rules/residuals/test_native.py"],
+    "residuals.cpp": ["tests/rules/residuals"],
     "resolution.cpp": ["tests/native/test_resolution.py", "tests/native/test_overloads.py"],
     "results.h": ["tests/native/gradients", "tests/core/test_contract_aliases.py"],
     "seen_calls.h": ["tests/rules/providers/test_choice.py", "tests/test_device.py"],
