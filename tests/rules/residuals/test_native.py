@@ -110,6 +110,31 @@ def test_the_second_result_is_no_residual(namespace):
         op(leaf())
 
 
+def test_a_result_in_a_list_is_no_residual(namespace):
+    def kernel(x):
+        y = x + 1
+        return torchop.residuals([x**3, y], y)
+
+    op = define(namespace, kernel, "(Tensor x) -> Tensor[]", save)
+    with pytest.raises(torchop.AliasError, match=r"a residual shares memory with"):
+        op(leaf())
+
+
+def test_a_kernel_that_forgets_a_residual_that_is_no_tensor(namespace):
+    def save_nothing(ctx, inputs, output, residuals):
+        raise AssertionError("called without residuals")
+
+    op = define(
+        namespace,
+        lambda x: torchop.residuals(x**3),
+        "(Tensor x) -> Tensor",
+        save_nothing,
+        {"count": int},
+    )
+    with pytest.raises(torchop.ResultError, match="returned 0 of its 1 residuals"):
+        op(leaf())
+
+
 def test_an_entry_of_a_list_is_no_residual(namespace):
     def kernel(x, y):
         return torchop.residuals(x**3, y[0])
