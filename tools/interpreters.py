@@ -166,7 +166,7 @@ def main() -> int:
     pythons = found(options.programs or interpreters())
     results = [
         report(compiles(python.include), f"Python {python}: {python.include}")
-        for python in ([pythons[0], pythons[-1]] if options.quick else pythons)
+        for python in (sorted({pythons[0], pythons[-1]}) if options.quick else pythons)
     ]
     results.append(
         report(compiles_without_nodes(pythons[-1].include), "a PyTorch whose nodes are not known")
