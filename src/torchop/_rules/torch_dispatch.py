@@ -65,7 +65,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
             )
             declared = definition.declaration.residuals
             if declared is not None:
-                declared.follow_torch_dispatch(definition, cls)
+                declared.follow_rule(definition, cls)
 
 
 def _hook(definition: Definition, cls: type) -> Callable[..., Any]:

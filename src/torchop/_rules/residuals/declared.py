@@ -12,8 +12,8 @@ from torchop._core import contract
 from torchop._core.call import named_inputs, named_outputs, tensors_in
 from torchop._core.contract import result_check, storage_of
 from torchop._errors import AliasError, ResultError, SchemaError, short_repr
-from torchop._rules.residuals.handover import NATIVE, Request, author_of, handing_over
-from torchop._rules.residuals.training import as_tuple, follow_torch_dispatch, training_form
+from torchop._rules.residuals.handover import NATIVE, Request, as_tuple, author_of, handing_over
+from torchop._rules.residuals.training import follow_rule, training_form
 from torchop._schema.convention import Convention
 from torchop._schema.declared import declared_schema
 from torchop._schema.naming import OpName
@@ -69,8 +69,8 @@ class Declared:
             )
 
     def handing_over(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes a kernel, or a fake one, return the result alone, and hand over the residuals."""
-        return handing_over(function, self)
+        """Makes a kernel, or another rule, return the result alone, and hand over the residuals."""
+        return handing_over(function, self) if callable(function) else function
 
     def author_of(self, kernel: Callable[..., Any]) -> Callable[..., Any] | None:
         """The author's own function, if a kernel is what `handing_over` made of it."""
@@ -84,7 +84,7 @@ class Declared:
         return *NATIVE, self.named, functools.partial(Request, self), count, *(asks or [None] * 3)
 
     training_form = staticmethod(training_form)
-    follow_torch_dispatch = staticmethod(follow_torch_dispatch)
+    follow_rule = staticmethod(follow_rule)
 
     @property
     def spelled(self) -> str:

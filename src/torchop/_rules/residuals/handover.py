@@ -8,6 +8,7 @@ from threading import get_ident
 from typing import Any, TypeVar, cast
 
 from torchop._rules.residuals.annotation import show_output_alone
+from torchop._schema.schema import Schema
 
 Output = TypeVar("Output")
 
@@ -28,7 +29,8 @@ def residuals(output: Output, /, *saved: Any) -> Output:
     `residuals=` or in the annotation of the result: see `Residuals`. Callers
     get `output`; the `setup_context` of `register_autograd` gets the rest as `residuals`, if it has
     a parameter of this name. Where no gradient is recorded, the rest is dropped, and a kernel need
-    not compute it: see `records_gradient`.
+    not compute it: see `records_gradient`. A vmap rule, which calls the operator, returns
+    `torchop.residuals((output, out_dims), ...)` with the dimension of each residual, or None.
 
     Args:
         output: the result of the operator.
@@ -74,7 +76,8 @@ def records_gradient() -> bool:
     """Returns whether the call whose kernel runs is recorded for a backward that wants residuals.
 
     A kernel of an operator with residuals asks it, to compute and return them only then. It is the
-    same for the fake kernel. It is False outside of kernels, and in those of other operators.
+    same for the fake kernel and for the vmap rule. It is False outside of these, and in those of
+    other operators.
 
     A kernel that takes microseconds imports it by its name, because looking it up in `torchop`
     takes as long as the answer.
@@ -172,3 +175,9 @@ def author_of(function: Any, key: object) -> Callable[..., Any] | None:
     made_for, kernel, author = getattr(function, "_torchop_author", (None, None, None))
     # What wraps a kernel again may have its attributes.
     return author if made_for is key and kernel is function else None
+
+
+def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:
+    """The results of a schema, which are no tuple if there is one."""
+    count = len(schema.returns)
+    return tuple(result) if count > 1 else (result,) * count

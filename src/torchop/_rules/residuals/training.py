@@ -26,11 +26,10 @@ from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.checkpoint_modes import standing_for
 from torchop._rules.companions import define_companion
-from torchop._rules.residuals.handover import Request, request, requested
+from torchop._rules.residuals import vmap
+from torchop._rules.residuals.handover import Request, as_tuple, request, requested
 from torchop._rules.residuals.modes import follow
 from torchop._rules.torch_dispatch import TorchDispatchRule
-from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
-from torchop._schema.schema import Schema
 from torchop._schema.text import arguments_of, results_of, write, write_results
 
 # The attribute of a library that holds the training form, which lives as long as it does.
@@ -59,8 +58,8 @@ class TrainingForm:
         op = str(definition)
         # For the places of residuals among the saved tensors, what guards these.
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
-        # What a rule of the user computes for all elements at once has no residuals.
-        self.companion.rule(VmapRule).register(SEQUENTIAL)
+        self.vmap_rule: Any = None  # of the training form, as long as no author gives it another
+        vmap.follow(self)
         hook = standing_for(definition.overload, "")
         for mode in checkpointing.POLICY_MODES:
             registries.offer_torch_dispatch(str(self.companion), mode, hook)
@@ -240,13 +239,8 @@ def training_form(definition: Definition) -> TrainingForm:
     return form
 
 
-def follow_torch_dispatch(definition: Definition, cls: type) -> None:
-    """Tells the training form, if there is one, that the operator has a rule for `cls`."""
+def follow_rule(definition: Definition, cls: type | None = None) -> None:
+    """Tells the training form, if there is one, of the operator's rule for `cls`, or for vmap."""
     form = definition.library.__dict__.get(_ATTRIBUTE)
     if form is not None:
-        follow(form, cls)
-
-
-def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:
-    count = len(schema.returns)
-    return tuple(result) if count > 1 else (result,) * count
+        vmap.follow(form) if cls is None else follow(form, cls)

@@ -32,8 +32,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
     def compile(self) -> VmapFunction | None:
         if self.function is None or isinstance(self.function, str):
             return self.function
-        bound = bind(self.function, self.definition.schema, leading=len(_LEADING))
-        return _checked(self.definition, bound)
+        return _checked(self.definition, bind(self.function, self.definition.schema, len(_LEADING)))
 
     def cache_parts(self) -> Iterator[object]:
         yield self.function
@@ -48,21 +47,23 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         if function == SEQUENTIAL:
             self._check_sequential()
         else:
-            function = self._checked_function(self.definition.convention.vmap(function))
+            authored = self.definition.authored(function)
+            function = self._checked_function(self.definition.convention.vmap(authored))
         self.update(self._install, function=function)
+        declared = self.definition.declaration.residuals
+        if declared is not None:
+            declared.follow_rule(self.definition)
 
     def _check_sequential(self) -> None:
-        definition = self.definition
-        if definition.schema.is_view:
+        if self.definition.schema.is_view:
             raise RuntimeError(
-                f"{definition} returns views, and the vmap rule {SEQUENTIAL!r} stacks the results "
-                "of the elements, so they would be copies. Register a function, which can "
-                f"return a view of the whole batch. Got {definition.schema}."
+                f"{self.definition} returns views, and the vmap rule {SEQUENTIAL!r} stacks the "
+                "results of the elements, so they would be copies. Register a function, which can "
+                f"return a view of the whole batch. Got {self.definition.schema}."
             )
 
     def _checked_function(self, function: Any) -> Any:
-        definition = self.definition
-        schema = definition.schema
+        definition, schema = self.definition, self.definition.schema
         if isinstance(function, str):
             raise RuleSignatureError(
                 f"{definition}: a vmap rule must be a function or {SEQUENTIAL!r}, got "
@@ -134,8 +135,7 @@ def _batched_kernel(definition: Definition) -> Callable[..., Any]:
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         rule = definition.plan[VmapRule]
-        assert rule is not None  # the kernel is installed with the first rule
-        if isinstance(rule, str):
+        if not callable(rule):  # "sequential": the kernel is installed with the first rule
             return map_call(definition, args, kwargs)
         try:
             return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
