@@ -12,6 +12,8 @@ from torch import Tensor
 
 import torchop
 from tests.define.families import bounds
+from tests.support import needs_native
+from torchop._define.forms import kernels
 
 
 def _inference() -> Tensor:
@@ -76,6 +78,48 @@ def test_outputs_may_be_interleaved_with_inputs(family: torchop.OperatorFamily) 
     assert torch.allclose(family(x, out=out), expected)
     inside = torch.empty(5, 3)
     assert torch.allclose(family(memory.t(), out=inside[1:3]), memory.t().sin())
+
+
+@needs_native
+def test_buffers_with_memory_of_their_own_are_compared_with_nothing(
+    namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = bounds(namespace)
+    x = torch.randn(3, 4)
+    outputs = {"low": torch.empty(3, 4), "high": torch.empty(3)}
+    family(x, **outputs)
+    for tensor in outputs.values():
+        tensor.untyped_storage()  # from now on, an object of Python has it too
+    allocations = []
+    monkeypatch.setattr(kernels, "check_outputs", None)
+    monkeypatch.setattr(kernels, "described_results", lambda *args: allocations.append(args))
+    family(x, **outputs)  # what the rule allocates for such a call is known
+    assert allocations == []
+
+
+def test_a_call_that_looks_different_is_compared_again(namespace: str) -> None:
+    family = bounds(namespace)
+    outputs = {"low": torch.empty(3, 4), "high": torch.empty(3)}
+    for _ in range(2):
+        family(torch.randn(3, 4), **outputs)
+        with pytest.raises(torchop.MutationError, match=r"'high' to have shape \[3\], but got"):
+            family(torch.randn(3, 4), low=outputs["low"], high=torch.empty(4))
+        with pytest.raises(torchop.MutationError, match=r"'low' to have shape \[2, 4\], but got"):
+            family(torch.randn(2, 4), **outputs)
+
+
+def test_the_inplace_form_of_what_looks_like_its_first_argument_needs_no_check(
+    namespace: str, family: torchop.OperatorFamily
+) -> None:
+    def write_sum(x: Tensor, y: Tensor, *, out: Tensor) -> None:
+        torch.add(x, y, out=out)
+
+    other = torchop.out_op(f"{namespace}::add", write_sum, like="y", inplace=True, elementwise=True)
+    assert family.inplace is not None
+    assert family.inplace._definition.declaration.guard is None
+    assert other.inplace is not None
+    with pytest.raises(torchop.MutationError, match=r"'x' to have shape \[3\], but got \[1\]"):
+        other.inplace(torch.ones(1), torch.ones(3))
 
 
 def test_buffers_in_inference_mode(family: torchop.OperatorFamily) -> None:

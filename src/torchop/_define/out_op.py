@@ -215,11 +215,11 @@ def _define_form(
 ) -> Any:
     if form is Form.OUT:
         schema = schemas.out_schema(name, functional.schema, kernels.outputs)
-        function, guard = kernels.out(kernel), kernels.guard_out(name, schema)
+        function = kernels.out(kernel)
     else:
         schema = schemas.inplace_schema(name, functional.schema)
         function = kernels.inplace(kernel, name, schema)
-        guard = kernels.guard_inplace(name, schema)
+    guard = kernels.guard(name, schema)
     devices, tags = functional.declaration.devices, functional.declaration.tags
     return define_member(
         functional, name, schema, function, guard, lib, devices=devices, tags=tags

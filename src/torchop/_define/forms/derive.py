@@ -106,7 +106,7 @@ def define_member(
     name: OpName,
     schema: Schema,
     kernel: Callable[..., Any],
-    guard: Guard,
+    guard: Guard | None,
     lib: torch.library.Library | None,
     *,
     devices: tuple[str | None, ...] = (None,),

@@ -7,6 +7,7 @@ refuse the same, the messages are theirs.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torchop._core import contract
 from torchop._core.call import named_inputs, returned_arguments, tensors_in
 from torchop._core.contract import alias_error, shares_memory, spell_result
+from torchop._core.declaration import Guard
 from torchop._define.forms.schemas import without_outputs
 from torchop._errors import ArgumentError, MutationError, ResultError
 from torchop._rules.mutation.writable import check_overlap
@@ -109,26 +111,19 @@ def check_outputs(
         check_overlap(name, written, read, may_be_the_same=False)
 
 
-def _are_apart(args: tuple[Any, ...], inputs: dict[str, Any], outputs: list[Any]) -> bool:
-    """Whether it is plain that each output has memory of its own, as a buffer of Inductor's has."""
-    # Through the module, because the extension has it in C++ once it is there.
-    fresh = all(contract.is_evidently_fresh(args, inputs, output) for output in outputs)
-    return fresh and len(set(map(id, outputs))) == len(outputs)
-
-
 def _look(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """What the rule that allocates can see of a call; None if that cannot be compared."""
+    """What a rule that allocates can see of a call, and its outputs; None for what has no such."""
     look: list[Any] = []
     for value in (*args, *kwargs.items()):
         if isinstance(value, Tensor):
-            look.append((*metadata(value), value.stride()))
+            look += value.shape, value.stride(), value.dtype, value.layout, value.device
         elif isinstance(value, (list, tuple)):
             items = _look(tuple(value), {})
             if items is None:
                 return None
             look.append(items)
         elif isinstance(value, (int, float, str, type(None), torch.dtype, torch.device)):
-            look.append((type(value), value))  # 1 and True are equal
+            look += type(value), value  # 1 and True are equal
         else:
             return None
     return look
@@ -145,6 +140,7 @@ def _look_alike(one: Tensor, other: Tensor) -> bool:
 
 
 Kernel = Callable[..., Any]
+_shape_of = operator.attrgetter("shape")
 
 
 class WritingKernels:
@@ -162,75 +158,98 @@ class WritingKernels:
     ) -> None:
         self.name = name
         self.outputs = outputs
+        get: Callable[..., Any] = operator.itemgetter(*outputs)  # of one name, it is no tuple
+        self._outputs_in = get if len(outputs) > 1 else lambda kwargs: (get(kwargs),)
         self.elementwise = elementwise  # whether the kernel may be given an input as its output
         self._schema = functional
         self._allocate = bind(allocate, functional)
         self._like = like  # the place of the argument that all results are like, if one says it all
-        # How the inputs of the last call with outputs of the caller looked, and what was right
-        # then: asking the rule takes longer than most kernels. Replaced as a whole, for threads.
-        self._accepted: tuple[Any, list[Metadata]] | None = None
-
-    def functional(self, kernel: Kernel) -> Kernel:
-        """The kernel that allocates its outputs."""
-
-        @functools.wraps(kernel)
-        def allocate_and_write(*args: Any, **kwargs: Any) -> Any:
-            return self._write(kernel, args, kwargs, self._allocated(args, kwargs))
-
-        return without_outputs(allocate_and_write, kernel, self.outputs)
 
     def out(self, kernel: Kernel) -> Kernel:
         """The kernel that writes into the outputs of the caller, and returns them."""
+        outputs_in, count = self._outputs_in, len(self.outputs)
 
         @functools.wraps(kernel)
         def write(*args: Any, **kwargs: Any) -> Any:
-            outputs = tuple(kwargs.pop(name) for name in self.outputs)
-            return self._write(kernel, args, kwargs, outputs)
+            outputs = outputs_in(kwargs)
+            shapes = [*map(_shape_of, outputs)]
+            returned = kernel(*args, **kwargs)
+            if (after := [*map(_shape_of, outputs)]) != shapes:
+                was, is_now = (", ".join(str([*shape]) for shape in s) for s in (shapes, after))
+                raise ResultError(
+                    f"{self.name}: the kernel must write into {', '.join(self.outputs)} without "
+                    f"resizing it, but changed its shape from {was} to {is_now}. Let the rule that "
+                    "allocates the results return that shape."
+                )
+            if returned is not None:
+                tensors = returned if isinstance(returned, (tuple, list)) else (returned,)
+                if [*map(id, tensors)] != [*map(id, outputs)]:
+                    raise ResultError(
+                        f"{self.name}: the kernel must write into {', '.join(self.outputs)} and "
+                        f"return that, or None, but returned {spell_result(returned)}, which no "
+                        "caller gets. Copy it into the output."
+                    )
+            return outputs if count > 1 else outputs[0]
 
         return write
 
-    def inplace(self, kernel: Kernel, name: OpName, schema: Schema) -> Kernel:
-        """The kernel that overwrites its first argument."""
+    def functional(self, kernel: Kernel) -> Kernel:
+        """The kernel that allocates its outputs."""
+        write = self.out(kernel)
 
         @functools.wraps(kernel)
-        def overwrite(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            inputs = (x, *args)
+        def allocate_and_write(*args: Any, **kwargs: Any) -> Any:
+            results = self._allocated(args, kwargs)
+            return write(*args, **kwargs, **dict(zip(self.outputs, results, strict=True)))
+
+        return without_outputs(allocate_and_write, kernel, self.outputs)
+
+    def inplace(self, kernel: Kernel, name: OpName, schema: Schema) -> Kernel:
+        """The kernel that overwrites its first argument."""
+        write, (output,) = self.out(kernel), self.outputs
+
+        @functools.wraps(kernel)
+        def overwrite(*args: Any, **kwargs: Any) -> Any:
             if self.elementwise:
-                return self._write(kernel, inputs, kwargs, (x,))
-            (result,) = self._allocated(inputs, kwargs)
-            check_fits(name, schema, schema.mutated[0], metadata(result), x)
-            return x.copy_(self._write(kernel, inputs, kwargs, (result,)))
+                return write(*args, **kwargs, **{output: args[0]})
+            (result,) = self._allocated(args, kwargs)
+            check_fits(name, schema, schema.mutated[0], metadata(result), args[0])
+            return args[0].copy_(write(*args, **kwargs, **{output: result}))
 
         return without_outputs(overwrite, kernel, self.outputs)
 
-    def guard_out(self, name: OpName, schema: Schema) -> Callable[..., None]:
-        """Checks a call with outputs of the caller."""
+    def guard(self, name: OpName, schema: Schema) -> Guard | None:
+        """What checks a call that writes into tensors of the caller; None if none is needed."""
+        is_inplace, place = schema.form is Form.INPLACE, self._like
+        may_be_an_input, outputs_in = self.elementwise, self._outputs_in
+        # Otherwise it is compared with the result, before the kernel runs.
+        if is_inplace and (not may_be_an_input or place == 0):
+            return None
+        # How the last call looked that was compared with what the rule allocates, because to ask
+        # that takes longer than most kernels. Replaced as a whole, for threads.
+        accepted: list[Any] | None = None
 
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            nonlocal accepted
+            outputs = (args[0],) if is_inplace else outputs_in(kwargs)
+            read, fits = args, place is not None
+            like: Any = None if place is None else args[place]
+            for output in outputs:
+                # Through the module, because the extension has it in C++ once it is there. What
+                # is passed by keyword beside the outputs is no tensor.
+                is_fine = may_be_an_input or contract.is_evidently_fresh(read, {}, output)
+                if output is None or not is_fine:
+                    check_outputs(name, schema, args, kwargs, may_be_an_input=may_be_an_input)
+                read = (*read, output)
+                fits = fits and _look_alike(like, output)
+            look = _look(args, kwargs) if place is None else None
+            if fits or (look is not None and look == accepted):
+                return
             inputs = {n: value for n, value in kwargs.items() if n not in self.outputs}
-            outputs = [kwargs[n] for n in self.outputs]
-            if not _are_apart(args, inputs, outputs):
-                check_outputs(name, schema, args, kwargs, may_be_an_input=self.elementwise)
-            if self._like is not None and all(_look_alike(args[self._like], o) for o in outputs):
-                return
-            look = _look(args, inputs) if self._like is None else None
-            if look is not None and self._accepted == (look, list(map(metadata, outputs))):
-                return
             expected = self._result_metadata(args, inputs)
-            for output, tensor, required in zip(self.outputs, outputs, expected, strict=True):
-                check_fits(name, schema, output, required, tensor)
-            self._accepted = look, expected
-
-        return guard
-
-    def guard_inplace(self, name: OpName, schema: Schema) -> Callable[..., None]:
-        """Checks a call that overwrites its first argument."""
-
-        def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            check_outputs(name, schema, args, kwargs, may_be_an_input=True)
-            if self.elementwise:  # otherwise it is compared with the result, before the kernel runs
-                (expected,) = self._result_metadata(args, kwargs)
-                check_fits(name, schema, schema.mutated[0], expected, args[0])
+            for argument, output, required in zip(schema.mutated, outputs, expected, strict=True):
+                check_fits(name, schema, argument, required, output)
+            accepted = look
 
         return guard
 
@@ -258,32 +277,6 @@ class WritingKernels:
         if shares_memory(args, kwargs, results):  # the kernel would overwrite its inputs
             raise alias_error(str(self.name), self._schema, args, kwargs, results)
         return results
-
-    def _write(
-        self,
-        kernel: Kernel,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: tuple[Tensor, ...],
-    ) -> Any:
-        """Runs the kernel, and returns its outputs as the operator does."""
-        shapes = [output.shape for output in outputs]
-        returned = kernel(*args, **kwargs, **dict(zip(self.outputs, outputs, strict=True)))
-        for name, output, shape in zip(self.outputs, outputs, shapes, strict=True):
-            if output.shape != shape:
-                raise ResultError(
-                    f"{self.name}: the kernel must write into {name} without resizing it, but "
-                    f"changed its shape from {list(shape)} to {list(output.shape)}. Let the rule "
-                    "that allocates the results return that shape."
-                )
-        tensors = returned if isinstance(returned, (tuple, list)) else (returned,)
-        if returned is not None and list(map(id, tensors)) != list(map(id, outputs)):
-            raise ResultError(
-                f"{self.name}: the kernel must write into {', '.join(self.outputs)} and return "
-                f"that, or None, but returned {spell_result(returned)}, which no caller gets. Copy "
-                "it into the output."
-            )
-        return outputs if len(outputs) > 1 else outputs[0]
 
 
 def empty_like(place: int, count: int) -> Callable[..., Any]:

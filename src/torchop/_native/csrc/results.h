@@ -53,21 +53,25 @@ C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
 
 // Whether a result is one tensor of which it is plain that it is fresh, whatever the operator.
 inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* result) {
-  if (!is_plain_tensor(result) || !detail::has_own_storage(result))
+  if (!is_plain_tensor(result) || !impl_of(result)->has_storage())
     return false;
+  const void* storage = detail::storage_of(result);
   bool is_input = false;
   auto compare = [&](PyObject* value) {
-    is_input |= value == result;
+    is_input |= is_tensor(value) && detail::storage_of(value) == storage;
+  };
+  auto compare_all = [&](PyObject* value) {
+    compare(value);
     if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
       for (Py_ssize_t item = 0; item < PySequence_Fast_GET_SIZE(value); ++item)
-        is_input |= PySequence_Fast_GET_ITEM(value, item) == result;
+        compare(PySequence_Fast_GET_ITEM(value, item));
     }
   };
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(args); ++index)
-    compare(PyTuple_GET_ITEM(args, index));
+    compare_all(PyTuple_GET_ITEM(args, index));
   PyObject *name, *value;
   for (Py_ssize_t position = 0; PyDict_Next(keywords, &position, &name, &value);)
-    compare(value);
+    compare_all(value);
   return !is_input;
 }
 
