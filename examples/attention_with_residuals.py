@@ -41,13 +41,8 @@ def attention_backward(
 
 
 attention.register_autograd(backward_kernel=attention_backward)
-# Batches and heads are independent, so each rank computes its own.
-attention.register_sharding("b h q d, b h k d, b h k d -> b h q d", whole="q k d")
-torchop.register_sharding(
-    "examples::attention__with_residuals",
-    "b h q d, b h k d, b h k d -> b h q d, b h q",
-    whole="q k d",
-)
+# Batches and heads are independent, so each rank computes its own, and the residual of these.
+attention.register_sharding("b h q d, b h k d, b h k d -> b h q d; b h q", whole="q k d")
 
 
 class Attention(torch.nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchop._core import declaration
 from torchop._core.definition import Definition
+from torchop._core.registry import OpLike, op_name, own_definition
 from torchop._rules.autograd import register
 from torchop._rules.residuals.annotation import Residuals as Residuals
 from torchop._rules.residuals.annotation import declared_types
@@ -28,6 +29,13 @@ def _formula_of_kernel(definition: Definition, kernel: Callable[..., Any]) -> An
     from torchop._rules.residuals.backward_kernel import BackwardKernel  # for the same reason
 
     return BackwardKernel(definition, kernel).formula()
+
+
+def residual_count(op: OpLike) -> int:
+    """How many residuals an operator has, as graphs have them; 0 for those of others."""
+    definition = own_definition(None, op_name(op, "residual_count"))
+    declared = None if definition is None else definition.declaration.residuals
+    return 0 if declared is None else len(declared.schema.returns)
 
 
 declaration.declare_residuals = _declare

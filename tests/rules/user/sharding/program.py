@@ -96,7 +96,6 @@ def save_slope(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
 
 tanh.register_autograd(lambda ctx, g: g * ctx.saved_tensors[0], setup_context=save_slope)
 tanh.register_sharding("pointwise")
-torchop.register_sharding("ranks::tanh__with_residuals", "... -> ..., ...")
 
 
 @torchop.custom_op("ranks::mm", mutates_args=())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import torchop
 from tests.rules.user.sharding.ranks import gathered, on_mesh, words
+from torchop._rules.residuals import residual_count
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 X = torch.arange(32.0).reshape(4, 8).cos()
@@ -124,9 +125,6 @@ def with_everything(namespace: str) -> Any:
         return backward_kernel(grad, x, w)
 
     op.register_autograd(backward_kernel=kernel)
-    torchop.register_sharding(
-        f"{namespace}::op__with_residuals", "... d, d -> ... d, ... d", whole="d"
-    )
     return op
 
 
@@ -172,21 +170,139 @@ def test_gradients_are_those_of_one_device(
     namespace: str, mesh: Any, kind: str, placed: str
 ) -> None:
     op = DEFINERS[kind](namespace)
-    op.register_sharding("... d, d -> ... d", whole="d")
+    operand = "; ... d" if residual_count(op) and kind != "residuals with a rule" else ""
+    op.register_sharding(f"... d, d -> ... d{operand}", whole="d")
     for value, right in zip(gradients(mesh, op, placed), expected(), strict=True):
         torch.testing.assert_close(gathered(value), right)
 
 
-@pytest.mark.parametrize("define", [with_backward_kernel, with_everything])
+@pytest.mark.parametrize(
+    ("define", "residuals"), [(with_backward_kernel, ""), (with_everything, "; [... d]")]
+)
 def test_a_backward_kernel_runs_on_the_shards_of_its_forward(
-    namespace: str, mesh: Any, define: Definer
+    namespace: str, mesh: Any, define: Definer, residuals: str
 ) -> None:
     op = define(namespace)
-    op.register_sharding("... d, d -> ... d", whole="d")
+    op.register_sharding(f"... d, d -> ... d{residuals}", whole="d")
     seen_shapes.clear()
     found = list(gradients(mesh, op, "S0 R"))
     assert set(seen_shapes) == {(len(X) // mesh.size(), 8)}
     assert [words(found[1]), words(found[2])] == ["S0", "P"]
+
+
+def squares(namespace: str, rule: Any, **options: Any) -> Any:
+    """A square whose slope is a residual, and whose formula says where that is."""
+
+    def square(x: Tensor) -> Tensor:
+        return torchop.residuals(x * x, 2 * x)
+
+    def setup_context(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
+        ctx.save_for_backward(residuals.slope)
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        placed.append(words(ctx.saved_tensors[0]))
+        return grad * ctx.saved_tensors[0]
+
+    residuals = {"slope": Tensor}
+    op = torchop.custom_op(f"{namespace}::op", square, mutates_args=(), residuals=residuals)
+    op.register_fake(lambda x: torchop.residuals(torch.empty_like(x), torch.empty_like(x)))
+    op.register_autograd(backward, setup_context=setup_context)
+    op.register_sharding(rule, **options)
+    return op
+
+
+placed: list[str] = []
+
+
+@pytest.mark.parametrize(
+    ("rule", "x", "slope"),
+    [
+        ("pointwise", "S1", "S1"),
+        ("batch", "S0", "S0"),
+        ("batch", "S1", "R"),
+        ("replicate", "S0", "R"),
+        ("a b -> a b; a b", "S1", "S1"),
+        ("a b -> a b; a .", "S0", "S0"),
+        ("a b -> a b; a .", "S1", "R"),
+        ("a b -> a b; [a b]", "S1", "S1"),
+        (torchop.sharding("a b -> a b; a b", whole="b"), "S1", "R"),
+        (lambda x: "a b -> a b; a b", "S1", "S1"),
+    ],
+)
+def test_residuals_are_where_the_rule_says(
+    namespace: str, mesh: Any, rule: Any, x: str, slope: str
+) -> None:
+    op = squares(namespace, rule)
+    value = on_mesh(mesh, X, x).requires_grad_()
+    placed.clear()
+    op(value).sum().backward()
+    assert placed == [slope]
+    torch.testing.assert_close(gathered(value.grad), 2 * X)
+
+
+def test_a_sum_that_is_pending_in_the_result_is_none_in_a_residual(
+    namespace: str, mesh: Any
+) -> None:
+    """The residual of a linear operator is not linear, and what is not reduced is whole."""
+
+    def total(x: Tensor) -> Tensor:
+        return torchop.residuals(x.sum(-1), x.cos().amax(-1))
+
+    seen: list[str] = []
+
+    def setup_context(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
+        seen.append(words(residuals.most))
+        torch.testing.assert_close(gathered(residuals.most), X.cos().amax(-1))
+        ctx.save_for_backward(*inputs, residuals.most)
+
+    residuals = {"most": Tensor}
+    op = torchop.custom_op(f"{namespace}::op", total, mutates_args=(), residuals=residuals)
+    op.register_fake(lambda x: torchop.residuals(x.new_empty(len(x)), x.new_empty(len(x))))
+    op.register_autograd(
+        lambda ctx, grad: grad.unsqueeze(-1).expand(ctx.saved_tensors[0].shape),
+        setup_context=setup_context,
+    )
+    op.register_sharding("a b -> a; a", reduce={"b": "sum"}, linear=(0,))
+    for words_of_x, words_of_result in (("S1", "P"), ("P", "P")):
+        with torch.no_grad():
+            assert words(op(on_mesh(mesh, X, words_of_x))) == words_of_result
+        value = on_mesh(mesh, X, words_of_x).requires_grad_()
+        op(value).sum().backward()
+        torch.testing.assert_close(gathered(value.grad), torch.ones_like(X))
+    assert set(seen) <= {"R", "S0"}
+
+
+def test_a_rule_that_does_not_tell_of_residuals_is_asked(namespace: str, mesh: Any) -> None:
+    op = squares(namespace, "a b -> a b")
+    value = on_mesh(mesh, X, "S0")
+    torch.testing.assert_close(gathered(op(value)), X * X)
+    message = (
+        rf"^{namespace}::op: a call that records a gradient saves 1 residual, and the sharding "
+        rf"rule 'a b -> a b' does not say .* after a semicolon, .* '{namespace}::op__with_resid"
+    )
+    with pytest.raises(torchop.ShardingError, match=message):
+        op(value.requires_grad_())
+    torchop.register_sharding(f"{namespace}::op__with_residuals", "replicate")
+    op(value).sum().backward()
+    torch.testing.assert_close(gathered(value.grad), 2 * X)
+
+
+@pytest.mark.parametrize(
+    ("rule", "got"),
+    [
+        ("a b -> a b; a b, a b", "has 2 operands after ';', but the operator declares 1 residual"),
+        ("a b -> a b; c", "only a result has the dimension 'c'"),
+    ],
+)
+def test_wrong_operands_of_residuals(namespace: str, rule: str, got: str) -> None:
+    with pytest.raises(torchop.ShardingRuleError, match=got):
+        squares(namespace, rule)
+
+
+def test_operands_of_residuals_that_are_not_there(namespace: str) -> None:
+    op = with_backward_kernel(namespace)
+    with pytest.raises(torchop.ShardingRuleError, match="declares 0 residuals"):
+        op.register_sharding("... d, d -> ... d; d", whole="d")
 
 
 def test_a_backward_kernel_that_does_not_tell_the_forward_gets_whole_tensors(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchop._compat.dtensor_calls import first_hashed
 from torchop._errors import ShardingRuleError
+from torchop._rules.residuals import residual_count
 from torchop._rules.user.sharding.notation import ANY, Operand, Sharding
 from torchop.extend import Argument, OpOverload, Schema, short_repr
 
@@ -34,7 +35,9 @@ def preset(name: str, schema: Schema) -> Sharding:
     whole = {"pointwise": "", "replicate": ANY, "batch": ANY}[name]
     arguments = [str(Operand((operand,), a.is_tensor_list)) for a in tensor_arguments(schema)]
     results = [str(Operand((operand,), "List[" in kind)) for kind in tensor_results(schema)]
-    return Sharding(f"{', '.join(arguments)} -> {', '.join(results)}", whole)
+    rule = Sharding(f"{', '.join(arguments)} -> {', '.join(results)}", whole)
+    rule.residuals = (Operand(tuple(operand.split()), is_list=True),)  # of each of them
+    return rule
 
 
 def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
@@ -67,9 +70,21 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
                 raise ShardingRuleError(
                     f"{what}: {name} is {kind}, whose operand is {where}. {got}"
                 )
+    count = residual_count(op)
+    if ";" in rule.text and not fits_residuals(rule, count):
+        raise ShardingRuleError(
+            f"{what} has {_count(len(rule.residuals or ()), 'operand')} after ';', but the "
+            f"operator declares {_count(count, 'residual')}. Got {schema}."
+        )
     _check_written(op, rule, schema, fitting)
     fitting.linear = _numbered(op, rule, arguments)
     return fitting
+
+
+def fits_residuals(rule: Sharding, count: int) -> bool:
+    """Whether a rule tells of `count` residuals, of each or of all as of a list."""
+    operands = rule.residuals or ()
+    return len(operands) == count or (count > 0 and [o.is_list for o in operands] == [True])
 
 
 def check_schema(op: OpOverload, schema: Schema) -> None:

@@ -113,17 +113,8 @@ def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
 def _with_residuals(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """For `name__with_residuals`, of which nobody told how the residuals are placed.
-
-    So every rank computes everything, unless a rule is registered for this operator.
-    """
-    count = len(origin._schema.returns)
-    residuals = _replicated(len(call.results) - count)
-    return [
-        row._replace(results=[*row.results, *residuals])
-        for row in rows_of(call._replace(results=call.results[:count]))
-        if _is_replicated(row)
-    ]
+    """For `name__with_residuals`, those of `name` for more results, which it has to tell of."""
+    return rows_of(call)
 
 
 def _backward_kernel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +16,8 @@ REDUCTIONS = ("sum", "avg", "max", "min", "product")
 ANY, UNNAMED = "...", "."
 _SYNTAX = (
     "A rule has one operand for each tensor argument, '->', and one operand for each result, such "
-    "as \"b k, k n -> b n\"; an operand is names of dimensions, '.' and at most one '...', in "
-    "[brackets] for a list of tensors."
+    "as \"b k, k n -> b n\", and after ';' those of residuals; an operand is names of dimensions, "
+    "'.' and at most one '...', in [brackets] for a list of tensors."
 )
 
 
@@ -57,12 +58,13 @@ class Sharding:
         text: the rule as a string.
         arguments: the operands of the tensor arguments.
         results: the operands of the results.
+        residuals: those of the residuals; None if it does not tell them.
         whole: the names of dimensions that are never sharded.
         reduce: how results are combined, by the name of a dimension that they lack.
         linear: groups of operands in which the operator is linear.
     """
 
-    __slots__ = ("arguments", "linear", "reduce", "results", "text", "whole")
+    __slots__ = ("arguments", "linear", "reduce", "residuals", "results", "text", "whole")
 
     def __init__(
         self,
@@ -82,8 +84,10 @@ class Sharding:
             )
         self.text = " ".join(text.split())
         left, right = self.text.split("->")
+        right, tells_residuals, saved = right.partition(";")
         self.arguments = _operands(left, text)
         self.results = _operands(right, text)
+        self.residuals = (_operands(saved, text) or (Operand(()),)) if tells_residuals else None
         self.whole = frozenset(_names(whole, "whole"))
         self.reduce = dict(_reductions(reduce))
         self.linear = tuple(_linear(linear))
@@ -106,9 +110,27 @@ class Sharding:
     def __hash__(self) -> int:
         return hash(self.text)
 
+    def saving(self, count: int) -> Sharding | None:
+        """The rule of calls that return `count` residuals too; None if it does not tell of them.
+
+        A sum that is pending in a result need not be one in a residual, so it is none here.
+        """
+        if self.residuals is None:
+            return None
+        is_list = len(self.residuals) == 1 and self.residuals[0].is_list
+        rule, more = copy.copy(self), self.residuals * (count if is_list else 1)
+        rule.results, rule.linear = (*self.results, *more), ()
+        rule.reduce = {
+            name: how
+            for name, how in self.reduce.items()
+            if all(name in operand.names for operand in more)
+        }
+        return rule
+
     def _check(self) -> None:
         arguments = {name for operand in self.arguments for name in operand.names}
-        results = {name for operand in self.results for name in operand.names}
+        returned = (*self.results, *(self.residuals or ()))
+        results = {name for operand in returned for name in operand.names}
         self._check_spaces(arguments | results)
         for what, names in (("whole", self.whole), ("reduce", self.reduce)):
             for name in names:
@@ -246,7 +268,8 @@ def sharding(
     Args:
         text: the operands, such as `"b k, k n -> b n"`. `.` is a dimension without a name, which is
             whole. `...` stands for any number of dimensions, broadcast from the right. An operand
-            in `[brackets]` describes each tensor in a list.
+            in `[brackets]` describes each tensor in a list. The operands of residuals, which a call
+            returns that records a gradient, follow after a `;`.
         whole: names of dimensions that are never sharded, separated by spaces; also `...`.
         reduce: a dict from the name of a dimension that results lack to how partial results are
             combined: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.

@@ -48,13 +48,30 @@ def _chosen(ask: Callable[..., Any]) -> Rows:
 
 
 def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
-    """What a rule allows for the tensors of a call."""
+    """What a rule allows for the tensors of a call; results that it has too many are residuals."""
     from torchop._rules.user.sharding.rows import Tensors, rows  # most programs have no DTensors
 
-    arguments = op._schema.arguments
+    arguments, returns = op._schema.arguments, op._schema.returns
+    count = len(call.results) - len(returns)
+    if count > 0 and all("List[" not in str(result.real_type) for result in returns):
+        rule = _with_residuals(op, rule, count)
     holders = [index for index, a in enumerate(arguments) if holds_tensors(a)]
     tensors = [Tensors(holders.index(i.argument), i.info.shape, i.is_written) for i in call.inputs]
     return rows(op.name(), rule, tensors, [result.shape for result in call.results])
+
+
+def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
+    """The rule of a call that returns residuals, which has to tell how these are sharded."""
+    saving = rule.saving(count)
+    if saving is not None:
+        return saving
+    raise ShardingError(
+        f"{op.name()}: a call that records a gradient saves {count} "
+        f"residual{'s' * (count > 1)}, and the sharding rule {rule.shown} does not say how these "
+        "are sharded. Write an operand for each of them after a semicolon, such as '; b h' in "
+        "'b h d -> b h d; b h', or register another rule for "
+        f"'{op.name()}__with_residuals'. If in doubt, that is 'replicate': every rank computes all."
+    )
 
 
 class _ShardingRule(Rule[ShardingRule]):
