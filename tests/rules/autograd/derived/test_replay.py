@@ -26,6 +26,19 @@ def test_random_numbers_are_drawn_again_and_the_stream_goes_on():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_the_present_state_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = ambient_state([X])
+    assert ambient_state([X]) is state
+    before = torch.get_rng_state()
+    monkeypatch.setattr(replay, "_unpack", None)
+    drawn = replayed(state.packed, [X], lambda: torch.rand(3))
+    assert not torch.equal(torch.get_rng_state(), before)  # as without a replay
+    torch.set_rng_state(before)
+    assert torch.equal(drawn, torch.rand(3))
+    with pytest.raises(TypeError):  # it is another one now
+        replayed(state.packed, [X], lambda: torch.rand(3))
+
+
 def test_the_stream_is_put_back_after_an_error():
     packed = ambient_state([X]).packed
     torch.rand(5)

@@ -56,8 +56,8 @@ class AmbientState(NamedTuple):
     are_captured: bool = False
 
 
-# The last that were packed; calls between which nobody draws share them.
-_latest: Tensor | None = None
+# The last one; calls between which nobody draws share it.
+_latest: AmbientState | None = None
 
 
 def ambient_state(values: Sequence[Any], *, in_graph: bool = False) -> AmbientState:
@@ -67,12 +67,12 @@ def ambient_state(values: Sequence[Any], *, in_graph: bool = False) -> AmbientSt
     devices, because the number of bytes must be known when the graph is made.
     """
     global _latest
-    count = 0 if in_graph else devices.accelerator_count()
-    if count == 0 and (packed := pack_on_cpu(values, _latest)) is not None:
-        state = AmbientState(packed)
-    else:
-        state = _of_all_devices(values, count, in_graph)
-    _latest = state.packed
+    state, count = _latest, 0 if in_graph else devices.accelerator_count()
+    packed = None if count else pack_on_cpu(values, state and state.packed)
+    if packed is None:
+        state = _latest = _of_all_devices(values, count, in_graph)
+    elif state is None or packed is not state.packed:
+        state = _latest = AmbientState(packed)
     return state
 
 
@@ -83,10 +83,11 @@ def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> Ambien
         states = [state.ljust(size, b"\0") for state, size in zip(states, sizes, strict=True)]
     autocast = bytearray()
     for device_type in _device_types(values, count):
-        autocast += _flags(device_type) if _autocasts(device_type) else bytes(2)
+        is_on = _autocasts(device_type)
+        autocast += bytes((is_on, is_on and _DTYPES.index(torch.get_autocast_dtype(device_type))))
     dtype = _DTYPES.index(torch.get_default_dtype())
     settings = _SETTINGS.pack(count, dtype, dispatch.default_device().encode()) + autocast
-    packed = _shared(_pack((*states, settings)), _latest)
+    packed = _shared(_pack((*states, settings)), _latest and _latest.packed)
     are_captured = any(state[:1] == _UNREADABLE for state in states)
     return AmbientState(packed, not any(settings[1:]), are_captured)
 
@@ -126,11 +127,6 @@ def _shared(packed: Tensor, latest: Tensor | None) -> Tensor:
     return packed if latest is None or _bytes(packed) != _bytes(latest) else latest
 
 
-def _flags(device_type: str) -> bytes:
-    dtype = torch.get_autocast_dtype(device_type)
-    return bytes((True, _DTYPES.index(dtype)))
-
-
 def _are_on_cpu(values: Sequence[Any]) -> bool:
     """Whether the arguments certainly hold no generator and no device but the CPU."""
     return all(
@@ -158,6 +154,8 @@ def replayed(packed: Tensor | None, values: Sequence[Any], run: Callable[[], Res
     An empty tensor stands for those of a body that ran without autocast and draws no random
     numbers, and None for such ones of which more is not known.
     """
+    if type(packed) is Tensor and _is_readable(packed) and pack_on_cpu(values, packed) is packed:
+        return run()  # which is the present one
     states, settings = _unpack(packed)
     count, dtype, device = _SETTINGS.unpack_from(settings)
     changes: list[Setting] = []
@@ -213,14 +211,16 @@ def _tensor(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
+def _is_readable(packed: Tensor) -> bool:
+    return packed.is_cpu and packed.is_contiguous()
+
+
 def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
     if packed is None or not packed.numel():
         return (), _PLAIN
     # An operator of PyTorch would return a tensor without data inside of a transform.
-    is_readable = packed.is_cpu and packed.is_contiguous()
-    data = _bytes(packed if is_readable else packed.cpu().contiguous())
-    parts = []
-    position = 0
+    data = _bytes(packed if _is_readable(packed) else packed.cpu().contiguous())
+    parts, position = [], 0
     while position < len(data):
         (length,) = _LENGTH.unpack_from(data, position)
         position += _LENGTH.size
