@@ -6,12 +6,16 @@ survives is a condition that nothing tests, or that is not needed.
 
     python tools/mutants.py [NAME ...]
 
-Two mutants on two cores take some 25 seconds. Conditions about what the installed PyTorch does not
+First, each file of tests runs with the extension as it is, compiled so that it counts which lines
+ran. A mutant is shown to the files that come to its condition, and to no other, because these
+cannot tell it from the extension as it is. Conditions about what the installed PyTorch does not
 have are left out.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
 import shlex
@@ -35,10 +39,9 @@ from torchop._native.extension.recipe import (
 )
 
 ROOT = Path(__file__).parents[1]
-# In this order, until one fails: the tests that are about the source file of the mutant, and those
-# that look at many conditions by the reasons that they give. Both run in a process of their own,
-# because only to collect all tests takes longer. The others take minutes, with generated examples
-# last.
+# The tests that are about the source file of a mutant, and those that look at many conditions by
+# the reasons that they give, come first; of the others, those with few lines in common with all the
+# rest, and generated examples last.
 CLOSEST = {
     "ambient_state.cpp": ["tests/rules/autograd/derived"],
     "arguments.h": [
@@ -396,9 +399,11 @@ MUTANTS = {
         "if (enters_cpp || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0))",
         since=(2, 14),
     ),
-    "no input": Mutant("results.h", "is_input |= value == result;", ""),
+    "no input": Mutant(
+        "results.h", "is_input |= is_tensor(value) && detail::storage_of(value) == storage;", ""
+    ),
     "no input in a list": Mutant(
-        "results.h", "is_input |= PySequence_Fast_GET_ITEM(value, item) == result;", ";"
+        "results.h", "compare(PySequence_Fast_GET_ITEM(value, item));", ";"
     ),
     "operator of torch.ops": Mutant(
         "overloads.cpp", "Py_TYPE(function.get()) == operator_type", "true"
@@ -579,37 +584,121 @@ MUTANTS = {
 
 # Without the compiled headers, which are for the mutants: Inductor reads CXX too.
 USUAL = dict(os.environ)
-_CONDITION = MUTANTS["switched off"].condition
-UNCHANGED = Mutant("call.cpp", _CONDITION, _CONDITION)
+Line = tuple[str, int]
 
 
-def killer(mutant: Mutant, folder: Path) -> str | None:
-    """The test that fails with a mutant, or where its process ended; None if all tests pass."""
-    source = folder / "csrc"
-    shutil.copytree(CSRC, source)
-    file = source / mutant.file
-    text = file.read_text(encoding="utf-8")
+def files_of(tests: list[str]) -> list[str]:
+    """The files of tests that are named, or lie in folders that are."""
+    paths = (ROOT / name for name in tests)
+    files = (sorted(path.rglob("test_*.py")) if path.is_dir() else [path] for path in paths)
+    return list(dict.fromkeys(str(file.relative_to(ROOT)) for some in files for file in some))
+
+
+def build(source: Path, folder: Path) -> None:
+    """Compiles sources, and names the result like that of the sources as they are."""
+    built = api.build(folder, source=source)
+    name = make_recipe(CSRC).file_name(find_compiler())
+    for file in (built, built.with_name(f"{built.name}.digest")):  # which says that it is whole
+        file.rename(folder / file.name.replace(built.name, name))
+
+
+def failure(folder: Path, tests: list[str], **environment: str) -> str | None:
+    """The test that fails with the extension in a folder, or how its process ended, if any."""
+    # Some mutants never come back from a call.
+    options = ["-q", "-x", "-rfE", "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    options += ["-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"]
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=ROOT,
+        env={
+            **USUAL,
+            "TORCHOP_NATIVE": "require",
+            "TORCHOP_NATIVE_DIR": str(folder),
+            **environment,
+        },
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    if process.returncode == 0:
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", process.stdout, re.MULTILINE)
+    return failed[1] if failed else f"a process that ended with {process.returncode}"
+
+
+class Coverage:
+    """Which lines of the extension, as it is, each file of tests runs."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._notes = folder / "whole.gcno"
+        usual = os.environ["CXX"]
+        os.environ["CXX"] = f"{usual} --coverage -fprofile-note={shlex.quote(str(self._notes))}"
+        build(CSRC, folder)
+        os.environ["CXX"] = usual
+        self.files = files_of([*itertools.chain(*CLOSEST.values()), *REASONS, *TESTS])
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            self._lines = dict(zip(self.files, pool.map(self._ran, self.files), strict=True))
+
+    def tests(self, mutant: Mutant) -> list[list[str]]:
+        """The files of tests that come to the condition of a mutant, in the order to run them."""
+        first = files_of([*CLOSEST.get(mutant.file, ()), *REASONS])
+        reach = [file for file in self.files if self._lines[file] & _lines_of(mutant)]
+        reach.sort(key=lambda file: (len(self._lines[file]), file.startswith("tests/differential")))
+        rest = [file for file in reach if file not in first]
+        return [some for some in ([file for file in first if file in reach], rest) if some]
+
+    def _ran(self, test: str) -> set[Line]:
+        with tempfile.TemporaryDirectory(dir=self._folder) as name:
+            # A test that fails without a mutant would let all of them die.
+            if failed := failure(self._folder, [test], GCOV_PREFIX=name):
+                raise SystemExit(f"the sources as they are fail {failed}")
+            lines: set[Line] = set()
+            for counts in Path(name).rglob("*.gcda"):
+                shutil.copy(counts, Path(name, "whole.gcda"))
+                shutil.copy(self._notes, name)
+                command = ["gcov", "--json-format", "--stdout", "whole.gcda"]
+                text = subprocess.run(command, cwd=name, check=True, capture_output=True).stdout
+                for file in json.loads(text)["files"]:
+                    path = Path(file["file"])
+                    if path.parent == CSRC:
+                        ran = (line["line_number"] for line in file["lines"] if line["count"])
+                        lines.update((path.name, number) for number in ran)
+            return lines
+
+
+def _lines_of(mutant: Mutant) -> set[Line]:
+    """The lines of which one has to run for a mutant to make a difference."""
+    before, condition, after = _text(mutant).partition(mutant.condition)
+    first = before.count("\n") + 1
+    last = first + condition.count("\n")
+    if mutant.without != "if (false)":
+        return {(mutant.file, number) for number in range(first - 1, last + 2)}
+    if condition.endswith("return"):
+        return {(mutant.file, last)}
+    # What runs if the condition holds, which may begin on the second line of a statement.
+    statement = after.splitlines()[1]
+    return {(mutant.file, last + 1), (mutant.file, last + 1 + (not statement.endswith(";")))}
+
+
+def _text(mutant: Mutant) -> str:
+    text = (CSRC / mutant.file).read_text(encoding="utf-8")
     if text.count(mutant.condition) != 1:
         raise SystemExit(f"{mutant.file} does not have this once: {mutant.condition}")
-    file.write_text(text.replace(mutant.condition, _keep_return(mutant)), encoding="utf-8")
-    built = api.build(folder, source=source)
-    # By the name of the sources as they are, with what says that it is whole.
-    name = make_recipe(CSRC).file_name(find_compiler())
-    for file in (built, built.with_name(f"{built.name}.digest")):
-        file.rename(folder / file.name.replace(built.name, name))
-    environment = {**USUAL, "TORCHOP_NATIVE": "require", "TORCHOP_NATIVE_DIR": str(folder)}
-    options = ["-q", "-x", "-rfE", "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    # Some mutants never come back from a call.
-    options += ["-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"]
-    for tests in ([*CLOSEST.get(mutant.file, ()), *REASONS], TESTS):
-        command = [sys.executable, "-m", "pytest", *options, *tests]
-        process = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, check=False, text=True
-        )
-        if process.returncode != 0:
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", process.stdout, re.MULTILINE)
-            return failed[1] if failed else f"a process that ended with {process.returncode}"
-    return None
+    return text
+
+
+def killer(mutant: Mutant, folder: Path, tests: list[list[str]]) -> str | None:
+    """The test that fails with a mutant, or where its process ended; None if all tests pass."""
+    if not tests:
+        return None
+    source = folder / "csrc"
+    shutil.copytree(CSRC, source)
+    changed = _text(mutant).replace(mutant.condition, _keep_return(mutant))
+    (source / mutant.file).write_text(changed, encoding="utf-8")
+    build(source, folder)
+    return next(filter(None, (failure(folder, some) for some in tests)), None)
 
 
 def _keep_return(mutant: Mutant) -> str:
@@ -637,14 +726,17 @@ def main(names: list[str]) -> int:
     survivors = []
     with tempfile.TemporaryDirectory() as root:
         precompile_headers(Path(root))
-        # A test that fails without a mutant would let all of them die.
-        if failed := killer(UNCHANGED, Path(root, "unchanged")):
-            raise SystemExit(f"the sources as they are fail {failed}")
+        coverage = Coverage(Path(root, "coverage"))
         folders = [Path(root, str(number)) for number in range(len(chosen))]
+        tests = [coverage.tests(mutant) for mutant in chosen.values()]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            killers = pool.map(killer, chosen.values(), folders)
-            for name, test in zip(chosen, killers, strict=True):
-                print(f"dies      {name}: {test}" if test else f"SURVIVES  {name}", flush=True)
+            killers = pool.map(killer, chosen.values(), folders, tests)
+            for name, files, test in zip(chosen, tests, killers, strict=True):
+                shown = f"{sum(map(len, files))} files come to it"
+                print(
+                    f"dies      {name}: {test}" if test else f"SURVIVES  {name}: {shown}",
+                    flush=True,
+                )
                 survivors += [name] * (test is None)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants die")
     return 1 if survivors else 0
