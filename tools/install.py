@@ -23,7 +23,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 REQUIREMENTS = [f"--requirement={ROOT / 'requirements' / name}.txt" for name in ("torch", "dev")]
 TORCHOP = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+# Without bytecode: Python makes it of what is imported, which is a third, and pip of everything, on
+# one processor, which takes as long as to unpack it.
 PIP = ["-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off"]
+PIP += ["--no-compile"]
 SECONDS = 5.0  # until a line says how far it is
 LARGE = 10.0  # megabytes of a file whose download is worth a line
 LINES_OF_A_FAILURE = 30
