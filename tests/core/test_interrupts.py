@@ -76,6 +76,12 @@ def interrupts(make: Callable[[], Callable[[], Any]], step: int) -> Iterator[Bas
         yield error
 
 
+@pytest.fixture
+def places(request: pytest.FixtureRequest) -> int:
+    """One of how many places is tried: all of them take as long as the tests of other files."""
+    return 1 if request.config.getoption(combinations.OPTION) else 3
+
+
 def works(op: Any, namespace: str) -> None:
     for call in (op, getattr(torch.ops, namespace).op):
         result = call(T)
@@ -118,11 +124,9 @@ def test_an_interrupted_definition_leaves_a_free_name_or_the_operator(namespace,
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
 @pytest.mark.parametrize(("kind", "step"), [(plain, 97), (stock, 211), (of_a_class, 997)])
 def test_an_interrupted_redefinition_leaves_one_of_the_operators_or_a_free_name(
-    namespace, request, kind, step
+    namespace, places, kind, step
 ):
-    """At a third of these places, unless all combinations are asked for: each takes 50 ms."""
-    if not request.config.getoption(combinations.OPTION):
-        step *= 3
+    step *= places
     again = plain if kind is stock else kind
     older: Any = None
 
@@ -162,7 +166,7 @@ def test_an_interrupted_library_knows_what_it_defined(namespace):
         assert names(namespace) == set()
 
 
-def test_an_interrupted_closing_can_be_repeated(namespace):
+def test_an_interrupted_closing_can_be_repeated(namespace, places):
     held: Any = ()
 
     def fresh() -> Callable[[], Any]:
@@ -176,7 +180,7 @@ def test_an_interrupted_closing_can_be_repeated(namespace):
         held = library, {"op": op, "low": low}
         return library.close
 
-    for _ in interrupts(fresh, 29):
+    for _ in interrupts(fresh, 29 * places):
         library, ops = held
         for name, op in ops.items():
             if f"{namespace}::{name}" in names(namespace):
