@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import textwrap
 import zipfile
@@ -72,6 +73,33 @@ SHIP_WITH_SHIM = """
     print(ctypes.CDLL("./libkernels.so").calls_of_shim())
 """
 SCHEMA = "(Tensor x) -> Tensor"
+# The package has the kernels and the schemas, and this process loads it anew.
+CARRY = """
+    import torch, torchop.export
+    import served_module
+
+    program = torch.export.export(served_module.Model(), (torch.ones(2),))
+    configs = {
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        "aot_inductor.precompile_headers": False,
+    }
+    path = torchop.export.aoti_package(
+        program, "carrying.pt2", inductor_configs=configs, libraries=["kernels.so"]
+    )
+    print(torchop.export.load_package(path)(torch.ones(2)).tolist())
+"""
+LOAD = """
+    import sys, torch
+
+    model = torch._inductor.aoti_load_package("carrying.pt2")
+    print(model(torch.ones(2)).tolist(), sorted({"torchop", "served_module"} & set(sys.modules)))
+    import torchop.export
+    print(torchop.export.load_package("carrying.pt2")(torch.ones(2)).tolist())
+    try:
+        import served_module
+    except RuntimeError as error:
+        print(error)
+"""
 # In the process that made the package, the schemas are those of Python.
 DEFINE = """
     import pathlib, sys
@@ -95,6 +123,7 @@ def _package(folder: Path, device: str, *operators: str) -> Path:
         archive.writestr("model/data/m.wrapper.json", json.dumps({"nodes": nodes}))
         metadata = json.dumps({"AOTI_DEVICE_KEY": device})
         archive.writestr("model/data/m.wrapper_metadata.json", metadata)
+        archive.writestr("model/data/m.wrapper.so", "")
     return path
 
 
@@ -122,6 +151,7 @@ def test_the_definitions_are_the_schemas_of_what_the_package_calls(namespace, tm
     assert f"TORCH_LIBRARY_FRAGMENT({namespace}, m) {{" in source
     (line,) = (line for line in source.splitlines() if "m.def(" in line)
     schema = json.loads(line.partition("(")[2].removesuffix(");"))  # a string is the same in C++
+    assert f'if (is_missing("{namespace}::decay", ""))' in source
     assert torch._C.parse_schema(f"{namespace}::{schema}") == op.overload._schema
 
 
@@ -152,6 +182,46 @@ def test_kernels_in_python_are_named_where_the_package_is_made(
     in_python = key == "CUDA"
     with pytest.warns(UserWarning, match=message) if in_python else contextlib.nullcontext():
         assert torchop.export.aoti_package(program) == str(path)
+
+
+def test_a_package_carries_libraries_and_what_loads_them(namespace, tmp_path, monkeypatch):
+    torchop.custom_op(f"{namespace}::f", lambda x: x, schema=SCHEMA, mutates_args=())
+    _register_in_cpp(namespace, "f", "CPU")
+    path = _package(tmp_path, "cpu", f"{namespace}::f", "aten::add.Tensor")
+    for name in ("one.so", "two.so"):
+        (tmp_path / name).write_text(name)
+    loaded, carriers = [], []
+
+    def compile_package(program, path_of_user, configs, *, linked):
+        carriers.append(linked)
+        return str(path)
+
+    def build(source: str, path_of_library: str) -> None:
+        Path(path_of_library).write_text(source)
+
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(on_demand, "compile_aoti_package", compile_package)
+    monkeypatch.setattr(on_demand, "build_library", build)
+    program = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
+    libraries = [tmp_path / "one.so", str(tmp_path / "two.so")]
+    assert torchop.export.aoti_package(program, libraries=libraries) == str(path)
+    assert loaded == list(map(str, libraries))
+    carrier = os.path.basename(carriers[0])
+    with zipfile.ZipFile(path) as archive:
+        source = archive.read(f"model/data/{carrier}").decode()
+        assert archive.read(f"model/data/{carrier}.0") == b"one.so"
+        assert archive.read(f"model/data/{carrier}.1") == b"two.so"
+    # Where all operators are defined, the kernels of the package would be registered once more.
+    assert (
+        f'if (!(is_missing("aten::add", "Tensor") || is_missing("{namespace}::f", "")))' in source
+    )
+    assert source.index("dlopen") < source.index("m.def(")
+    # It defines what it calls, so nobody has to import a module.
+    monkeypatch.setattr(on_demand, "load_aoti_package", lambda path: path)
+    ended = _package(tmp_path, "cpu", "absent::f")
+    with zipfile.ZipFile(ended, "a") as archive:
+        archive.writestr(f"model/data/{carrier}", "")
+    assert torchop.export.load_package(ended) == str(ended)
 
 
 def test_an_operator_that_is_not_registered_is_named(tmp_path):
@@ -199,3 +269,20 @@ def test_a_program_without_python_runs_the_package(unless_all_run, request):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["4", "4", "4", "[", "CPUFloatType{3}", "]"]
+
+
+@pytest.mark.usefixtures("unless_all_run")
+def test_a_package_that_carries_its_kernels_runs_anywhere(tmp_path):
+    (tmp_path / "served_module.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "kernels.cpp").write_text(KERNELS)
+    compile_cpp(tmp_path, "-shared", "-fPIC", "kernels.cpp", "-o", "kernels.so")
+    assert run_in(tmp_path, CARRY).splitlines() == ["[4.0, 4.0]"]
+    (tmp_path / "kernels.so").unlink()
+    alone, with_torchop, too_late = run_in(tmp_path, LOAD).splitlines()
+    assert alone == "[4.0, 4.0] []"
+    assert with_torchop == "[4.0, 4.0]"
+    assert "it exists already, registered at carrying.pt2:" in too_late
+    compile_cpp(tmp_path, str(SERVE), "-o", "serve_alone")
+    command = ["./serve_alone", "carrying.pt2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shlex
+import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +21,34 @@ def import_dynamo() -> str:
     return DYNAMO
 
 
-def compile_aoti_package(program: Any, path: str | None, configs: dict[str, Any]) -> str:
-    """Compiles an exported program with AOTInductor into a package; returns its path."""
+def compile_aoti_package(
+    program: Any, path: str | None, configs: dict[str, Any], linked: str | None = None
+) -> str:
+    """Compiles an exported program with AOTInductor into a package; returns its path.
+
+    It may be linked with a library, which is found beside the compiled program when that is loaded.
+    """
+    if linked is not None:
+        libraries = "aot_inductor.custom_op_libs"
+        folder, name = os.path.split(linked)
+        # Inductor writes "-l" before each, and takes the whole apart as a shell does.
+        flags = f"c10 -L{shlex.quote(folder)} -Wl,--no-as-needed,-rpath,'$ORIGIN' -l:{name}"
+        configs = {**configs, libraries: [*(configs.get(libraries) or ()), flags]}
     package: str = torch._inductor.aoti_compile_and_package(
         program, package_path=path, inductor_configs=configs
     )
     return package
+
+
+def build_library(source: str, path: str) -> None:
+    """Compiles C++ code with the compiler of Inductor into a shared library, known by its name."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # imports Inductor
+    from torch.utils.cpp_extension import include_paths  # imports setuptools
+
+    command = [*shlex.split(get_cpp_compiler()), "-shared", "-fPIC", "-std=c++20", "-x", "c++", "-"]
+    command += [f"-I{folder}" for folder in include_paths()]
+    command += [f"-Wl,-soname,{os.path.basename(path)}", "-o", path]
+    subprocess.run(command, input=source, text=True, check=True)
 
 
 def autotune_operator(

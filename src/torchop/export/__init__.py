@@ -3,12 +3,12 @@
 An exported program holds the names of its operators. If a process has not imported the modules that
 define them, `torch.export.load` fails without naming a module. `save` stores these modules in the
 file, and the error of `load` names the missing one. `torch.export` reads and writes the same files.
-`aoti_package` and `load_package` do so for programs that AOTInductor compiles, whose operators
-`cpp_definitions` defines where there is no Python.
+`aoti_package` and `load_package` do so for programs that AOTInductor compiles. A package may carry
+its operators, or `cpp_definitions` defines them where there is no Python.
 """
 
-from torchop.export.cpp_definitions import cpp_definitions
-from torchop.export.programs import aoti_package, load, load_package, save
+from torchop.export.packages import aoti_package, cpp_definitions, load_package
+from torchop.export.programs import load, save
 from torchop.export.to_onnx import onnx
 
 __all__ = ["aoti_package", "cpp_definitions", "load", "load_package", "onnx", "save"]

@@ -20,8 +20,6 @@ import torch
 from torch.export import ExportedProgram
 
 import torchop
-from torchop._compat import on_demand
-from torchop._inspect.registrant import python_kernel
 from torchop._rules.providers import providers_of
 from torchop.export.functional import operators_in
 from torchop.extend import Operator, OpName, short_repr, warn
@@ -30,7 +28,7 @@ File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
 _MANIFEST = "torchop_operators.json"
 # The same in the metadata of a package.
-_METADATA = "torchop_operators"
+METADATA = "torchop_operators"
 _DEVICE = "AOTI_DEVICE_KEY"  # also there
 # Where PyTorch puts extra files, in this version of its format and in the one before.
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
@@ -79,7 +77,7 @@ def save(
 
     The idea is `torch.export.save`.
     """
-    manifest = _modules_of(ep)
+    manifest = modules_of(ep)
     torch.export.save(ep, f, extra_files={**(extra_files or {}), _MANIFEST: manifest}, **options)
 
 
@@ -107,106 +105,17 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
     if not isinstance(f, (str, os.PathLike)):
         f = io.BytesIO(f.read())  # it is read twice
     _check_archive(f)
-    _check_operators(f, _in_program, "the exported program", "torchop.export.load", _MANIFEST)
+    check_operators(f, _in_program, "the exported program", "torchop.export.load", _MANIFEST)
     if not isinstance(f, (str, os.PathLike)):
         f.seek(0)
     return torch.export.load(f, extra_files=extra_files, **options)
-
-
-def aoti_package(
-    ep: ExportedProgram,
-    package_path: str | os.PathLike[str] | None = None,
-    *,
-    inductor_configs: dict[str, Any] | None = None,
-) -> str:
-    """Compiles a program with AOTInductor, and stores the modules that define its operators.
-
-    They are the entry `torchop_operators` of the package's metadata, so a server in C++ can read
-    them before it loads the package.
-
-    Args:
-        ep: the program.
-        package_path: where to write the package, a path that ends with `.pt2`; by default, a
-            temporary file.
-        inductor_configs: as in `torch._inductor.aoti_compile_and_package`.
-
-    Returns:
-        The path of the package.
-
-    Raises:
-        RuntimeError: Inductor cannot compile the program.
-
-    Warns:
-        UserWarning: the package calls operators whose kernel is in Python; names them.
-
-    Example:
-        >>> import torch, torchop, torchop.export
-        >>> @torchop.custom_op("docs::halve", mutates_args=())
-        ... def halve(x: torch.Tensor) -> torch.Tensor:
-        ...     return x / 2
-        >>> _ = halve.register_fake(lambda x: torch.empty_like(x))
-        >>> class Model(torch.nn.Module):
-        ...     def forward(self, x):
-        ...         return halve(x) + 1
-        >>> program = torch.export.export(Model(), (torch.ones(2),))
-        >>> path = torchop.export.aoti_package(program, "model.pt2")  # doctest: +SKIP
-        >>> torchop.export.load_package(path)(torch.ones(2))  # doctest: +SKIP
-        tensor([1.5000, 1.5000])
-
-    The idea is `torch._inductor.aoti_compile_and_package`.
-    """
-    configs = dict(inductor_configs or {})
-    metadata = configs.get("aot_inductor.metadata") or {}
-    configs["aot_inductor.metadata"] = {**metadata, _METADATA: _modules_of(ep)}
-    path = None if package_path is None else os.fspath(package_path)
-    path = on_demand.compile_aoti_package(ep, path, configs)
-    operators, device = contents_of_package(path)
-    sites = {name: python_kernel(Operator(name, "aoti_package"), device) for name in operators}
-    in_python = ", ".join(f"{name} (see {site})" for name, site in sites.items() if site)
-    if in_python:
-        warn(
-            f"aoti_package: on {device}, the package calls kernels in Python, so it runs only in a "
-            f"process that has a Python, whose lock each of these calls takes: {in_python}. Where "
-            "that matters, register kernels with TORCH_LIBRARY_IMPL, load their library before "
-            "you make the package, and see torchop.export.cpp_definitions.",
-            UserWarning,
-        )
-    return path
-
-
-def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
-    """Loads a package of AOTInductor.
-
-    Args:
-        path: the path of the package.
-        options: those of `torch._inductor.aoti_load_package`, such as `device_index`.
-
-    Returns:
-        The compiled program, which is called like its module.
-
-    Raises:
-        OperatorNotFoundError: the program uses an operator that nobody defined in this process;
-            names it and, if `torchop.export.aoti_package` wrote the package, the module to import.
-
-    Warns:
-        ProviderWarning: where it was compiled, an operator had a kernel of a provider that is not
-            registered in this process.
-        UserWarning: the list of modules in the package is damaged; it is loaded without it.
-
-    Example: see `torchop.export.aoti_package`.
-
-    The idea is `torch._inductor.aoti_load_package`.
-    """
-    path = os.fspath(path)
-    _check_operators(path, _in_package, "the package", "torchop.export.load_package", _METADATA)
-    return on_demand.load_aoti_package(path, **options)
 
 
 # --------------------------------------------------------------------------------------------------
 # The modules that define the operators
 
 
-def _modules_of(ep: ExportedProgram) -> str:
+def modules_of(ep: ExportedProgram) -> str:
     """The modules that define the operators of a program, by the operator's name, as JSON.
 
     Also those of the providers that calls ask for as it is saved, by names like `ns::f[triton]`.
@@ -236,9 +145,9 @@ def _in_program(name: str, read: Callable[[], bytes]) -> tuple[bytes | None, Ite
     return None, [OpName(ns, op, "" if ov == "default" else ov) for ns, op, ov in found]
 
 
-def _in_package(name: str, read: Callable[[], bytes]) -> tuple[str | None, Iterable[OpName]]:
+def in_package(name: str, read: Callable[[], bytes]) -> tuple[str | None, Iterable[OpName]]:
     if name.endswith(".wrapper_metadata.json"):
-        return json.loads(read()).get(_METADATA), ()
+        return json.loads(read()).get(METADATA), ()
     if name.endswith(".wrapper.json"):
         return None, _called_operators(json.loads(read()))
     return None, ()
@@ -252,7 +161,7 @@ def contents_of_package(path: str | os.PathLike[str]) -> tuple[list[OpName], str
     device = "cpu"
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
-            called.update(_in_package(name, functools.partial(archive.read, name))[1])
+            called.update(in_package(name, functools.partial(archive.read, name))[1])
             if name.endswith(".wrapper_metadata.json"):
                 device = json.loads(archive.read(name)).get(_DEVICE, device)
     return sorted(called), device
@@ -283,7 +192,7 @@ def _check_archive(file: str | os.PathLike[str] | io.BytesIO) -> None:
     )
 
 
-def _check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: str) -> None:
+def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: str) -> None:
     """Refuses a file with an operator that nobody defined in this process."""
     modules: dict[str, str] = {}
     used: set[OpName] = set()

@@ -1,0 +1,252 @@
+"""Packages of AOTInductor: with the modules of their operators, or with kernels in C++."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import posixpath
+import tempfile
+import uuid
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+import torchop
+from torchop._compat import on_demand
+from torchop._inspect.registrant import is_defined_in_python, python_kernel
+from torchop.export.programs import (
+    METADATA,
+    check_operators,
+    contents_of_package,
+    in_package,
+    modules_of,
+)
+from torchop.extend import Operator, warn
+
+_SOURCE = """\
+// The operators that {package} calls, for a process where nobody else defines them.
+// Made by torchop.export.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+static bool is_missing(const char* name, const char* overload) {{
+  return !c10::Dispatcher::singleton().findSchema({{name, overload}}).has_value();
+}}
+{blocks}"""
+_BLOCK = """
+TORCH_LIBRARY_FRAGMENT({namespace}, m) {{
+{definitions}
+}}
+"""
+# The libraries with the kernels stand beside the one with this code, and are loaded before it
+# defines an operator. Where all operators are defined, so are their kernels.
+_LOADER = """
+#include <dlfcn.h>
+
+static const bool has_loaded = [] {{
+  if (!({missing}))
+    return false;
+  Dl_info here;
+  dladdr(reinterpret_cast<void*>(&is_missing), &here);
+  for (int place = 0; place < {count}; ++place) {{
+    const std::string path = std::string(here.dli_fname) + '.' + std::to_string(place);
+    if (dlopen(path.c_str(), RTLD_NOW) == nullptr)
+      TORCH_WARN(dlerror());
+  }}
+  return true;
+}}();
+"""
+
+
+_CARRIER = "torchop_operators_"  # the start of the name of such a library
+
+
+def aoti_package(
+    ep: ExportedProgram,
+    package_path: str | os.PathLike[str] | None = None,
+    *,
+    inductor_configs: dict[str, Any] | None = None,
+    libraries: Sequence[str | os.PathLike[str]] = (),
+) -> str:
+    """Compiles a program with AOTInductor, and stores the modules that define its operators.
+
+    They are the entry `torchop_operators` of the package's metadata, so a server in C++ can read
+    them before it loads the package.
+
+    Args:
+        ep: the program.
+        package_path: where to write the package, a path that ends with `.pt2`; by default, a
+            temporary file.
+        inductor_configs: as in `torch._inductor.aoti_compile_and_package`.
+        libraries: shared libraries with kernels in C++, on Linux. The package carries them, and the
+            definitions of its operators, so that a process that has neither can run it, without
+            Python too. They are loaded here, with `torch.ops.load_library`.
+
+    Returns:
+        The path of the package.
+
+    Raises:
+        RuntimeError: Inductor cannot compile the program.
+        MissingKernelError: with `libraries`, an operator that the package calls has no kernel in
+            C++ for the device of the package; names both. The file at the path cannot be loaded.
+
+    Warns:
+        UserWarning: the package calls operators whose kernel is in Python; names them.
+
+    Example:
+        >>> import torch, torchop, torchop.export
+        >>> @torchop.custom_op("docs::halve", mutates_args=())
+        ... def halve(x: torch.Tensor) -> torch.Tensor:
+        ...     return x / 2
+        >>> _ = halve.register_fake(lambda x: torch.empty_like(x))
+        >>> class Model(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return halve(x) + 1
+        >>> program = torch.export.export(Model(), (torch.ones(2),))
+        >>> path = torchop.export.aoti_package(program, "model.pt2")  # doctest: +SKIP
+        >>> torchop.export.load_package(path)(torch.ones(2))  # doctest: +SKIP
+        tensor([1.5000, 1.5000])
+
+    The idea is `torch._inductor.aoti_compile_and_package`.
+    """
+    configs = dict(inductor_configs or {})
+    metadata = configs.get("aot_inductor.metadata") or {}
+    configs["aot_inductor.metadata"] = {**metadata, METADATA: modules_of(ep)}
+    path = None if package_path is None else os.fspath(package_path)
+    if libraries:
+        return _carrying(list(map(os.path.abspath, libraries)), ep, path, configs)
+    path = on_demand.compile_aoti_package(ep, path, configs)
+    operators, device = contents_of_package(path)
+    sites = {name: python_kernel(Operator(name, "aoti_package"), device) for name in operators}
+    in_python = ", ".join(f"{name} (see {site})" for name, site in sites.items() if site)
+    if in_python:
+        warn(
+            f"aoti_package: on {device}, the package calls kernels in Python, so it runs only in a "
+            f"process that has a Python, whose lock each of these calls takes: {in_python}. Where "
+            "that matters, register kernels with TORCH_LIBRARY_IMPL, and name their library when "
+            "you make the package, aoti_package(..., libraries=[...]), which carries it then.",
+            UserWarning,
+        )
+    return path
+
+
+def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
+    """Loads a package of AOTInductor.
+
+    Args:
+        path: the path of the package.
+        options: those of `torch._inductor.aoti_load_package`, such as `device_index`.
+
+    Returns:
+        The compiled program, which is called like its module.
+
+    Raises:
+        OperatorNotFoundError: the program uses an operator that nobody defined in this process;
+            names it and, if `torchop.export.aoti_package` wrote the package, the module to import.
+
+    Warns:
+        ProviderWarning: where it was compiled, an operator had a kernel of a provider that is not
+            registered in this process.
+        UserWarning: the list of modules in the package is damaged; it is loaded without it.
+
+    Example: see `torchop.export.aoti_package`.
+
+    The idea is `torch._inductor.aoti_load_package`.
+    """
+    path = os.fspath(path)
+    if not _carries_operators(path):
+        check_operators(path, in_package, "the package", "torchop.export.load_package", METADATA)
+    return on_demand.load_aoti_package(path, **options)
+
+
+def cpp_definitions(path: str | os.PathLike[str]) -> str:
+    """Returns C++ code that defines the operators of a package, where nobody else defines them.
+
+    A process without Python has to load a library with this code, and the libraries with the
+    kernels, before the package. Load the libraries with the kernels before you call this function.
+    A package that `torchop.export.aoti_package` made with `libraries=...` needs none of it.
+
+    Args:
+        path: a package of AOTInductor.
+
+    Returns:
+        A source file. It defines the operators that the package calls and that Python defined.
+
+    Raises:
+        MissingKernelError: an operator that the package calls has no kernel in C++ for the device
+            of the package; names both.
+        OperatorNotFoundError: an operator that the package calls is not registered in this process.
+        zipfile.BadZipFile: the file is no archive.
+
+    Example:
+        >>> import torchop, torchop.export
+        >>> torch.ops.load_library("kernels.so")  # doctest: +SKIP
+        >>> source = torchop.export.cpp_definitions("model.pt2")  # doctest: +SKIP
+        >>> pathlib.Path("definitions.cpp").write_text(source)  # doctest: +SKIP
+    """
+    operators = _with_kernels(path)
+    own = [op for op in operators if is_defined_in_python(op)]
+    blocks = (
+        _BLOCK.format(namespace=namespace, definitions="\n".join(map(_definition, group)))
+        for namespace, group in itertools.groupby(own, lambda op: op.name.namespace)
+    )
+    return _SOURCE.format(package=os.path.basename(path), blocks="".join(blocks))
+
+
+def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, configs: Any) -> str:
+    """Makes a package with libraries, and with one that loads them and defines the operators."""
+    for library in libraries:
+        torch.ops.load_library(library)
+    with tempfile.TemporaryDirectory() as folder:
+        # A process loads one library of a name, so every package has another.
+        carrier = os.path.join(folder, f"{_CARRIER}{uuid.uuid4().hex}")
+        on_demand.build_library("", carrier)
+        path = on_demand.compile_aoti_package(ep, path, configs, linked=carrier)
+        missing = [f"is_missing({_name(op)})" for op in _with_kernels(path)]
+        loader = _LOADER.format(missing=" || ".join(missing) or "false", count=len(libraries))
+        first, block, rest = cpp_definitions(path).partition("\nTORCH_LIBRARY_FRAGMENT(")
+        place = f'#line 1 "{os.path.basename(path)}"\n'  # which PyTorch tells of the operators
+        on_demand.build_library("".join((place, first, loader, block, rest)), carrier)
+        with zipfile.ZipFile(path, "a") as archive:
+            (beside,) = (name for name in archive.namelist() if name.endswith(".wrapper.so"))
+            inside = f"{posixpath.dirname(beside)}/{os.path.basename(carrier)}"
+            archive.write(carrier, inside)
+            for number, library in enumerate(libraries):
+                archive.write(library, f"{inside}.{number}")
+    return path
+
+
+def _carries_operators(path: str) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(f"/{_CARRIER}" in name for name in archive.namelist())
+
+
+def _with_kernels(path: str | os.PathLike[str]) -> list[Operator]:
+    """The operators that a package calls; refuses one that has no kernel in C++."""
+    names, device = contents_of_package(path)
+    operators = [Operator(name, "cpp_definitions") for name in names]
+    for op in operators:
+        site = python_kernel(op, device)
+        if site is not None:
+            raise torchop.MissingKernelError(
+                f"{op}: the package calls it on {device}, for which it has no kernel in C++ (see "
+                f"{site}), so no process without Python can run the package. Register one with "
+                f"TORCH_LIBRARY_IMPL({op.name.namespace}, ...), and load its library here, with "
+                "torch.ops.load_library, or name it in aoti_package(..., libraries=[...])."
+            )
+    return operators
+
+
+def _definition(op: Operator) -> str:
+    schema = json.dumps(str(op.overload._schema).partition("::")[2])
+    return f"  if (is_missing({_name(op)}))\n    m.def({schema});"
+
+
+def _name(op: Operator) -> str:
+    return f'"{op.name.namespace}::{op.name.name}", "{op.name.overload}"'
