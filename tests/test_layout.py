@@ -50,7 +50,7 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 604,
-    "_compat": 3176,
+    "_compat": 3193,
     "_core": 1589,
     "_define": 1954,
     "_inspect": 1079,
@@ -62,7 +62,7 @@ BUDGETS = {
     "_rules/user/sharding": 898,
     "_schema": 3388,
     "cli": 2280,
-    "export": 521,
+    "export": 590,
     "files": 764,
     "testing": 6507,
 }
