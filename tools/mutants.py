@@ -6,7 +6,7 @@ survives is a condition that nothing tests, or that is not needed.
 
     python tools/mutants.py [NAME ...]
 
-First, each file of tests runs with the extension as it is, compiled so that it counts which lines
+Each file of tests first runs with the extension as it is, compiled so that it counts which lines
 ran. A mutant is shown to the files that come to its condition, and to no other, because these
 cannot tell it from the extension as it is. Conditions about what the installed PyTorch does not
 have are left out.
@@ -14,6 +14,7 @@ have are left out.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -23,6 +24,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -40,8 +43,7 @@ from torchop._native.extension.recipe import (
 
 ROOT = Path(__file__).parents[1]
 # The tests that are about the source file of a mutant, and those that look at many conditions by
-# the reasons that they give, come first; of the others, those with few lines in common with all the
-# rest, and generated examples last.
+# the reasons that they give, come first.
 CLOSEST = {
     "ambient_state.cpp": ["tests/rules/autograd/derived"],
     "arguments.h": [
@@ -637,17 +639,20 @@ class Coverage:
         os.environ["CXX"] = f"{usual} --coverage -fprofile-note={shlex.quote(str(self._notes))}"
         build(CSRC, folder)
         os.environ["CXX"] = usual
-        self.files = files_of([*itertools.chain(*CLOSEST.values()), *REASONS, *TESTS])
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            self._lines = dict(zip(self.files, pool.map(self._ran, self.files), strict=True))
+        self._lines: dict[str, set[Line]] = {}
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
-    def tests(self, mutant: Mutant) -> list[list[str]]:
-        """The files of tests that come to the condition of a mutant, in the order to run them."""
-        first = files_of([*CLOSEST.get(mutant.file, ()), *REASONS])
-        reach = [file for file in self.files if self._lines[file] & _lines_of(mutant)]
-        reach.sort(key=lambda file: (len(self._lines[file]), file.startswith("tests/differential")))
-        rest = [file for file in reach if file not in first]
-        return [some for some in ([file for file in first if file in reach], rest) if some]
+    def reaching(self, mutant: Mutant, files: list[str]) -> list[str]:
+        """Those files that come to the condition of a mutant, the most special ones first."""
+        wanted = _lines_of(mutant)
+        files = [file for file in files if self._lines_of_tests(file) & wanted]
+        return sorted(files, key=lambda file: len(self._lines[file]))
+
+    def _lines_of_tests(self, file: str) -> set[Line]:
+        with self._locks[file]:  # two mutants may need it at once
+            if file not in self._lines:
+                self._lines[file] = self._ran(file)
+            return self._lines[file]
 
     def _ran(self, test: str) -> set[Line]:
         with tempfile.TemporaryDirectory(dir=self._folder) as name:
@@ -689,16 +694,20 @@ def _text(mutant: Mutant) -> str:
     return text
 
 
-def killer(mutant: Mutant, folder: Path, tests: list[list[str]]) -> str | None:
+def killer(mutant: Mutant, folder: Path, coverage: Coverage) -> str | None:
     """The test that fails with a mutant, or where its process ended; None if all tests pass."""
-    if not tests:
-        return None
     source = folder / "csrc"
     shutil.copytree(CSRC, source)
     changed = _text(mutant).replace(mutant.condition, _keep_return(mutant))
     (source / mutant.file).write_text(changed, encoding="utf-8")
     build(source, folder)
-    return next(filter(None, (failure(folder, some) for some in tests)), None)
+    first = files_of([*CLOSEST.get(mutant.file, ()), *REASONS])
+    rest = files_of([*itertools.chain(*CLOSEST.values()), *TESTS])
+    for files in (first, [file for file in rest if file not in first]):
+        reaching = coverage.reaching(mutant, files)
+        if reaching and (failed := failure(folder, reaching)):
+            return failed
+    return None
 
 
 def _keep_return(mutant: Mutant) -> str:
@@ -728,15 +737,11 @@ def main(names: list[str]) -> int:
         precompile_headers(Path(root))
         coverage = Coverage(Path(root, "coverage"))
         folders = [Path(root, str(number)) for number in range(len(chosen))]
-        tests = [coverage.tests(mutant) for mutant in chosen.values()]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            killers = pool.map(killer, chosen.values(), folders, tests)
-            for name, files, test in zip(chosen, tests, killers, strict=True):
-                shown = f"{sum(map(len, files))} files come to it"
-                print(
-                    f"dies      {name}: {test}" if test else f"SURVIVES  {name}: {shown}",
-                    flush=True,
-                )
+            run = functools.partial(killer, coverage=coverage)
+            killers = pool.map(run, chosen.values(), folders)
+            for name, test in zip(chosen, killers, strict=True):
+                print(f"dies      {name}: {test}" if test else f"SURVIVES  {name}", flush=True)
                 survivors += [name] * (test is None)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants die")
     return 1 if survivors else 0
