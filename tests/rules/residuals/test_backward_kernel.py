@@ -294,6 +294,24 @@ def test_none_stands_for_zeros_in_kernels_that_are_registered(namespace, provide
     assert len(ran) == 3
 
 
+@pytest.mark.parametrize("with_w", [True, False])
+def test_none_stands_for_zeros_in_a_fake_kernel_that_is_registered(namespace, with_w):
+    op, ran = define(namespace), []
+
+    @torchop.register_fake(f"{namespace}::op__backward_kernel")
+    def fake(grad, x, w, softmax, scale):
+        ran.append(scale)
+        return torch.empty_like(x), torch.empty_like(w) if with_w else None
+
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    assert_close(gradients_of(compiled, x, w), gradients_of(op, x, w))
+    assert ran
+    torchop.register_fake(f"{namespace}::op__backward_kernel", like=("x", "x"))
+    torch._dynamo.reset()
+    assert_close(gradients_of(compiled, x, w), gradients_of(op, x, w))
+
+
 def test_zeros_for_none_look_like_the_argument_in_objects(namespace):
     def without_scale(grad, x, config, tapes, *, bias):
         return None, grad * tapes.powers
@@ -303,6 +321,11 @@ def test_zeros_for_none_look_like_the_argument_in_objects(namespace):
     torchop.register_kernel(f"{namespace}::op__backward_kernel", "cpu", without_scale)
     x, scale = X.clone().requires_grad_(), W.clone().requires_grad_()
     of_x, of_scale = gradients_of(lambda x, s: op(x, Config(s, 1), bias=5.0), x, scale)
+    assert_close((of_x, of_scale), (torch.zeros(4, 3), X))
+    op.register_fake(structured)
+    torchop.register_fake(f"{namespace}::op__backward_kernel", without_scale)
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    of_x, of_scale = gradients_of(lambda x, s: compiled(x, Config(s, 1), bias=5.0), x, scale)
     assert_close((of_x, of_scale), (torch.zeros(4, 3), X))
 
 

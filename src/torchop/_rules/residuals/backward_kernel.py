@@ -227,6 +227,10 @@ class _Filling(typing.NamedTuple):
         is_filled = function is self.of.kernel
         return self.of.convention.kernel(function if is_filled else self.of.filling(function))
 
+    def fake(self, function: Callable[..., Any], /) -> Callable[..., Any]:
+        is_declared = getattr(function, "is_declared", False)
+        return self.of.convention.fake(function if is_declared else self.of.filling(function))
+
 
 def _result(argument: Argument) -> str:
     return "Tensor[]" if argument.is_tensor_list else "Tensor"
