@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch.library
 
@@ -160,6 +160,8 @@ class Definition:
         "reason_gone",
         "schema",
     )
+    # Makes a kernel or fake kernel one that knows to which call it belongs, inside of another one.
+    apart: ClassVar[Any] = lambda self, function: function
 
     def __init__(
         self,
@@ -223,8 +225,7 @@ class Definition:
         declared = self.declaration.residuals
         if declared is None or function is self.function:  # which the definition has made one
             return function
-        wrapper: Callable[..., Any] = declared.handing_over(function)
-        return wrapper
+        return cast("Callable[..., Any]", declared.handing_over(function))
 
     @property
     def entry(self) -> Any:

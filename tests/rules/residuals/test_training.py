@@ -1,5 +1,6 @@
 """The training form of operators with residuals."""
 
+import contextlib
 import functools
 import inspect
 import pickle
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -150,6 +152,45 @@ def test_a_kernel_inside_of_another_is_not_recorded(namespace, lse):
         assert_close(gradient_of(op, x), x.exp())
     assert told == [True] * 4
     assert lse.taken() == [False] * 2
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_kernel_without_residuals_inside_of_another_records_nothing(namespace, native, trains):
+    """It is asked about its own call, also if that records a gradient, and in its fake kernel."""
+    told = []
+
+    def inner(x: Tensor) -> Tensor:
+        told.append(torchop.records_gradient())
+        return x.exp()
+
+    plain = torchop.custom_op(f"{namespace}::inner", inner, mutates_args=())
+    plain.register_fake(inner)
+    plain.register_autograd(lambda ctx, grad: grad)
+
+    def outer(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            output = plain(x.detach().requires_grad_(trains)).detach()
+        told.append(torchop.records_gradient())
+        return torchop.residuals(output, output.clone())
+
+    op = torchop.custom_op(f"{namespace}::op", outer, mutates_args=(), residuals={"copy": Tensor})
+    op.register_fake(outer)
+    op.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output, residuals: ctx.save_for_backward(*residuals),
+    )
+    x = leaf_of([1.0, 2.0])
+    for _ in range(3):
+        with contextlib.nullcontext() if native else torchop.native.disabled():
+            assert_close(gradient_of(op, x), x.exp())
+        assert told == [False, True]
+        told.clear()
+    op(x.detach())
+    with FakeTensorMode() as mode:
+        op(mode.from_tensor(x)).sum()
+    assert told == [False, False, False, True]
+    assert not torchop.records_gradient()
 
 
 def test_a_kernel_that_raises_leaves_nothing_behind(namespace):

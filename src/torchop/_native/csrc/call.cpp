@@ -223,6 +223,11 @@ PyObject* try_call(
   const bool is_authors = decision.kernel->author != nullptr && !thread_records(plan.residuals);
   if (is_authors)
     function = decision.kernel->author;
+  // The kernel of another operator may be recording, outside of this call.
+  std::optional<Recording> apart;
+  if (plan.residuals.type == nullptr && all_recordings != nullptr &&
+      C10_UNLIKELY(PyDict_GET_SIZE(all_recordings) != 0))
+    apart.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient && plan.gradient.record_body != nullptr) {
     result = record_body(plan, values);

@@ -271,6 +271,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   }
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
+  if (residuals != Py_None)
+    all_recordings = plan.residuals.recording;
   plan.own = OwnKernels{given(autograd), given(version_counter), given(backend_select)};
   if (PyTuple_Check(gradient)) {
     PyObject *node_maker, *setup_context, *inputs = Py_None, *look = Py_None;

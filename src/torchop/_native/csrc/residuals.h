@@ -33,6 +33,9 @@ inline bool thread_records(const Residuals& residuals) {
   return PyDict_Contains(residuals.recording, thread.get()) != 0;
 }
 
+// What is known of threads, whatever the operator, once there is one with residuals.
+inline PyObject* all_recordings = nullptr;
+
 // Leaves what is known of this thread as it was before, also if no kernel took what it was told.
 class Recording {
  public:
@@ -60,6 +63,15 @@ class Recording {
   // Tells the kernel that runs meanwhile to return residuals.
   void start(const Residuals& residuals) {
     if (PyDict_SetItem(recording_, thread_.get(), residuals.records) < 0)
+      throw python_error();
+  }
+
+  // Tells the kernel of another operator, which runs meanwhile, that it is none of its business.
+  void stop() {
+    if (!before_)
+      return; // another thread records
+    THPObjectPtr none = checked(PyTuple_Pack(2, PyTuple_GET_ITEM(before_.get(), 0), Py_False));
+    if (PyDict_SetItem(recording_, thread_.get(), none.get()) < 0)
       throw python_error();
   }
 

@@ -229,7 +229,7 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
             return None
         raise missing_fake(definition)
     try:
-        result = fake.function(*args, **kwargs)
+        result = definition.apart(fake.function)(*args, **kwargs)
     except Exception as error:
         if isinstance(error, InliningError) or not reads_data(error, definition.overload):
             place = source_of(definition.rule(FakeRule).function or fake.function)

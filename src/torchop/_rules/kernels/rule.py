@@ -264,8 +264,7 @@ class KernelRule(CompiledRule[Kernels]):
             return functions
         disabled, original = self.disabled, self.definition.function
         if original is not None:
-            off = dict.fromkeys(functions.keys() & disabled, original)
-            functions = {**functions, **off}
+            functions = {**functions, **dict.fromkeys(functions.keys() & disabled, original)}
         return {device: _guarded(function, guard) for device, function in functions.items()}
 
     def _key(self, device: str | None) -> str:
@@ -334,6 +333,7 @@ class KernelRule(CompiledRule[Kernels]):
             args, kwargs = definition.schema.fill_defaults(args, kwargs)
         if mutated is not None:
             mutated.check_memory(args, kwargs)
+        function = definition.apart(function)
         if definition.schema.has_lists:
             # The kernel may change its lists; the checks that follow need those of the caller.
             result = function(*_with_lists_copied(args), **kwargs)

@@ -11,6 +11,7 @@ from torchop._core.registry import OpLike, op_name, own_definition
 from torchop._rules.autograd import register
 from torchop._rules.residuals.annotation import Residuals as Residuals
 from torchop._rules.residuals.annotation import declared_types
+from torchop._rules.residuals.handover import apart
 from torchop._rules.residuals.handover import records_gradient as records_gradient
 from torchop._rules.residuals.handover import residuals as residuals
 from torchop._schema.naming import OpName
@@ -38,5 +39,6 @@ def residual_count(op: OpLike) -> int:
     return 0 if declared is None else len(declared.schema.returns)
 
 
+Definition.apart = apart
 declaration.declare_residuals = _declare
 register.formula_of_kernel = _formula_of_kernel

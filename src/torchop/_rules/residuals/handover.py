@@ -7,6 +7,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, TypeVar, cast
 
+from torchop._core.definition import Definition
 from torchop._rules.residuals.annotation import show_output_alone
 from torchop._schema.schema import Schema
 
@@ -167,6 +168,26 @@ def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any
 
     show_output_alone(kernel, function)
     kernel._torchop_author = key, kernel, function  # type: ignore[attr-defined]
+    return kernel
+
+
+def apart(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that runs inside of one that records, as the call of another operator.
+
+    That of an operator with residuals knows by itself which call it is for.
+    """
+    if not _recording or definition.declaration.residuals is not None:
+        return function
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        thread = get_ident()
+        before = _recording.get(thread, _NOTHING)
+        _put_back(thread, (before[0], False))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _put_back(thread, before)
+
     return kernel
 
 
