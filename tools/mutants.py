@@ -636,7 +636,12 @@ class Coverage:
         self._folder = folder
         self._notes = folder / "whole.gcno"
         usual = os.environ["CXX"]
-        os.environ["CXX"] = f"{usual} --coverage -fprofile-note={shlex.quote(str(self._notes))}"
+        # Behind the usual flags: where lines are optimized, one may count for another.
+        counting = f"-O0 --coverage -fprofile-note={shlex.quote(str(self._notes))}"
+        compiler = folder / "compiler"
+        compiler.write_text(f'#!/bin/sh\nexec {usual} "$@" {counting}\n', encoding="utf-8")
+        compiler.chmod(0o700)
+        os.environ["CXX"] = str(compiler)
         build(CSRC, folder)
         os.environ["CXX"] = usual
         self._lines: dict[str, set[Line]] = {}
