@@ -47,19 +47,25 @@ def made_like(tensor: torch.Tensor, shape: Sequence[Any] | None, dtype: torch.dt
     """`tensor.new_empty(shape, dtype=dtype)`; without a shape, `torch.empty_like`.
 
     Where FakeTensor runs a kernel, it is made as FakeTensor makes it, but not looked up in its
-    cache, which takes longer, except with symbols.
+    cache, which takes longer.
     """
     mode: Any = active_fake_mode()
     is_plain = mode is not None and tensor.layout is torch.strided and _are_plain(mode, [tensor])
+    strides = _written(tensor.stride()) if is_plain and shape is None else []
+    if is_plain and strides[-1:] in ([], [1]):  # else it is not contiguous, as a new tensor is
+        with in_kernel_invocation_manager(mode):
+            kind = dtype or tensor.dtype
+            made = torch.empty(tensor.shape if shape is None else shape, dtype=kind, device="meta")
+        if shape is not None or _written(made.stride()) == strides:
+            return FakeTensor(mode, made, cast(FakeTensor, tensor).fake_device)
     if shape is None:
-        if not is_plain or tensor._has_symbolic_sizes_strides or not tensor.is_contiguous():
-            return torch.empty_like(tensor, dtype=dtype)
-        shape = tensor.shape
-    if not is_plain or not all(type(size) is int for size in shape):
-        return tensor.new_empty(shape, dtype=dtype)
-    with in_kernel_invocation_manager(mode):
-        made = torch.empty(shape, dtype=dtype or tensor.dtype, device="meta")
-    return FakeTensor(mode, made, cast(FakeTensor, tensor).fake_device)
+        return torch.empty_like(tensor, dtype=dtype)
+    return tensor.new_empty(shape, dtype=dtype)
+
+
+def _written(sizes: Sequence[Any]) -> list[Any]:
+    """Sizes that can be compared without a guard on what symbols stand for."""
+    return [size if type(size) is int else size.node.expr for size in sizes]
 
 
 def _are_plain(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:

@@ -30,14 +30,11 @@ def compile_aoti_package(
     """
     if linked is not None:
         libraries = "aot_inductor.custom_op_libs"
-        folder, name = os.path.split(linked)
         # Inductor writes "-l" before each, and takes the whole apart as a shell does.
-        flags = f"c10 -L{shlex.quote(folder)} -Wl,--no-as-needed,-rpath,'$ORIGIN' -l:{name}"
+        flags = f"c10 -Wl,--no-as-needed,-rpath,'$ORIGIN' {shlex.quote(linked)}"
         configs = {**configs, libraries: [*(configs.get(libraries) or ()), flags]}
-    package: str = torch._inductor.aoti_compile_and_package(
-        program, package_path=path, inductor_configs=configs
-    )
-    return package
+    compile_package: Any = torch._inductor.aoti_compile_and_package
+    return str(compile_package(program, package_path=path, inductor_configs=configs))
 
 
 def build_library(source: str, path: str) -> None:
@@ -46,8 +43,8 @@ def build_library(source: str, path: str) -> None:
     from torch.utils.cpp_extension import include_paths  # imports setuptools
 
     command = [*shlex.split(get_cpp_compiler()), "-shared", "-fPIC", "-std=c++20", "-x", "c++", "-"]
-    command += [f"-I{folder}" for folder in include_paths()]
     command += [f"-Wl,-soname,{os.path.basename(path)}", "-o", path]
+    command += [f"-I{folder}" for folder in include_paths()]
     subprocess.run(command, input=source, text=True, check=True)
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.meta_utils import assert_eq, assert_metadata_eq
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import torchop
 
@@ -75,6 +77,53 @@ def test_an_output_is_made_as_fake_tensors_are(namespace, make, dtype):
                 assert_metadata_eq(assert_eq, output, like)
                 assert (output.device, output.fake_mode) == (like.device, like.fake_mode)
                 assert torch._C._dispatch_keys(output) == torch._C._dispatch_keys(like)
+
+
+SYMBOLIC = {
+    "contiguous": lambda: torch.empty(3, 4),
+    "transposed": lambda: torch.empty(3, 4).t(),
+    "channels last": LIKE["channels last"],
+    "expanded": lambda: torch.empty(1, 3).expand(2, 3),
+    "columns": lambda: torch.empty(3, 6)[:, :4],
+    "with holes": LIKE["with holes"],
+    "of one row": LIKE["of one row"],
+    "a scalar": LIKE["a scalar"],
+}
+
+
+@pytest.mark.parametrize("make", SYMBOLIC.values(), ids=list(SYMBOLIC))
+def test_an_output_with_symbolic_sizes_is_made_as_fake_tensors_are(namespace, monkeypatch, make):
+    op = define(namespace, "(Tensor x) -> Tensor")
+    op.register_fake(like="x")
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    x = make()
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * x.dim())
+    fake = mode.from_tensor(x, symbolic_context=dynamic, source=ConstantSource("x"))
+    assert fake._has_symbolic_sizes_strides is (x.dim() > 0)
+    with mode:
+        output = op(fake)
+        guards = [str(guard.expr) for guard in environment.guards]
+        expected = torch.empty_like(fake)
+    assert [str(guard.expr) for guard in environment.guards] == guards
+    for described in (torch.Tensor.size, torch.Tensor.stride):
+        symbols = [[str(s) for s in described(tensor)] for tensor in (output, expected)]
+        assert symbols[0] == symbols[1]
+    assert (output.dtype, output.device) == (expected.dtype, expected.device)
+    if x.is_contiguous() and x.shape[:1] != (1,):  # FakeTensor's cache takes longer
+        monkeypatch.setattr(torch, "empty_like", None)
+        with mode:
+            assert op(fake).shape == expected.shape
+
+
+def test_an_output_whose_size_depends_on_data_is_made_as_fake_tensors_are(namespace):
+    op = define(namespace, "(Tensor x) -> Tensor")
+    op.register_fake(like="x")
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        found = torch.ones(3, 4).nonzero()
+        output, expected = op(found), torch.empty_like(found)
+        assert list(map(str, output.shape)) == list(map(str, expected.shape))
+        assert list(map(str, output.stride())) == list(map(str, expected.stride()))
 
 
 def test_the_dtype_alone_may_differ(namespace):
