@@ -131,12 +131,9 @@ def _look(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
 
 def _look_alike(one: Tensor, other: Tensor) -> bool:
     """What `metadata` compares, without the objects that it makes."""
-    return (
-        one.shape == other.shape
-        and one.dtype == other.dtype
-        and one.layout == other.layout
-        and one.device == other.device
-    )
+    if one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    return one.shape == other.shape and one.device == other.device
 
 
 Kernel = Callable[..., Any]
@@ -245,8 +242,11 @@ class WritingKernels:
             look = _look(args, kwargs) if place is None else None
             if fits or (look is not None and look == accepted):
                 return
-            inputs = {n: value for n, value in kwargs.items() if n not in self.outputs}
-            expected = self._result_metadata(args, inputs)
+            if place is None:
+                inputs = {n: value for n, value in kwargs.items() if n not in self.outputs}
+                expected = described_results(self._results, args, inputs)
+            else:
+                expected = [metadata(like)] * len(outputs)
             for argument, output, required in zip(schema.mutated, outputs, expected, strict=True):
                 check_fits(name, schema, argument, required, output)
             accepted = look
@@ -265,12 +265,6 @@ class WritingKernels:
                 f"{', '.join(self.outputs)}, but returned {spell_result(result)}."
             )
         return results
-
-    def _result_metadata(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Metadata]:
-        """What the results look like, without making them."""
-        if self._like is not None:
-            return [metadata(args[self._like])] * len(self.outputs)
-        return described_results(self._results, args, kwargs)
 
     def _allocated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         results = self._results(*args, **kwargs)
