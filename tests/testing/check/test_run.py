@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import torchop
 from tests.forking import run_forked
 from torchop.testing import check
+from torchop.testing._check.run import plan_checks, run_check
 
 
 def test_failures_name_the_exception_of_the_kernel(namespace: str) -> None:
@@ -43,3 +46,18 @@ def test_a_crash_names_its_check(namespace: str) -> None:
     """)
     assert outcome.returncode != 0
     assert f"in memory.transposed of {namespace}::crash" in outcome.stderr
+
+
+def test_a_formula_that_raises_is_one_cause_wherever_it_runs(namespace: str) -> None:
+    def wrong(ctx: Any, inputs: Any, output: Tensor) -> None:
+        raise ValueError("it is wrong")
+
+    schema = "(Tensor x) -> Tensor"
+    op = torchop.custom_op(f"{namespace}::op", lambda x: x * 2, mutates_args=(), schema=schema)
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, grad: grad * 2, setup_context=wrong)
+    names = ["leaks", "gradcheck", "checkpoint", "compile"]
+    checks = plan_checks(op, [(torch.ones(3, requires_grad=True),)], only=names)
+    results = [run_check(check) for check in checks]
+    assert [result.outcome for result in results] == ["failed"] * 4
+    assert {result.cause for result in results} == {"ValueError: it is wrong"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+import re
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -219,6 +220,7 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         outcome, message, text = "cannot be done", reason(error), ""
     except Exception as error:  # of the operator, where a check asks it before the first case
         outcome, message, text = "failed", f"while it was prepared: {reason(error)}", ""
+        run.cause = _cause(error)
     except SystemExit:
         outcome, message, text = "failed", "the call raised SystemExit, which ends a program", ""
     result = Result(
@@ -389,11 +391,7 @@ class _Run:
             seconds = min(3.0, self.end - time.perf_counter())
             case = shrunk(case, self._again, seconds, self.subject)
             error = self._again(case) or error
-        root: BaseException = error
-        while root.__cause__ is not None:
-            root = root.__cause__
-        if not isinstance(root, (AssertionError, OpCheckError)):
-            self.cause = reason(root)
+        self.cause = _cause(error)
         message = f"{case.label}: {type(error).__name__}: {_cut(text_of(error))}"
         if isinstance(error, AssertionError):
             message = _cut(text_of(error))
@@ -422,6 +420,18 @@ class _Run:
             except Exception:
                 return True
         return False
+
+
+def _cause(error: BaseException) -> str:
+    """The exception behind a failure; empty if it is one of a check, which each words itself."""
+    # Dynamo's exceptions hide the one that they are about.
+    is_of_dynamo = type(error).__module__ == "torch._dynamo.exc"
+    behind = error.__cause__ or (error.__context__ if is_of_dynamo else None)
+    if behind is not None:
+        return _cause(behind)
+    if isinstance(error, (AssertionError, OpCheckError)):
+        return ""
+    return re.sub(r" \(in [^()]* of [^()]*\)$", "", reason(error))  # without the note of a compile
 
 
 def _cut(message: str) -> str:
