@@ -49,6 +49,7 @@ LIKE = {
     "on another device": lambda: torch.empty(2, 3, device="cuda"),
     "transposed": lambda: torch.empty(2, 3).t(),
     "channels last": lambda: torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "of one channel": lambda: torch.empty(2, 1, 4, 5).to(memory_format=torch.channels_last),
     "expanded": lambda: torch.empty(1, 3).expand(2, 3),
     "with holes": lambda: torch.empty(4, 6)[::2, ::2],
     "of one row": lambda: torch.empty_strided((1, 3), (7, 1)),
