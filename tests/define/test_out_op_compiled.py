@@ -212,6 +212,7 @@ OVERWRITING: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], int]] = {
     "other strides": (lambda f, x, y: f((x * 2)[:, ::2], []), 0),
     "each element again": (lambda f, x, y: f((x[:1] * 2).expand(4, 6), []), 0),
     "another type": (lambda f, x, y: f((x * 2).to(torch.int32), []), 1),
+    "as another type": (lambda f, x, y: f((x * 2).view(torch.int32).view(24), []), 0),
     "complex": (lambda f, x, y: f(torch.complex(x, y), []), 0),
     "beside others": (lambda f, x, y: f(x * 2, [y, x]), 1),
     "beside itself": (lambda f, x, y: (z := x * 2, f(z, [z]))[1], 0),

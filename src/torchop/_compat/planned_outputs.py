@@ -105,8 +105,7 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
         return False
     if inplace not in forms_in_graphs(functional._name):
         return False
-    values: list[Any] = [each.meta.get("val") for each in _inputs(node)]
-    first, *others = values
+    first, *others = [each.meta.get("val") for each in _inputs(node)]
     if not _look_alike(first, node.meta.get("val")) or not _is_dense(first):
         return False
     # The kernel would write what it still has to read, if another argument has that memory.
@@ -115,7 +114,7 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
     }
     if not storages.isdisjoint({_storage(first), None}):
         return False
-    if _is_of_caller(node) and not _is_written_back(node):
+    if _is_held(node) and not _is_written_back(node):
         return False
     lowerings = _lowerings()
     assert lowerings is not None  # or the pass would not know the operator
@@ -130,9 +129,13 @@ def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
     return found
 
 
-def _is_of_caller(node: torch.fx.Node) -> bool:
-    """Whether the first argument has memory that was there before the graph."""
-    held = [n for op in ("placeholder", "get_attr") for n in node.graph.find_nodes(op=op)]
+def _is_held(node: torch.fx.Node) -> bool:
+    """Whether the first argument has memory that was there before the graph.
+
+    Or memory that is seen as of two types, because Inductor cannot write into such a view.
+    """
+    kinds = ("placeholder", None), ("get_attr", None), ("call_function", torch.ops.aten.view.dtype)
+    held = [n for op, target in kinds for n in node.graph.find_nodes(op=op, target=target)]
     return any(_share_memory(node.args[0], other) for other in held)
 
 
@@ -156,7 +159,7 @@ def _share_memory(node: Any, other: torch.fx.Node) -> bool:
     return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage(tensor: Any) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
 
@@ -250,7 +253,7 @@ def _is_plannable(result: torch.Tensor) -> bool:
     return result.layout is torch.strided and _is_dense(result)
 
 
-def _is_dense(result: torch.Tensor) -> bool:
+def _is_dense(result: Any) -> bool:
     # Without a guard on the sizes, if they are symbols.
     from torch._prims_common import is_non_overlapping_and_dense_or_false  # costs an import
 
