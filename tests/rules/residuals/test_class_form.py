@@ -122,3 +122,52 @@ def test_a_backward_that_takes_no_saved_values(namespace):
     ):
         torchop.operator(f"{namespace}::op")(wrong)
     assert not hasattr(getattr(torch.ops, namespace), "op")
+
+
+class Sine:
+    """The class of the first design, as it was written there but for the base class."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.from_numpy(np.sin(x.numpy()))
+
+    @staticmethod
+    def forward_abstract(x):
+        return torch.empty_like(x)
+
+    @staticmethod
+    def save_for_backward(args, output):
+        return args[0]
+
+    @staticmethod
+    def backward(grad_output, saved):
+        return torch.from_numpy(grad_output.numpy() * np.cos(saved.numpy()))
+
+    @staticmethod
+    def backward_abstract(grad_output, saved):
+        return torch.empty_like(saved)
+
+
+def test_what_is_different_from_the_first_design(namespace):
+    """Three things: a name, a member that is not needed, and how a class is made an operator."""
+    # A member is what PyTorch calls it since: torch.library has no "abstract" any more. A name that
+    # nobody knows is refused instead of doing nothing.
+    with pytest.raises(torchop.OperatorClassError, match="has the member 'forward_abstract'"):
+        torchop.operator(f"{namespace}::sine")(Sine)
+    members = {**vars(Sine), "fake": Sine.__dict__["forward_abstract"]}
+    del members["forward_abstract"]
+    # The gradients of an opaque backward look like the inputs, so nobody has to say it.
+    with pytest.raises(torchop.OperatorClassError, match="has the member 'backward_abstract'"):
+        torchop.operator(f"{namespace}::sine")(type("Sine", (), dict(members)))
+    del members["backward_abstract"]
+    # The design registered a subclass under a name made of its module, and called `Sine.apply`. A
+    # name is given here, because graphs and files have it, and the class becomes the operator.
+    sine = torchop.operator(f"{namespace}::sine")(type("Sine", (), members))
+    x = torch.tensor([0.5, 1.0], requires_grad=True)
+    for function in (sine, sine, torch.compile(sine, fullgraph=True, backend="aot_eager")):
+        assert_close(torch.autograd.grad(function(x).sum(), x)[0], x.cos().detach())
+    # Backward is an operator too, which compilers do not look into.
+    assert hasattr(getattr(torch.ops, namespace), "sine__opaque_backward")
+    # As in the design, it has no derivative.
+    with pytest.raises(RuntimeError, match=r"the formula of \w+::sine is differentiated here"):
+        torch.autograd.grad(sine(x).sum(), x, create_graph=True)
