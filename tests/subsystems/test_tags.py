@@ -8,14 +8,20 @@ import pytest
 import torch
 import torch._dynamo.config
 import torch._dynamo.exc
+import torch._inductor.config
 from torch import Tag, Tensor
-from torch._inductor.utils import get_first_incompatible_cudagraph_node
+from torch._inductor.scheduler import BaseSchedulerNode
+from torch._inductor.utils import (
+    get_first_incompatible_cudagraph_node,
+    run_and_get_code,
+    set_customized_partition_wrappers,
+)
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchop
 from tests.releases import INPLACE, OUT
-from tests.subsystems.graphs import AotRecorder, Recorder
+from tests.subsystems.graphs import AotRecorder, Recorder, fresh_compiler
 
 # These two are promises about the schema; the schema here does not keep them.
 TAGS = [tag for tag in Tag.__members__.values() if tag not in (INPLACE, OUT)]
@@ -88,6 +94,42 @@ def test_a_cudagraph_unsafe_operator_is_what_keeps_a_graph_from_being_recorded(n
     (graph,) = recorder.forward
     node = get_first_incompatible_cudagraph_node(graph)
     assert (node.target if node else None) is (op.overload if tagged else None)
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("kind", ["alone", "planned", "overwriting"])
+def test_inductor_divides_a_graph_at_a_cudagraph_unsafe_operator(
+    namespace, monkeypatch, kind, tagged
+):
+    tags = Tag.cudagraph_unsafe if tagged else ()
+    if kind == "alone":
+        op = torchop.custom_op(f"{namespace}::op", _halve, mutates_args=(), tags=tags)
+        op.register_fake(like="x")
+    else:
+        over = kind == "overwriting"
+        options = {"like": "x", "inplace": over, "elementwise": over}
+        op = torchop.out_op(f"{namespace}::op", _write_half, tags=tags, **options)
+    # Inductor records only what runs on a GPU, so the nodes say so. What stands for CUDA graphs
+    # gets each part that they would record.
+    monkeypatch.setattr(BaseSchedulerNode, "is_gpu", lambda node: True)
+    parts: list[Any] = []
+    set_customized_partition_wrappers(lambda part, metadata: parts.append(metadata) or part)
+    try:
+        with fresh_compiler(), torch._inductor.config.patch(graph_partition=True):
+            compiled = torch.compile(lambda x: op(x.sin() + 1).cos() * 2, fullgraph=True)
+            result, (code,) = run_and_get_code(compiled, torch.ones(3))
+    finally:
+        set_customized_partition_wrappers(None)
+    assert_close(result, ((torch.ones(3).sin() + 1) / 2).cos() * 2)
+    recorded = [text for text in code.split("def ") if text.startswith("partition_")]
+    call = f"torch.ops.{namespace}.op"
+    assert [call in text for text in recorded] == ([False, False] if tagged else [True])
+    assert len(parts) == len(recorded)
+    assert call in code
+
+
+def _write_half(x: Tensor, *, out: Tensor) -> None:
+    torch.div(x, 2, out=out)
 
 
 # --------------------------------------------------------------------------------------------------
