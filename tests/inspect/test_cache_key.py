@@ -61,6 +61,22 @@ def test_tag_changes_with_a_rule(op: Any, namespace: str, rule: str) -> None:
     assert torchop.cache_key_tag() != before
 
 
+def test_tag_changes_with_the_code_of_torchop(
+    op: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op.register_autograd(_backward_by_two)
+    tags = []
+    (tmp_path / "rules").mkdir()
+    monkeypatch.setattr(torchop, "__file__", str(tmp_path / "__init__.py"))
+    for code in ("", "x = 1", "x = 2", "x = 2"):  # as whoever works on torchop writes it
+        (tmp_path / "rules/rule.py").write_text(code)
+        cache_key._own_code.cache_clear()
+        tags.append(torchop.cache_key_tag())
+    cache_key._own_code.cache_clear()
+    assert len(set(tags)) == 3
+    assert tags[2] == tags[3]
+
+
 def test_tag_does_not_change_with_a_kernel(op: Any) -> None:
     before = torchop.cache_key_tag()
     op.register_kernel("cpu", lambda x: x + x)

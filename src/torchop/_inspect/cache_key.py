@@ -12,6 +12,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -83,7 +84,7 @@ class _Digest:
         return sorted(own_definitions())
 
     def text(self) -> str:
-        return self._hash.hexdigest()
+        return hashlib.sha256(_own_code() + self._hash.digest()).hexdigest()
 
     def add_operator(self, qualname: str) -> None:
         """Adds the rules of an operator, and of the one that it was derived from."""
@@ -108,11 +109,9 @@ class _Digest:
         for rule in map(get_rule, rule_names()):
             if rule.has(qualname):
                 parts += rule.cache_parts(rule.lookup(qualname))
-        tags = str(definition.declaration.tags)
-        forms = str(planned_outputs.forms_in_graphs(qualname))
-        self.add([qualname, definition.schema.written, tags, forms, parts])
-        origin = Rule.origin(definition.overload)
-        if origin is not None:
+        parts += map(str, (definition.declaration.tags, planned_outputs.forms_in_graphs(qualname)))
+        self.add([qualname, definition.schema.written, parts])
+        if (origin := Rule.origin(definition.overload)) is not None:
             self.add_operator(origin[0]._name)
 
     def add(self, value: object) -> None:
@@ -124,15 +123,13 @@ class _Digest:
         elif isinstance(value, types.FunctionType):
             self._add_function(value)
         elif isinstance(value, types.CodeType):
-            self._write(value.co_code.hex())
-            self.add([value.co_names, value.co_consts])
+            self.add([value.co_code, value.co_names, value.co_consts])
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self.add(item)
         elif isinstance(value, (set, frozenset, dict)):
             # Sorted: the order of hashes differs from process to process.
-            for text in sorted(repr(item) for item in value):
-                self._write(text)
+            self.add(sorted(map(repr, value)))
         elif isinstance(value, _NUMBERS_AND_TEXT):
             self._write(repr(value))
         else:
@@ -146,12 +143,11 @@ class _Digest:
         if function in self._seen:
             return
         self._seen.add(function)
-        self.add([function.__code__, function.__defaults__, function.__kwdefaults__])
-        self.add(getattr(function, "__wrapped__", None))
-        self.add([value for value in closure_of(function).values() if _is_lasting(value)])
+        self.add([function.__code__, function.__defaults__, getattr(function, "__wrapped__", None)])
+        self.add([function.__kwdefaults__, *filter(_is_lasting, closure_of(function).values())])
         package = package_of(function)
         if package in (torchop.__name__, torch.__name__):
-            return  # whose version is in the key
+            return  # whose code or version is in the key
         self.sources.append(function.__code__)
         names = names_in(function.__code__)
         for name in sorted(names):
@@ -166,6 +162,13 @@ class _Digest:
 
     def _write(self, text: str) -> None:
         self._hash.update(text.encode() + b"\0")
+
+
+@functools.cache
+def _own_code() -> bytes:
+    """Stands for what torchop makes of rules: whoever works on it changes that in one version."""
+    files = sorted(Path(torchop.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
 _OF_PYTORCH = ("aten", "prims", "prim", "inductor", "_c10d_functional")
