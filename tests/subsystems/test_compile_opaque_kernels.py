@@ -37,6 +37,36 @@ def test_a_kernel_registered_after_compilation_runs_without_compiling_again(name
     assert len(recorder.graphs) == 1
 
 
+@pytest.mark.parametrize("define", [torch.library.custom_op, torchop.custom_op])
+def test_what_a_graph_holds_of_an_operator_is_compiled_again_when_it_is_replaced(namespace, define):
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    op = define(f"{namespace}::double", double, mutates_args=())
+    op.register_fake(lambda x: torch.empty_like(x))
+    op.register_autograd(lambda ctx, grad: grad * 2)
+    recorder = Recorder("aot_eager")
+    compiled = torch.compile(lambda x: op(x), backend=recorder, fullgraph=True)
+    gradients, graphs = [], []
+    for factor in (2, 5, None):
+        if factor is None:
+            op.register_fake(lambda x: torch.empty_like(x, dtype=torch.float64))
+        else:
+            op.register_autograd(lambda ctx, grad, factor=factor: grad * factor)
+        for _ in range(2):
+            x = torch.ones(2, requires_grad=True)
+            result = compiled(x)
+            result.sum().backward()
+            gradients.append(x.grad[0].item())
+            graphs.append(len(recorder.graphs))
+    if define is torchop.custom_op:
+        assert gradients == [2, 2, 5, 5, 5, 5]
+        assert graphs == [1, 1, 2, 2, 3, 3]
+    else:
+        assert gradients == [2] * 6
+        assert graphs == [1] * 6
+
+
 def test_a_compiled_function_may_ask_a_handle_for_what_it_lacks(namespace):
     cube = define_cube(namespace)
 

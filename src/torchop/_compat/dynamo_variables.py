@@ -25,7 +25,8 @@ def trace_as_overload(handle_type: type, take_apart: TakeApart | None = None) ->
 
     Args:
         handle_type: calling an object of it calls its `overload`, which stays the same while
-            `_definition.reason_gone` is None.
+            `_definition.reason_gone` is None, and means the same to compilers while
+            `_definition.revision` is the same number.
         take_apart: makes the arguments of the overload; by default they are those of the call.
     """
     if not _handle_types:
@@ -73,11 +74,10 @@ def _handle_builder() -> Any:
                 if flat is None:
                     return super().call_function(tx, args, kwargs)
                 args, kwargs = flat
-            gone = AttrSource(AttrSource(self.source, "_definition"), "reason_gone")
-            install_guard(
-                self.source.make_guard(GuardBuilder.ID_MATCH),
-                gone.make_guard(GuardBuilder.CONSTANT_MATCH),
-            )
+            install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
+            for name in ("reason_gone", "revision"):  # as long as nothing that was baked changes
+                part = AttrSource(AttrSource(self.source, "_definition"), name)
+                install_guard(part.make_guard(GuardBuilder.CONSTANT_MATCH))
             return VariableTracker.build(tx, handle.overload).call_function(tx, args, kwargs)
 
     def build(builder: Any, handle: Any) -> Any:

@@ -86,8 +86,10 @@ class CompiledRule(Generic[Compiled]):
         return self.repr_text() or f"{type(self).__name__}, nothing registered"
 
     def _set(self, state: Mapping[str, Any]) -> None:
+        baked = [*self.cache_parts()]
         for name, value in state.items():
             setattr(self, name, value)
+        self.definition.revision += baked != [*self.cache_parts()]
         self.definition.outdate_plan()
 
     def retract(self) -> None:
@@ -158,6 +160,7 @@ class Definition:
         "handle",
         "name",
         "reason_gone",
+        "revision",
         "schema",
     )
     # Makes a kernel or fake kernel one that knows to which call it belongs, inside of another one.
@@ -178,6 +181,8 @@ class Definition:
         # Somebody else's library must be freed when they drop it, so this reference is weak.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library = library if self.is_ours else weakref.ref(library)
+        # How often something changed that compilers bake into graphs, which have a guard on it.
+        self.revision = 0
         self._overload: OpOverload | None = None
         # Made when they are first asked for: a package defines operators that are never called.
         self._rules: dict[type[CompiledRule[Any]], CompiledRule[Any]] = {}
