@@ -111,21 +111,18 @@ def check_outputs(
         check_overlap(name, written, read, may_be_the_same=False)
 
 
-def _look(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """What a rule that allocates can see of a call, and its outputs; None for what has no such."""
+def _look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What a rule that allocates can see of a call, and its outputs."""
     look: list[Any] = []
     for value in (*args, *kwargs.items()):
         if isinstance(value, Tensor):
             look += value.shape, value.stride(), value.dtype, value.layout, value.device
         elif isinstance(value, (list, tuple)):
-            items = _look(tuple(value), {})
-            if items is None:
-                return None
-            look.append(items)
+            look.append(_look(value, {}))
         elif isinstance(value, (int, float, str, type(None), torch.dtype, torch.device)):
             look += type(value), value  # 1 and True are equal
         else:
-            return None
+            look.append(object())  # nothing is equal to it
     return look
 
 
