@@ -28,6 +28,26 @@ def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespac
 
 
 @each_strategy
+@pytest.mark.parametrize("is_default", [True, False])
+def test_a_seed_of_the_forward_that_is_set_again_is_left_for_others(
+    namespace, strategy, is_default
+):
+    def noisy(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return x * torch.rand(x.shape, generator=generator)
+
+    op = derived(f"{namespace}::f", noisy, strategy)
+    generator = torch.default_generator if is_default else torch.Generator()
+    generator.manual_seed(5)
+    x = torch.ones(4, requires_grad=True)
+    y = op(x) if is_default else op(x, generator)
+    generator.manual_seed(5)
+    state = generator.get_state()
+    y.sum().backward()
+    assert_close(x.grad, y.detach())
+    assert torch.equal(generator.get_state(), state)
+
+
+@each_strategy
 def test_a_generator_among_the_arguments_is_replayed(namespace, strategy):
     def noisy(x: Tensor, generator: torch.Generator) -> Tensor:
         return x * torch.rand(x.shape, generator=generator)

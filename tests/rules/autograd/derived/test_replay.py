@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch import Tensor
 
 import torchop
 from tests.rules.autograd.derived.support import derived, each_strategy
@@ -29,14 +30,26 @@ def test_random_numbers_are_drawn_again_and_the_stream_goes_on():
 def test_the_present_state_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     state = ambient_state([X])
     assert ambient_state([X]) is state
-    before = torch.get_rng_state()
     monkeypatch.setattr(replay, "_unpack", None)
-    drawn = replayed(state.packed, [X], lambda: torch.rand(3))
-    assert not torch.equal(torch.get_rng_state(), before)  # as without a replay
-    torch.set_rng_state(before)
-    assert torch.equal(drawn, torch.rand(3))
-    with pytest.raises(TypeError):  # it is another one now
+    assert replayed(state.packed, [X], lambda: 3) == 3
+    with pytest.raises(TypeError):  # it is another one, once numbers were drawn
         replayed(state.packed, [X], lambda: torch.rand(3))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_present_state_is_put_back_where_a_body_draws(fails: bool) -> None:
+    before, packed = torch.get_rng_state(), ambient_state([X]).packed
+    drawn: list[Tensor] = []
+
+    def draw() -> None:
+        drawn.append(torch.rand(3))
+        if fails:
+            raise KeyError
+
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+        replayed(packed, [X], draw)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(drawn[0], torch.rand(3))
 
 
 def test_the_stream_is_put_back_after_an_error():

@@ -155,31 +155,37 @@ def replayed(packed: Tensor | None, values: Sequence[Any], run: Callable[[], Res
     numbers, and None for such ones of which more is not known.
     """
     if type(packed) is Tensor and _is_readable(packed) and pack_on_cpu(values, packed) is packed:
-        return run()  # which is the present one
+        try:
+            return run()  # which is the present one
+        finally:
+            if pack_on_cpu(values, packed) is not packed:  # a body that draws, after a new seed
+                _put(next(generators_of(())), _unpack(packed)[0][0])
     states, settings = _unpack(packed)
     count, dtype, device = _SETTINGS.unpack_from(settings)
     changes: list[Setting] = []
     if packed is not None:
-        dtype = _DTYPES[dtype]
-        if dtype is not (default := torch.get_default_dtype()):
-            changes.append(Setting(torch.set_default_dtype, dtype, default))
+        if (of_run := _DTYPES[dtype]) is not (default := torch.get_default_dtype()):
+            changes.append(Setting(torch.set_default_dtype, of_run, default))
         if (name := device.rstrip(b"\0").decode()) != dispatch.default_device():
             changes.append(dispatch.setting_of_default_device(name or "cpu"))
-    autocast = settings[_SETTINGS.size :]
     device_types = _device_types(values, count)
-    autocast = autocast or bytes(2 * len(device_types))
+    autocast = settings[_SETTINGS.size :] or bytes(2 * len(device_types))
     for device_type, enabled, of_autocast in zip(
         device_types, autocast[::2], autocast[1::2], strict=True
     ):
         if enabled or _autocasts(device_type):
             changes += _autocast_settings(device_type, bool(enabled), _DTYPES[of_autocast])
-    for generator, state in zip(
-        generators_of(values, count) if states else (), states, strict=True
-    ):
-        # One that nobody drew from is left alone: other threads may use it.
-        if state[0] and state != (now := _read(generator)) and now[0]:
-            changes.append(Setting(generator.set, _tensor(state[1:]), _tensor(now[1:])))
+    generators = generators_of(values, count) if states else ()
+    for generator, state in zip(generators, states, strict=True):
+        if state[0] and (now := _read(generator))[0]:
+            changes.append(Setting(functools.partial(_put, generator), state, now))
     return run_with(changes, run)
+
+
+def _put(generator: Generator, state: bytes) -> None:
+    # One that nobody drew from is left alone: other threads may use it.
+    if state != _read(generator):
+        generator.set(torch.frombuffer(bytearray(state[1:]), dtype=torch.uint8))
 
 
 def _autocast_settings(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[Setting]:
@@ -198,17 +204,12 @@ def _device_types(values: Sequence[Any], count: int) -> list[str]:
 
 
 def _autocasts(device_type: str) -> bool:
-    available = dispatch.autocast_is_available(device_type)
-    return available and torch.is_autocast_enabled(device_type)
+    return dispatch.autocast_is_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _bytes(state: Tensor) -> bytes:
     # No operator of PyTorch: the modes and transforms around the call would intercept it.
     return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-def _tensor(state: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _is_readable(packed: Tensor) -> bool:
@@ -245,9 +246,8 @@ def repeatable(
     definition: Definition, state: AmbientState
 ) -> contextlib.AbstractContextManager[object]:
     """A block that may draw no random numbers while a graph is captured."""
-    if not state.are_captured:
-        return contextlib.nullcontext()
-    return RefusingDraws(definition, _WHILE_CAPTURED)
+    may_draw = not state.are_captured
+    return contextlib.nullcontext() if may_draw else RefusingDraws(definition, _WHILE_CAPTURED)
 
 
 class RefusingDraws(TorchDispatchMode):
