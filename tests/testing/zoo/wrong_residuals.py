@@ -84,3 +84,15 @@ def slope_of_inputs(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
 
 
 wrong(with_slope("slope_of_nobody", right_slope, setup_context=slope_of_inputs), CHECK, one)
+
+
+def with_vmap(name: str, told: Callable[[Any], Any]) -> Any:
+    """The same with a vmap rule, which returns what `told` makes of the result and dimension."""
+    op = with_slope(name, right_slope)
+    op.register_vmap(lambda info, in_dims, x: told((op(x.movedim(in_dims[0], 0)), 0)))
+    return op
+
+
+right(with_vmap("slope_in_vmap", lambda pair: torchop.residuals(pair, 0)), one)
+silent = with_vmap("vmap_rule_without_residuals", lambda pair: pair)
+wrong(silent, "subsystems.func", one)
