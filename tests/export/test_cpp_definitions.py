@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 import torchop
 import torchop.export
@@ -241,6 +242,22 @@ def compile_cpp(folder: Path, *arguments: str) -> None:
 def unless_all_run(request) -> None:
     if not request.config.getoption(combinations.OPTION):
         pytest.skip(f"g++ takes half a minute, so only {combinations.OPTION} runs it")
+
+
+@pytest.mark.usefixtures("unless_all_run")
+def test_code_in_cpp_calls_an_operator_without_python(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::scale",
+        lambda x, factor: x * factor,
+        schema="(Tensor x, float factor) -> Tensor",
+        mutates_args=(),
+    )
+    op.register_fake(like="x")
+    compiled = torch.compile(lambda x: op(x, 3.0), options={"cpp_wrapper": True})
+    result, (code,) = run_and_get_code(compiled, torch.ones(2))
+    assert result.tolist() == [3, 3]
+    assert f'aoti_torch_call_dispatcher("{namespace}::scale"' in code
+    assert "custom_op_wrapper" not in code.partition("inductor_entry_impl")[2]
 
 
 @pytest.mark.usefixtures("unless_all_run")
