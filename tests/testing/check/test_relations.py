@@ -87,6 +87,15 @@ def test_integers_that_may_be_either_have_no_variant() -> None:
     assert changed(torch.randn(3, 9), either, sizes={9: 4}) == [2, 0, 1]
 
 
+def test_indices_may_add_up_to_a_size() -> None:
+    table, index = torch.randn(6, 31), torch.tensor([1, 3, 2])
+    assert changed(table, index, sizes={6: 5}) == [1, 3, 1]
+    for smaller in (0, 1):
+        with pytest.raises(CannotCheck):
+            changed(table, index, sizes={6: smaller})
+    assert changed(table, torch.tensor([1, 2, 3]), sizes={6: 4}) == [1, 1, 2]  # and are sorted
+
+
 def test_lengths_of_two_dimensions_add_up_too() -> None:
     lengths = torch.tensor([[2, 1, 0], [1, 1, 1]])
     for new, last in ((7, 2), (4, 0)):

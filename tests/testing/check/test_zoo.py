@@ -40,6 +40,8 @@ BLAMED = [
     ("image_resized", "values.extremes"),
     ("pairs_turned", "subsystems.gradcheck"),
     ("ragged_attention", "subsystems.autocast"),
+    ("rows_looked_up", "memory.empty"),
+    ("rows_looked_up", "memory.single"),
     ("sparse_row_sums", "subsystems.compile"),
     ("sparse_row_sums", "subsystems.compile_dynamic"),
     ("sparse_row_sums", "subsystems.inductor"),

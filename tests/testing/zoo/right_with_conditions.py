@@ -130,7 +130,10 @@ right(
         rows_looked_up,
         fake=lambda table, index: table.new_empty(*index.shape, table.shape[1]),
     ),
-    lambda: [(torch.randn(7, 3), torch.tensor([6, 0, 5]))],
+    lambda: [
+        (torch.randn(7, 3), torch.tensor([6, 0, 5])),
+        (torch.randn(6, 3), torch.tensor([1, 3, 2])),  # which add up to 6
+    ],
 )
 
 

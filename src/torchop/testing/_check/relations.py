@@ -93,15 +93,13 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[Precondition]:
     if rises and low == 0 and ends:
         yield Offsets(*ends[0])
         return
-    is_permutation = are_distinct(tensor) and _Permutation().problem(tensor, {}) is None
     if tensor.dim() and low >= 0 and sums:
         yield Lengths(*sums[0])
-        if tensor.dim() == 1 and not is_permutation:
-            return  # else they may as well be indices
-    elif rises:
+    if rises:
         yield Sorted()
-    if is_permutation and not rises:
+    elif are_distinct(tensor) and _Permutation().problem(tensor, {}) is None:
         yield _Permutation()
+    # Small indices often add up to a size, so lengths may as well be indices.
     for place, dim, size in others:
         if low >= 0 and high < size:
             yield Indices(place, dim)
