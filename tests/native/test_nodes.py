@@ -56,6 +56,19 @@ def test_nodes_are_tried_inside_a_transform():
     assert found == [None]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
+def test_nodes_are_tried_while_torchscript_is_traced():
+    found: list[str | None] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        found.append(try_nodes())
+        return x.sin()
+
+    traced = torch.jit.trace(f, torch.ones(2))
+    assert {*found} == {None}
+    assert [node.kind() for node in traced.graph.nodes()] == ["aten::sin"]
+
+
 def applying(change: Callable[[Apply, torch.Tensor], Any]) -> Callable[..., Any]:
     """Functions that PyTorch applies in another way, as if a release made other nodes."""
 

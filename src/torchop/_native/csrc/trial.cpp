@@ -14,9 +14,11 @@
 #include <ATen/core/Formatting.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/tensor.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/version.h>
 
 #include "autograd.h"
+#include "flat.h"
 #include "frames.h"
 #include "python_node.h"
 
@@ -25,10 +27,6 @@ namespace torchop {
 namespace {
 
 size_t ended = 0; // nodes, by what they carry
-
-void end(PyObject*) {
-  ++ended;
-}
 
 THPObjectPtr wrapped(const at::Tensor& tensor) {
   return checked(THPVariable_Wrap(tensor));
@@ -52,7 +50,7 @@ PyObject* save(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OO!OO", &ctx, &PyTuple_Type, &inputs, &keyword_only, &output))
     return nullptr;
   PyObject* first = PyTuple_Check(output) ? PyTuple_GET_ITEM(output, 0) : output;
-  THPObjectPtr witness(PyCapsule_New(&ended, nullptr, end));
+  THPObjectPtr witness(PyCapsule_New(&ended, nullptr, [](PyObject*) { ++ended; }));
   if (!witness || PyObject_SetAttrString(ctx, "witness", witness.get()) < 0)
     return nullptr;
   return PyObject_CallMethod(ctx, "save_for_backward", "OO", PyTuple_GET_ITEM(inputs, 0), first);
@@ -170,9 +168,8 @@ Sight see(PyObject* functions, PyObject* make_function, PyObject* node_maker, bo
   if (is_ours) {
     static PyMethodDef take{"take_node", take_node, METH_O, nullptr};
     THPObjectPtr taker(nodes_come_from_apply() ? PyCFunction_New(&take, nullptr) : nullptr);
-    PyObject* how = taker ? taker.get() : Py_None;
-    THPObjectPtr maker =
-        checked(PyObject_CallFunctionObjArgs(node_maker, function.get(), how, nullptr));
+    THPObjectPtr maker = checked(PyObject_CallFunctionObjArgs(
+        node_maker, function.get(), taker ? taker.get() : Py_None, nullptr));
     Gradient gradient;
     gradient.node_maker = maker.get();
     gradient.setup_context = function_at(3);
@@ -190,16 +187,14 @@ Sight see(PyObject* functions, PyObject* make_function, PyObject* node_maker, bo
     result = checked(PyObject_CallMethod(function.get(), "apply", "O", argument.get()));
   }
   Sight seen;
-  const size_t count = PyTuple_Check(result.get()) ? size_t(PyTuple_GET_SIZE(result.get())) : 1;
+  const size_t count = output_count(result.get());
   for (size_t index = 0; index < count; ++index) {
-    PyObject* item = count == 1 ? result.get() : PyTuple_GET_ITEM(result.get(), index);
-    const at::Tensor& y = THPVariable_Unpack(item);
+    const at::Tensor& y = THPVariable_Unpack(output(result.get(), index));
     seen.emplace_back("an output", text(y.detach(), ' ', y.requires_grad(), ' ', y.output_nr()));
   }
   const size_t before = ended;
   {
-    PyObject* first = count == 1 ? result.get() : PyTuple_GET_ITEM(result.get(), 0);
-    const at::Tensor y = THPVariable_Unpack(first);
+    const at::Tensor y = THPVariable_Unpack(output(result.get(), 0));
     look_at_node(seen, x, y, node_class.get());
     run_backward(seen, x, y, count);
   }
@@ -232,6 +227,10 @@ PyObject* try_nodes(PyObject*, PyObject* args) {
   std::optional<at::ThreadLocalState> of_new_thread;
   std::thread([&] { of_new_thread.emplace(); }).join();
   const at::ThreadLocalStateGuard state(*of_new_thread);
+  const auto traced = torch::jit::tracer::getTracingState(); // which is no part of that state
+  const std::shared_ptr<void> trace_again(
+      nullptr, [&](void*) { torch::jit::tracer::setTracingState(traced); });
+  torch::jit::tracer::setTracingState(nullptr);
   const WithoutDynamo frames;
   for (PyObject* several : {Py_False, Py_True}) {
     THPObjectPtr functions = checked(PyTuple_New(4));
