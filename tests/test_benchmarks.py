@@ -206,7 +206,7 @@ def test_compiling_measures_the_first_compile_and_calls(tmp_path: Path) -> None:
     """
     process = run_compiling(program)
     results = json.loads(file.read_text())
-    check_bars(process, results["bars"], 8)
+    check_bars(process, results["bars"], 10)
     peak = results["chains"][0]["peak"]
     families = {"out_op", "out_op, elementwise"}
     assert set(peak) == {*families, "torchop", "custom_op", "torch.Tag.out"}

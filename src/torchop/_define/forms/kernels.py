@@ -113,8 +113,8 @@ def check_outputs(
 
 def _look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """What a rule that allocates can see of a call, and its outputs."""
-    look: list[Any] = []
-    for value in (*args, *kwargs.items()):
+    look: list[Any] = [*kwargs]
+    for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             look += value.shape, value.stride(), value.dtype, value.layout, value.device
         elif isinstance(value, (list, tuple)):
