@@ -425,7 +425,7 @@ class _Run:
 def _cause(error: BaseException) -> str:
     """The exception behind a failure; empty if it is one of a check, which each words itself."""
     # Dynamo's exceptions hide the one that they are about.
-    is_of_dynamo = type(error).__module__ == "torch._dynamo.exc"
+    is_of_dynamo = "dynamo" in type(error).__module__
     behind = error.__cause__ or (error.__context__ if is_of_dynamo else None)
     if behind is not None:
         return _cause(behind)
