@@ -8,7 +8,7 @@ from torch import Tensor
 
 import torchop
 import torchop.export
-from torchop.export.programs import _modules_of
+from torchop.export.programs import modules_of
 
 
 class Model(torch.nn.Module):
@@ -54,7 +54,7 @@ def test_a_provider_that_is_not_here_is_told_with_its_module(namespace):
             )
         with torchop.priority({op: ["broken", "asked"]}):
             file = saved(program)
-            asked = _modules_of(program)
+            asked = modules_of(program)
         assert torchop.export.load(file).module()(torch.zeros(2)).tolist() == [1, 1]
         file.seek(0)
     assert asked == (f'{{"{namespace}::op": "{__name__}", "{namespace}::op[asked]": "{__name__}"}}')
@@ -82,6 +82,6 @@ def test_without_an_order_nothing_is_told(namespace):
 def test_forged_names_of_providers_do_no_harm(namespace, name, monkeypatch):
     op = define(namespace)
     program = torch.export.export(Model(op), (torch.ones(2),))
-    monkeypatch.setattr("torchop.export.programs._modules_of", lambda ep: f'{{"{name}": "m"}}')
+    monkeypatch.setattr("torchop.export.programs.modules_of", lambda ep: f'{{"{name}": "m"}}')
     file = saved(program)
     assert torchop.export.load(file).module()(torch.zeros(2)).tolist() == [1, 1]
