@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests.devices import TYPE
 from torchop import MissingFakeError, MissingFormulaError, RuleSignatureError
 from torchop.testing._check.subsystems.residuals import every_residual_is_read
 
@@ -238,7 +239,7 @@ def test_structures(namespace):
         assert_close(run(function), expected)
     ran = []
 
-    @torchop.register_kernel(name, "cpu")
+    @torchop.register_kernel(name, TYPE)
     def kernel(grad, x, config, tapes, *, bias):
         ran.append((type(config), type(tapes)))
         return of_structured(grad, x, config, tapes, bias=bias)
@@ -256,7 +257,10 @@ def test_saved_tensors_of_lists_and_structures_meet_hooks(namespace):
         packed.append(tensor.shape)
         return tensor.numpy(force=True)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+    def on_device(array):
+        return torch.from_numpy(array).to(x.device)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, on_device):
         op(x, Config(scale, 1), bias=5.0).sum().backward()
     assert packed == [(4, 3)] * 3
     assert_close(x.grad, W)
@@ -318,7 +322,7 @@ def test_zeros_for_none_look_like_the_argument_in_objects(namespace):
 
     op = torchop.custom_op(f"{namespace}::op", structured, mutates_args=())
     op.register_autograd(backward_kernel=of_structured)
-    torchop.register_kernel(f"{namespace}::op__backward_kernel", "cpu", without_scale)
+    torchop.register_kernel(f"{namespace}::op__backward_kernel", TYPE, without_scale)
     x, scale = X.clone().requires_grad_(), W.clone().requires_grad_()
     of_x, of_scale = gradients_of(lambda x, s: op(x, Config(s, 1), bias=5.0), x, scale)
     assert_close((of_x, of_scale), (torch.zeros(4, 3), X))

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 import torchop
+from tests.devices import TYPE
 from tests.rules.support import leaf_of
 from tests.support import needs_native
 from torchop import AliasError, ForwardModeError, MissingFormulaError, ResultError
@@ -231,7 +232,7 @@ def test_what_runs_no_kernel_leaves_nothing_behind(lse):
         lse.op(x)
     assert torchop.explain(lse.op, x).native
     assert not handover._recording
-    lse.op.register_kernel("cpu", lambda x, scale=1.0: x, provider="broken", supports=supports)
+    lse.op.register_kernel(TYPE, lambda x, scale=1.0: x, provider="broken", supports=supports)
     with torchop.priority({str(lse.op._qualname): ["broken"]}):
         for _ in range(2):
             with pytest.raises(torchop.ProviderError):

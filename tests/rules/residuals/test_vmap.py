@@ -12,6 +12,7 @@ from torch.func import grad, jacrev, vmap
 from torch.testing import assert_close
 
 import torchop
+from tests.devices import TYPE
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +138,7 @@ def test_a_rule_before_the_formula(namespace):
     op.register_autograd(backward_kernel=of_slope)
     shapes = []
     torchop.register_kernel(
-        op, "cpu", lambda x: shapes.append(x.shape) or torchop.residuals(x**3, 3 * x**2)
+        op, TYPE, lambda x: shapes.append(x.shape) or torchop.residuals(x**3, 3 * x**2)
     )
     assert vmap(grad(op))(torch.tensor([1.0, 2.0])).tolist() == [3, 12]
     assert shapes == [(2,)]
