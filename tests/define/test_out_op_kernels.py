@@ -170,9 +170,11 @@ def test_kernel_that_resizes_its_output_is_refused(namespace: str) -> None:
     def grow(x: Tensor, *, out: Tensor) -> None:
         out.resize_(2 * x.numel()).fill_(1)
 
-    op = torchop.out_op(f"{namespace}::op", grow, like="x")
-    with pytest.raises(
-        torchop.ResultError,
-        match=r"out without resizing it, but changed its shape from \[2\] to \[4\]",
-    ):
-        op(torch.zeros(2))
+    def grow_the_second(x: Tensor, *, low: Tensor, high: Tensor) -> None:
+        high.resize_(4)
+
+    for kernel, name in ((grow, "out"), (grow_the_second, "high")):
+        op = torchop.out_op(f"{namespace}::{kernel.__name__}", kernel, like="x")
+        message = rf"into {name} without resizing it, but changed its shape from \[2\] to \[4\]"
+        with pytest.raises(torchop.ResultError, match=message):
+            op(torch.zeros(2))

@@ -81,7 +81,7 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
         if len(present) < len(outputs):
             missing = ", ".join(name for name in outputs if name not in present)
             raise ArgumentError(
-                f"{names[0].name}: pass all of {', '.join(outputs)} or none; {missing} is missing."
+                f"{names[0]}: pass all of {', '.join(outputs)} or none; {missing} is missing."
             )
         result = call_out(*args, **kwargs)
         if returns_outputs:

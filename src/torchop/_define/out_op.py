@@ -165,9 +165,9 @@ def out_op(
         signature, outputs = _split(op_name, kernel)
         schema = make_schema(op_name, _prototype(kernel, signature), (), all_tags)
         check_derivable(op_name, schema, Form.INPLACE if inplace else Form.OUT)
-        place_of_like = None if like is None else _place(op_name, schema, like)
-        rule = allocate if place_of_like is None else empty_like(place_of_like, len(outputs))
-        assert rule is not None  # one of the two was passed
+        place_of_like: Any = None if like is None else _place(op_name, schema, like)
+        # One of the two was passed.
+        rule = allocate or functools.partial(empty_like, place_of_like, len(outputs))
         check_signature(f"{op_name}: allocate", rule, *schema.parameters)
         kernels = WritingKernels(
             op_name, schema, rule, outputs, elementwise=elementwise, like=place_of_like

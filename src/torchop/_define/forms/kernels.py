@@ -112,7 +112,7 @@ def check_outputs(
 
 
 def _look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What a rule that allocates can see of a call, and its outputs."""
+    """What the rule that allocates sees of a call, and how its outputs look."""
     look: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -168,13 +168,8 @@ class WritingKernels:
             outputs = outputs_in(kwargs)
             shapes = [*map(_shape_of, outputs)]
             returned = kernel(*args, **kwargs)
-            if (after := [*map(_shape_of, outputs)]) != shapes:
-                was, is_now = (", ".join(str([*shape]) for shape in s) for s in (shapes, after))
-                raise ResultError(
-                    f"{self.name}: the kernel must write into {', '.join(self.outputs)} without "
-                    f"resizing it, but changed its shape from {was} to {is_now}. Let the rule that "
-                    "allocates the results return that shape."
-                )
+            if [*map(_shape_of, outputs)] != shapes:
+                raise self._resized(outputs, shapes)
             if returned is not None:
                 tensors = returned if isinstance(returned, (tuple, list)) else (returned,)
                 if [*map(id, tensors)] != [*map(id, outputs)]:
@@ -186,6 +181,15 @@ class WritingKernels:
             return outputs if count > 1 else outputs[0]
 
         return write
+
+    def _resized(self, outputs: Sequence[Tensor], shapes: Sequence[torch.Size]) -> ResultError:
+        named = zip(self.outputs, shapes, outputs, strict=True)
+        name, shape, output = next(each for each in named if each[2].shape != each[1])
+        return ResultError(
+            f"{self.name}: the kernel must write into {name} without resizing it, but changed its "
+            f"shape from {list(shape)} to {list(output.shape)}. Let the rule that allocates the "
+            "results return that shape."
+        )
 
     def functional(self, kernel: Kernel) -> Kernel:
         """The kernel that allocates its outputs."""
@@ -216,11 +220,11 @@ class WritingKernels:
         """What checks a call that writes into tensors of the caller; None if none is needed."""
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
-        # Otherwise it is compared with the result, before the kernel runs.
+        # `overwrite` compares what it copies, and a first argument always looks like itself.
         if is_inplace and (not may_be_an_input or place == 0):
             return None
-        # How the last call looked that was compared with what the rule allocates, because to ask
-        # that takes longer than most kernels. Replaced as a whole, for threads.
+        # How the last call looked whose outputs fit what the rule allocates: to ask the rule takes
+        # longer than most kernels. Replaced as a whole, for threads.
         accepted: list[Any] | None = None
 
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -270,11 +274,7 @@ class WritingKernels:
         return results
 
 
-def empty_like(place: int, count: int) -> Callable[..., Any]:
-    """The rule that allocates each result like the argument at one position."""
-    return functools.partial(_empty_like, place, count)
-
-
-def _empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
+def empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
+    """Allocates each result like the argument at one position."""
     results = tuple(torch.empty_like(args[place]) for _ in range(count))
     return results if count > 1 else results[0]
