@@ -153,7 +153,7 @@ def _fix_of_result(returns: Sequence[str], result: Any) -> str:
         return " Return one tensor, or annotate all of them, such as -> tuple[Tensor, Tensor]."
     if len(returns) > 1:
         return f" Return a tuple of {len(returns)}."
-    return ""
+    return str(getattr(type(result), "_torchop_fix", ""))
 
 
 def _type_name(value: Any) -> str:

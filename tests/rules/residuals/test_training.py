@@ -677,8 +677,21 @@ def returning(namespace, kernel, types=None, **options):
     return op
 
 
+def test_residuals_that_nobody_declared(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x: torchop.residuals(x.clone(), x),
+        schema="(Tensor x) -> Tensor",
+        mutates_args=(),
+    )
+    message = r"returned a torchop\.residuals\(\.\.\.\)\. Only operators that declare residuals"
+    for _ in range(2):
+        with pytest.raises(ResultError, match=message):
+            op(torch.ones(2))
+
+
 WRONG_RESULTS = {
-    "no residuals": (lambda x: x.clone(), ResultError, "returned none of its 1 residuals"),
+    "no residuals": (lambda x: x.clone(), ResultError, "returned 0 of its 1 residuals"),
     "too many": (
         lambda x: torchop.residuals(x.clone(), x.clone(), x.clone()),
         ResultError,

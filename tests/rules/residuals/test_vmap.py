@@ -189,21 +189,16 @@ def no_call(op, x):
 
 
 @pytest.mark.parametrize(
-    ("rule", "got"),
-    [
-        (no_dimensions, "1 time, and told the dimensions of 0"),
-        (too_few_dimensions, "1 time, and told the dimensions of 1"),
-        (several_calls, "2 times, and told the dimensions of 2"),
-        (no_call, "0 times, and told the dimensions of 2"),
-    ],
+    ("rule", "calls", "dimensions"),
+    [(no_dimensions, 1, 0), (too_few_dimensions, 1, 1), (several_calls, 2, 2), (no_call, 0, 2)],
 )
-def test_a_rule_that_does_not_tell_is_asked(namespace, rule, got):
+def test_a_rule_that_does_not_tell_is_refused(namespace, rule, calls, dimensions):
     made = LogSumExp(namespace)
     made.op.register_vmap(lambda info, in_dims, x: rule(made.op, x))
     assert vmap(made.op)(X[0]).shape == (3,)
     message = (
         rf"^{made.name}: a call in vmap records .*residuals\(\(output, out_dims\), softmax, "
-        rf"sizes\), .* It called the operator {got} of 2 residuals\. .* "
+        rf"sizes\), .* Calls: 1 required, got {calls}; .*: 2 required, got {dimensions}\. .* "
         rf"'{made.name}__with_residuals', .*'sequential'"
     )
     with pytest.raises(torchop.ResultError, match=message):
@@ -214,6 +209,13 @@ def test_a_rule_that_does_not_tell_is_asked(namespace, rule, got):
     # What the author registered stays.
     made.op.register_vmap(lambda info, in_dims, x: rule(made.op, x))
     assert_close(vmap(grad(made.op))(X[0]), vmap(grad(plain))(X[0]))
+
+
+def test_residuals_go_around_the_dimensions_too(lse):
+    lse.op.register_vmap(lambda info, in_dims, x: (torchop.residuals(lse.op(x), 0, None), 0))
+    message = r"returned a torchop\.residuals\(\.\.\.\)\. .* around the whole result"
+    with pytest.raises(torchop.ResultError, match=message):
+        vmap(grad(lse.op))(X[0])
 
 
 def test_a_dimension_that_is_not_mapped_over_is_refused(namespace):

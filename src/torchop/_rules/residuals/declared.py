@@ -93,14 +93,13 @@ class Declared:
 
     def flat(self, request: Request) -> tuple[Any, ...]:
         """What a kernel handed over, checked, as the schema has it."""
-        saved = request.saved
-        if saved is None or len(saved) != len(self.named._fields):
-            got = "none" if saved is None else f"{len(saved)}"
+        saved = request.saved or ()
+        if len(saved) != len(self.named._fields):
             raise ResultError(
                 f"{self.op}: where torchop.records_gradient() is True, every kernel and fake "
-                f"kernel must return {self.spelled}, but the one that ran returned {got} of its "
-                f"{len(self.named._fields)} residuals. A declared fake kernel, register_fake("
-                "like=...), has none; register a function."
+                f"kernel must return {self.spelled}, but the one that ran returned "
+                f"{len(saved)} of its {len(self.named._fields)} residuals. A declared "
+                "fake kernel, register_fake(like=...), has none; register a function."
             )
         values: Any = saved if len(saved) > 1 else saved[0]
         if self.structure is not None:

@@ -18,9 +18,14 @@ class Returned:
     """The result of a kernel, and its residuals."""
 
     __slots__ = ("output", "saved")  # set by `residuals`: a call of __init__ takes as long again
+    __module__ = "torchop"  # as messages name it
+    _torchop_fix = " Only operators that declare residuals return them, around the whole result."
 
     output: Any
     saved: tuple[Any, ...]
+
+
+Returned.__name__ = "residuals(...)"
 
 
 def residuals(output: Output, /, *saved: Any) -> Output:
@@ -31,15 +36,20 @@ def residuals(output: Output, /, *saved: Any) -> Output:
     get `output`; the `setup_context` of `register_autograd` gets the rest as `residuals`, if it has
     a parameter of this name. Where no gradient is recorded, the rest is dropped, and a kernel need
     not compute it: see `records_gradient`. A vmap rule, which calls the operator, returns
-    `torchop.residuals((output, out_dims), ...)` with the dimension of each residual, or None.
+    `torchop.residuals((output, out_dims), ...)` with the dimension that is mapped over of each
+    residual, or None.
 
     Args:
-        output: the result of the operator.
+        output: the result of the operator; in a vmap rule, the pair that it returns.
         saved: the residuals, in the order of their declaration. They must not share memory with
             inputs or results, as results must not.
 
     Returns:
         What the kernel returns; for type checkers, it is the result.
+
+    Raises:
+        AliasError: by the call: a residual shares memory with an input, a result or another one.
+        ResultError: by the call: the residuals are not those that are declared, or none are.
 
     Example:
         >>> import torch, torchop
@@ -172,9 +182,9 @@ def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any
 
 
 def apart(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel that runs inside of one that records, as the call of another operator.
+    """A kernel for which `records_gradient` is False, also inside of a call that records one.
 
-    That of an operator with residuals knows by itself which call it is for.
+    Kernels of operators with residuals do not need it: `handing_over` tells them of their own call.
     """
     if not _recording or definition.declaration.residuals is not None:
         return function

@@ -167,16 +167,11 @@ class TrainingForm:
         self.companion.rule(AutogradRule).update(formula=formula)
 
 
-def _described(outputs: Any) -> list[Any]:
-    return [
-        _described(output)
-        if isinstance(output, (list, tuple))
-        # Not what is no tensor, or undefined: it has no gradient.
-        else output
-        if not isinstance(output, Tensor)
-        else (output.shape, output.dtype, output.device)
-        for output in outputs
-    ]
+def _described(output: Any) -> Any:
+    if isinstance(output, (list, tuple)):
+        return list(map(_described, output))
+    # What is no tensor, or undefined, has no gradient.
+    return (output.shape, output.dtype, output.device) if isinstance(output, Tensor) else output
 
 
 def _materialized(grad: Any, like: Any) -> Any:
@@ -243,4 +238,7 @@ def follow_rule(definition: Definition, cls: type | None = None) -> None:
     """Tells the training form, if there is one, of the operator's rule for `cls`, or for vmap."""
     form = definition.library.__dict__.get(_ATTRIBUTE)
     if form is not None:
-        vmap.follow(form) if cls is None else follow(form, cls)
+        if cls is None:
+            vmap.follow(form)
+        else:
+            follow(form, cls)

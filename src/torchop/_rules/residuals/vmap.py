@@ -15,7 +15,8 @@ from torchop._errors import ResultError
 from torchop._rules.residuals.handover import as_tuple, requested
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 
-# The rule where the operator has no function. What an author registers is another object.
+# "sequential", where the operator has no function. It is an object of its own, which tells it from
+# a rule that an author registered for the training form.
 _BY_DEFAULT: Any = type("Default", (str,), {})(SEQUENTIAL)
 
 
@@ -40,25 +41,23 @@ def _rule(form: Any) -> Callable[..., Any]:
                 return of_operator(info, in_dims, *args, **kwargs)
 
         (output, dims), request = requested(declared, call)
-        names = declared.named._fields
-        if request.saved is None or len(request.saved) != len(names) or len(calls.saved) != 1:
-            count, told = len(calls.saved), len(request.saved or ())
+        names, dims_of_saved = declared.named._fields, request.saved or ()
+        if len(dims_of_saved) != len(names) or len(calls.saved) != 1:
             raise ResultError(
                 f"{definition}: a call in vmap records a gradient, so its vmap rule must call the "
                 "operator once, and say which dimensions of the residuals of this call are mapped "
                 f"over: return torchop.residuals((output, out_dims), {', '.join(names)}), with the "
-                "dimension of each residual, or None, in the place of its name. It called the "
-                f"operator {count} time{'s' * (count != 1)}, and told the dimensions of {told} of "
-                f"{len(names)} residuals. Or register a vmap rule for {str(form.companion)!r}, "
-                f"which also returns the residuals, or {SEQUENTIAL!r}, which runs the kernel for "
-                "each element."
+                "dimension of each residual, or None, in the place of its name. Calls: 1 required, "
+                f"got {len(calls.saved)}; dimensions of residuals: {len(names)} required, got "
+                f"{len(dims_of_saved)}. Or register a vmap rule for {str(form.companion)!r}, which "
+                f"also returns the residuals, or {SEQUENTIAL!r}, which runs the kernel for each "
+                "element."
             )
-        saved: Any = request.saved if len(names) > 1 else request.saved[0]
+        saved: Any = dims_of_saved if len(names) > 1 else dims_of_saved[0]
         if declared.structure is not None:
             saved = declared.structure.spread_result(saved)
-        schemas = definition.schema, declared.schema
-        of_output, of_saved = map(as_tuple, schemas, (dims, saved))
-        return (*as_tuple(schemas[0], output), *calls.saved[0]), (*of_output, *of_saved)
+        all_dims = (*as_tuple(definition.schema, dims), *as_tuple(declared.schema, saved))
+        return (*as_tuple(definition.schema, output), *calls.saved[0]), all_dims
 
     return rule
 
