@@ -52,10 +52,10 @@ def made_like(tensor: torch.Tensor, shape: Sequence[Any] | None, dtype: torch.dt
     mode: Any = active_fake_mode()
     is_plain = mode is not None and tensor.layout is torch.strided and _are_plain(mode, [tensor])
     strides = _written(tensor.stride()) if is_plain and shape is None else []
-    if is_plain and strides[-1:] in ([], [1]):  # else it is not contiguous, as a new tensor is
+    if is_plain and strides[-1:] in ([], [1]):  # what `torch.empty` makes has no other last stride
         with in_kernel_invocation_manager(mode):
-            kind = dtype or tensor.dtype
-            made = torch.empty(tensor.shape if shape is None else shape, dtype=kind, device="meta")
+            size = tensor.shape if shape is None else shape
+            made = torch.empty(size, dtype=dtype or tensor.dtype, device="meta")
         if shape is not None or _written(made.stride()) == strides:
             return FakeTensor(mode, made, cast(FakeTensor, tensor).fake_device)
     if shape is None:
@@ -64,7 +64,7 @@ def made_like(tensor: torch.Tensor, shape: Sequence[Any] | None, dtype: torch.dt
 
 
 def _written(sizes: Sequence[Any]) -> list[Any]:
-    """Sizes that can be compared without a guard on what symbols stand for."""
+    """Sizes or strides as expressions, whose comparison adds no guard on their symbols."""
     return [size if type(size) is int else size.node.expr for size in sizes]
 
 

@@ -163,7 +163,7 @@ class Definition:
         "revision",
         "schema",
     )
-    # Makes a kernel or fake kernel one that knows to which call it belongs, inside of another one.
+    # Wraps a kernel or fake kernel, so that it is not told of the gradient of a call around it.
     apart: ClassVar[Any] = lambda self, function: function
 
     def __init__(

@@ -431,7 +431,8 @@ def _cause(error: BaseException) -> str:
         return _cause(behind)
     if isinstance(error, (AssertionError, OpCheckError)):
         return ""
-    return re.sub(r" \(in [^()]* of [^()]*\)$", "", reason(error))  # without the note of a compile
+    # A compile adds a note on where it was, which would make each of them another cause.
+    return re.sub(r" \(in [^()]* of [^()]*\)$", "", reason(error))
 
 
 def _cut(message: str) -> str:

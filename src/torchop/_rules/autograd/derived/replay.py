@@ -155,10 +155,11 @@ def replayed(packed: Tensor | None, values: Sequence[Any], run: Callable[[], Res
     numbers, and None for such ones of which more is not known.
     """
     if type(packed) is Tensor and _is_readable(packed) and pack_on_cpu(values, packed) is packed:
+        # The present state is that of the call, so only what the body draws has to be put back.
         try:
-            return run()  # which is the present one
+            return run()
         finally:
-            if pack_on_cpu(values, packed) is not packed:  # a body that draws, after a new seed
+            if pack_on_cpu(values, packed) is not packed:
                 _put(next(generators_of(())), _unpack(packed)[0][0])
     states, settings = _unpack(packed)
     count, dtype, device = _SETTINGS.unpack_from(settings)
@@ -183,7 +184,7 @@ def replayed(packed: Tensor | None, values: Sequence[Any], run: Callable[[], Res
 
 
 def _put(generator: Generator, state: bytes) -> None:
-    # One that nobody drew from is left alone: other threads may use it.
+    # A generator that nobody drew from is left alone, because other threads may use it.
     if state != _read(generator):
         generator.set(torch.frombuffer(bytearray(state[1:]), dtype=torch.uint8))
 

@@ -36,7 +36,8 @@ def preset(name: str, schema: Schema) -> Sharding:
     arguments = [str(Operand((operand,), a.is_tensor_list)) for a in tensor_arguments(schema)]
     results = [str(Operand((operand,), "List[" in kind)) for kind in tensor_results(schema)]
     rule = Sharding(f"{', '.join(arguments)} -> {', '.join(results)}", whole)
-    rule.residuals = (Operand(tuple(operand.split()), is_list=True),)  # of each of them
+    # As of a list, which stands for any number of residuals.
+    rule.residuals = (Operand(tuple(operand.split()), is_list=True),)
     return rule
 
 
@@ -82,7 +83,7 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
 
 
 def fits_residuals(rule: Sharding, count: int) -> bool:
-    """Whether a rule tells of `count` residuals, of each or of all as of a list."""
+    """Whether a rule has an operand for each of `count` residuals, or a list for all."""
     operands = rule.residuals or ()
     return len(operands) == count or (count > 0 and [o.is_list for o in operands] == [True])
 

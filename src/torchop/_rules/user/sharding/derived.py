@@ -113,7 +113,7 @@ def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
 def _with_residuals(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """For `name__with_residuals`, those of `name` for more results, which it has to tell of."""
+    """For `name__with_residuals`, those of `name`, whose rule has operands of the residuals."""
     return rows_of(call)
 
 

@@ -58,7 +58,7 @@ class Sharding:
         text: the rule as a string.
         arguments: the operands of the tensor arguments.
         results: the operands of the results.
-        residuals: those of the residuals; None if it does not tell them.
+        residuals: those of the residuals; None if the text has no ';'.
         whole: the names of dimensions that are never sharded.
         reduce: how results are combined, by the name of a dimension that they lack.
         linear: groups of operands in which the operator is linear.
@@ -111,9 +111,9 @@ class Sharding:
         return hash(self.text)
 
     def saving(self, count: int) -> Sharding | None:
-        """The rule of calls that return `count` residuals too; None if it does not tell of them.
+        """The rule of calls that return `count` residuals too; None if it has no operands for them.
 
-        A sum that is pending in a result need not be one in a residual, so it is none here.
+        What makes a result a partial sum need not make a residual one, so neither is one here.
         """
         if self.residuals is None:
             return None
@@ -268,8 +268,8 @@ def sharding(
     Args:
         text: the operands, such as `"b k, k n -> b n"`. `.` is a dimension without a name, which is
             whole. `...` stands for any number of dimensions, broadcast from the right. An operand
-            in `[brackets]` describes each tensor in a list. The operands of residuals, which a call
-            returns that records a gradient, follow after a `;`.
+            in `[brackets]` describes each tensor in a list. After a `;` follow the operands of
+            residuals, which a call that records a gradient also returns.
         whole: names of dimensions that are never sharded, separated by spaces; also `...`.
         reduce: a dict from the name of a dimension that results lack to how partial results are
             combined: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.

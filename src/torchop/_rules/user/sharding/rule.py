@@ -48,11 +48,12 @@ def _chosen(ask: Callable[..., Any]) -> Rows:
 
 
 def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
-    """What a rule allows for the tensors of a call; results that it has too many are residuals."""
+    """What a rule allows for the tensors of a call; results behind those of `op` are residuals."""
     from torchop._rules.user.sharding.rows import Tensors, rows  # most programs have no DTensors
 
     arguments, returns = op._schema.arguments, op._schema.returns
     count = len(call.results) - len(returns)
+    # A list of tensors is one result for its operand, and many for DTensor.
     if count > 0 and all("List[" not in str(result.real_type) for result in returns):
         rule = _with_residuals(op, rule, count)
     holders = [index for index, a in enumerate(arguments) if holds_tensors(a)]
@@ -61,7 +62,7 @@ def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
 
 
 def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
-    """The rule of a call that returns residuals, which has to tell how these are sharded."""
+    """The rule of a call that returns residuals; refuses one without operands for these."""
     saving = rule.saving(count)
     if saving is not None:
         return saving
@@ -70,7 +71,7 @@ def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
         f"residual{'s' * (count > 1)}, and the sharding rule {rule.shown} does not say how these "
         "are sharded. Write an operand for each of them after a semicolon, such as '; b h' in "
         "'b h d -> b h d; b h', or register another rule for "
-        f"'{op.name()}__with_residuals'. If in doubt, that is 'replicate': every rank computes all."
+        f"'{op.name()}__with_residuals'. If in doubt, use 'replicate': every rank computes all."
     )
 
 
