@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -11,20 +13,20 @@ from torch import Tensor
 from torchgen.model import FunctionSchema, SchemaKind
 
 import torchop
-from tests.define.families import SAMPLES, bounds, forms_of, sine
+from tests.define.families import SAMPLES, bounds, forms_of, sine, write_sine
 from tests.releases import INPLACE
 from tests.support import counting, needs_native
 
 
 def test_all_forms_compute_the_same(family: torchop.OperatorFamily) -> None:
     x = torch.randn(3)
-    expected, buffer, copy = x.sin(), torch.empty(3), x.clone()
+    expected, buffer, own = x.sin(), torch.empty(3), x.clone()
     assert torch.allclose(family.functional(x), expected)
     assert family.out(x, out=buffer) is buffer
     assert torch.allclose(buffer, expected)
     assert family.inplace is not None
-    assert family.inplace(copy) is copy
-    assert torch.allclose(copy, expected)
+    assert family.inplace(own) is own
+    assert torch.allclose(own, expected)
 
 
 def test_schemas_are_those_of_pytorchs_own_forms(
@@ -218,3 +220,13 @@ def test_opcheck_passes_with_gradients(namespace: str, family: torchop.OperatorF
     # A leaf that requires grad cannot be written, so the gradient comes from the other argument.
     assert mul.inplace is not None
     torchop.opcheck(mul.inplace, (torch.randn(3), torch.randn(3, requires_grad=True)))
+
+
+def test_a_family_is_copied_and_pickled_as_its_operators_are(
+    namespace: str, family: torchop.OperatorFamily
+) -> None:
+    named_otherwise = torchop.out_op(f"{namespace}::other", write_sine, like="x")
+    for each in (family, named_otherwise):
+        assert copy.copy(each) is each
+        assert copy.deepcopy([each]) == [each]
+        assert pickle.loads(pickle.dumps(each)) is each

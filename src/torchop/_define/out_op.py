@@ -343,6 +343,7 @@ class OperatorFamily(Generic[P, R]):
         # Not with `| None`, because whoever passed inplace=True would have to check for that.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
+        vars(functional)["_family"] = self  # where pickles, which hold the operator, find it
         self._function: Callable[..., R] = maybe_out(functional, out)
         for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__signature__"):
             setattr(self, attribute, getattr(self._function, attribute))
@@ -353,6 +354,9 @@ class OperatorFamily(Generic[P, R]):
     def __call__(self, /, *args: Any, **kwargs: Any) -> R: ...
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.functional, "_family")
 
     def __repr__(self) -> str:
         members = (self.functional, self.out, self.inplace)
@@ -375,10 +379,8 @@ class OperatorFamily(Generic[P, R]):
             self.functional.register_kernel(device_types, kernels.functional(kernel))
             self.out.register_kernel(device_types, kernels.out(kernel))
             if inplace is not None:
-                definition = inplace._live()
-                inplace.register_kernel(
-                    device_types, kernels.inplace(kernel, definition.name, definition.schema)
-                )
+                own = inplace._live()
+                inplace.register_kernel(device_types, kernels.inplace(kernel, own.name, own.schema))
 
     def register_autograd(
         self,
