@@ -225,6 +225,15 @@ def test_a_package_carries_libraries_and_what_loads_them(namespace, tmp_path, mo
     assert torchop.export.load_package(ended) == str(ended)
 
 
+def test_libraries_are_several(tmp_path):
+    program = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
+    message = r"^aoti_package: libraries is a list of paths, got 'a\.so'\. Write \['a\.so'\]\.$"
+    with pytest.raises(torchop.ArgumentError, match=message):
+        torchop.export.aoti_package(program, libraries="a.so")
+    with pytest.raises(OSError, match=r"absent\.so"):
+        torchop.export.aoti_package(program, libraries=[tmp_path / "absent.so"])
+
+
 def test_an_operator_that_is_not_registered_is_named(tmp_path):
     with pytest.raises(torchop.OperatorNotFoundError, match="absent::f"):
         torchop.export.cpp_definitions(_package(tmp_path, "cpu", "absent::f"))
@@ -299,6 +308,7 @@ def test_a_package_that_carries_its_kernels_runs_anywhere(tmp_path):
     assert alone == "[4.0, 4.0] []"
     assert with_torchop == "[4.0, 4.0]"
     assert "it exists already, registered at carrying.pt2:" in too_late
+    assert "load a package that carries it after this definition" in too_late
     compile_cpp(tmp_path, str(SERVE), "-o", "serve_alone")
     command = ["./serve_alone", "carrying.pt2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

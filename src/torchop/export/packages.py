@@ -37,11 +37,6 @@ static bool is_missing(const char* name, const char* overload) {{
   return !c10::Dispatcher::singleton().findSchema({{name, overload}}).has_value();
 }}
 {blocks}"""
-_BLOCK = """
-TORCH_LIBRARY_FRAGMENT({namespace}, m) {{
-{definitions}
-}}
-"""
 # The libraries with the kernels stand beside the one with this code, and are loaded before it
 # defines an operator. Where all operators are defined, so are their kernels.
 _LOADER = """
@@ -60,9 +55,7 @@ static const bool has_loaded = [] {{
   return true;
 }}();
 """
-
-
-_CARRIER = "torchop_operators_"  # the start of the name of such a library
+_CARRIER = "torchop_operators_"  # with what this begins the name of the library with this code
 
 
 def aoti_package(
@@ -91,8 +84,10 @@ def aoti_package(
 
     Raises:
         RuntimeError: Inductor cannot compile the program.
+        ArgumentError: a `TypeError`: `libraries` is one path; it takes a list.
+        OSError: a library cannot be loaded; the exception that caused it says why.
         MissingKernelError: with `libraries`, an operator that the package calls has no kernel in
-            C++ for the device of the package; names both. The file at the path cannot be loaded.
+            C++ for the device of the package; names both. The file at the path is of no use then.
 
     Warns:
         UserWarning: the package calls operators whose kernel is in Python; names them.
@@ -113,6 +108,10 @@ def aoti_package(
 
     The idea is `torch._inductor.aoti_compile_and_package`.
     """
+    if isinstance(libraries, (str, os.PathLike)):
+        raise torchop.ArgumentError(
+            f"aoti_package: libraries is a list of paths, got {libraries!r}. Write [{libraries!r}]."
+        )
     configs = dict(inductor_configs or {})
     metadata = configs.get("aot_inductor.metadata") or {}
     configs["aot_inductor.metadata"] = {**metadata, METADATA: modules_of(ep)}
@@ -188,10 +187,9 @@ def cpp_definitions(path: str | os.PathLike[str]) -> str:
         >>> source = torchop.export.cpp_definitions("model.pt2")  # doctest: +SKIP
         >>> pathlib.Path("definitions.cpp").write_text(source)  # doctest: +SKIP
     """
-    operators = _with_kernels(path)
-    own = [op for op in operators if is_defined_in_python(op)]
+    own = filter(is_defined_in_python, _with_kernels(path))
     blocks = (
-        _BLOCK.format(namespace=namespace, definitions="\n".join(map(_definition, group)))
+        "\n".join((f"\nTORCH_LIBRARY_FRAGMENT({namespace}, m) {{", *map(_definition, group), "}\n"))
         for namespace, group in itertools.groupby(own, lambda op: op.name.namespace)
     )
     return _SOURCE.format(package=os.path.basename(path), blocks="".join(blocks))
