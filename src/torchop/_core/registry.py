@@ -219,6 +219,6 @@ def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.libra
         taken_at = operators.registration_site(name.packet, name.overload)
         raise RuntimeError(
             f"{name} cannot be defined at {site}: it exists already, registered at {taken_at}. "
-            "Give one of them another name."
+            "Give one of them another name; load a package that carries it after this definition."
         )
     return definition, library
