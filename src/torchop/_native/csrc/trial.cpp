@@ -14,6 +14,7 @@
 #include <ATen/core/Formatting.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/tensor.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/version.h>
 
@@ -228,8 +229,7 @@ PyObject* try_nodes(PyObject*, PyObject* args) {
   std::thread([&] { of_new_thread.emplace(); }).join();
   const at::ThreadLocalStateGuard state(*of_new_thread);
   const auto traced = torch::jit::tracer::getTracingState(); // which is no part of that state
-  const std::shared_ptr<void> trace_again(
-      nullptr, [&](void*) { torch::jit::tracer::setTracingState(traced); });
+  const auto restore = c10::make_scope_exit([&] { torch::jit::tracer::setTracingState(traced); });
   torch::jit::tracer::setTracingState(nullptr);
   const WithoutDynamo frames;
   for (PyObject* several : {Py_False, Py_True}) {
