@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.forking import run_forked
 from tests.native.gradients.recording import all_native, leaf
 from tests.support import needs_native
 from torchop._rules.autograd.rule import AutogradRule
@@ -175,3 +176,31 @@ def test_a_function_that_another_wraps_is_called_as_it_is(namespace):
     with torchop.checking():
         op(x).backward()
     assert x.grad.item() == 12.0
+
+
+def test_what_threads_record_outlives_the_operators_with_residuals():
+    """Calls of others look there too, also once no plan of an operator with residuals is left."""
+    done = run_forked("""
+        import gc, sys
+        import torch, torchop
+        from torchop._rules.residuals import handover
+
+        torchop.native.wait()
+        before = sys.getrefcount(handover._recording)
+        with torchop.Library("mylib", "FRAGMENT") as library:
+            op = torchop.custom_op(
+                "mylib::op",
+                lambda x: torchop.residuals(x.clone(), x.clone()),
+                schema="(Tensor x) -> Tensor",
+                mutates_args=(),
+                residuals={"copy": torch.Tensor},
+                lib=library,
+            )
+            op.register_autograd(lambda ctx, grad: grad)
+            op(torch.ones(2))
+        del op, library
+        gc.collect()
+        print(sys.getrefcount(handover._recording) - before)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0

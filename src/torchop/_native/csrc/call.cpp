@@ -223,7 +223,7 @@ PyObject* try_call(
   const bool is_authors = decision.kernel->author != nullptr && !thread_records(plan.residuals);
   if (is_authors)
     function = decision.kernel->author;
-  // The kernel of another operator may be recording, outside of this call.
+  // This call may be made by the kernel of an operator with residuals, whose own call is recorded.
   std::optional<Recording> apart;
   if (plan.residuals.type == nullptr && all_recordings != nullptr &&
       C10_UNLIKELY(PyDict_GET_SIZE(all_recordings) != 0))

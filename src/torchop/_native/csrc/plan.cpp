@@ -272,7 +272,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
   if (residuals != Py_None)
-    all_recordings = plan.residuals.recording;
+    Py_XSETREF(all_recordings, Py_NewRef(plan.residuals.recording)); // plans come and go
   plan.own = OwnKernels{given(autograd), given(version_counter), given(backend_select)};
   if (PyTuple_Check(gradient)) {
     PyObject *node_maker, *setup_context, *inputs = Py_None, *look = Py_None;

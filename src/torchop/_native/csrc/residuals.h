@@ -33,7 +33,8 @@ inline bool thread_records(const Residuals& residuals) {
   return PyDict_Contains(residuals.recording, thread.get()) != 0;
 }
 
-// What is known of threads, whatever the operator, once there is one with residuals.
+// The `recording` of all operators with residuals, for the calls of others; nullptr until there is
+// one. It is owned, because those others may outlive every plan that has it.
 inline PyObject* all_recordings = nullptr;
 
 // Leaves what is known of this thread as it was before, also if no kernel took what it was told.
@@ -66,10 +67,10 @@ class Recording {
       throw python_error();
   }
 
-  // Tells the kernel of another operator, which runs meanwhile, that it is none of its business.
+  // Tells the kernel of another operator, which runs meanwhile, that its call records nothing.
   void stop() {
     if (!before_)
-      return; // another thread records
+      return; // only other threads record
     THPObjectPtr none = checked(PyTuple_Pack(2, PyTuple_GET_ITEM(before_.get(), 0), Py_False));
     if (PyDict_SetItem(recording_, thread_.get(), none.get()) < 0)
       throw python_error();
