@@ -292,6 +292,7 @@ def test_a_rule_that_does_not_tell_of_residuals_is_asked(namespace: str, mesh: A
     [
         ("a b -> a b; a b, a b", "has 2 operands after ';', but the operator declares 1 residual"),
         ("a b -> a b; c", "only a result has the dimension 'c'"),
+        ("a b -> a b, a b", r"the operator returns 1 tensor \(and residuals, after ';'\)\."),
     ],
 )
 def test_wrong_operands_of_residuals(namespace: str, rule: str, got: str) -> None:

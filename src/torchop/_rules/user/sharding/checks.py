@@ -54,10 +54,12 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
         fitting.results = (Operand((), "List[" in results[0]),)
     taken = {argument.name: argument.is_tensor_list for argument in arguments}
     returned = {f"result {index}": "List[" in kind for index, kind in enumerate(results)}
+    count = residual_count(op)
+    saved = " (and residuals, after ';')" if count else ""
     what, got = f"{op.name()}: the sharding rule {rule.shown}", f"{IN_DOUBT} Got {schema}."
     for operands, tensors, side, listed in (
         (fitting.arguments, taken, "before '->', but the operator takes", f" ({', '.join(taken)})"),
-        (fitting.results, returned, "after '->', but the operator returns", ""),
+        (fitting.results, returned, "after '->', but the operator returns", saved),
     ):
         if len(operands) != len(tensors):
             raise ShardingRuleError(
@@ -71,7 +73,6 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
                 raise ShardingRuleError(
                     f"{what}: {name} is {kind}, whose operand is {where}. {got}"
                 )
-    count = residual_count(op)
     if ";" in rule.text and not fits_residuals(rule, count):
         raise ShardingRuleError(
             f"{what} has {_count(len(rule.residuals or ()), 'operand')} after ';', but the "

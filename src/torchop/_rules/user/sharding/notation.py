@@ -118,13 +118,11 @@ class Sharding:
         if self.residuals is None:
             return None
         is_list = len(self.residuals) == 1 and self.residuals[0].is_list
-        rule, more = copy.copy(self), self.residuals * (count if is_list else 1)
+        more = self.residuals * (count if is_list else 1)
+        rule = copy.copy(self)
         rule.results, rule.linear = (*self.results, *more), ()
-        rule.reduce = {
-            name: how
-            for name, how in self.reduce.items()
-            if all(name in operand.names for operand in more)
-        }
+        kept = [name for name in self.reduce if all(name in operand.names for operand in more)]
+        rule.reduce = {name: self.reduce[name] for name in kept}
         return rule
 
     def _check(self) -> None:
