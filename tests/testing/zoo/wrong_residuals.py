@@ -96,3 +96,13 @@ def with_vmap(name: str, told: Callable[[Any], Any]) -> Any:
 right(with_vmap("slope_in_vmap", lambda pair: torchop.residuals(pair, 0)), one)
 silent = with_vmap("vmap_rule_without_residuals", lambda pair: pair)
 wrong(silent, "subsystems.func", one)
+
+
+def keep_slope(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
+    ctx.save_for_backward(residuals.slope)
+
+
+# Each element then takes the slopes of the whole batch, of which autograd makes a sum.
+shared = with_vmap("vmap_rule_that_shares_residuals", lambda pair: torchop.residuals(pair, None))
+shared.register_autograd(lambda ctx, grad: grad * ctx.saved_tensors[0], setup_context=keep_slope)
+wrong(shared, "subsystems.func", one)

@@ -196,7 +196,7 @@ def register_vmap(
             the same for the outputs. `info.batch_size` is the size of the dimension, and
             `info.randomness` the option that the caller passed to `vmap`. Without `func`, a
             decorator is returned. `"sequential"` calls the operator for each element and stacks the
-            results.
+            results. For an operator with residuals, see `torchop.residuals`.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
