@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -65,6 +66,24 @@ def test_what_a_graph_holds_of_an_operator_is_compiled_again_when_it_is_replaced
     else:
         assert gradients == [2] * 6
         assert graphs == [1] * 6
+
+
+def test_formulas_that_hold_tensors_are_told_apart(namespace):
+    @dataclasses.dataclass
+    class Scaled:
+        by: Tensor
+
+        def __call__(self, ctx, grad):
+            return grad * self.by
+
+    op = torchop.custom_op(
+        f"{namespace}::double", lambda x: x * 2, schema="(Tensor x) -> Tensor", mutates_args=()
+    )
+    revisions = []
+    for formula in (Scaled(torch.ones(2)), Scaled(torch.ones(2))):  # asking whether they are equal
+        op.register_autograd(formula)  # would raise an error
+        revisions.append(op._definition.revision)
+    assert revisions[0] < revisions[1]
 
 
 def test_a_compiled_function_may_ask_a_handle_for_what_it_lacks(namespace):

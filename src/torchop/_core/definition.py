@@ -89,7 +89,8 @@ class CompiledRule(Generic[Compiled]):
         baked = [*self.cache_parts()]
         for name, value in state.items():
             setattr(self, name, value)
-        self.definition.revision += baked != [*self.cache_parts()]
+        # By identity, because what users register may compare in ways of its own, as tensors do.
+        self.definition.revision += [*map(id, baked)] != [*map(id, self.cache_parts())]
         self.definition.outdate_plan()
 
     def retract(self) -> None:
