@@ -245,7 +245,7 @@ def forward_with_a_ctx(n: str) -> None:
             return x.clone()
 
 
-@mistake(ValueError, cause="variadic positional", fix="without 'ctx', and register its backward")
+@mistake(ValueError, cause="apply", fix="without 'ctx', and register its backward")
 def apply_of_an_autograd_function(n: str) -> None:
     class Double(torch.autograd.Function):
         pass

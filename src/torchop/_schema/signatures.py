@@ -38,11 +38,10 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
     """The signature of `function`, every annotation a real type."""
     try:
         original = inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise SchemaError(
-            f"{spell_function(function)} has no signature to infer a schema from "
-            f"({short_text(error)}); wrap it in a function with annotations, or pass schema=."
-        ) from None
+    except (TypeError, ValueError):
+        fix = method_hint(function) or " Wrap it in a function with annotations, or pass schema=."
+        name = spell_function(function)
+        raise SchemaError(f"{name} has no signature to infer a schema from.{fix}") from None
     namespace = _Namespace(function)
     parameters = original.parameters.values()
     annotations = [namespace.resolve(p.annotation, p.name) for p in parameters]
