@@ -251,6 +251,6 @@ clean:
 	rm -rf $(VENV) $(REALWORLD) $(EXECUTORCH) $(MATRIX) .native_cache docs/_build docs/reference/api demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
-	@echo "Installing PyTorch and the tools of the tests into $(VENV), once: about 2 minutes and 2 GB."
+	@echo "Installing PyTorch and the tools of the tests into $(VENV), once: about a minute and 2 GB."
 	@$(PYTHON) tools/install.py $(VENV)
 	@touch $(STAMP)

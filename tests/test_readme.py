@@ -80,7 +80,7 @@ def test_the_demo_says_first_what_is_native_and_what_one_will_see(tmp_path: Path
 def test_a_command_installs_first_and_says_so(command: str, tmp_path: Path) -> None:
     lines = dry_run(command, tmp_path)
     (place,) = [number for number, line in enumerate(lines) if "tools/install.py" in line]
-    assert "about 2 minutes and 2 GB" in lines[place - 1]
+    assert "about a minute and 2 GB" in lines[place - 1]
     assert "bin/python" in lines[place + 2]
 
 
