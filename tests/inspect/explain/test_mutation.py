@@ -39,6 +39,17 @@ def test_mutation_in_inference_mode(write):
     assert explanation.reason.endswith("'x', an inference tensor, outside of inference mode")
 
 
+def test_mutation_in_inference_mode_beside_a_tensor_from_outside(namespace):
+    def add(x: Tensor, y: Tensor) -> None:
+        x += y
+
+    write, y = torchop.custom_op(f"{namespace}::op", add, mutates_args={"x"}), torch.ones(2)
+    with torch.inference_mode():
+        x = torch.zeros(2)
+        check(write, Reason.NATIVE, x, y)  # y counts versions, which x has none of
+    assert x.tolist() == [1, 1]
+
+
 def test_mutation_where_elements_share_memory(write):
     check(write, Reason.NATIVE, torch.zeros(2, 4)[:, :2])
     check(write, Reason.NATIVE, torch.zeros(1, 4).expand(1, 4))
