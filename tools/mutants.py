@@ -648,12 +648,18 @@ class Coverage:
         build(CSRC, folder)
         os.environ["CXX"] = usual
         self._lines: dict[str, set[Line]] = {}
+        self._countable: set[Line] = set()
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def reaching(self, mutant: Mutant, files: list[str]) -> list[str]:
         """Those files that come to the condition of a mutant, the most special ones first."""
         wanted = _lines_of(mutant)
-        files = [file for file in files if self._lines_of_tests(file) & wanted]
+        # Where no line has code of its own, as that of a `case`, any test may come there.
+        files = [
+            file
+            for file in files
+            if self._lines_of_tests(file) & wanted or not self._countable & wanted
+        ]
         return sorted(files, key=lambda file: len(self._lines[file]))
 
     def _lines_of_tests(self, file: str) -> set[Line]:
@@ -675,9 +681,12 @@ class Coverage:
                 text = subprocess.run(command, cwd=name, check=True, capture_output=True).stdout
                 for file in json.loads(text)["files"]:
                     path = Path(file["file"])
-                    if path.parent == CSRC:
-                        ran = (line["line_number"] for line in file["lines"] if line["count"])
-                        lines.update((path.name, number) for number in ran)
+                    # A line of a template is there once for each of its instances.
+                    for line in file["lines"] if path.parent == CSRC else ():
+                        place = (path.name, line["line_number"])
+                        self._countable.add(place)
+                        if line["count"]:
+                            lines.add(place)
             return lines
 
 
