@@ -39,6 +39,16 @@ ALIASES = {
         "output 1 shares memory with output 0",
     ),
     "an output of a list": (lambda x, ys: [x + 1, x], LISTED, r"output 0\[1\] is input 'x' itself"),
+    "a view in a list": (
+        lambda x, ys: [x + 1, x[:1]],
+        LISTED,
+        r"output 0\[1\] shares memory with input 'x'",
+    ),
+    "overlapping outputs of a list": (
+        lambda x, ys: [*(x + 1).split(1)],
+        LISTED,
+        r"output 0\[1\] shares memory with output 0\[0\]",
+    ),
     "equal outputs of a list": (
         lambda x, ys: same(x + 1),
         LISTED,

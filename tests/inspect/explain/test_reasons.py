@@ -132,6 +132,15 @@ def test_tangent(op):
         check(op, Reason.NATIVE, T)
 
 
+def test_tangent_that_a_view_has_of_what_was_written_later(op):
+    base = torch.zeros(2)
+    view = base[:1]
+    with torch.autograd.forward_ad.dual_level():
+        check(op, Reason.NATIVE, view)
+        base.copy_(torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2)))
+        check(op, Reason.TANGENT, view)
+
+
 KEYS = {
     "sparse": (lambda: T.to_sparse(), "SparseCPU"),
     "meta": (lambda: T.to("meta"), "Meta"),
