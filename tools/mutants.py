@@ -518,7 +518,7 @@ MUTANTS = {
     "backward: below a compiled frame": Mutant("backward.cpp", "WithoutDynamo frames;", ""),
     "residuals: thread that records": Mutant("call.cpp", " && !thread_records(plan.residuals)", ""),
     "residuals: kernel of another operator": Mutant(
-        "call.cpp", "apart.emplace(all_recordings).stop();", ""
+        "call.cpp", "apart.emplace(all_recordings).stop();", ";"
     ),
     "residuals: formula that does not ask": Mutant(
         "call.cpp", " && plan.residuals.setup != Py_None", ""
