@@ -151,8 +151,8 @@ def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
 
 
 # `ctx.saved_tensors` past any property that hides it.
-raw_saved_tensors: Callable[[Any], tuple[torch.Tensor | None, ...]]
-raw_saved_tensors = torch._C._FunctionBase.saved_tensors.__get__  # type: ignore[attr-defined]
+saved_tensors: Any = torch._C._FunctionBase.saved_tensors
+raw_saved_tensors: Callable[[Any], tuple[torch.Tensor | None, ...]] = saved_tensors.__get__
 
 
 def is_dual_level() -> bool:

@@ -130,7 +130,8 @@ def are_plain(gradients: Any, count: int, ctx: Any) -> bool: ...
 # What is to be `apply` of the nodes of a function, and what reads their saved tensors. The formula
 # is that of `definition.compiled(rule)`. `failed(error, ctx, *grads)` raises a better error, or
 # adds to this one. `checked(ctx, result)` is for all that is not plain. The last three return the
-# saved tensors of a `ctx`: where a gradient is recorded, where none is, and outside of these calls.
+# saved tensors of a `ctx`: where a gradient is recorded; where none is, which is a descriptor; and
+# outside of these calls.
 def make_backward(
     definition: Definition,
     rule: type[CompiledRule[Any]],
@@ -138,7 +139,7 @@ def make_backward(
     failed: Callable[..., None],
     checked: Callable[[Any, Any], tuple[Any, ...]],
     guarded: Callable[[Any], tuple[Any, ...]],
-    raw: Callable[[Any], tuple[Any, ...]],
+    raw: Any,
     saved_tensors: Callable[[Any], tuple[Any, ...]],
     /,
 ) -> tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]]]: ...
@@ -157,6 +158,11 @@ backends: tuple[str, ...]
 # None where another kernel is at that key; what else it returns is kept until the operator goes.
 def bypass(name: str, overload: str, key: str, kernel: Any) -> object | None: ...
 def take_node(ctx: Any, /) -> object: ...
+
+# `_records` and `_returned` of `_rules/residuals/handover.py`.
+def make_handover(
+    returned: type, recording: dict[int, tuple[Any, bool]], /
+) -> tuple[Callable[[], bool], Callable[[Any, tuple[Any, ...]], Any]]: ...
 
 # What tells nodes that are made here from those of PyTorch, when a call is recorded both ways. The
 # arguments are from _compat/autograd.py.

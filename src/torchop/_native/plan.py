@@ -204,7 +204,7 @@ class OwnCalls(NativeCalls):
             are_fresh=kernels.outputs_are_fresh and not kernels.returns_arguments,
             gradient=_gradient(definition, plan),
             finish=converting(functools.partial(kernels.finish, definition), schema),
-            residuals=declared and declared.in_plan(plan[AutogradRule]),
+            residuals=declared and declared.in_plan(self._native, plan[AutogradRule]),
         )
 
 

@@ -101,6 +101,39 @@ def test_every_kind_of_operator(namespace, case):
     assert torchop.testing.saved_bytes(op, x) == 16
 
 
+def test_calls_that_save_at_other_places_guard_their_residuals_too(namespace):
+    """Residuals refuse second derivatives wherever they are among the saved tensors."""
+    places = []
+
+    def save_somewhere(ctx, inputs, output, residuals):
+        tensors = [inputs[0].detach()] * 2
+        tensors.insert(places[-1], residuals.slope)
+        ctx.save_for_backward(*tensors)
+
+    kernel, schema, *_ = CASES["one result"]
+    op = define(namespace, kernel, schema, save_somewhere)
+
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[places[-1]]
+
+    op.register_autograd(backward, setup_context=save_somewhere)
+    for place in (1, 0, 2, 1):
+        places.append(place)
+        x = leaf()
+        with all_native(op):
+            (gradient,) = torch.autograd.grad(op(x), x, create_graph=True)
+        assert gradient.item() == 12.0
+        with pytest.raises(torchop.MissingFormulaError, match="depends on a residual"):
+            gradient.backward()
+
+
+def test_what_no_kernel_can_make_is_refused(namespace):
+    empty = type(torchop.residuals(1))
+    op = define(namespace, lambda x: empty(), "(Tensor x) -> Tensor", save)
+    with pytest.raises((torchop.ResultError, AttributeError), match=r"residuals\(\.\.\.\)|output"):
+        op(leaf())
+
+
 def test_the_second_result_is_no_residual(namespace):
     def kernel(x):
         y = x + 1

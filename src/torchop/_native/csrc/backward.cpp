@@ -148,9 +148,12 @@ PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
   if (found == unpacked.rend())
     return PyObject_CallOneArg(part(parts, Part::SavedTensors), ctx);
   if (!found->tensors) {
-    PyObject* read = part(parts, c10::GradMode::is_enabled() ? Part::Guarded : Part::Raw);
+    PyObject* raw = part(parts, Part::Raw);
     // Hooks may run, and backwards of other nodes in them.
-    THPObjectPtr tensors = checked(PyObject_CallOneArg(read, ctx));
+    THPObjectPtr tensors = checked(
+        c10::GradMode::is_enabled()
+            ? PyObject_CallOneArg(part(parts, Part::Guarded), ctx)
+            : Py_TYPE(raw)->tp_descr_get(raw, ctx, reinterpret_cast<PyObject*>(Py_TYPE(ctx))));
     found = find_unpacked(ctx);
     if (found == unpacked.rend())
       return tensors.release(); // a hook let another greenlet end the formula

@@ -20,6 +20,7 @@
 #include "operator.h"
 #include "overloads.h"
 #include "plan.h"
+#include "residuals.h"
 #include "results.h"
 #include "thread.h"
 #include "trial.h"
@@ -150,6 +151,7 @@ PyMethodDef functions[] = {
      make_backward,
      METH_VARARGS,
      "Makes what the engine of autograd calls of nodes."},
+    {"make_handover", make_handover, METH_VARARGS, "Makes what kernels with residuals call."},
     {"take_node", take_node, METH_O, "Hands over the node of a function that is applied."},
     {"try_nodes", try_nodes, METH_VARARGS, "Compares nodes that are made here with PyTorch's."},
     {"switch_off", switch_off, METH_O, "Opens blocks in which calls go to the dispatcher."},

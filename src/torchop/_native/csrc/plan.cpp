@@ -321,6 +321,7 @@ void dealloc_plan(PyObject* self) {
   plan.op.~optional();
   plan.exists.~shared_ptr();
   delete plan.fallback_operator.load();
+  delete plan.residuals.usual_guard.load();
   Py_XDECREF(plan.kept);
   type->tp_free(self);
   Py_DECREF(type);

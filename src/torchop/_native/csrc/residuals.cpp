@@ -1,7 +1,8 @@
-// residuals.cpp: whether residuals are tensors in memory of their own.
+// residuals.cpp: what kernels call for residuals, and whether these are tensors in memory of their
+// own.
 #include "residuals.h"
 
-#include <c10/util/SmallVector.h>
+#include <memory>
 
 #include "flat.h"
 #include "results.h"
@@ -29,6 +30,73 @@ bool are_apart(
   return apart;
 }
 
+// Whether an attribute of `ctx` may hold a tensor.
+bool keeps_tensors(PyObject* ctx) {
+  PyObject** attributes = _PyObject_GetDictPtr(ctx); // makes no dictionary where none is
+  PyObject* kept;
+  bool found = false;
+  for (Py_ssize_t next = 0; attributes != nullptr && *attributes != nullptr &&
+       PyDict_Next(*attributes, &next, nullptr, &kept) != 0;) {
+    const bool is_sequence = PyTuple_Check(kept) || PyList_Check(kept);
+    const Py_ssize_t size = is_sequence ? PySequence_Fast_GET_SIZE(kept) : 1;
+    for (Py_ssize_t item = 0; item < size; ++item)
+      found |= is_tensor(is_sequence ? PySequence_Fast_GET_ITEM(kept, item) : kept);
+  }
+  return found;
+}
+
+// A guard that `guard` of `Residuals` makes; that of the first call is kept.
+__attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residuals, Guard found) {
+  THPObjectPtr places = checked(PyTuple_New(Py_ssize_t(found.places.size())));
+  Py_ssize_t index = 0;
+  for (Py_ssize_t place : found.places)
+    PyTuple_SET_ITEM(places.get(), index++, checked(PyLong_FromSsize_t(place)).release());
+  THPObjectPtr made = checked(PyObject_CallOneArg(residuals.guard, places.get()));
+  found.guard = THPObjectPtr(Py_NewRef(made.get()));
+  auto kept = std::make_unique<Guard>(std::move(found));
+  Guard* none = nullptr;
+  if (residuals.usual_guard.compare_exchange_strong(none, kept.get()))
+    kept.release();
+  return made;
+}
+
+// What `__slots__` of a class names.
+Py_ssize_t find_slot(PyObject* type, const char* name) {
+  THPObjectPtr slot = checked(PyObject_GetAttrString(type, name));
+  TORCH_CHECK(Py_IS_TYPE(slot.get(), &PyMemberDescr_Type), name, " is no slot");
+  return reinterpret_cast<PyMemberDescrObject*>(slot.get())->d_member->offset;
+}
+
+PyObject* records(PyObject* recording, PyObject*) {
+  THPObjectPtr thread(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
+  PyObject* state = thread ? PyDict_GetItemWithError(recording, thread.get()) : nullptr;
+  if (state == nullptr && PyErr_Occurred() != nullptr)
+    return nullptr;
+  return Py_NewRef(state == nullptr ? Py_False : PyTuple_GET_ITEM(state, 1));
+}
+
+PyObject* returned(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "returned expects a result, and a tuple of residuals");
+    return nullptr;
+  }
+  auto* type = reinterpret_cast<PyTypeObject*>(self);
+  PyObject* made = type->tp_alloc(type, 0);
+  if (made != nullptr) {
+    slot_of(made, output_slot) = Py_NewRef(args[0]);
+    slot_of(made, saved_slot) = Py_NewRef(args[1]);
+  }
+  return made;
+}
+
+PyMethodDef functions_of_kernels[] = {
+    {"records", records, METH_NOARGS, "Whether a call of this thread records a gradient."},
+    {"returned",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(returned)),
+     METH_FASTCALL,
+     "What a kernel returns."},
+};
+
 } // namespace
 
 bool hand_over(
@@ -42,51 +110,66 @@ bool hand_over(
   if (saved == nullptr || !are_apart(residuals, values, result, saved))
     return false;
   // As the class would make it, whose own function is one of Python.
-  THPObjectPtr argument = checked(PyTuple_Pack(1, saved));
   auto* type = reinterpret_cast<PyTypeObject*>(residuals.named);
-  THPObjectPtr named = checked(PyTuple_Type.tp_new(type, argument.get(), nullptr));
+  THPObjectPtr named = checked(type->tp_alloc(type, residuals.count));
+  for (Py_ssize_t index = 0; index < residuals.count; ++index)
+    PyTuple_SET_ITEM(named.get(), index, Py_NewRef(PyTuple_GET_ITEM(saved, index)));
   THPObjectPtr inputs = checked(values.positional().release());
-  THPObjectPtr keyword_only = checked(values.keyword_only().release());
-  PyObject* arguments[] = {nullptr, ctx, inputs.get(), keyword_only.get(), result, named.get()};
+  THPObjectPtr keyword_only;
+  PyObject* arguments[6] = {nullptr, ctx, inputs.get()};
+  size_t count = 2;
+  if (values.parameters().all.size() > values.parameters().positional) {
+    keyword_only = checked(values.keyword_only().release());
+    arguments[++count] = keyword_only.get();
+  }
+  arguments[++count] = result;
+  arguments[count + 1] = named.get();
   checked(PyObject_Vectorcall(
-      residuals.setup, arguments + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, names));
+      residuals.setup, arguments + 1, count | PY_VECTORCALL_ARGUMENTS_OFFSET, names));
   return true;
 }
 
 void guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved) {
   static PyObject* const attribute = PyUnicode_InternFromString("_torchop_guard");
   const bool are_saved = to_save != nullptr && PyTuple_Check(to_save);
-  c10::SmallVector<Py_ssize_t, 8> found;
+  Guard found;
   bool all_are_saved = true;
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(saved); ++index) {
-    const size_t before = found.size(); // one may be saved twice
+    const size_t before = found.places.size(); // one may be saved twice
     for (Py_ssize_t place = 0; are_saved && place < PyTuple_GET_SIZE(to_save); ++place) {
       if (PyTuple_GET_ITEM(saved, index) == PyTuple_GET_ITEM(to_save, place))
-        found.push_back(place);
+        found.places.push_back(place);
     }
-    all_are_saved &= found.size() > before;
+    all_are_saved &= found.places.size() > before;
   }
-  // A tensor that is an attribute of `ctx` may be one too, or a view of one.
-  THPObjectPtr attributes = checked(PyObject_GenericGetDict(ctx, nullptr));
-  PyObject* kept;
-  bool has_tensors = false;
-  for (Py_ssize_t next = 0; PyDict_Next(attributes.get(), &next, nullptr, &kept) != 0;) {
-    const bool is_sequence = PyTuple_Check(kept) || PyList_Check(kept);
-    const Py_ssize_t size = is_sequence ? PySequence_Fast_GET_SIZE(kept) : 1;
-    for (Py_ssize_t item = 0; item < size; ++item)
-      has_tensors |= is_tensor(is_sequence ? PySequence_Fast_GET_ITEM(kept, item) : kept);
-  }
-  if (!all_are_saved || has_tensors) {
+  // A tensor that is an attribute of `ctx` may be a residual too, or a view of one.
+  if (!all_are_saved || keeps_tensors(ctx)) {
     PyObject* arguments[] = {ctx, saved};
     checked(PyObject_Vectorcall(residuals.mark, arguments, 2, nullptr));
     return;
   }
-  THPObjectPtr places = checked(PyTuple_New(Py_ssize_t(found.size())));
-  for (size_t index = 0; index < found.size(); ++index)
-    PyTuple_SET_ITEM(places.get(), index, checked(PyLong_FromSsize_t(found[index])).release());
-  THPObjectPtr made = checked(PyObject_CallOneArg(residuals.guard, places.get()));
-  if (PyObject_SetAttr(ctx, attribute, made.get()) < 0)
+  Guard* usual = residuals.usual_guard.load(std::memory_order_acquire);
+  PyObject* made = usual != nullptr && usual->places == found.places ? usual->guard.get() : nullptr;
+  THPObjectPtr other;
+  if (C10_UNLIKELY(made == nullptr)) {
+    other = make_guard(residuals, std::move(found));
+    made = other.get();
+  }
+  if (PyObject_SetAttr(ctx, attribute, made) < 0)
     throw python_error();
+}
+
+PyObject* make_handover(PyObject*, PyObject* type_and_recording) {
+  HANDLE_TH_ERRORS
+  PyObject *type, *recording;
+  if (!PyArg_ParseTuple(type_and_recording, "O!O!", &PyType_Type, &type, &PyDict_Type, &recording))
+    return nullptr;
+  output_slot = find_slot(type, "output");
+  saved_slot = find_slot(type, "saved");
+  THPObjectPtr records = checked(PyCFunction_New(&functions_of_kernels[0], recording));
+  THPObjectPtr returned = checked(PyCFunction_New(&functions_of_kernels[1], type));
+  return PyTuple_Pack(2, records.get(), returned.get());
+  END_HANDLE_TH_ERRORS
 }
 
 } // namespace torchop

@@ -7,10 +7,20 @@
 
 #include <Python.h>
 
+#include <atomic>
+
+#include <c10/util/SmallVector.h>
+
 #include "arguments.h"
 #include "python_node.h"
 
 namespace torchop {
+
+// What guards the residuals among saved tensors, which are at these places.
+struct Guard {
+  c10::SmallVector<Py_ssize_t, 8> places;
+  THPObjectPtr guard;
+};
 
 // Those of an operator; the plan keeps the objects alive. See `handover` and `declared`.
 struct Residuals {
@@ -20,9 +30,13 @@ struct Residuals {
   PyObject* named;               // the class of what setup_context gets, a tuple
   PyObject* handed; // handed(saved): what the `save` of the formula gets in other calls
   Py_ssize_t count; // of residuals that are tensors; 0 if others may be among them
-  PyObject* setup;  // setup(ctx, inputs, keyword_only_inputs, output, residuals=...)
-  PyObject* guard;  // guard(places): what guards those of the tensors that `ctx` saves
-  PyObject* mark;   // mark(ctx, saved): guards them too, whatever `ctx` has them for
+  // setup_context(ctx, inputs, output, residuals=...), as the author wrote it; it takes what there
+  // is for keyword-only arguments before the output, if the operator has such.
+  PyObject* setup;
+  PyObject* guard; // guard(places): what guards those of the tensors that `ctx` saves
+  // That of the first call, because the others mostly save their residuals at the same places.
+  mutable std::atomic<Guard*> usual_guard{nullptr};
+  PyObject* mark; // mark(ctx, saved): guards them too, whatever `ctx` has them for
 };
 
 // Whether a kernel is on the way, or runs, that a call of this thread wants residuals of.
@@ -45,7 +59,8 @@ class Recording {
     if (recording_ == nullptr)
       return;
     thread_ = checked(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
-    before_ = THPObjectPtr(Py_XNewRef(PyDict_GetItemWithError(recording_, thread_.get())));
+    if (C10_UNLIKELY(PyDict_GET_SIZE(recording_) != 0))
+      before_ = THPObjectPtr(Py_XNewRef(PyDict_GetItemWithError(recording_, thread_.get())));
   }
   ~Recording() {
     if (recording_ == nullptr || !Py_IsInitialized())
@@ -81,17 +96,28 @@ class Recording {
   THPObjectPtr thread_, before_;
 };
 
+// Where what kernels return has the result, and the residuals: slots of its type.
+inline Py_ssize_t output_slot, saved_slot;
+
+inline PyObject*& slot_of(PyObject* object, Py_ssize_t slot) {
+  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot);
+}
+
 // Takes what a kernel returned apart, if it returned residuals: leaves the result in `made`.
 inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) {
-  static PyObject* const output = PyUnicode_InternFromString("output");
-  static PyObject* const saved = PyUnicode_InternFromString("saved");
   if (residuals.type == nullptr || Py_TYPE(made) != reinterpret_cast<PyTypeObject*>(residuals.type))
     return {};
-  THPObjectPtr both(made);
-  THPObjectPtr taken = checked(PyObject_GetAttr(both.get(), saved));
-  made = checked(PyObject_GetAttr(both.get(), output)).release();
+  PyObject *output = slot_of(made, output_slot), *saved = slot_of(made, saved_slot);
+  if (C10_UNLIKELY(output == nullptr || saved == nullptr))
+    return {}; // whoever made it did not call `residuals`
+  THPObjectPtr both(made), taken(Py_NewRef(saved));
+  made = Py_NewRef(output);
   return taken;
 }
+
+// make_handover(type, recording): two functions that kernels call, as `handover` has them in
+// Python: `records`, and `returned`, which makes an object of the type.
+PyObject* make_handover(PyObject*, PyObject* args);
 
 // Hands the residuals of a call to setup_context, with `result` as a caller gets it, where it is
 // plain what they are: so many tensors in memory of their own. False where Python has to look.

@@ -222,7 +222,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             failed,
             checked,
             _guarded,
-            autograd.raw_saved_tensors,
+            autograd.saved_tensors,
             saved_tensors,
         )
     context.saved_tensors = property(read)

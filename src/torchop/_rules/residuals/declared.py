@@ -12,7 +12,13 @@ from torchop._core import contract
 from torchop._core.call import named_inputs, named_outputs, tensors_in
 from torchop._core.contract import result_check, storage_of
 from torchop._errors import AliasError, ResultError, SchemaError, short_repr
-from torchop._rules.residuals.handover import NATIVE, Request, as_tuple, author_of, handing_over
+from torchop._rules.residuals.handover import (
+    Request,
+    as_tuple,
+    author_of,
+    handing_over,
+    in_native_calls,
+)
 from torchop._rules.residuals.training import follow_rule, training_form
 from torchop._schema.convention import Convention
 from torchop._schema.declared import declared_schema
@@ -76,12 +82,13 @@ class Declared:
         """The author's own function, if a kernel is what `handing_over` made of it."""
         return author_of(kernel, self)
 
-    def in_plan(self, formula: Any) -> tuple[Any, ...]:
+    def in_plan(self, native: Any, formula: Any) -> tuple[Any, ...]:
         """What native calls know, which run the author's function: `Residuals` in residuals.h."""
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
-        asks = training and (formula.setup, training.guard, training.mark)
-        return *NATIVE, self.named, functools.partial(Request, self), count, *(asks or [None] * 3)
+        asks = training and (formula.setup_context, training.guard, training.mark)
+        handed = self.named, functools.partial(Request, self), count
+        return *in_native_calls(native), *handed, *(asks or [None] * 3)
 
     training_form = staticmethod(training_form)
     follow_rule = staticmethod(follow_rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torchop._core.definition import Definition
 from torchop._rules.residuals.annotation import show_output_alone
@@ -17,7 +17,7 @@ Output = TypeVar("Output")
 class Returned:
     """The result of a kernel, and its residuals."""
 
-    __slots__ = ("output", "saved")  # set by `residuals`: a call of __init__ takes as long again
+    __slots__ = ("output", "saved")  # set by `_returned`: a call of __init__ takes as long again
     __module__ = "torchop"  # as messages name it
     _torchop_fix = " Only operators that declare residuals return them, around the whole result."
 
@@ -72,9 +72,14 @@ def residuals(output: Output, /, *saved: Any) -> Output:
 
     The idea is that of the residuals of `jax.custom_vjp`.
     """
+    made: Output = _returned(output, saved)
+    return made
+
+
+def _returned(output: Any, saved: Any) -> Any:
     made = Returned()
     made.output, made.saved = output, saved
-    return cast(Output, made)
+    return made
 
 
 # For each thread with a call that records a gradient: the request that the next kernel is to take,
@@ -100,8 +105,11 @@ def records_gradient() -> bool:
 
     It is what `ctx.needs_input_grad` tells the forward of a `torch.autograd.Function`.
     """
-    if not _recording:  # the quickest question, because kernels ask in every call
-        return False
+    # The quickest question comes first, because kernels ask in every call.
+    return _records() if _recording else False
+
+
+def _records() -> bool:
     return _recording.get(get_ident(), _NOTHING)[1]
 
 
@@ -115,8 +123,11 @@ class Request:
         self.saved = saved
 
 
-# What native calls see and set.
-NATIVE = (Returned, _recording, (None, True))
+def in_native_calls(native: Any) -> tuple[Any, ...]:
+    """What native calls see and set; kernels call functions in C++ from then on."""
+    global _records, _returned
+    _records, _returned = native.make_handover(Returned, _recording)
+    return Returned, _recording, (None, True)
 
 
 def request(key: object) -> Request:
