@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
 from tests.device import standin
 from tests.forking import run_forked
+from tests.support import assert_clean
 
 LOADED = "import torch\nfrom tests.device import standin\nstandin.load()\n"
 
@@ -341,3 +344,49 @@ def test_the_fallback_can_be_left_out_from_the_start():
     assert run_forked(program).returncode == 0
     done = run_forked(program, STANDIN_FALLBACK="0")
     assert "Could not run 'aten::add" in done.stderr
+
+
+GREENLETS = """
+import greenlet
+main, is_prepared = greenlet.getcurrent(), False
+
+def kernel(x):
+    if is_prepared:
+        main.switch()
+    return x + 1
+
+library = DEFINED_BY.Library("greenlets", "FRAGMENT")
+library.define("op(Tensor x) -> Tensor")
+library.impl("op", kernel, "KEY")
+op, x, results = torch.ops.greenlets.op, torch.ones(2, device="DEVICE"), []
+op(x)
+is_prepared = True
+waiting = [greenlet.greenlet(lambda: results.append(op(x).tolist())) for _ in range(2)]
+for one in waiting * 2:
+    one.switch()
+print(results)
+"""
+
+
+@pytest.mark.parametrize(
+    ("defined_by", "key", "device", "survives"),
+    [
+        ("torchop", "PrivateUse1", "standin", True),
+        ("torch.library", "CPU", "cpu", False),
+        ("torch.library", "CPU", "standin", False),
+    ],
+)
+def test_greenlets_in_the_fallback_are_those_in_any_dispatched_call(
+    defined_by, key, device, survives
+):
+    """pybind11 aborts if they leave its calls in another order, and has no part in native ones."""
+    pytest.importorskip("greenlet")
+    program = LOADED + "import torchop\n" + GREENLETS
+    for word, value in (("DEFINED_BY", defined_by), ("KEY", key), ("DEVICE", device)):
+        program = program.replace(word, value)
+    done = run_forked(program)
+    if survives:
+        assert assert_clean(done) == "[[2.0, 2.0], [2.0, 2.0]]\n"
+    else:
+        assert done.returncode == -signal.SIGABRT
+        assert "loader_life_support" in done.stderr
