@@ -18,7 +18,12 @@ from tests.device.target import FIRST, SECOND, TYPE
 from tests.device.test_calls import Define, ones, scale, side_stream
 from tests.support import needs_native
 
-pytestmark = [needs_native, target.needs_accelerator]
+pytestmark = [
+    needs_native,
+    target.needs_accelerator,
+    # PyTorch 2.11 says so, once, of a gradient that a formula moved to another device.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
+]
 
 
 @functools.cache
@@ -348,13 +353,14 @@ ANYWHERE = (
 )
 # The kernel that runs is the backend's fallback; tensors are on devices of several types.
 NEVER_NATIVE = (a_kernel_for_the_cpu_alone, pinned_memory)
+LACKING = {pinned_memory: pytest.mark.needs_torch("2.12", "stock counts what its kernel writes")}
 
 
 @pytest.mark.parametrize(
     "scenario",
     [
         *(pytest.param(s, id=s.__name__, marks=target.only_on_the_standin) for s in ON_THE_STANDIN),
-        *(pytest.param(s, id=s.__name__) for s in ANYWHERE),
+        *(pytest.param(s, id=s.__name__, marks=LACKING.get(s, ())) for s in ANYWHERE),
     ],
 )
 def test_all_three_ways(namespace: str, scenario: Callable[[Define], Any]) -> None:
