@@ -31,7 +31,7 @@ native: $(STAMP)
 
 # With DEVICE=standin:1, or that of a GPU, the tests of some rooms with their tensors there.
 DEVICE ?=
-ON_DEVICE := $(addprefix tests/,core define accelerate rules schema inspect export compat native)
+ON_DEVICE := $(addprefix tests/,core define accelerate rules schema inspect export compat native subsystems)
 test: native
 ifdef DEVICE
 	TORCHOP_TEST_DEVICE=$(DEVICE) $(PYTEST) -p tests.on_device $(ON_DEVICE)

@@ -13,31 +13,23 @@ INDUCTOR = "Inductor compiles for few types of devices"
 KINDS = "only the CPU has such tensors"
 CPU = "it has kernels, tensors or generators for the CPU"
 DEFAULT = "it makes tensors on the default device, which this plug-in does not set"
-TRACED = "it makes tensors in a function that is traced, where this plug-in makes none"
 WORDS = "it expects words in which the CPU is named"
-CHECKPOINT = "selective checkpointing keeps random numbers of few types of devices"
+CHECKPOINT = "compiled and selective checkpoints keep random numbers of few types of devices"
 STOCK = "operators of PyTorch fail there, too"
 STANDIN = "there, the CPU stands in for missing kernels"
+THREADS = "backward runs in one thread for each device"
+RANKS = "simulated ranks are on the CPU"
+# What holds for the stand-in, and for no GPU of a type that PyTorch knows.
+NOT_ON_GPUS = {INDUCTOR, CHECKPOINT, STANDIN}
 
-# What is left out: a file that cannot be collected, because it makes arrays of NumPy when it is
-# imported, and tests of simulated ranks, which are on the CPU.
-FILES = (
-    "core/test_contract.py",
-    "rules/user/sharding",
-    "rules/user/test_sharding.py",
-    # Compiling, and programs in processes of their own, which the plug-in does not reach; tests of
-    # devices that they name; and leaks, which tests/device has with fewer calls.
-    "native/extension",
-    "native/test_deep_recursion.py",
-    "native/test_devices.py",
-    "native/test_first_use.py",
-    "native/test_leaks.py",
-    "native/test_mutants.py",
-    "native/test_notices.py",
-    "native/test_processes.py",
-    "native/test_switch.py",
-    "native/test_thread_end.py",
-)
+# What is left out, and why: files, and folders.
+FILES = {
+    "native/extension": "it is about compiling",
+    "native/test_leaks.py": "tests/device has it, with fewer calls",
+    "native/test_mutants.py": "it is about source files",
+    "rules/user/sharding": RANKS,
+    "rules/user/test_sharding.py": RANKS,
+}
 TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "accelerate/test_arguments.py": {
         CPU: ("test_forty_arguments_of_which_eight_are_written",),
@@ -263,8 +255,47 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rules/user/test_flop_formula.py": {
         CPU: ("test_the_counter_counts_what_the_formula_says",),
     },
-    "schema/test_forms.py": {
-        TRACED: ("test_compiled_equals_eager",),
+    "subsystems/test_autograd_features.py": {
+        THREADS: ("test_backward_runs_in_many_threads_at_once",),
+    },
+    "subsystems/test_compile_aliases.py": {
+        INDUCTOR: ("test_inductor_alone_takes_the_copy_out",),
+    },
+    "subsystems/test_compile_combined.py": {
+        CHECKPOINT: ("test_a_program_is_trained_as_in_eager_mode[_checkpoints_in_regions]",),
+    },
+    "subsystems/test_compile_derived.py": {
+        CHECKPOINT: (
+            "test_a_checkpoint_in_a_compiled_graph",
+            "test_a_checkpoint_in_a_compiled_graph_draws_the_same_numbers",
+        ),
+    },
+    "subsystems/test_compile_fake_kernels.py": {
+        INDUCTOR: ("test_outputs_that_a_fake_kernel_describes_by_one_tensor_stay_apart[inductor]",),
+    },
+    "subsystems/test_compile_mutation.py": {
+        INDUCTOR: ("test_an_operator_with_out_sees_what_the_output_holds[inductor]",),
+    },
+    "subsystems/test_compile_mutation_and_gradients.py": {
+        INDUCTOR: tuple(
+            f"test_what_requires_grad_is_refused_as_in_eager_mode[{which}-inductor]"
+            for which in (
+                "a leaf is read-plain",
+                "a leaf is written without grad-plain",
+                "a leaf is written without grad-with a result",
+                "a leaf is written without grad-inplace",
+                "a leaf is written without grad-out",
+            )
+        ),
+    },
+    "subsystems/test_modes.py": {
+        STANDIN: ("test_the_profiler_shows_the_name_of_the_operator",),
+        CPU: ("test_a_device_context_moves_neither_the_arguments_nor_what_a_kernel_makes",),
+    },
+    "subsystems/test_tags.py": {
+        CHECKPOINT: (
+            "test_a_seeded_operator_draws_the_same_numbers_when_a_checkpoint_recomputes_it[True]",
+        ),
     },
 }
 
@@ -273,7 +304,7 @@ def reason(file: str, name: str, device_type: str) -> str | None:
     """Why a test, in a file of this folder, is about the CPU; None if it is not."""
     function, _, parameters = name.rstrip("]").partition("[")
     for reason, entries in TESTS.get(file, {}).items():
-        if reason is STANDIN and device_type != "standin":
+        if reason in NOT_ON_GPUS and device_type != "standin":
             continue
         for entry in entries:  # "test_one", or "test_one[word]" with one of the words of parameters
             of_entry, _, word = entry.rstrip("]").partition("[")
@@ -285,14 +316,17 @@ def reason(file: str, name: str, device_type: str) -> str | None:
 def of_failure(raised: pytest.ExceptionInfo[BaseException], device_type: str) -> str | None:
     """Why a test is about the CPU, if what it raised says so; None if it does not.
 
-    An error of torchop says nothing of that kind, so a line of the tests has to ask for NumPy.
+    An error of torchop says nothing of that kind, so a line of the tests has to ask for NumPy, and
+    Inductor has to look up what it knows of the device.
     """
     error: BaseException | None = raised.value
     while error is not None:
         frames = traceback.extract_tb(error.__traceback__)
         if isinstance(error, TypeError) and "tensor to numpy" in str(error):
             return NUMPY if Path(frames[-1].filename).is_relative_to(HERE) else None
-        if f"KeyError: {device_type!r}" in str(error) and "Inductor" in type(error).__name__:
+        if "Inductor" in type(error).__name__ and (
+            f"KeyError: {device_type!r}" in str(error) or frames[-1].name == "get_backend_features"
+        ):
             return INDUCTOR
         error = error.__cause__
     return None

@@ -82,12 +82,27 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if place in about_the_cpu.FILES else None
 
 
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    asked = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
+    for place, reason in about_the_cpu.FILES.items():
+        if any(Path(TESTS, place).is_relative_to(folder) for folder in asked):
+            terminalreporter.line(f"left out: tests/{place}, as {reason}")
+
+
+def _caller() -> str:
+    """The file that calls the function that calls this one."""
+    return sys._getframe(2).f_code.co_filename
+
+
 def _on_device(factory: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Any:
         decided = [kwargs.get(name) for name in ("device", "out", "generator", "pin_memory")]
         is_dense = kwargs.get("layout") in (None, torch.strided)
-        is_ours = sys._getframe(1).f_code.co_filename.startswith(TESTS)
+        # Dynamo has no frames to ask; what it traces is a function of a test.
+        is_ours = torch.compiler.is_dynamo_compiling() or _caller().startswith(TESTS)
         if is_ours and is_dense and all(each is None or each is False for each in decided):
             kwargs["device"] = device
         return factory(*args, **kwargs)

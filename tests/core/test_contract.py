@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.devices import AUTOGRAD, BACKEND, TYPE
 from tests.support import on_both
 from torchop._core.call import named_inputs, named_outputs, tensors_in
 from torchop._core.contract import ResultCheck
@@ -116,7 +117,7 @@ WRONG = {
 @pytest.mark.parametrize(("function", "result", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_result_is_one_error_on_every_path(namespace, path, function, result, words):
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), effects="none")
-    op.register_kernel("cpu")(lambda x: result)
+    op.register_kernel(TYPE)(lambda x: result)
     call = path(op)
     with pytest.raises(TypeError, match=f"{namespace}::op: the kernel {words}") as caught:
         call(torch.ones(2))
@@ -149,12 +150,12 @@ def test_numbers_and_strings_are_those_of_python(namespace, path):
         (True, 2, 0.0, "x"): (1, 2.0, False, "x"),
         tuple(map(torch.tensor, (4, 0.5, True))) + ("x",): (4, 0.5, True, "x"),
     }.items():
-        op.register_kernel("cpu")(lambda x, values=values: (x + 1, *values))
+        op.register_kernel(TYPE)(lambda x, values=values: (x + 1, *values))
         for _ in range(2):
             _, *got = path(op)(torch.zeros(2))
             assert got == list(expected)
             assert list(map(type, got)) == [int, float, bool, str]
-    op.register_kernel("cpu")(lambda x: (x + 1, 4, 0.5, True, "\ud800"))  # half of a character
+    op.register_kernel(TYPE)(lambda x: (x + 1, 4, 0.5, True, "\ud800"))  # half of a character
     with pytest.raises(torchop.ResultError, match=r"must return 5 values .* str\)"):
         path(op)(torch.zeros(2))
 
@@ -163,13 +164,13 @@ def test_numbers_and_strings_are_those_of_python(namespace, path):
 @pytest.mark.parametrize("make", [iter, lambda items: dict(enumerate(items)).values()])
 def test_an_iterator_becomes_the_list_of_a_result(namespace, path, make):
     op = torchop.custom_op(f"{namespace}::op", listed, mutates_args=())
-    op.register_kernel("cpu")(lambda x: make([x + 1, x + 2]))
+    op.register_kernel(TYPE)(lambda x: make([x + 1, x + 2]))
     for _ in range(3):
         assert [y.tolist() for y in path(op)(torch.zeros(2))] == [[1, 1], [2, 2]]
-    op.register_kernel("cpu")(lambda x: make([x, x]))
+    op.register_kernel(TYPE)(lambda x: make([x, x]))
     with pytest.raises(torchop.AliasError):  # torch.library looks into lists and tuples only
         path(op)(torch.zeros(2))
-    op.register_kernel("cpu")(lambda x: make([x + 1, None]))
+    op.register_kernel(TYPE)(lambda x: make([x + 1, None]))
     with pytest.raises(torchop.ResultError, match="a list of 2"):
         path(op)(torch.zeros(2))
 
@@ -185,14 +186,14 @@ def test_wrong_result_of_a_kernel_of_a_library_is_refused(
         op = getattr(torch.ops, namespace).op
         x = torch.ones(2)
         if where == "impl":
-            library.impl("op", lambda x: result, "CPU")
+            library.impl("op", lambda x: result, BACKEND)
         elif where == "register_kernel":
-            torchop.register_kernel(op, "cpu", lambda x: result, lib=library)
+            torchop.register_kernel(op, TYPE, lambda x: result, lib=library)
         elif where == "meta":
             library.impl("op", lambda x: result, "Meta")
             x = x.to("meta")
         elif where == "autograd":
-            library.impl("op", lambda x: result, "AutogradCPU")
+            library.impl("op", lambda x: result, AUTOGRAD)
         else:
             library.impl("op", lambda x: result, "CompositeImplicitAutograd")
         with pytest.raises(torchop.ResultError, match=f"{namespace}::op: the kernel {words}"):
@@ -215,10 +216,10 @@ def test_wrong_result_of_a_fake_kernel_is_refused(namespace, mode, device, funct
 
 def test_operator_stays_usable_after_a_wrong_result(namespace):
     op = torchop.custom_op(f"{namespace}::op", two, mutates_args=())
-    op.register_kernel("cpu")(lambda x: x)
+    op.register_kernel(TYPE)(lambda x: x)
     with pytest.raises(torchop.ResultError):
         op(T)
-    op.register_kernel("cpu")(lambda x: (x + 1, x + 2))
+    op.register_kernel(TYPE)(lambda x: (x + 1, x + 2))
     assert op(T)[1].tolist() == [3, 3]
 
 
@@ -233,7 +234,7 @@ RIGHT = {
 @pytest.mark.parametrize(("function", "kernel"), RIGHT.values(), ids=RIGHT)
 def test_several_results_are_a_tuple_on_every_path(namespace, path, function, kernel):
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), effects="none")
-    op.register_kernel("cpu")(kernel)
+    op.register_kernel(TYPE)(kernel)
     results = path(op)(torch.ones(2))
     assert type(results) is tuple
     assert [result.tolist() for result in results] == [[2, 2], [3, 3]]
@@ -242,22 +243,22 @@ def test_several_results_are_a_tuple_on_every_path(namespace, path, function, ke
 @paths
 def test_list_of_results_is_a_list_on_every_path(namespace, path):
     op = torchop.custom_op(f"{namespace}::op", listed, mutates_args=())
-    op.register_kernel("cpu")(lambda x: (x + 1, x + 2))
+    op.register_kernel(TYPE)(lambda x: (x + 1, x + 2))
     results = path(op)(torch.ones(2))
     assert type(results) is list
     assert len(results) == 2
 
 
-@pytest.mark.parametrize("value", [3, True, torch.tensor(3), torch.tensor(3).numpy()])
+@pytest.mark.parametrize("value", [3, True, torch.tensor(3), np.array(3)])
 def test_what_the_dispatcher_reads_as_an_int_is_an_int(namespace, value):
     op = torchop.custom_op(f"{namespace}::op", integer, mutates_args=())
-    op.register_kernel("cpu")(lambda x: value)
+    op.register_kernel(TYPE)(lambda x: value)
     assert op(T) == int(value)
 
 
 def test_one_of_several_tensors_may_be_undefined(namespace):
     op = torchop.custom_op(f"{namespace}::op", two, mutates_args=())
-    op.register_kernel("cpu")(lambda x: (x + 1, None))
+    op.register_kernel(TYPE)(lambda x: (x + 1, None))
     assert op(T)[1] is None
 
 

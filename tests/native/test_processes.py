@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from tests.devices import TYPE
 from tests.forking import run_forked
 from tests.native.scenarios import T, define, inputs
 from tests.support import assert_clean, counting, needs_native, run_program
@@ -64,7 +65,7 @@ def test_child_of_a_fork_calls_natively(namespace):
             signal.alarm(20)
             with counting(op) as calls:
                 right = op(T).tolist() == [1, 1] and op(x).tolist() == [1, 1]
-            op.register_kernel("cpu", lambda x: x + 2)
+            op.register_kernel(TYPE, lambda x: x + 2)
             right = right and op(T).tolist() == [2, 2]
             other = define(f"{namespace}_child", lambda x: x + 3)
             right = right and other(T).tolist() == [3, 3]

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchop
+from tests.devices import TYPE
 from tests.subsystems.graphs import AotRecorder, operators
 
 each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
@@ -287,11 +288,11 @@ def test_autocast_in_a_compiled_graph(namespace):
         return x @ y
 
     product.register_fake(lambda x, y: x.new_empty(x.shape[0], y.shape[1]))
-    product.register_autocast("cpu", torch.bfloat16)
+    product.register_autocast(TYPE, torch.bfloat16)
     product.derive_autograd()
 
     def function(x, y):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(TYPE, torch.bfloat16):
             return product(x, y)
 
     x, y = torch.rand(3, 3, requires_grad=True), torch.rand(3, 3)

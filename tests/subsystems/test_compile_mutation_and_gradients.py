@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests.devices import TYPE
 from tests.subsystems.graphs import BACKENDS
 from tests.subsystems.mutating import FORMS, assert_equals_eager, define, inputs
 
@@ -21,10 +22,10 @@ from tests.subsystems.mutating import FORMS, assert_equals_eager, define, inputs
 @pytest.mark.parametrize("form", FORMS)
 def test_autocast_writes_into_the_tensor_of_the_caller(namespace, form, backend):
     write = define(form, namespace, torchop)
-    torchop.register_autocast(f"{namespace}::accumulate", "cpu", torch.bfloat16)
+    torchop.register_autocast(f"{namespace}::accumulate", TYPE, torch.bfloat16)
 
     def function(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(TYPE, torch.bfloat16):
             z = x + 1
             write(x, y)
             write(z[1:], y[1:])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests.devices import TYPE
 from tests.subsystems.cases import define_cube
 from tests.subsystems.graphs import Recorder
 
@@ -33,7 +34,7 @@ def test_a_kernel_registered_after_compilation_runs_without_compiling_again(name
     recorder = Recorder("aot_eager")
     compiled = torch.compile(lambda x: cube(x), backend=recorder, fullgraph=True)
     compiled(torch.ones(2))
-    cube.register_kernel("cpu", lambda x, shift=0.0: torch.full_like(x, 5.0))
+    cube.register_kernel(TYPE, lambda x, shift=0.0: torch.full_like(x, 5.0))
     assert_close(compiled(torch.ones(2)), torch.full((2,), 5.0))
     assert len(recorder.graphs) == 1
 

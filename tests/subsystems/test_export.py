@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 import torchop
 import torchop.export
+from tests.devices import DEVICE
 from tests.forking import run_compiling
 from tests.subsystems.graphs import operators
 
@@ -27,7 +28,7 @@ class _Model(torch.nn.Module):
     def __init__(self, op: Any) -> None:
         super().__init__()
         self.op = op
-        self.linear = torch.nn.Linear(3, 3)
+        self.linear = torch.nn.Linear(3, 3, device=DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.op(self.linear(x)) + 1

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchop
+from tests.devices import TYPE
 from tests.subsystems.graphs import operators
 from tests.support import on_both
 
@@ -404,7 +405,7 @@ def _dtypes(namespace: str) -> tuple[torchop.CustomOp, list[Any]]:
 
     @torchop.custom_op(f"{namespace}::see", mutates_args=())
     def see(x: Tensor, ys: list[Tensor], *, scale: float = 1.0) -> Tensor:
-        seen.append((x.dtype, *(y.dtype for y in ys), torch.is_autocast_enabled("cpu")))
+        seen.append((x.dtype, *(y.dtype for y in ys), torch.is_autocast_enabled(TYPE)))
         return x * scale
 
     see.register_fake(lambda x, ys, *, scale=1.0: torch.empty_like(x))
@@ -413,7 +414,7 @@ def _dtypes(namespace: str) -> tuple[torchop.CustomOp, list[Any]]:
 
 def test_without_a_rule_autocast_leaves_the_inputs_alone(namespace):
     see, seen = _dtypes(namespace)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(TYPE, dtype=torch.bfloat16):
         assert see(torch.ones(2), [torch.ones(2)]).dtype is torch.float32
     assert seen == [(torch.float32, torch.float32, True)]
 
@@ -421,8 +422,8 @@ def test_without_a_rule_autocast_leaves_the_inputs_alone(namespace):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_rule_casts_every_eligible_input_and_switches_autocast_off_inside(namespace, dtype):
     see, seen = _dtypes(namespace)
-    see.register_autocast("cpu", dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    see.register_autocast(TYPE, dtype)
+    with torch.autocast(TYPE, dtype=torch.bfloat16):
         others = [torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)]
         result = see(torch.ones(2), [torch.ones(2), *others], scale=2.0)
     assert seen == [(dtype, dtype, torch.float64, torch.int64, False)]
@@ -433,10 +434,10 @@ def test_a_rule_casts_every_eligible_input_and_switches_autocast_off_inside(name
 
 def test_a_gradient_comes_back_in_the_dtype_of_the_input(namespace):
     see, _ = _dtypes(namespace)
-    see.register_autocast("cpu", torch.bfloat16)
+    see.register_autocast(TYPE, torch.bfloat16)
     see.register_autograd(lambda ctx, grad: (grad, None))
     x = torch.ones(2, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(TYPE, dtype=torch.bfloat16):
         result = see(x, [])
     assert result.dtype is torch.bfloat16
     result.sum().backward()
@@ -446,11 +447,11 @@ def test_a_gradient_comes_back_in_the_dtype_of_the_input(namespace):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_autocast_is_compiled(namespace, backend):
     see, seen = _dtypes(namespace)
-    see.register_autocast("cpu", torch.bfloat16)
+    see.register_autocast(TYPE, torch.bfloat16)
 
     @torch.compile(backend=backend, fullgraph=True)
     def function(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(TYPE, dtype=torch.bfloat16):
             return see(x, [x], scale=2.0)
 
     assert function(torch.ones(2)).dtype is torch.bfloat16
@@ -463,9 +464,9 @@ def test_a_mutated_argument_keeps_its_memory_under_autocast_where_stock_loses_th
         def accumulate(x: Tensor, total: Tensor) -> None:
             total.add_(x)
 
-        accumulate.register_autocast("cpu", torch.bfloat16)
+        accumulate.register_autocast(TYPE, torch.bfloat16)
         total = torch.zeros(2)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(TYPE, dtype=torch.bfloat16):
             accumulate(torch.ones(2), total)
         return total.tolist()
 

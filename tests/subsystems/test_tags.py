@@ -20,6 +20,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchop
+from tests.devices import TYPE
 from tests.releases import INPLACE, OUT
 from tests.subsystems.graphs import AotRecorder, Recorder, fresh_compiler
 
@@ -171,7 +172,7 @@ def test_a_seeded_operator_does_not_run_at_trace_time_even_on_constants(namespac
     runs = []
     noise = _noise(namespace, Tag.nondeterministic_seeded if tagged else ())
 
-    @noise.register_kernel("cpu")
+    @noise.register_kernel(TYPE)
     def _(x):
         runs.append(x)
         return torch.rand_like(x)

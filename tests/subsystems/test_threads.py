@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchop
+from tests.devices import TYPE
 from tests.support import THREADS, in_threads
 
 
@@ -41,7 +42,7 @@ def _define(namespace: str, number: int) -> torchop.CustomOp:
     op.register_fake(lambda x: x.new_empty(x.shape[0] + number))
     op.register_autograd(lambda ctx, grad: grad * number)
     op.register_vmap(lambda info, in_dims, x: (x - number, in_dims[0]))
-    op.register_kernel("cpu", lambda x: x + 2 * number)
+    op.register_kernel(TYPE, lambda x: x + 2 * number)
     return op
 
 
@@ -79,7 +80,7 @@ def test_a_thousand_registrations_on_one_operator_leave_the_last_of_each(namespa
             number = thread * 1000 + step
             with lock:
                 last.append(number)
-                op.register_kernel("cpu", lambda x, number=number: torch.full_like(x, number))
+                op.register_kernel(TYPE, lambda x, number=number: torch.full_like(x, number))
                 op.register_fake(lambda x, number=number: x.new_empty(number))
             # Calls in between see some registration, never a mixture.
             assert op(torch.ones(2)).unique().numel() == 1
