@@ -236,3 +236,65 @@ def test_sequential_runs_the_kernel_for_each_element(namespace):
     made.op.register_vmap("sequential")
     vmap(grad(made.op))(X[0])
     assert made.kernels[4:] == [(4,)] * 3
+
+
+def wrong_none(op, x):
+    return torchop.residuals((op(x), 0), None, None)
+
+
+def wrong_dimension(op, x):
+    return torchop.residuals((op(x), 0), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (wrong_none, r"returns None as .* 'softmax'\. .* shape \[2, 4\], .* returns \[4\] for one"),
+        (wrong_dimension, r"returns 0 as .* 'sizes'\. .* shape \[2\], .* returns \[2\] for one"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_wrong_dimension_of_a_residual_is_refused(namespace, rule, message, compiled):
+    """Autograd would sum over the batch, so the gradients would be wrong."""
+    made = LogSumExp(namespace)
+    made.op.register_vmap(lambda info, in_dims, x: rule(made.op, x))
+    function = vmap(grad(made.op))
+    if compiled:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=rf"{made.name}: a call in vmap records .*{message}") as why:
+        function(X[0, :2])
+    assert compiled or type(why.value) is torchop.ResultError
+    assert vmap(made.op)(X[0, :2]).shape == (2,)
+
+
+def test_a_list_of_residuals_is_looked_at_too(namespace):
+    def cube(x: Tensor) -> Annotated[Tensor, torchop.Residuals(slopes=list[Tensor])]:
+        return torchop.residuals(x**3, [3 * x**2, torch.ones(2)])
+
+    op = torchop.custom_op(f"{namespace}::cube", cube, mutates_args=())
+    op.register_fake(lambda x: torchop.residuals(x + 0, [x + 0, x.new_empty(2)]))
+    op.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0] * ctx.saved_tensors[1].sum() / 2,
+        setup_context=lambda ctx, inputs, output, residuals: ctx.save_for_backward(
+            *residuals.slopes
+        ),
+    )
+    x = torch.tensor([1.0, 2.0])
+    op.register_vmap(lambda info, in_dims, x: torchop.residuals((op(x), 0), [0, None]))
+    assert vmap(grad(op))(x).tolist() == [3, 12]
+    op.register_vmap(lambda info, in_dims, x: torchop.residuals((op(x), 0), [None, None]))
+    with pytest.raises(torchop.ResultError, match=r"returns None as .* residual 'slopes'"):
+        vmap(grad(op))(x)
+
+
+def test_none_for_a_residual_needs_a_fake_kernel(namespace):
+    def cube(x: Tensor) -> Annotated[Tensor, torchop.Residuals(slope=Tensor)]:
+        return torchop.residuals(x**3, 3 * x**2)
+
+    op = torchop.custom_op(f"{namespace}::cube", cube, mutates_args=())
+    op.register_autograd(backward_kernel=of_slope)
+    op.register_vmap(lambda info, in_dims, x: torchop.residuals((op(x), 0), None))
+    with pytest.raises(torchop.MissingFakeError, match=r"None for the residual 'slope'.*'sequen"):
+        vmap(grad(op))(torch.tensor([1.0, 2.0]))
+    op.register_vmap("sequential")
+    assert vmap(grad(op))(torch.tensor([1.0, 2.0])).tolist() == [3, 12]

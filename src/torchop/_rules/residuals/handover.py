@@ -37,7 +37,7 @@ def residuals(output: Output, /, *saved: Any) -> Output:
     a parameter of this name. Where no gradient is recorded, the rest is dropped, and a kernel need
     not compute it: see `records_gradient`. A vmap rule, which calls the operator, returns
     `torchop.residuals((output, out_dims), ...)` with the dimension that is mapped over of each
-    residual, or None.
+    residual, or None. The fake kernel tells whether that is right, so None needs one.
 
     Args:
         output: the result of the operator; in a vmap rule, the pair that it returns.

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchop._errors import ResultError
+from torchop._errors import MissingFakeError, ResultError
 from torchop._rules.residuals.handover import as_tuple, requested
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
+from torchop._rules.vmap.sequential import result_of_one, with_dims
 
 # "sequential", where the operator has no function. It is an object of its own, which tells it from
 # a rule that an author registered for the training form.
@@ -31,6 +33,7 @@ def follow(form: Any) -> None:
 
 def _rule(form: Any) -> Callable[..., Any]:
     definition, declared = form.definition, form.declared
+    checked: set[Any] = set()  # calls whose dimensions are right; a fake kernel takes milliseconds
 
     def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         of_operator: Any = definition.plan[VmapRule]
@@ -56,10 +59,70 @@ def _rule(form: Any) -> Callable[..., Any]:
         saved: Any = dims_of_saved if len(names) > 1 else dims_of_saved[0]
         if declared.structure is not None:
             saved = declared.structure.spread_result(saved)
-        all_dims = (*as_tuple(definition.schema, dims), *as_tuple(declared.schema, saved))
+        saved = as_tuple(declared.schema, saved)
+        key = _shapes((definition.plan, args, in_dims, (*kwargs.items(),), calls.saved[0], saved))
+        try:
+            hash(key)
+        except TypeError:  # it has symbols of a compiler, or other objects
+            key = None
+        if key is None or key not in checked:
+            _check_dims(form, [*map(with_dims, args, in_dims)], kwargs, calls.saved[0], saved)
+            if len(checked) > 1000:
+                checked.clear()
+            checked.add(key)
+        all_dims = (*as_tuple(definition.schema, dims), *saved)
         return (*as_tuple(definition.schema, output), *calls.saved[0]), all_dims
 
     return rule
+
+
+def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> None:
+    """Refuses a residual that is mapped over, and that the rule takes for the same everywhere.
+
+    Autograd would sum over the batch what a formula makes of it, and the gradient would be wrong.
+    The fake kernel tells how many dimensions a residual has for one element.
+    """
+    op, names = form.definition, form.declared.named._fields
+    try:
+        elements = form.split(result_of_one(form.companion, args, kwargs))[1]
+    except MissingFakeError:
+        elements = (None,) * len(saved)
+    for index, values in enumerate(zip(saved, dims, elements, strict=False)):
+        name = repr(names[index]) if form.declared.structure is None else f"number {index}"
+        value, dim, element = values
+        lists = [x if isinstance(x, (list, tuple)) else [x] * _length(value) for x in values]
+        for value, dim, element in zip(*lists, strict=False):
+            if not isinstance(value, Tensor) or (element is None and dim is not None):
+                continue
+            if element is None:
+                raise MissingFakeError(
+                    f"{op}: a call in vmap records a gradient, and its vmap rule returns None for "
+                    f"the residual {name}, which says that vmap does not map over it. "
+                    "The fake kernel tells whether that is so, and the operator has none: register "
+                    f"one with torchop.register_fake({str(op)!r}, fake). Or register the vmap rule "
+                    f"{SEQUENTIAL!r}."
+                )
+            if value.dim() - element.dim() != (dim is not None):
+                raise ResultError(
+                    f"{op}: a call in vmap records a gradient, and its vmap rule returns {dim} as "
+                    f"the dimension of the residual {name}. Required is the dimension that is "
+                    "mapped over where the residual has one dimension more than for one element, "
+                    f"and None where it has as many; got one of shape {list(value.shape)}, while "
+                    f"the fake kernel returns {list(element.shape)} for one element. Correct what "
+                    "the rule returns in torchop.residuals((output, out_dims), "
+                    f"{', '.join(names)}), or the fake kernel."
+                )
+
+
+def _shapes(values: Any) -> Any:
+    """Values with the shapes of tensors in their place, and tuples in place of lists."""
+    if isinstance(values, Tensor):
+        return tuple(values.shape)
+    return tuple(map(_shapes, values)) if isinstance(values, (list, tuple)) else values
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (list, tuple)) else 1
 
 
 class _Calls(TorchFunctionMode):

@@ -82,7 +82,7 @@ def map_elements(
     if elements or schema.form is not Form.PLAIN or not schema.returns:
         results = _results(definition, elements, replay)
     else:
-        results, stack = [_result_of_one(definition, args, kwargs)], _empty_batch
+        results, stack = [result_of_one(definition, args, kwargs)], _empty_batch
     if schema.form is not Form.PLAIN:
         return None
     if len(schema.returns) <= 1:
@@ -143,7 +143,7 @@ def _check_written(
                 )
 
 
-def _result_of_one(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def result_of_one(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Asks the fake kernel for the result of one element of a batch that has none."""
     with fake_tensors.fake_calls() as make_fake:
 
