@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.compiler.config
+from hypothesis import HealthCheck, settings
 from markdown_it import MarkdownIt
 
 import torchop
@@ -45,6 +46,9 @@ DIRECTIVES = {"{calls-chart}", "{eval-rst}", "{include}", "{kernels-chart}", "{t
 # They show commands, which `cli/test_new.py` and `compat/test_logs.py` run.
 PAGES_OF_COMMANDS = {DOCS / "how-to" / "packages.md", DOCS / "how-to" / "logs.md"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# What Hypothesis takes for slow in an example of a page is the machine, if it is busy.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import torchop
 from tests.testing.mutate import operators
-from torchop.testing import MutationReport, mutate
+from torchop.testing import MutationReport, _processes, mutate
 from torchop.testing._mutate import api
 
 EXAMPLE = (torch.arange(6.0).reshape(2, 3) + 1, torch.full((2, 3), 2.0))
@@ -95,14 +96,28 @@ def test_what_never_returns_is_told(namespace: str, monkeypatch: pytest.MonkeyPa
     assert all(verdict.message.startswith("it took over ") for verdict in late)
 
 
-def test_no_check_may_take_longer_than_the_timeout(namespace: str) -> None:
-    looping, options = operators.make_looping(namespace), {"only": "memory.given", "seed": 0}
+def test_no_check_may_take_longer_than_the_timeout(
+    namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed: list[float] = []
+
+    def answers(method: Any, function: Any, args: Any, limits: Iterator[float], *more: Any) -> Any:
+        def noted() -> Iterator[float]:
+            for seconds in limits:
+                allowed.append(seconds)
+                yield seconds
+
+        return _processes.answers(method, function, args, noted(), *more)
+
+    monkeypatch.setattr(api, "answers", answers)
+    monkeypatch.setattr(api, "_LEAST_SECONDS", 1000.0)
+    scale, options = operators.make_scale(namespace), {"only": "memory.given", "seed": 0}
     options["reference"] = None
-    report = api.run(looping, lambda: [(torch.ones(2),)], options, timeout=1.5)
-    late = report.with_outcome("timed out")
-    assert {verdict.message for verdict in late} == {"it took over 2 seconds"}
+    report = api.run(scale, lambda: [EXAMPLE], options, timeout=100.0)
+    assert len(allowed) > 3 * len(report.verdicts) > 0
+    assert set(allowed) == {100.0}
     with pytest.raises(RuntimeError, match="without a change, it took over 0 seconds, in "):
-        api.run(looping, lambda: [(torch.ones(2),)], options, timeout=1e-6)
+        api.run(scale, lambda: [EXAMPLE], options, timeout=1e-6)
 
 
 def test_what_crashes_is_noticed(namespace: str) -> None:
