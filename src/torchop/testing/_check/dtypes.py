@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchop.testing import probes
+from torchop.testing._check.compilable import with_fake_kernel, with_programs
 from torchop.testing._check.integers import by_name
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.memory import raises_nothing
@@ -168,7 +169,7 @@ def _faked(label: str, example: Example) -> Case:
 def accepted(subject: Subject, details: Details) -> Iterator[Case]:
     """Which dtypes are accepted, and does the fake kernel say the same of their results?"""
     try:
-        subject.needs_fake()
+        subject = with_fake_kernel(subject, details)
     except CannotCheck as why:
         details["fake kernel"] = str(why)
     table: dict[str, str] = details.setdefault("dtypes", {})
@@ -197,7 +198,7 @@ def accepted(subject: Subject, details: Details) -> Iterator[Case]:
 
 def promotion(subject: Subject, details: Details) -> Iterator[Case]:
     """Is promotion the same for the fake kernel and the real one?"""
-    subject.needs_fake()
+    subject = with_fake_kernel(subject, details)
     for example in _variable(subject)[:1]:
         places = [p for p, t in enumerate(example.tensors) if t.dtype.is_floating_point]
         for place in places if len(places) > 1 else []:
@@ -250,7 +251,7 @@ def refused(subject: Subject, details: Details) -> Iterator[Case]:
 
     It is asked about the first dtype that the kernel refuses.
     """
-    subject.needs_dynamo()
+    subject = with_programs(subject, details)
     for example in _variable(subject)[:1]:
         for dtype in EVERY:
             changed = in_dtype(dtype, example)

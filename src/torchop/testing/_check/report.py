@@ -194,9 +194,11 @@ class CheckReport:
             one, *others = {result.message for result in report.results}
             left_out = f": {one}" if one and not others else ""  # the provider cannot run here
             lines += [f"  {report.summary()}{left_out}"] if name else []
+        told: dict[str, list[str]] = {}
         for result in self.results:
             for name, table in result.details.items():
-                lines.append(f"  {result.check}: {name}: {_in_words(table)}")
+                told.setdefault(f"{name}: {_in_words(table)}", []).append(result.check)
+        lines += [f"  {', '.join(names)}: {words}" for words, names in told.items()]
         costly = sorted(self.results, key=lambda r: -r.seconds)[:5]
         if self.seconds:
             costs = ", ".join(f"{r.check} {r.seconds:.2f} s" for r in costly)

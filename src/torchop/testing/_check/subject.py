@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -274,6 +275,19 @@ class Subject:
             calls.append((example, self.refusal(example, results), results))
         return calls
 
+    def limited(self, takes: Callable[[Example], bool]) -> Subject:
+        """The subject with some of its examples alone; itself if these are all."""
+        kept = [place for place, example in enumerate(self.examples) if takes(example)]
+        if len(kept) == len(self.examples):
+            return self
+        limited = copy.copy(self)
+        for name, value in vars(type(self)).items():
+            if isinstance(value, functools.cached_property):
+                vars(limited).pop(name, None)
+        for name in ("originals", "examples", "first_calls"):
+            setattr(limited, name, [getattr(self, name)[place] for place in kept])
+        return limited
+
     def accepted(self, *, most: int = 3) -> list[Example]:
         """The first examples that the operator can be called with."""
         accepted = [example for example, refusal, _ in self.first_calls if refusal is None][:most]
@@ -348,34 +362,6 @@ class Subject:
         """Raises CannotCheck without a rule for vmap."""
         if not self.has_kernel("FuncTorchBatched"):
             raise CannotCheck("no vmap rule")
-
-    def needs_fake(self) -> None:
-        """Raises CannotCheck without a fake kernel, or fake tensors for it, as compilers need."""
-        if self.fake_problem is not None:
-            raise CannotCheck(f"no fake kernel that runs: {self.fake_problem}")
-        self.needs_fake_tensors()
-
-    def needs_fake_tensors(self) -> None:
-        """Raises CannotCheck if PyTorch makes no fake tensors of the examples in their mode."""
-        with fake_tensors.new_fake_mode() as mode:
-            self._needs_layouts("PyTorch's checks make no fake tensors of", mode.from_tensor)
-
-    def needs_dynamo(self) -> None:
-        """Raises CannotCheck if nothing that takes such tensors can be compiled."""
-        self.needs_fake()
-        torch.compiler.reset()
-        compiled = torch.compile(torch.clone, backend="eager", fullgraph=True)
-        self._needs_layouts("torch.compile does not take", compiled)
-
-    def _needs_layouts(self, what: str, takes: Callable[[Tensor], Tensor]) -> None:
-        """Raises CannotCheck if a function refuses the layout of a tensor that is not strided."""
-        tensors = {t.layout: t for example in self.examples for t in example.tensors}
-        for layout, tensor in tensors.items():
-            try:
-                if layout is not torch.strided:
-                    takes(tensor)
-            except Exception as error:
-                raise CannotCheck(f"{what} {layout} tensors: {reason(error)}") from None
 
     @property
     def devices(self) -> set[str]:

@@ -12,8 +12,14 @@ import torch
 
 from torchop._compat import devices, fake_tensors, optests
 from torchop.extend import Form
-from torchop.testing import probes
-from torchop.testing._check.integers import by_name, with_argument
+from torchop.testing import _samples, probes
+from torchop.testing._check.compilable import (
+    strided,
+    with_fake_kernel,
+    with_fake_tensors,
+    with_programs,
+)
+from torchop.testing._check.integers import by_name, with_argument, with_other_scalars
 from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.subject import Arrangement, CannotCheck, Case, Example, Subject, reason
 from torchop.testing._check.subsystems.gradients import requiring_grad, trainable_example
@@ -28,7 +34,6 @@ from torchop.testing._check.variants import (
     sizes_changed,
 )
 from torchop.testing._opcheck import opcheck
-from torchop.testing._samples import with_fake_tensors
 from torchop.testing.process_state import seed_torch
 
 # --------------------------------------------------------------------------------------------------
@@ -107,7 +112,7 @@ def exports_the_same(op: Any, args: Any, kwargs: Any, dynamic: Any = ()) -> None
 def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
     """With sizes that are symbols, the fake kernel returns the shape and strides of the results."""
     expected = probes.outcome_of_copies(op, args, kwargs)
-    mode, fake_call = with_fake_tensors((args, kwargs))
+    mode, fake_call = _samples.with_fake_tensors((args, kwargs))
     with mode:
         actual = probes.outcome(op, *fake_call)
     fake_tensors.check_symbols(mode, actual)
@@ -181,7 +186,7 @@ def _opcheck(test: str, label: str, example: Example, arrange: Arrangement | Non
 def fake(subject: Subject, details: Details) -> Iterator[Case]:
     """Does the fake kernel describe what is returned, in every layout, with sizes 0 and 1?"""
     check = functools.partial(_opcheck, "test_faketensor")
-    subject.needs_fake_tensors()
+    subject = with_fake_tensors(subject, details)
     for example in subject.accepted():
         yield check("the example", example)
         places = set(range(len(example.tensors)))
@@ -213,7 +218,7 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
 def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:
     """Does the fake kernel describe the same if sizes are symbols?"""
     if subject.fake_problem is not None:
-        subject.needs_fake()
+        subject = with_fake_kernel(subject, details)
     for example in subject.accepted():
         present = [n for n in sizes(example) if n > 1]
         if present:
@@ -228,12 +233,11 @@ def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:
 
 def fake_devices(subject: Subject, details: Details) -> Iterator[Case]:
     """Does the fake kernel return results on the device of the arguments?"""
-    subject.needs_fake()
+    subject = with_fake_kernel(subject, details)
     if not subject.is_for_other_devices:
         raise CannotCheck("its kernels are for the CPU alone")
-    for example in subject.accepted(most=1):
-        if any(tensor.layout is not torch.strided for tensor in example.tensors):
-            raise CannotCheck("fake tensors on another device are made of strided ones")
+    why = "fake tensors on another device are made of strided ones"
+    for example in strided(subject, details, why).accepted(most=1):
         if any(tensor.is_floating_point() for tensor in example.tensors):
             device = devices.accelerator_type()
             label, options = f"arguments on {device}", {"device": device}
@@ -269,7 +273,7 @@ def autograd_registration(subject: Subject, details: Details) -> Iterator[Case]:
 
 def aot_dispatch_static(subject: Subject, details: Details) -> Iterator[Case]:
     """Does AOTAutograd compute the same, gradients included?"""
-    subject.needs_fake()
+    subject = with_fake_kernel(subject, details)
     if subject.sizes_depend_on_data:
         raise CannotCheck("the sizes of its results depend on data, so they are never static")
     yield from _stock("test_aot_dispatch_static", subject)
@@ -277,7 +281,7 @@ def aot_dispatch_static(subject: Subject, details: Details) -> Iterator[Case]:
 
 def aot_dispatch_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
     """The same with dynamic shapes?"""
-    subject.needs_fake()
+    subject = with_fake_kernel(subject, details)
     yield from _stock("test_aot_dispatch_dynamic", subject)
 
 
@@ -297,7 +301,7 @@ def _calls(subject: Subject) -> Iterator[Example]:
 
 def _compile(backend: str, dynamic: bool, subject: Subject, details: Details) -> Iterator[Case]:
     """All calls in one program."""
-    subject.needs_dynamo()
+    subject = with_programs(subject, details)
     gradients = trainable_example(subject) is not None
     calls = list(_calls(subject))
     if gradients:
@@ -324,7 +328,7 @@ def _accepted(subject: Subject, calls: Example) -> Example:
 
 def export(subject: Subject, details: Details) -> Iterator[Case]:
     """Does an exported program do the same, saved and loaded again?"""
-    subject.needs_fake()
+    subject = with_fake_kernel(subject, details)
     subject.needs_fixed_results()
     for example in subject.accepted(most=1):
         if example.tensors:
@@ -334,7 +338,7 @@ def export(subject: Subject, details: Details) -> Iterator[Case]:
 
 def export_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
     """Does an exported program leave sizes open, or does something specialise?"""
-    subject.needs_fake()
+    subject = with_fake_kernel(subject, details)
     subject.needs_fixed_results()
     options = functools.partial(_open_sizes, subject)
     for example in subject.accepted(most=1):

@@ -20,6 +20,7 @@ from torchop._compat.registries import published_handle
 from torchop._rules.user.sharding import SHARDING
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
+from torchop.testing._check.compilable import strided
 from torchop.testing._check.subject import CannotCheck, Case, Subject
 from torchop.testing._check.subsystems.gradients import needs_formula
 from torchop.testing._sharding import check_sharding
@@ -189,11 +190,8 @@ def modes(subject: Subject, details: Details) -> Iterator[Case]:
 
 def subclasses(subject: Subject, details: Details) -> Iterator[Case]:
     """Do subclasses of Tensor that pass every call on change nothing?"""
-    for example in subject.accepted():
-        if any(tensor.layout is not torch.strided for tensor in example.tensors):
-            raise CannotCheck(
-                "PyTorch makes no subclass of a sparse tensor: torch.Tensor.as_subclass refuses it"
-            )
+    why = "PyTorch makes no subclass of a sparse tensor: torch.Tensor.as_subclass refuses it"
+    for example in strided(subject, details, why).accepted():
         yield Case("the example", takes_subclasses, example)
 
 
