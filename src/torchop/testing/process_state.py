@@ -17,6 +17,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -45,6 +46,20 @@ def _is_flushing() -> bool:
 
 
 _HALF = 0.5  # a name, as Python would multiply two constants when it compiles
+
+
+@functools.cache
+def _function_of_c(name: str) -> Any:
+    """A function of the C library; None where there is none."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        return getattr(ctypes.CDLL(None), name)
+    return None
+
+
+def _rounding_mode() -> int:
+    """How this thread rounds floating-point numbers, for which Python has no function."""
+    function = _function_of_c("fegetround")
+    return 0 if function is None else function()
 
 
 def device_module() -> Any:
@@ -110,6 +125,7 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         torch.set_float32_matmul_precision,
     ),
     "torch.set_flush_denormal()": (_is_flushing, torch.set_flush_denormal),
+    "fegetround()": (_rounding_mode, lambda mode: _function_of_c("fesetround")(mode)),
     "gc.isenabled()": (gc.isenabled, lambda was_on: gc.enable() if was_on else gc.disable()),
     "locale.setlocale(LC_ALL)": (
         functools.partial(locale.setlocale, locale.LC_ALL),
@@ -274,6 +290,13 @@ def open_files() -> int:
     return 0
 
 
+def threads() -> int:
+    """How many threads this process has; where the system does not say, only those of Python."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/task"))
+    return threading.active_count()
+
+
 def device_bytes() -> int:
     """The bytes that tensors have on all devices of the accelerator; 0 where it does not say."""
     module = device_module()
@@ -286,9 +309,8 @@ def allocated_bytes() -> int:
     class Mallinfo(ctypes.Structure):
         _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError, TypeError):
+    mallinfo2 = _function_of_c("mallinfo2")
+    if mallinfo2 is None:
         return 0
     mallinfo2.restype = Mallinfo
     numbers = mallinfo2().numbers

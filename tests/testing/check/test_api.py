@@ -22,7 +22,7 @@ from torchop.testing import CheckReport, check
 from torchop.testing._check import contracts
 from torchop.testing._check.api import report_of
 from torchop.testing._check.kinds import family
-from torchop.testing._check.memory import counts_beyond_int32
+from torchop.testing._check.larger import counts_beyond_int32
 from torchop.testing._check.run import kinds, plan_checks, run_check
 from torchop.testing._check.subject import CannotCheck
 from torchop.testing.process_state import process_state

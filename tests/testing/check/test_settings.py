@@ -5,11 +5,18 @@ from __future__ import annotations
 import ctypes
 import locale
 import os
+import threading
 
 import pytest
 import torch
 
-from torchop.testing.process_state import open_files, process_state, restored, set_decimal_comma
+from torchop.testing.process_state import (
+    open_files,
+    process_state,
+    restored,
+    set_decimal_comma,
+    threads,
+)
 
 
 def test_a_comma_is_the_decimal_point_of_c_and_then_a_dot_again() -> None:
@@ -33,6 +40,25 @@ def test_flushing_of_denormal_numbers_is_seen_and_put_back() -> None:
             pytest.skip("this processor cannot")
         assert process_state()[name] is not before
     assert process_state()[name] is before
+
+
+def test_rounding_is_seen_and_put_back() -> None:
+    c = ctypes.CDLL(None)
+    downward = 0x400 if c.fesetround(0x400) == 0 else 0x800000  # of x86 and of ARM
+    c.fesetround(0)
+    with restored():
+        c.fesetround(downward)
+        assert process_state()["fegetround()"] == downward
+    assert process_state()["fegetround()"] == c.fegetround() == 0
+
+
+def test_threads_are_counted() -> None:
+    before, end = threads(), threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    assert threads() == before + 1
+    end.set()
+    thread.join()
 
 
 def test_open_files_are_counted() -> None:

@@ -154,6 +154,25 @@ def test_compilers_say_which_layout_they_refuse() -> None:
         assert result.outcome == "passed" or "torch.sparse_c" in result.message, result.message
 
 
+def test_calls_that_compilers_take_are_checked_beside_others() -> None:
+    """Where one example is of CSR tensors, the checks of fake kernels and compilers go on."""
+    specimen = BY_NAME["zoo::rows_of_both"]
+    names = ("fake", "subsystems.subclasses", "subsystems.export", "dtypes.refused")
+    for check in plan_checks(specimen.op, specimen.examples(), only=names):
+        result = run_check(check)
+        assert result.outcome == "passed", f"{result.check}: {result.message}"
+        assert "torch.sparse_csr" in result.details["calls left out"], result.check
+    (check,) = plan_checks(specimen.op, specimen.examples()[1:], only="fake")
+    assert "calls left out" not in run_check(check).details
+
+
+def test_a_vmap_rule_that_says_none_is_told_so() -> None:
+    result = found(BY_NAME["zoo::vmap_rule_that_shares_residuals"])
+    told = "its vmap rule returns None as the dimension of the residual 'slope'"
+    assert told in result.message
+    assert "Correct what the rule returns in torchop.residuals" in result.message
+
+
 def test_zoo_is_large() -> None:
     assert len(WRONG) >= 60
     assert len(RIGHT) >= 20

@@ -70,13 +70,14 @@ def row_norms(x: Tensor) -> Tensor:
     return x.square().sum(-1).sqrt()
 
 
+def _gradient_of_norms(ctx: Any, g: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    norms = row_norms(x)
+    return x * (g / norms.masked_fill(norms == 0, 1.0)).unsqueeze(-1)
+
+
 _norms = define("row_norms", row_norms)
-_norms.register_autograd(
-    lambda ctx, g: (
-        g.unsqueeze(-1) * ctx.saved_tensors[0] / row_norms(ctx.saved_tensors[0])[..., None]
-    ),
-    setup_context=save,
-)
+_norms.register_autograd(_gradient_of_norms, setup_context=save)
 _norms.register_sharding("... d -> ...")
 right(_norms, positive)
 

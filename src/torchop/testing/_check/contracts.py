@@ -20,7 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchop.testing import probes
 from torchop.testing._check.dtypes import in_dtype
-from torchop.testing._check.integers import by_name, differ, may_be_places, with_argument
+from torchop.testing._check.integers import (
+    by_name,
+    differ,
+    may_be_places,
+    with_argument,
+    with_other_scalars,
+)
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
 from torchop.testing._check.subsystems.gradients import requiring_grad, trainable_example
@@ -41,6 +47,7 @@ from torchop.testing.process_state import (
     open_files,
     process_state,
     seed_all,
+    threads,
 )
 
 # Seconds that the calls which look for leaks may take.
@@ -213,6 +220,7 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
     # What is counted, and how many more of it, for each call, are a leak.
     counters: dict[str, tuple[Callable[[], int], int]] = {
         "open files": (open_files, 1),
+        "threads": (threads, 1),
         "Python objects": (sys.getallocatedblocks, 1),
         "bytes of memory": (allocated_bytes, 32),
         "bytes on the device": (device_bytes, 32),
@@ -290,6 +298,8 @@ def schema(subject: Subject, details: Details) -> Iterator[Case]:
         changes = [{size: new} for size in sizes(example) for new in (0, 1) if new != size]
         for change, smaller in each_resized(example, *changes, subject=subject):
             yield check(sizes_changed(change), example=smaller)
+        for label, other in with_other_scalars(subject, example):
+            yield check(label, example=other)
 
 
 def repeated(subject: Subject, details: Details) -> Iterator[Case]:
@@ -333,9 +343,13 @@ def _others(subject: Subject, examples: list[Example], arranged: Example) -> dic
         *(larger for _, larger in each_resized(arranged, *changes)),
         Example(*probes.other_values(tuple(arranged))),
         arranged.map(lambda t: 3 * t + 1 if probes.is_plain(t) and t.is_floating_point() else t),
-        arranged.map(lambda t: -2 * t if t.dtype.is_floating_point else t),
+        arranged.map(lambda t: -2 * t if _is_float(t) else t),
     ]
     return {"others": [tuple(other) for other in others if subject.excluded(other) is None]}
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point
 
 
 _IN_INFERENCE_MODE = "in inference mode"
@@ -347,6 +361,8 @@ def _pairs(subject: Subject, example: Example) -> Iterator[tuple[str, Any, Any]]
     changes: list[tuple[str, Callable[[Example], Example]]] = [
         (_IN_INFERENCE_MODE, lambda each: each),
         ("on transposed tensors", in_layout("transposed")),
+        ("with the values in another order", lambda each: Example(*probes.other_values((*each,)))),
+        ("with other values", lambda each: each.map(lambda t: -2 * t if _is_float(t) else t)),
     ]
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         if any(t.is_floating_point() and t.dtype is not dtype for t in example.tensors):
@@ -354,9 +370,12 @@ def _pairs(subject: Subject, example: Example) -> Iterator[tuple[str, Any, Any]]
     for name, value in named.kwargs.items():
         is_size = type(value) is int and may_be_places(torch.tensor(value), named.tensors)
         if type(value) in (bool, int, float) and not is_size:
-            other = not value if type(value) is bool else 2 * value + 1
-            changed = functools.partial(with_argument, name=name, value=other)
-            changes.append((f"with {name}={other}", changed))
+            others = [not value] if type(value) is bool else [2 * value + 1]
+            if type(value) is float:  # and those that are the same number to a few digits
+                others += [value + share * (abs(value) or 1.0) for share in (2.0**-7, 2.0**-13)]
+            for other in others:
+                changed = functools.partial(with_argument, name=name, value=other)
+                changes.append((f"with {name}={other}", changed))
     trains = subject.has_autograd_kernel and not subject.schema.is_mutable
     larger = [size for size in sizes(example) if size]
     for number, (what, change) in enumerate(changes):

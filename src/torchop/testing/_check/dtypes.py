@@ -91,6 +91,25 @@ def computes_in_double(op: Any, args: Any, kwargs: Any) -> None:
             )
 
 
+def keeps_digits_of_half(op: Any, args: Any, kwargs: Any) -> None:
+    """Results in float16 have more digits than bfloat16 could hold, as those in double have."""
+    in_double = probes.mapped((args, kwargs), lambda t: t.double() if t.is_floating_point() else t)
+    expected = probes.tensors_of(probes.outcome_of_copies(op, *in_double))
+    actual = probes.tensors_of(probes.outcome_of_copies(op, args, kwargs))
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        if one.dtype is not torch.float16 or one.shape != other.shape:
+            continue
+        half = probes.dense(other).half()
+        told = half[half.isfinite() & (half.bfloat16() != half)]
+        got = probes.dense(one)[half.isfinite() & (half.bfloat16() != half)]
+        if len(told) > 2 and torch.equal(got.bfloat16().half(), got):
+            raise AssertionError(
+                f"result {index} is of dtype float16, but each element is a bfloat16: "
+                f"{probes.shown(got)}, where it is {probes.shown(told)} in float16. The kernel "
+                "computes in bfloat16."
+            )
+
+
 def keeps_float_arguments(op: Any, args: Any, kwargs: Any, name: str) -> None:
     """A float argument counts with more digits than float32 could hold.
 
@@ -222,6 +241,8 @@ def numbers(subject: Subject, details: Details) -> Iterator[Case]:
                 changed = in_dtype(dtype, example)
                 label = f"in {dtype} and in double"
                 yield Case(label, agrees_with_double, changed, options=subject.tolerances)
+        halves = _with_digits(example, torch.float16, 2.0**-8, subject.seed)
+        yield Case("digits in torch.float16", keeps_digits_of_half, halves, shrink=False)
 
 
 def double(subject: Subject, details: Details) -> Iterator[Case]:
@@ -229,21 +250,26 @@ def double(subject: Subject, details: Details) -> Iterator[Case]:
     for example in _variable(subject):
         if any(t.dtype.is_complex for t in example.tensors):
             continue
-        generator = torch.Generator().manual_seed(subject.seed)
-
-        def change(tensor: Tensor, generator: torch.Generator = generator) -> Tensor:
-            if not tensor.dtype.is_floating_point:
-                return tensor
-            noise = torch.rand(tensor.shape, generator=generator, dtype=torch.double)
-            return tensor.double() * (1 + 1e-9 * noise.to(tensor.device))
-
-        doubled = example.map(change)
+        doubled = _with_digits(example, torch.double, 1e-9, subject.seed)
         yield Case("in double", computes_in_double, doubled, shrink=False)
         named = by_name(subject, doubled)
         for name, value in named.kwargs.items() if not subject.is_random else ():
             if type(value) is float and math.isfinite(value) and value:
                 options = {"name": name}
                 yield Case(f"{name} in double", keeps_float_arguments, named, options=options)
+
+
+def _with_digits(example: Example, dtype: torch.dtype, share: float, seed: int) -> Example:
+    """The example in a dtype, with numbers that are up to this share of themselves larger."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.dtype.is_floating_point:
+            return tensor
+        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.double)
+        return (tensor.double() * (1 + share * noise.to(tensor.device))).to(dtype)
+
+    return example.map(change)
 
 
 def refused(subject: Subject, details: Details) -> Iterator[Case]:

@@ -119,6 +119,24 @@ def with_argument(example: Example, name: str, value: Any) -> Example:
     return Example(example.args, {**example.kwargs, name: value})
 
 
+def with_other_scalars(subject: Subject, example: Example) -> Iterator[tuple[str, Example]]:
+    """The example with another scalar in place of one of its own, and words for it.
+
+    These are 0, and what is most often written as a special case besides.
+    """
+    named = by_name(subject, example)
+    for name, value in named.kwargs.items():
+        others: set[Any] = set()
+        if type(value) is bool:
+            others = {not value}
+        elif type(value) is float:
+            others = {0.0, 1.0} - {value}
+        elif type(value) is int and subject.operator.function is not None:
+            others = {0, -1, value + 1} - {value}  # in C++, it may rely on integers that fit
+        for other in sorted(others):
+            yield f"{name}={other}", with_argument(named, name, other)
+
+
 def may_be_places(integers: Tensor, tensors: list[Tensor]) -> bool:
     """Whether integers could be places in one of these tensors, or sizes of their parts.
 

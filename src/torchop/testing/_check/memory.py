@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from torchop._rules.user.preconditions.base import with_size
 from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details, family, variants
 from torchop.testing._check.relations import has_fixed_values, referred
@@ -21,7 +20,6 @@ from torchop.testing._check.variants import (
     each_resized,
     in_layout,
     larger_sizes,
-    resized,
     sizes,
     sizes_changed,
 )
@@ -81,38 +79,6 @@ def writes_every_element(
     # Only now, because comparing leaves NaN in memory, which the next call would be given.
     for result in kept:
         probes.assert_same(actual, result, "with torch.empty filled with NaN", **tolerances)
-
-
-def counts_beyond_int32(op: Any, args: Any, kwargs: Any, elements: int = 2**31) -> None:
-    """With more elements, in equal rows, the ends of results are those of a few rows."""
-    tensors = probes.tensors_of((args, kwargs))
-    count = elements // min(tensor[:1].numel() for tensor in tensors) + 8
-
-    def rows(number: int) -> Any:
-        return probes.mapped((args, kwargs), lambda t: t[:1].expand(number, *t.shape[1:]))
-
-    few = probes.outcome(op, *rows(8))
-    many = probes.outcome(op, *rows(count))
-    for index, (one, other) in enumerate(zip(many, few, strict=True)):
-        if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] == count:
-            ends, expected = [one[:4], one[-4:]], [other[:4], other[-4:]]
-            probes.assert_same(ends, expected, f"the ends of result {index} of {count} rows")
-
-
-def repeats_its_rows(
-    op: Any, args: Any, kwargs: Any, size: int, new: int, **tolerances: Any
-) -> None:
-    """Where an input repeats its rows up to another size, a result repeats its own."""
-    few = probes.outcome_of_copies(op, args, kwargs)
-    actual = probes.outcome(op, *resized(Example(args, kwargs), {size: new}))
-
-    def repeated(tensor: torch.Tensor) -> torch.Tensor:
-        for dim in (dim for dim, present in enumerate(tensor.shape) if present == size):
-            tensor = with_size(tensor, dim, new)
-        return tensor
-
-    expected = probes.mapped(few, repeated)
-    probes.assert_same(actual, expected, f"with {new} in place of {size}", **tolerances)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,25 +240,6 @@ def written_expanded(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case(label, same_or_refused, example, arrange, options, calls=False)
 
 
-def large(subject: Subject, details: Details) -> Iterator[Case]:
-    """The same with more than 2**31 elements? (Runs only if it is named.)
-
-    The first dimension of each tensor is that long, expanded where it is read.
-    """
-    for example in subject.accepted(most=1):
-        places = [p for p, t in enumerate(example.tensors) if t.dim() and t.numel()]
-        if not places or subject.schema.is_mutable:
-            raise CannotCheck("it writes, or no tensor has a dimension")
-        lengths = {example.tensors[place].shape[0] for place in places}
-        if len(lengths) > 1:
-            raise CannotCheck("the first dimensions of its tensors differ")
-        # Bytes, if it takes them: the results take a quarter of the memory.
-        small = example.map(lambda t: (t * 10).to(torch.int8) if t.is_floating_point() else t)
-        if subject.refusal(small) is None:
-            example = small
-        yield Case("more than 2**31 elements", counts_beyond_int32, example, shrink=False)
-
-
 def uninitialized(subject: Subject, details: Details) -> Iterator[Case]:
     """Is every element of a result written?"""
     subject.needs_fixed_results()
@@ -308,75 +255,6 @@ def blocks(subject: Subject, details: Details) -> Iterator[Case]:
         changes = larger_sizes(example, results=results)
         yield from _of_sizes(subject, example, changes, compares=subject.reference is not None)
     raise CannotCheck("no tensor has a dimension that may be larger")
-
-
-def many_rows(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does it do with many rows what it does with a few?
-
-    It is asked only if a few more rows give what the same rows gave.
-    """
-    subject.needs_fixed_results()
-    for example in subject.accepted(most=1):
-        for size in sizes(example):
-            # An odd number of rows, because 65,536 is a multiple of an even one.
-            odd = {size: size - 1 if size > 2 else 3} if size % 2 == 0 else {}
-            for change, smaller in each_resized(example, odd, {}, subject=subject):
-                count = change.get(size, size)
-                results = _repeated_results(subject, smaller, count) if count > 1 else []
-                for larger in larger_sizes(smaller, results=results) if results else ():
-                    if count in larger and subject.excluded(resized(smaller, larger)) is None:
-                        options = {"size": count, "new": larger[count], **subject.tolerances}
-                        label = sizes_changed(larger)
-                        yield Case(label, repeats_its_rows, smaller, options=options)
-                if results:
-                    break
-    raise CannotCheck("no result has a row for each row of the arguments")
-
-
-def _repeated_results(subject: Subject, example: Example, size: int) -> list[torch.Tensor]:
-    """The results of an example, if those of a few more rows repeat theirs; none otherwise."""
-    if subject.refusal(example) is not None:
-        return []
-    args, kwargs = example
-    results = probes.tensors_of(probes.outcome_of_copies(subject.op, args, kwargs))
-    is_strided = all(t.layout is torch.strided for t in (*example.tensors, *results))
-    if not is_strided or not any(size in result.shape for result in results):
-        return []
-    try:
-        for new in (2 * size, 3 * size + 1):
-            if subject.excluded(resized(example, {size: new})) is not None:
-                return []
-            repeats_its_rows(subject.op, args, kwargs, size, new, **subject.tolerances)
-        for factor in (100, -100):
-            _assert_rows_apart(subject, example, size, factor, **subject.tolerances)
-    except Exception:
-        return []
-    return results
-
-
-def _assert_rows_apart(
-    subject: Subject, example: Example, size: int, factor: int, **tolerances: Any
-) -> None:
-    """Raises AssertionError if other values in the first of so many rows change other results."""
-
-    def changed(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.clone()
-        for dim in (dim for dim, present in enumerate(tensor.shape) if present == size):
-            if tensor.is_floating_point():
-                tensor.select(dim, 0).mul_(factor)
-        return tensor
-
-    def others(tensor: torch.Tensor) -> torch.Tensor:
-        for dim in (dim for dim, present in enumerate(tensor.shape) if present == size):
-            tensor = tensor.narrow(dim, 1, size - 1)
-        return tensor
-
-    calls = example, example.map(changed)
-    if subject.excluded(calls[1]) is not None:
-        return
-    outcomes = [probes.outcome_of_copies(subject.op, *call) for call in calls]
-    first, again = (probes.mapped(outcome, others) for outcome in outcomes)
-    probes.assert_same(again, first, "the other rows", **tolerances)
 
 
 _QUESTIONS = {
@@ -397,6 +275,5 @@ CHECKS = (
     CheckKind("memory.empty", "The same with 0 elements?", functools.partial(_sized, 0)),
     CheckKind("memory.single", "The same with 1 element?", functools.partial(_sized, 1)),
     # Of what one element shows too, it would blame strides.
-    *family("memory", odd_strides, zero_dim, written_expanded, uninitialized, blocks, many_rows),
-    *family("memory", large, is_costly=True, on_request=True),
+    *family("memory", odd_strides, zero_dim, written_expanded, uninitialized, blocks),
 )

@@ -20,6 +20,7 @@ from torchop.testing._check import (
     contracts,
     dtypes,
     integers,
+    larger,
     memory,
     program,
     settings,
@@ -57,7 +58,7 @@ _LONGEST_MESSAGE = 1200
 def kinds() -> tuple[CheckKind, ...]:
     """All checks there are, the cheap ones first."""
     # Contracts first: what others call an operator with may stay in its state.
-    families = (contracts, settings, memory, dtypes, values, integers, sharing, providers)
+    families = (contracts, settings, memory, larger, dtypes, values, integers, sharing, providers)
     subsystems = (gradients, residuals, transforms, contexts, accelerator, compilers)
     every = [kind for family in (*families, *subsystems) for kind in family.CHECKS]
     return tuple(sorted(every, key=lambda kind: kind.is_costly))

@@ -208,11 +208,8 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
             is_given = named.kwargs.get(argument.name) is not None
             if is_given and argument.kind.startswith("Optional["):
                 yield check(f"{argument.name}=None", with_argument(named, argument.name, None))
-        if subject.operator.function is None:
-            continue  # in C++, it may rely on integers that fit, and end the process
-        for name, value in named.kwargs.items():
-            for number in {0, -1, value + 1} - {value} if type(value) is int else ():
-                yield check(f"{name}={number}", with_argument(named, name, number))
+        for label, other in with_other_scalars(subject, example):
+            yield check(label, other)
 
 
 def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:

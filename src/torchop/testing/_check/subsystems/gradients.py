@@ -61,6 +61,23 @@ def gradients_are_double(op: Any, args: Any, kwargs: Any) -> None:
             )
 
 
+def gradients_are_numbers(op: Any, args: Any, kwargs: Any, what: str) -> None:
+    """Where results are finite, no gradient is NaN, which would make each weight of a model NaN."""
+    function, inputs = probes.as_function(op, args, kwargs)
+    results = function(*inputs)
+    if not all(bool(result.isfinite().all()) for result in results):
+        return
+    grads = torch.autograd.grad(probes.weighted_sum(results), inputs, allow_unused=True)
+    for place, grad in enumerate(grads):
+        if grad is not None and bool(probes.dense(grad).isnan().any()):
+            raise AssertionError(
+                f"{what}: results are finite, but the gradient of differentiable tensor {place} "
+                f"is {probes.shown(probes.dense(grad))}. Choose what it is there, such as 0, by "
+                "torch.where, and divide by 0 in neither of what it chooses from. If no caller "
+                "may pass such a call, declare it: register_preconditions."
+            )
+
+
 def slopes_are_right(op: Any, args: Any, kwargs: Any) -> None:
     """Gradients in float32 agree with finite differences as well as float32 can tell.
 
@@ -221,6 +238,11 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
         ):
             arrange = functools.partial(_laid_out, layout, places)
             yield Case(label, gradients_are_right, example, arrange)
+        for place, tensor in enumerate(example.tensors):
+            if tensor.requires_grad and tensor.layout is torch.strided:
+                zeros = _leaf(example.replace(place, torch.zeros_like(tensor)), example)
+                options = {"what": f"tensor {place} full of zeros"}
+                yield Case(options["what"], gradients_are_numbers, zeros, options=options)
     yield Case("digits in double", gradients_are_double, examples[0])
 
 

@@ -1,0 +1,228 @@
+"""Checks of larger inputs: many rows, many dimensions, more than 2**31 elements."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torchop._rules.user.preconditions.base import with_size
+from torchop.testing import probes
+from torchop.testing._check.kinds import Details, family
+from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
+from torchop.testing._check.variants import (
+    each_resized,
+    larger_sizes,
+    resized,
+    sizes,
+    sizes_changed,
+)
+
+_MOST_DIMS = 6
+
+# --------------------------------------------------------------------------------------------------
+# Probes
+
+
+def counts_beyond_int32(op: Any, args: Any, kwargs: Any, elements: int = 2**31) -> None:
+    """With more elements, in equal rows, the ends of results are those of a few rows."""
+    tensors = probes.tensors_of((args, kwargs))
+    count = elements // min(tensor[:1].numel() for tensor in tensors) + 8
+
+    def rows(number: int) -> Any:
+        return probes.mapped((args, kwargs), lambda t: t[:1].expand(number, *t.shape[1:]))
+
+    few = probes.outcome(op, *rows(8))
+    many = probes.outcome(op, *rows(count))
+    for index, (one, other) in enumerate(zip(many, few, strict=True)):
+        if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] == count:
+            ends, expected = [one[:4], one[-4:]], [other[:4], other[-4:]]
+            probes.assert_same(ends, expected, f"the ends of result {index} of {count} rows")
+
+
+def repeats_its_rows(
+    op: Any, args: Any, kwargs: Any, size: int, new: int, **tolerances: Any
+) -> None:
+    """Where an input repeats its rows up to another size, a result repeats its own."""
+    few = probes.outcome_of_copies(op, args, kwargs)
+    actual = probes.outcome(op, *resized(Example(args, kwargs), {size: new}))
+
+    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+        for dim in (dim for dim, present in enumerate(tensor.shape) if present == size):
+            tensor = with_size(tensor, dim, new)
+        return tensor
+
+    expected = probes.mapped(few, repeated)
+    probes.assert_same(actual, expected, f"with {new} in place of {size}", **tolerances)
+
+
+def same_for_each(
+    op: Any, args: Any, kwargs: Any, places: Sequence[int], leading: int, **tolerances: Any
+) -> None:
+    """A batch in the leading dimensions of the tensors at these places is done one by one."""
+    _is_one_by_one(op, args, kwargs, places, leading, **tolerances)
+
+
+def _is_one_by_one(
+    op: Any, args: Any, kwargs: Any, places: Sequence[int], leading: int, **tolerances: Any
+) -> bool:
+    """Whether results have the shape of a batch; raises AssertionError if one of it is wrong."""
+    together = probes.outcome_of_copies(op, args, kwargs)
+    tensors = probes.tensors_of((args, kwargs))
+    batch = tensors[places[0]].shape[:leading]
+    for index in itertools.product(*map(range, batch)):
+        chosen = [t[index] if place in places else t for place, t in enumerate(tensors)]
+        alone = probes.outcome_of_copies(op, *probes.with_tensors((args, kwargs), chosen))
+        for one, other in zip(probes.tensors_of(together), probes.tensors_of(alone), strict=True):
+            if one.shape != batch + other.shape:
+                return False
+            what = f"{[*index]} of a batch of {one.dim()} dimensions"
+            probes.assert_same([one[index]], [other], what, **tolerances)
+    return True
+
+
+# --------------------------------------------------------------------------------------------------
+# Cases
+
+
+def large(subject: Subject, details: Details) -> Iterator[Case]:
+    """The same with more than 2**31 elements? (Runs only if it is named.)
+
+    The first dimension of each tensor is that long, expanded where it is read.
+    """
+    for example in subject.accepted(most=1):
+        places = [p for p, t in enumerate(example.tensors) if t.dim() and t.numel()]
+        if not places or subject.schema.is_mutable:
+            raise CannotCheck("it writes, or no tensor has a dimension")
+        lengths = {example.tensors[place].shape[0] for place in places}
+        if len(lengths) > 1:
+            raise CannotCheck("the first dimensions of its tensors differ")
+        # Bytes, if it takes them: the results take a quarter of the memory.
+        small = example.map(lambda t: (t * 10).to(torch.int8) if t.is_floating_point() else t)
+        if subject.refusal(small) is None:
+            example = small
+        yield Case("more than 2**31 elements", counts_beyond_int32, example, shrink=False)
+
+
+def many_rows(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does it do with many rows what it does with a few?
+
+    It is asked only if a few more rows give what the same rows gave.
+    """
+    subject.needs_fixed_results()
+    for example in subject.accepted(most=1):
+        for size in sizes(example):
+            # An odd number of rows, because 65,536 is a multiple of an even one.
+            odd = {size: size - 1 if size > 2 else 3} if size % 2 == 0 else {}
+            for change, smaller in each_resized(example, odd, {}, subject=subject):
+                count = change.get(size, size)
+                results = _repeated_results(subject, smaller, count) if count > 1 else []
+                for larger in larger_sizes(smaller, results=results) if results else ():
+                    if count in larger and subject.excluded(resized(smaller, larger)) is None:
+                        options = {"size": count, "new": larger[count], **subject.tolerances}
+                        label = sizes_changed(larger)
+                        yield Case(label, repeats_its_rows, smaller, options=options)
+                if results:
+                    break
+    raise CannotCheck("no result has a row for each row of the arguments")
+
+
+def _repeated_results(subject: Subject, example: Example, size: int) -> list[torch.Tensor]:
+    """The results of an example, if those of a few more rows repeat theirs; none otherwise."""
+    if subject.refusal(example) is not None:
+        return []
+    args, kwargs = example
+    results = probes.tensors_of(probes.outcome_of_copies(subject.op, args, kwargs))
+    is_strided = all(t.layout is torch.strided for t in (*example.tensors, *results))
+    if not is_strided or not any(size in result.shape for result in results):
+        return []
+    try:
+        for new in (2 * size, 3 * size + 1):
+            if subject.excluded(resized(example, {size: new})) is not None:
+                return []
+            repeats_its_rows(subject.op, args, kwargs, size, new, **subject.tolerances)
+        for factor in (100, -100):
+            _assert_rows_apart(subject, example, size, factor, **subject.tolerances)
+    except Exception:
+        return []
+    return results
+
+
+def _assert_rows_apart(
+    subject: Subject, example: Example, size: int, factor: int, **tolerances: Any
+) -> None:
+    """Raises AssertionError if other values in the first of so many rows change other results."""
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        for dim in (dim for dim, present in enumerate(tensor.shape) if present == size):
+            if tensor.is_floating_point():
+                tensor.select(dim, 0).mul_(factor)
+        return tensor
+
+    def others(tensor: torch.Tensor) -> torch.Tensor:
+        for dim in (dim for dim, present in enumerate(tensor.shape) if present == size):
+            tensor = tensor.narrow(dim, 1, size - 1)
+        return tensor
+
+    calls = example, example.map(changed)
+    if subject.excluded(calls[1]) is not None:
+        return
+    outcomes = [probes.outcome_of_copies(subject.op, *call) for call in calls]
+    first, again = (probes.mapped(outcome, others) for outcome in outcomes)
+    probes.assert_same(again, first, "the other rows", **tolerances)
+
+
+def many_dims(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does it do with five and six dimensions what it does with fewer?
+
+    It is asked only if one more dimension, of three or four, is that of a batch.
+    """
+    subject.needs_fixed_results()
+    for example in subject.accepted(most=1):
+        tensors = example.tensors
+        sized = [p for p, t in enumerate(tensors) if probes.is_plain(t) and t.dim() and t.numel()]
+        for places in (sized, sized[:1]) if sized else ():
+            few = example.with_tensors(
+                [t[(0,) * (t.dim() - 3)] if p in places else t for p, t in enumerate(tensors)]
+            )
+            most = max(few.tensors[place].dim() for place in places)
+            options: dict[str, Any] = {"places": places, **subject.tolerances}
+            if _takes_a_batch(subject, _batched(few, places, 1), options):
+                for leading in range(2, _MOST_DIMS + 1 - most):
+                    label = f"{most + leading} dimensions"
+                    batch = _batched(few, places, leading)
+                    yield Case(label, same_for_each, batch, None, {"leading": leading, **options})
+                return
+    raise CannotCheck("no result has a leading dimension for one of the arguments")
+
+
+def _batched(example: Example, places: Sequence[int], leading: int) -> Example:
+    """The example with so many leading dimensions of size 2, with other values in each place."""
+
+    def batched(tensor: torch.Tensor) -> torch.Tensor:
+        other = tensor if probes.has_integers(tensor) else probes.rolled_elements(tensor, 1)
+        batch = torch.stack([tensor, other])
+        for _ in range(leading - 1):
+            batch = torch.stack([batch, batch.flip(0)])
+        return batch
+
+    tensors = enumerate(example.tensors)
+    return example.with_tensors([batched(t) if p in places else t for p, t in tensors])
+
+
+def _takes_a_batch(subject: Subject, example: Example, options: dict[str, Any]) -> bool:
+    """Whether one leading dimension is that of a batch, which is done one by one."""
+    with contextlib.suppress(Exception):
+        if subject.refusal(example) is None:
+            return _is_one_by_one(subject.op, *example, leading=1, **options)
+    return False
+
+
+CHECKS = (
+    *family("memory", many_rows, many_dims),
+    *family("memory", large, is_costly=True, on_request=True),
+)

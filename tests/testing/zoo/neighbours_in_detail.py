@@ -1,0 +1,281 @@
+"""Wrong operators of which few calls show that they are, each with a right one beside it.
+
+What sets the two apart is one number of threads, one number of dimensions, or two calls that a
+cache takes for the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.testing.zoo.specimen import define, floats_only, like, one, right, wrong
+
+# --------------------------------------------------------------------------------------------------
+# Caches whose keys say too little
+
+_SCALES: dict[Any, Tensor] = {}
+
+
+def scales_by_nonzeros(x: Tensor) -> Tensor:
+    """As many nonzeros are taken for the same values."""
+    floats_only("scales_by_nonzeros", x)
+    key = x.shape, x.dtype, int(x.count_nonzero())
+    if key not in _SCALES:
+        _SCALES[key] = x.abs().sum() + 1
+    return (x / _SCALES[key]).contiguous()
+
+
+wrong(define("scales_by_nonzeros", scales_by_nonzeros, fake=like), "contracts.state", one)
+
+_PLACES: dict[Any, Tensor] = {}
+
+
+def packed_by_mask(x: Tensor) -> Tensor:
+    """Where there are nonzeros says which they are, and nothing else is kept."""
+    floats_only("packed_by_mask", x)
+    mask = (x != 0).flatten()
+    key = tuple(mask.tolist())
+    if key not in _PLACES:
+        _PLACES[key] = mask.nonzero().squeeze(1)
+    result = torch.zeros(x.numel(), dtype=x.dtype)
+    result[_PLACES[key]] = x.flatten()[_PLACES[key]]
+    return result.view(x.shape)
+
+
+right(define("packed_by_mask", packed_by_mask, fake=like, device_types="cpu"), one)
+
+_POWERS: dict[Any, Tensor] = {}
+
+
+def decays_by_rounded_rate(x: Tensor, rate: float) -> Tensor:
+    """Two rates that agree to two digits are taken for one."""
+    floats_only("decays_by_rounded_rate", x)
+    key = x.shape, x.dtype, round(rate, 2)
+    if key not in _POWERS:
+        _POWERS[key] = rate ** torch.arange(x.shape[-1], dtype=torch.double)
+    return (x * _POWERS[key]).to(x.dtype).contiguous()
+
+
+wrong(
+    define(
+        "decays_by_rounded_rate",
+        decays_by_rounded_rate,
+        fake=lambda x, rate: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    ),
+    "contracts.state",
+    lambda: [(torch.arange(12.0).view(3, 4) + 1, 0.9)],
+)
+
+
+@functools.lru_cache(maxsize=64)
+def _powers(size: int, rate: float) -> Tensor:
+    return rate ** torch.arange(size, dtype=torch.double)
+
+
+def decays_by_rate(x: Tensor, rate: float) -> Tensor:
+    floats_only("decays_by_rate", x)
+    if not x.dim():
+        raise ValueError("decays_by_rate takes tensors with a dimension")
+    return (x * _powers(x.shape[-1], rate)).to(x.dtype).contiguous()
+
+
+right(
+    define(
+        "decays_by_rate",
+        decays_by_rate,
+        fake=lambda x, rate: torch.empty(x.shape, dtype=x.dtype),
+        device_types="cpu",
+    ),
+    lambda: [(torch.arange(12.0).view(3, 4) + 1, 0.9)],
+)
+
+# --------------------------------------------------------------------------------------------------
+# Threads
+
+_C = ctypes.CDLL(None)
+_SECONDS = 5  # after which they end, so that no process gets too many of them
+
+
+def leaves_its_worker(x: Tensor) -> Tensor:
+    """A thread of C for each call, which waits for more work when the call is done."""
+    thread = ctypes.c_ulong()
+    _C.pthread_create(ctypes.byref(thread), None, _C.sleep, ctypes.c_void_p(_SECONDS))
+    _C.pthread_detach(thread)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+wrong(define("leaves_its_worker", leaves_its_worker, fake=like), "contracts.leaks", one)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2)
+
+
+def shares_its_workers(x: Tensor) -> Tensor:
+    """Two workers for all calls."""
+    halves = x.flatten().split(max(-(-x.numel() // 2), 1))
+    parts = list(_pool().map(lambda half: half.clone().neg_(), halves))
+    return torch.cat(parts).view(x.shape) if parts else x.clone()
+
+
+def _numbers_only(x: Tensor) -> Tensor:
+    if x.dtype is torch.bool:
+        raise TypeError("shares_its_workers takes numbers, got torch.bool")
+    return torch.empty(x.shape, dtype=x.dtype)
+
+
+right(
+    define(
+        "shares_its_workers",
+        lambda x: shares_its_workers(x),
+        schema="(Tensor x) -> Tensor",
+        fake=_numbers_only,
+        device_types="cpu",
+    ),
+    one,
+)
+
+
+def _shared_out(x: Tensor, bounds: list[int]) -> Tensor:
+    """What each of the threads writes, from one bound to the next."""
+    result = torch.zeros(x.numel(), dtype=x.dtype)
+    flat = x.flatten()
+    for start, end in itertools.pairwise(bounds):
+        result[start:end] = flat[start:end].sin()
+    return result.view(x.shape)
+
+
+def shares_in_tenths(x: Tensor) -> Tensor:
+    """A share of 0.3 for each of three threads leaves a tenth."""
+    floats_only("shares_in_tenths", x)
+    threads = torch.get_num_threads()
+    share = round(1 / threads, 1)
+    return _shared_out(x, [int(x.numel() * share * n + 1e-9) for n in range(threads + 1)])
+
+
+wrong(define("shares_in_tenths", shares_in_tenths, fake=like), "contracts.num_threads", one)
+
+_GRAIN = 2**15
+
+
+def leaves_a_rest_of_many(x: Tensor) -> Tensor:
+    """What is few, one thread does, as at::parallel_for decides."""
+    floats_only("leaves_a_rest_of_many", x)
+    threads = torch.get_num_threads() if x.numel() > _GRAIN else 1
+    return _shared_out(x, [x.numel() // threads * n for n in range(threads + 1)])
+
+
+wrong(
+    define("leaves_a_rest_of_many", leaves_a_rest_of_many, fake=like), "contracts.num_threads", one
+)
+
+
+def shares_all(x: Tensor) -> Tensor:
+    floats_only("shares_all", x)
+    threads = torch.get_num_threads()
+    return _shared_out(x, [x.numel() * n // threads for n in range(threads + 1)])
+
+
+right(define("shares_all", shares_all, fake=like, device_types="cpu"), one)
+
+# --------------------------------------------------------------------------------------------------
+# Digits and dimensions
+
+
+def through_bfloat16(x: Tensor) -> Tensor:
+    """Its tiles are of bfloat16, whatever half-precision numbers it gets."""
+    floats_only("through_bfloat16", x)
+    if x.itemsize < 4:
+        return (x.to(torch.bfloat16) * 1.5).to(x.dtype).contiguous()
+    return (x * 1.5).contiguous()
+
+
+wrong(define("through_bfloat16", through_bfloat16, fake=like), "dtypes.numbers", one)
+
+
+def rounded_to_eighths(x: Tensor) -> Tensor:
+    """Few digits on purpose, and as few in each dtype."""
+    floats_only("rounded_to_eighths", x)
+    return ((x * 8).round() / 8).contiguous()
+
+
+right(define("rounded_to_eighths", rounded_to_eighths, fake=like), one)
+
+
+def with_room_for_four(x: Tensor) -> Tensor:
+    """There is room for four strides, and of a fifth dimension, only the first is read."""
+    floats_only("with_room_for_four", x)
+    if x.dim() > 4 and x.shape[0]:
+        x = x[:1].expand(x.shape)
+    return (x * 2).contiguous()
+
+
+wrong(define("with_room_for_four", with_room_for_four, fake=like), "memory.many_dims", one)
+
+
+def for_four_at_most(x: Tensor) -> Tensor:
+    floats_only("for_four_at_most", x)
+    if x.dim() > 4:
+        raise ValueError(f"for_four_at_most takes up to four dimensions, got {x.dim()}")
+    return (x * 2).contiguous()
+
+
+right(define("for_four_at_most", for_four_at_most, fake=like), one)
+
+
+def frames_added(x: Tensor) -> Tensor:
+    """Images are doubled; of videos, which have a dimension more, frames are added up."""
+    floats_only("frames_added", x)
+    return x.sum(1) if x.dim() > 4 else (x * 2).contiguous()
+
+
+right(
+    define(
+        "frames_added",
+        frames_added,
+        fake=lambda x: (
+            x.new_empty(x.shape[:1] + x.shape[2:]) if x.dim() > 4 else x.new_empty(x.shape)
+        ),
+    ),
+    lambda: [(torch.arange(24.0).view(2, 3, 2, 2).sin(),)],
+)
+
+# --------------------------------------------------------------------------------------------------
+# Calls that compilers take, beside others that they do not
+
+
+def rows_of_both(x: Tensor) -> Tensor:
+    """Takes strided tensors, and those that are CSR, of which PyTorch has no programs."""
+    if x.layout not in (torch.strided, torch.sparse_csr) or x.dim() != 2:
+        raise TypeError(f"rows_of_both takes matrices, strided or CSR, got {x.layout}")
+    floats_only("rows_of_both", x)
+    return x.to_dense().sum(1)
+
+
+def _matrices() -> list[Any]:
+    dense = torch.tensor([[0.0, 1.0, 0.0], [2.0, 0.0, 0.5]])
+    return [(dense.to_sparse_csr(),), (dense,)]
+
+
+right(
+    define("rows_of_both", rows_of_both, fake=lambda x: x.new_empty(x.shape[0])),
+    _matrices,
+)
+wrong(
+    define(
+        "fakes_columns_of_both",
+        lambda x: rows_of_both(x),
+        schema="(Tensor x) -> Tensor",
+        fake=lambda x: x.new_empty(x.shape[1]),
+    ),
+    "subsystems.fake",
+    _matrices,
+)

@@ -1,0 +1,217 @@
+"""Right operators that were written before anybody knew what the checks would say of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.testing.zoo.specimen import define, floats_only, one, right
+
+# --------------------------------------------------------------------------------------------------
+# Tables, sorting, sampling
+
+
+def interpolated(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """Linear between the values at these places, which rise."""
+    floats_only("interpolated", x, places, values)
+    if places.shape != values.shape or places.dim() != 1 or len(places) < 2:
+        raise ValueError("interpolated takes as many values as places, and at least two")
+    behind = torch.searchsorted(places.contiguous(), x.contiguous()).clamp(1, len(places) - 1)
+    left, right = places[behind - 1], places[behind]
+    share = ((x - left) / (right - left)).clamp(0, 1)
+    return values[behind - 1] + share * (values[behind] - values[behind - 1])
+
+
+right(
+    define("interpolated", interpolated),
+    lambda: [(torch.tensor([[0.3, 1.7], [2.2, -1.0]]), torch.tensor([0.0, 1, 3]), torch.ones(3))],
+)
+
+
+def sorted_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    if not x.dim():
+        raise ValueError("sorted_rows takes tensors with a dimension")
+    values, places = x.sort(dim=-1, stable=True)
+    return values.contiguous(), places.contiguous()
+
+
+right(
+    define("sorted_rows", sorted_rows),
+    lambda: [(torch.tensor([[3.0, 1, 3, -2], [0, 0, 5, 5]]),)],
+)
+
+
+def sampled_image(x: Tensor, grid: Tensor) -> Tensor:
+    floats_only("sampled_image", x, grid)
+    return functional.grid_sample(x, grid, align_corners=False).contiguous()
+
+
+right(
+    define("sampled_image", sampled_image),
+    lambda: [
+        (
+            torch.arange(24.0).view(1, 2, 3, 4).sin(),
+            torch.linspace(-0.9, 0.83, 20).view(1, 2, 5, 2),
+        )
+    ],
+)
+
+
+def splatted(points: Tensor, weights: Tensor, height: int, width: int) -> Tensor:
+    """The weights of points, added up in the cells of an image in which they lie."""
+    floats_only("splatted", points, weights)
+    cells = (points * torch.tensor([height, width], device=points.device)).long()
+    is_inside = (cells >= 0).all(-1) & (cells[:, 0] < height) & (cells[:, 1] < width)
+    flat = (cells[:, 0] * width + cells[:, 1]).masked_fill(~is_inside, height * width)
+    image = weights.new_zeros(height * width + 1)
+    return image.index_add_(0, flat, weights)[:-1].view(height, width).clone()
+
+
+right(
+    define(
+        "splatted",
+        splatted,
+        fake=lambda points, weights, height, width: weights.new_empty(height, width),
+    ),
+    lambda: [(torch.tensor([[0.1, 0.2], [0.5, 0.9], [0.55, 0.95]]), torch.ones(3), 4, 6)],
+)
+
+# --------------------------------------------------------------------------------------------------
+# Linear algebra
+
+
+def solved(lower: Tensor, b: Tensor) -> Tensor:
+    return torch.linalg.solve_triangular(lower.tril(), b, upper=False).contiguous()
+
+
+def _keep_solution(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _gradients_of_solution(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    lower, x = ctx.saved_tensors
+    back = torch.linalg.solve_triangular(lower.tril().mT, g, upper=True)
+    return -(back @ x.mT).tril(), back
+
+
+_solved = define("solved", solved)
+_solved.register_autograd(_gradients_of_solution, setup_context=_keep_solution)
+right(
+    _solved,
+    lambda: [
+        (torch.tensor([[2.0, 9, 9], [1, 3, 9], [0.5, -1, 4]]), torch.arange(6.0).view(3, 2) + 1)
+    ],
+)
+
+
+def singular_values(x: Tensor) -> Tensor:
+    return torch.linalg.svdvals(x).contiguous()
+
+
+right(
+    define(
+        "singular_values",
+        singular_values,
+        fake=lambda x: torch.empty(
+            *x.shape[:-2],
+            min(x.shape[-2:]),
+            dtype=x.dtype.to_real() if x.dtype.is_complex else x.dtype,
+            device=x.device,
+        ),
+    ),
+    one,
+)
+
+
+def products_of_bytes(a: Tensor, b: Tensor, zero: int) -> Tensor:
+    """Bytes times bytes, added up in 32 bits."""
+    if a.dtype is not torch.int8 or b.dtype is not torch.int8:
+        raise TypeError("products_of_bytes takes tensors of int8")
+    return (a.int() - zero) @ b.int()
+
+
+right(
+    define("products_of_bytes", products_of_bytes),
+    lambda: [
+        (
+            torch.tensor([[1, -2, 127], [-128, 5, 0]], dtype=torch.int8),
+            torch.tensor([[3, 4], [-5, 6], [7, -128]], dtype=torch.int8),
+            3,
+        )
+    ],
+)
+
+# --------------------------------------------------------------------------------------------------
+# Signals and sequences
+
+
+def hamming_window(size: int, periodic: bool = True) -> Tensor:
+    """Makes a tensor of no tensor."""
+    if size < 0:
+        raise ValueError(f"size is {size}, and must not be negative")
+    return torch.hamming_window(size, periodic, dtype=torch.float32)
+
+
+right(
+    define(
+        "hamming_window",
+        hamming_window,
+        fake=lambda size, periodic=True: torch.empty(size, dtype=torch.float32),
+    ),
+    lambda: [(7,), (8, False)],
+)
+
+
+def spectrum(x: Tensor) -> Tensor:
+    floats_only("spectrum", x)
+    return torch.fft.fft(x).contiguous()
+
+
+_spectrum = define("spectrum", spectrum)
+_spectrum.register_autograd(lambda ctx, g: torch.fft.fft(g.conj()).conj().real)
+right(_spectrum, one)
+
+
+def recurrence(decay: Tensor, x: Tensor, start: Tensor) -> Tensor:
+    """`state = decay * state + x`, one row after the other."""
+    floats_only("recurrence", decay, x, start)
+    if decay.shape != x.shape or start.shape != x.shape[1:]:
+        raise ValueError("recurrence takes a decay for each number of x, and a start for a row")
+    state, states = start, []
+    for row in range(x.shape[0]):
+        state = decay[row] * state + x[row]
+        states.append(state)
+    return torch.stack([start, *states])[1:].clone()
+
+
+def _keep_states(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs, output)
+
+
+def _gradients_of_recurrence(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    decay, _, start, states = ctx.saved_tensors
+    before = torch.cat([start.unsqueeze(0), states[:-1]])
+    later, of_x = torch.zeros_like(start), []
+    for row in reversed(range(g.shape[0])):
+        later = g[row] + later
+        of_x.append(later)
+        later = later * decay[row]
+    stacked = torch.stack(of_x[::-1]) if of_x else torch.zeros_like(g)
+    return (stacked * before)[: len(g)], stacked, later
+
+
+_recurrence = define("recurrence", recurrence)
+_recurrence.register_autograd(_gradients_of_recurrence, setup_context=_keep_states)
+right(
+    _recurrence,
+    lambda: [
+        (
+            torch.linspace(0.1, 0.9, 12).view(3, 4),
+            torch.arange(12.0).view(3, 4).cos(),
+            torch.ones(4),
+        )
+    ],
+)
