@@ -14,6 +14,7 @@ from tests.device import target
 from tests.device.target import FIRST, SECOND
 from torchop._core import snapshot
 from torchop.testing import CheckReport, check, probes
+from torchop.testing._check.subsystems.accelerator import captured
 from torchop.testing.process_state import process_state, restored
 
 needs_graphs = pytest.mark.needs_torch("2.13", "torch.accelerator.Graph")
@@ -263,6 +264,15 @@ def test_a_kernel_that_is_captured(namespace: str) -> None:
         assert [result.outcome for result in report.results] == ["passed"]
 
 
+@target.only_on_the_standin
+@needs_graphs
+def test_a_capture_waits_for_the_work_before_it() -> None:
+    with target.trace() as lines, captured("standin"):
+        ran_on = target.current_place()
+    assert ran_on != "0.0"
+    assert f"{ran_on} waits for 0.0" in lines
+
+
 @target.needs_accelerator
 @needs_graphs
 def test_a_kernel_that_says_it_cannot_be_captured(namespace: str) -> None:
@@ -276,6 +286,39 @@ def test_a_kernel_that_says_it_cannot_be_captured(namespace: str) -> None:
     (result,) = run(op, "capture").results
     assert result.outcome == "cannot be done"
     assert "cudagraph_unsafe" in result.message
+
+
+@target.needs_accelerator
+@pytest.mark.parametrize(
+    ("only", "device_types", "said"),
+    [
+        ("capture", "cpu", f"no kernel for {target.TYPE}"),
+        ("subsystems.accelerator", "cpu", f"no kernel for {target.TYPE}"),
+        ("subsystems.accelerator", target.TYPE, "no kernel for the CPU"),
+    ],
+)
+def test_a_kernel_for_one_device_is_compared_with_no_other(
+    namespace: str, only: str, device_types: str, said: str
+) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::one",
+        lambda x: x * 2,
+        mutates_args=(),
+        device_types=device_types,
+        schema="(Tensor x) -> Tensor",
+    )
+    (result,) = run(op, only, device="cpu" if device_types == "cpu" else SECOND).results
+    assert result.outcome == "cannot be done"
+    assert result.message.startswith(said)
+
+
+def test_nothing_is_checked_on_an_accelerator_without_one(
+    namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    report = run(define(namespace, lambda x: x * 2), "capture", "subsystems.accelerator")
+    said = {(result.outcome, result.message) for result in report.results}
+    assert said == {("cannot be done", "there is no accelerator here")}
 
 
 @target.needs_accelerator

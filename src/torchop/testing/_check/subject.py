@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchop import AliasError, ProviderError, ResultError, UndeclaredMutationError
-from torchop._compat import devices, dispatch, fake_tensors
+from torchop._compat import dispatch, fake_tensors
 from torchop._rules.providers import every_argument
 from torchop._rules.providers.provider import Provider
 from torchop._rules.user.examples import make_examples, operator_of_examples
@@ -319,13 +319,11 @@ class Subject:
         """Whether something is registered for the operator at one of these dispatch keys."""
         return any(self.operator.has_kernel(key) for key in (*keys, "CompositeImplicitAutograd"))
 
-    @property
-    def is_for_other_devices(self) -> bool:
-        """Whether it has a kernel for another device than the CPU."""
-        if self.operator.kernels:
-            return set(self.operator.kernels) != {"cpu"}
-        key = dispatch.dispatch_key_name(devices.accelerator_type())
-        return self.has_kernel(key, "CompositeExplicitAutograd")
+    def is_for(self, device_type: str) -> bool:
+        """Whether it has a kernel for tensors there. A fallback of the backend is none."""
+        if kernels := self.operator.kernels:
+            return not {device_type, "every device"}.isdisjoint(kernels)
+        return self.has_kernel(dispatch.dispatch_key_name(device_type), "CompositeExplicitAutograd")
 
     @functools.cached_property
     def fake_problem(self) -> str | None:

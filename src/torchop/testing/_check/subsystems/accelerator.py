@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchop._compat import devices, dispatch
+from torchop._compat import devices
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Subject
@@ -111,7 +111,7 @@ def _accelerator_of(subject: Subject) -> str:
     if not torch.accelerator.is_available():
         raise CannotCheck("there is no accelerator here")
     device = devices.accelerator_type()
-    if not subject.has_kernel(dispatch.dispatch_key_name(device), "CompositeExplicitAutograd"):
+    if not subject.is_for(device):
         raise CannotCheck(f"no kernel for {device}")
     return device
 
@@ -119,7 +119,7 @@ def _accelerator_of(subject: Subject) -> str:
 def accelerator(subject: Subject, details: Details) -> Iterator[Case]:
     """Does it do the same on the accelerator as on the CPU?"""
     device = _accelerator_of(subject)
-    if not subject.has_kernel("CPU", "CompositeExplicitAutograd"):
+    if not subject.is_for("cpu"):
         raise CannotCheck("no kernel for the CPU, which it could be compared with")
     subject.needs_fixed_results()
     places = [f"{device}:{index}" for index in range(torch.accelerator.device_count())]

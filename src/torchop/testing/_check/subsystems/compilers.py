@@ -231,12 +231,12 @@ def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:
 def fake_devices(subject: Subject, details: Details) -> Iterator[Case]:
     """Does the fake kernel return results on the device of the arguments?"""
     subject = with_fake_kernel(subject, details)
-    if not subject.is_for_other_devices:
+    device, kernels = devices.accelerator_type(), set(subject.operator.kernels)
+    if kernels == {"cpu"} or not (kernels or subject.is_for(device)):
         raise CannotCheck("its kernels are for the CPU alone")
     why = "fake tensors on another device are made of strided ones"
     for example in strided(subject, details, why).accepted(most=1):
         if any(tensor.is_floating_point() for tensor in example.tensors):
-            device = devices.accelerator_type()
             label, options = f"arguments on {device}", {"device": device}
             yield Case(label, fakes_on_the_device, example, options=options)
 
