@@ -249,8 +249,17 @@ MUTANTS = {
         "return true;",
     ),
     "lazy backend": Mutant("dispatch.cpp", "    case c10::BackendComponent::LazyBit:\n", ""),
+    "backend without data": Mutant(
+        "dispatch.cpp", "    case c10::BackendComponent::MetaBit:", "//"
+    ),
+    "backend that computes later": Mutant(
+        "dispatch.cpp", "    case c10::BackendComponent::XLABit:", "//"
+    ),
     "backend of no device": Mutant(
         "dispatch.cpp", "    case c10::BackendComponent::PrivateUse2Bit:", "//"
+    ),
+    "another backend of no device": Mutant(
+        "dispatch.cpp", "    case c10::BackendComponent::PrivateUse3Bit:", "//"
     ),
     "autocast of a backend": Mutant(
         "dispatch.cpp", " |\n        c10::getAutocastRelatedKeySetFromBackend(backend)", ""
@@ -344,6 +353,10 @@ MUTANTS = {
         "gradients.cpp", "gradient.device() == input.device() &&", ""
     ),
     "capture": Mutant("autograd.cpp", "if (C10_UNLIKELY(seen.get() == Py_NotImplemented))"),
+    "capture, as explained": Mutant("entry.cpp", "is_for_dispatcher(gradient, values))", "false)"),
+    "capture, as counted": Mutant(
+        "call.cpp", "if (C10_UNLIKELY(result == nullptr && PyErr_Occurred() == nullptr))"
+    ),
     "settings of a derived formula": Mutant(
         "ambient_state.cpp",
         " || !settings_are_plain())\n    Py_RETURN_NONE",
@@ -502,6 +515,9 @@ MUTANTS = {
     "ambient state: other values": Mutant(
         "ambient_state.cpp", "value == Py_None || PyLong_CheckExact(value)", "true"
     ),
+    "ambient state: default device": Mutant(
+        "ambient_state.cpp", "at::impl::PythonTorchFunctionTLS::stack_len() == 0", "true"
+    ),
     "ambient state: autocast": Mutant(
         "ambient_state.cpp", "!at::autocast::is_autocast_enabled(at::kCPU)", "true"
     ),
@@ -563,6 +579,15 @@ MUTANTS = {
         "const auto dtype = uint64_t{0};",
     ),
     "choice: device": Mutant("seen_calls.h", "dtype | packed(impl.device()) << 8", "dtype"),
+    "choice: number of a device": Mutant(
+        "seen_calls.h", " | uint64_t(uint8_t(device.index())) << 8;", ";"
+    ),
+    "choice: device that is an argument": Mutant(
+        "seen_calls.h",
+        "add_tag(Tag::Device, packed(reinterpret_cast<THPDevice*>(value)->device))",
+        "add_tag(Tag::Device)",
+    ),
+    "choice: tensor with other keys": Mutant("seen_calls.h", "!has_plain_keys(impl) || ", ""),
     "choice: strides": Mutant(
         "seen_calls.h", "for (const int64_t stride : strides)\n      add(uint64_t(stride));", ""
     ),

@@ -48,6 +48,41 @@ def test_random_numbers_of_every_device_are_those_of_the_forward(
         assert torch.equal(torch.standin.get_rng_state("standin:1"), state)
 
 
+def draws_where_it_is_told(x: Tensor, device: torch.device) -> Tensor:
+    return x * torch.rand(8, device=device).to(x.device)
+
+
+@each_strategy
+def test_a_graph_replays_the_generator_of_a_device_that_is_an_argument(namespace, strategy):
+    op = derived(f"{namespace}::f", draws_where_it_is_told, strategy)
+    op.register_fake(lambda x, device: torch.empty_like(x))
+    there = torch.device("standin", 1)
+    x = torch.ones(8, requires_grad=True)
+    result = compiled(lambda x: op(x, there))(x)
+    torch.rand(8, device=there)
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    assert torch.equal(gradient, result.detach())
+
+
+def test_autocast_of_a_device_that_no_argument_is_on_is_that_of_the_forward(namespace):
+    dtypes = []
+
+    def multiplies_elsewhere(x: Tensor) -> Tensor:
+        there = x.to("standin:1")
+        product = there @ there
+        dtypes.append(product.dtype)
+        return product.to(x)
+
+    op = derived(f"{namespace}::f", multiplies_elsewhere, "recompute")
+    x = torch.eye(2, requires_grad=True)
+    for _ in range(2):
+        with torch.autocast("standin", torch.bfloat16):
+            result = op(x)
+        dtypes.clear()
+        torch.autograd.grad(result.sum(), x)
+        assert set(dtypes) == {torch.bfloat16}
+
+
 def sine(x: Tensor) -> Tensor:
     return x.sin() * 2
 

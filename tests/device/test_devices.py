@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch import Tensor
 import torchop
 from tests.device import standin
 from torchop._compat import devices
+from torchop._core.snapshot import overlap
 from torchop.testing._check.report import environment
 
 
@@ -36,6 +40,25 @@ def test_a_module_that_does_not_tell_of_captures(monkeypatch):
     assert not is_capturing()
     with standin.capture():
         assert is_capturing()
+
+
+def test_a_type_that_the_program_does_not_use_is_not_asked_for_its_devices(monkeypatch):
+    monkeypatch.setattr(torch.standin, "is_initialized", lambda: False)
+    unused = devices.traits.__wrapped__("standin")
+    assert (unused.is_in_use(), unused.device_count()) == (False, 0)
+
+
+def test_a_program_can_be_traced_for_cuda_without_such_a_device():
+    assert devices.traits("cuda").size_of_state(torch.device("cuda", 0)) == 16
+
+
+def test_an_address_is_another_place_on_another_device():
+    def storage(index: int) -> Any:
+        device = torch.device("standin", index)
+        return SimpleNamespace(device=device, nbytes=lambda: 8, data_ptr=lambda: 64)
+
+    assert overlap(storage(0), storage(0))
+    assert not overlap(storage(0), storage(1))
 
 
 def test_reports_name_the_devices():
