@@ -167,7 +167,17 @@ def autocast_with_a_rule(define: Define) -> Any:
             off = op(ones())
     with torch.autocast("cpu", torch.bfloat16):
         other = op(ones())
-    return [inside, off, other, op(ones())]
+
+    @define("see", mutates_args=())
+    def see(x: Tensor, number: Tensor) -> Tensor:
+        seen.append((x.dtype, number.dtype))
+        return x + number
+
+    see.register_autocast(TYPE, torch.bfloat16)
+    seen: list[Any] = []
+    with torch.autocast(TYPE, torch.float16):  # which leaves tensors of other devices alone
+        mixed = see(ones(), torch.tensor(2.0))
+    return [inside, off, other, op(ones()), mixed, seen]
 
 
 def autocast_without_a_rule(define: Define) -> Any:
