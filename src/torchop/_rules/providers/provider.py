@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchop._compat import fake_tensors
+from torchop._compat import fake_tensors, stand_ins
 from torchop._core.declaration import Site
 from torchop._core.definition import Definition
 from torchop._core.observers import call_signature, check_arguments
@@ -328,14 +328,14 @@ def _asking(
         objects, keywords = convention.arguments(args, dict(kwargs))
         start = time.perf_counter()
         try:
-            with fake_tensors.ReadingStandIns():
+            with stand_ins.ReadingStandIns():
                 answer = supports(*objects, **keywords)
         except Exception as error:
             may = (
                 "It may read shapes, strides, dtypes, devices and plain values, because its answer "
                 "is kept for all calls with the same ones"
             )
-            if isinstance(error, fake_tensors.StandInError):
+            if isinstance(error, stand_ins.StandInError):
                 problem = f"read {error} of a tensor. {may}"
             elif fake_tensors.reads_data(error, None):
                 problem = f"read the data of a tensor. {may}"
@@ -355,5 +355,5 @@ def _asking(
 
 def _without_data(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return fake_tensors.stand_in(value)
+        return stand_ins.stand_in(value)
     return list(map(_without_data, value)) if isinstance(value, (list, tuple)) else value
