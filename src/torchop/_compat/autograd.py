@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import Context
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as _forward_ad
+from torch.autograd.graph import _engine_run_backward
 
 from torchop._compat import functorch
 from torchop._compat.classes import DispatchKey, DispatchKeySet
@@ -81,6 +82,29 @@ def outer_levels_differentiate(run: Callable[[], Any]) -> Any:
     keys = same_keys()
     with above_autograd(), keys:
         return run()
+
+
+def input_gradients(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    create_graph: bool,
+) -> Sequence[torch.Tensor | None]:
+    """What `torch.autograd.grad` returns, given outputs with their gradients.
+
+    Its checks take as long as the engine, so they are left out where all plainly pass them.
+    """
+    outputs, grads = zip(*pairs, strict=True)
+    if all(
+        type(output) is type(grad) is torch.Tensor
+        and not output.is_nested
+        and output.shape == grad.shape
+        and output.dtype is grad.dtype
+        for output, grad in pairs
+    ):
+        return _engine_run_backward(
+            outputs, grads, create_graph, create_graph, tuple(inputs), True, accumulate_grad=False
+        )
+    return torch.autograd.grad(outputs, inputs, grads, create_graph=create_graph, allow_unused=True)
 
 
 # The code that applies a function is in C. `autograd.Function` adds a Python `apply` that goes

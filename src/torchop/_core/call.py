@@ -169,7 +169,7 @@ def replace_all(
     args: Iterable[Any], kwargs: Mapping[str, Any], kind: Any, change: Callable[[Any], Any]
 ) -> Call:
     """The same for each argument of a call."""
-    positional = tuple(replaced(value, kind, change) for value in args)
+    positional = tuple([replaced(value, kind, change) for value in args])
     return positional, {name: replaced(value, kind, change) for name, value in kwargs.items()}
 
 

@@ -350,3 +350,18 @@ def test_what_is_no_node_of_a_graph_is_left_alone():
     assert gradients.are_plain_in_python((torch.ones(1), None), 2, object())
     if gradients.are_plain is not gradients._are_plain_and_fit:
         assert gradients.are_plain((torch.ones(1), None), 2, object())
+
+
+def test_gradients_are_in_memory_of_their_own():
+    """None is an incoming gradient, an input, a view of these, or another gradient."""
+    given, x = torch.ones(2, 2), torch.ones(2, 2)
+    shared = torch.ones(2, 2)
+    made = [given, x[:], shared, shared, torch.ones(()).expand(2, 2), shared + 1]
+    fresh = gradients.in_fresh_memory(made, [x] * len(made), [[given], x])
+    assert fresh[2] is shared
+    assert fresh[5] is made[5]
+    memory = {tensor.untyped_storage().data_ptr() for tensor in (given, x, *fresh)}
+    assert len(memory) == 2 + len(made)
+    for one_made, one_fresh in zip(made, fresh, strict=True):
+        assert torch.equal(one_made, one_fresh)
+        assert one_fresh.stride() == x.stride()

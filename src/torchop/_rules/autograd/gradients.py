@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import autograd
+from torchop._core import contract
 from torchop._core.call import tensors_in
 from torchop._core.contract import storage_of
 from torchop._core.definition import Definition
@@ -178,17 +179,21 @@ def in_fresh_memory(
     One may be expanded, or be one of the incoming gradients; compilers rely on the fake kernel,
     which returns `empty_like(like)`.
     """
-    storages = {storage_of(tensor) for tensor in tensors_in(inputs)}
-    fresh = []
+    taken = list(tensors_in(inputs))
+    count = len(taken)
     for gradient, like in zip(gradients, likes, strict=True):
         strided = gradient.layout is torch.strided and like.layout is torch.strided
-        if strided and gradient.stride() != torch.empty_like(like, device="meta").stride():
-            gradient = torch.empty_like(like).copy_(gradient)
-        elif storage_of(gradient) in storages:
+        is_like = strided and like.is_contiguous() and gradient.stride() == like.stride()
+        if strided and not is_like:
+            is_like = gradient.stride() == torch.empty_like(like, device="meta").stride()
+        # A storage that Python has seen is not evidently that of one tensor: see `results.h`.
+        if (strided and not is_like) or not (
+            contract.is_evidently_fresh(tuple(taken), {}, gradient)
+            or storage_of(gradient) not in map(storage_of, taken)
+        ):
             gradient = torch.empty_like(like).copy_(gradient) if strided else gradient.clone()
-        storages.add(storage_of(gradient))
-        fresh.append(gradient)
-    return fresh
+        taken.append(gradient)
+    return taken[count:]
 
 
 # For each argument or output, the length of a list of tensors, and None for anything else. A layout

@@ -7,6 +7,7 @@ from torch.func import grad, jacrev, vjp
 from torch.testing import assert_close
 
 import torchop
+from tests.rules.autograd.derived.support import derived
 
 
 def scaled(x: Tensor, y: Tensor) -> Tensor:
@@ -102,3 +103,16 @@ def tensors(values):
     if isinstance(values, Tensor):
         return [values]
     return [tensor for value in values for tensor in tensors(value)]
+
+
+def test_a_body_whose_second_run_has_another_shape_is_refused(namespace):
+    """The engine would sum the gradient over what it takes for a broadcast."""
+    sizes = [3, 1]
+
+    def changing(x: Tensor) -> Tensor:
+        return x.sum() * torch.ones(sizes.pop(0))
+
+    op = derived(f"{namespace}::op", changing)
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="Mismatch in shape"):
+        op(x).sum().backward()

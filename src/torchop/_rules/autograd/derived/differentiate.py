@@ -16,7 +16,7 @@ from torchop._core.contract import storage_of
 from torchop._core.definition import Definition
 from torchop._core.snapshot import version_of
 from torchop._errors import DerivedFormulaError, MissingFormulaError
-from torchop._rules.autograd.derived.replay import ambient_state, repeatable, replayed
+from torchop._rules.autograd.derived.replay import replayed
 from torchop._rules.autograd.derived.saved_call import SavedCall
 from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.kernels.rule import KernelRule
@@ -40,17 +40,14 @@ class Rerun(NamedTuple):
     def within(self, run: Callable[[list[Tensor]], Result]) -> Result:
         """What `run` returns of tensors for the body, in the ambient state of its first run."""
         args, kwargs = self.call.with_tensors(self.tensors)
-        values = (*args, *kwargs.values())
 
         def run_with_inputs() -> Result:
             pairs = zip(self.tensors, self.needed, strict=True)
-            inputs = [_body_input(tensor) if need else tensor for tensor, need in pairs]
-            with repeatable(self.definition, ambient_state(values)):
-                return run(inputs)
+            return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
 
         # Under vmap of the backward alone, the random numbers are those of the one forward.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():
-            return replayed(self.state, values, run_with_inputs)
+            return replayed(self.definition, self.state, (*args, *kwargs.values()), run_with_inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """The results of the kernel that serves these inputs, checked as those of other calls."""
@@ -94,14 +91,15 @@ class Rerun(NamedTuple):
         recorded, unrecorded = by_history(outputs, grad_outputs)
         self.refuse_left_autograd(unrecorded, run)
         with autograd.above_autograd():
-            # If no gradient goes on beyond the call, as after torch.func.vjp, these are constants:
-            # their graph would end at the leaves that were made for the body.
-            constants = [tensor for tensor in sources if tensor.is_leaf]
-            create_graph = create_graph and any(
-                _is_recorded(tensor)
-                for tensor in (*(grad for _, grad in recorded), *inputs)
-                if not any(tensor is constant for constant in constants)
-            )
+            if create_graph:
+                # If no gradient goes on beyond the call, as after torch.func.vjp, these are
+                # constants: their graph would end at the leaves that were made for the body.
+                constants = [tensor for tensor in sources if tensor.is_leaf]
+                create_graph = any(
+                    _is_recorded(tensor)
+                    for tensor in (*(grad for _, grad in recorded), *inputs)
+                    if not any(tensor is constant for constant in constants)
+                )
             return differentiable(
                 self.definition,
                 lambda: input_gradients(recorded, sources, create_graph=create_graph),
@@ -155,13 +153,7 @@ def input_gradients(
     """The gradients of inputs, given outputs with theirs; zeros where no output depends on one."""
     gradients: Sequence[Tensor | None] = [None] * len(inputs)
     if outputs:
-        gradients = torch.autograd.grad(
-            [output for output, _ in outputs],
-            inputs,
-            [grad for _, grad in outputs],
-            allow_unused=True,
-            create_graph=create_graph,
-        )
+        gradients = autograd.input_gradients(outputs, inputs, create_graph)
     return [
         torch.zeros_like(tensor) if gradient is None else gradient
         for tensor, gradient in zip(inputs, gradients, strict=True)

@@ -140,8 +140,8 @@ class TrainingForm:
     @compilers.never_traced
     def _kernel(self, *args: Any, **kwargs: Any) -> Any:
         definition = self._definition
-        values = (*args, *kwargs.values())
         is_without_state = kwargs.pop(self.number) == _WITHOUT_STATE
+        values = (*args, *kwargs.values())
         state = ambient_state(values, in_graph=True)
         if not is_without_state:
             result = definition.overload(*args, **kwargs)

@@ -148,8 +148,10 @@ def packed_size(values: Sequence[Any]) -> int:
     return sum(size + _LENGTH.size for size in sizes)
 
 
-def replayed(packed: Tensor | None, values: Sequence[Any], run: Callable[[], Result]) -> Result:
-    """What `run` returns in the ambient state of a call with these arguments.
+def replayed(
+    definition: Definition, packed: Tensor | None, values: Sequence[Any], run: Callable[[], Result]
+) -> Result:
+    """What `run` returns, the body of an operator, in the ambient state of a call of it.
 
     An empty tensor stands for those of a body that ran without autocast and draws no random
     numbers, and None for such ones of which more is not known.
@@ -180,7 +182,8 @@ def replayed(packed: Tensor | None, values: Sequence[Any], run: Callable[[], Res
     for generator, state in zip(generators, states, strict=True):
         if state[0] and (now := _read(generator))[0]:
             changes.append(Setting(functools.partial(_put, generator), state, now))
-    return run_with(changes, run)
+    with repeatable(definition, ambient_state(values)):
+        return run_with(changes, run)
 
 
 def _put(generator: Generator, state: bytes) -> None:
