@@ -119,7 +119,7 @@ def many_rows(subject: Subject, details: Details) -> Iterator[Case]:
             odd = {size: size - 1 if size > 2 else 3} if size % 2 == 0 else {}
             for change, smaller in each_resized(example, odd, {}, subject=subject):
                 count = change.get(size, size)
-                results = _repeated_results(subject, smaller, count) if count > 1 else []
+                results = repeated_results(subject, smaller, count) if count > 1 else []
                 for larger in larger_sizes(smaller, results=results) if results else ():
                     if count in larger and subject.excluded(resized(smaller, larger)) is None:
                         options = {"size": count, "new": larger[count], **subject.tolerances}
@@ -130,7 +130,7 @@ def many_rows(subject: Subject, details: Details) -> Iterator[Case]:
     raise CannotCheck("no result has a row for each row of the arguments")
 
 
-def _repeated_results(subject: Subject, example: Example, size: int) -> list[torch.Tensor]:
+def repeated_results(subject: Subject, example: Example, size: int) -> list[torch.Tensor]:
     """The results of an example, if those of a few more rows repeat theirs; none otherwise."""
     if subject.refusal(example) is not None:
         return []
