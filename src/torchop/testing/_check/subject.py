@@ -401,8 +401,8 @@ class Subject:
             return False
 
     def _requiring_grad(self, change: Callable[[Tensor], Tensor], problem: str) -> list[Example]:
-        if self.schema.is_mutable and self.schema.form is not Form.INPLACE:
-            raise CannotCheck("it writes into its arguments: gradients go through its callers")
+        if self.schema.is_mutable and (self.schema.form is Form.OUT or not self.schema.returns):
+            raise CannotCheck("it only writes into its arguments: gradients go through its callers")
         changed = [self._as_asked(n, each.map(change)) for n, each in enumerate(self.examples)]
         changed = [each for each in changed if any(t.requires_grad for t in each.tensors)]
         if not changed:
@@ -413,10 +413,16 @@ class Subject:
         return accepted
 
     def _as_asked(self, number: int, example: Example) -> Example:
-        """Without gradients of what requires none in the example, if something there does."""
+        """Without gradients of what requires none in the example, if something there does.
+
+        Nor of what is written beside a result, such as the statistics of a batch.
+        """
         asked = [tensor.requires_grad for tensor in self.originals[number].tensors]
         if not any(asked):
-            return example
+            asked = [tensor.requires_grad for tensor in example.tensors]
+        if self.schema.form is not Form.INPLACE:
+            written = self.written_places(example)
+            asked = [is_asked and place not in written for place, is_asked in enumerate(asked)]
         pairs = zip(example.tensors, asked, strict=True)
         return example.with_tensors([t if is_asked else t.detach() for t, is_asked in pairs])
 
