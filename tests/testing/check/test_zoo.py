@@ -123,7 +123,7 @@ def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> Non
     combinations are asked for. A check that few operators have runs on all of them.
     """
     specimen = BY_NAME[name]
-    checks = plan_checks(specimen.op, specimen.examples())
+    checks = plan_checks(specimen.op, specimen.examples(), reference=specimen.reference)
     cheap = [check for check in checks if not check.kind.is_costly]
     assert len(cheap) > 50
     # Of those on sparse tensors, most layouts have no meaning, so that few would say little.

@@ -279,3 +279,59 @@ wrong(
     "subsystems.fake",
     _matrices,
 )
+
+# --------------------------------------------------------------------------------------------------
+# Gradients of what also writes
+
+
+def centred(x: Tensor, running: Tensor) -> Tensor:
+    """Takes the mean of the rows away, and keeps a mean of these means."""
+    floats_only("centred", x, running)
+    mean = x.mean(0)
+    running.lerp_(mean.to(running.dtype), 0.1)
+    return (x - mean).contiguous()
+
+
+def _with_running_mean() -> list[Any]:
+    return [(*one()[0], torch.linspace(-1, 1, 4))]
+
+
+for _name, _gradient in (
+    ("centred", lambda ctx, g: (g - g.mean(0), None)),
+    ("centred_by_a_constant", lambda ctx, g: (g.clone(), None)),  # as if the mean were given
+):
+    _centred = define(
+        _name,
+        lambda x, running: centred(x, running),
+        schema="(Tensor x, Tensor(a!) running) -> Tensor",
+        mutates_args={"running"},
+        fake=lambda x, running: x.new_empty(x.shape),
+    )
+    _centred.register_autograd(_gradient)
+    if _name == "centred":
+        right(_centred, _with_running_mean)
+    else:
+        wrong(_centred, "subsystems.gradcheck", _with_running_mean)
+
+# --------------------------------------------------------------------------------------------------
+# Scalars
+
+
+def blended(x: Tensor, share: float, rounds: bool) -> Tensor:
+    """A share of the numbers and one of their squares, rounded or not."""
+    floats_only("blended", x)
+    result = (x * share + x * x * (1 - share)).contiguous()
+    return result.round() if rounds else result
+
+
+def blended_in_whole(x: Tensor, share: float, rounds: bool) -> Tensor:
+    """The binding of its kernel takes the share as an integer."""
+    return blended(x, int(share), rounds)
+
+
+def _with_share() -> list[Any]:
+    return [(*one()[0], 1.0, False)]
+
+
+right(define("blended", blended), _with_share, blended)
+wrong(define("blended_in_whole", blended_in_whole), "values.scalars", _with_share, blended)

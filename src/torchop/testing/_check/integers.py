@@ -1,4 +1,4 @@
-"""Checks of integers: more than 32 bits of them, and negative dimensions."""
+"""Checks of integers and scalars: more than 32 bits, negative dimensions, special cases."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def with_argument(example: Example, name: str, value: Any) -> Example:
 def with_other_scalars(subject: Subject, example: Example) -> Iterator[tuple[str, Example]]:
     """The example with another scalar in place of one of its own, and words for it.
 
-    These are 0, and what is most often written as a special case besides.
+    These are 0, 1 and flags the other way around, for which kernels have special cases, and a
+    number that is not whole.
     """
     named = by_name(subject, example)
     for name, value in named.kwargs.items():
@@ -130,7 +131,7 @@ def with_other_scalars(subject: Subject, example: Example) -> Iterator[tuple[str
         if type(value) is bool:
             others = {not value}
         elif type(value) is float:
-            others = {0.0, 1.0} - {value}
+            others = {0.0, 1.0, value + 0.5} - {value}
         elif type(value) is int and subject.operator.function is not None:
             others = {0, -1, value + 1} - {value}  # in C++, it may rely on integers that fit
         for other in sorted(others):
@@ -196,4 +197,14 @@ def int8(subject: Subject, details: Details) -> Iterator[Case]:
     raise CannotCheck("no tensor holds integers of eight bits that are no indices")
 
 
-CHECKS = family("values", int32, int8, negative_dim)
+def scalars(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does it do as the reference with other scalars?"""
+    if subject.reference is None:
+        raise CannotCheck("no reference says what is right")
+    for example in subject.accepted():
+        for label, other in with_other_scalars(subject, example):
+            yield comparison(subject, label, other)
+    raise CannotCheck("no argument is a number or a flag")
+
+
+CHECKS = family("values", int32, int8, negative_dim, scalars)
