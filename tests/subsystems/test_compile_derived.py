@@ -266,12 +266,40 @@ def test_make_fx_sees_one_operator_forward_and_one_backward(namespace, tracing_m
 def test_compiled_autograd_trains_what_eager_mode_recorded(namespace):
     op = dropout(f"{namespace}::dropout")
     x = torch.ones(100, requires_grad=True)
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
     for _ in range(2):  # the second time, with the graph of the first
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        with torch._dynamo.compiled_autograd._enable(compiler):
             y = op(x)
             x.grad = None
             y.sum().backward()
         assert_close(x.grad, y)
+
+
+def test_compiled_autograd_trains_lists_and_several_results_in_one_graph(namespace):
+    @torchop.custom_op(f"{namespace}::combine", mutates_args=())
+    def combine(
+        xs: list[Tensor], y: Tensor | None, p: float = 2.0, *, scale: float = 1.0
+    ) -> tuple[Tensor, list[Tensor]]:
+        total = torch.stack(xs).sum(0) * scale
+        return total if y is None else total * y, [x**p for x in xs]
+
+    def run(xs, y):
+        product, powers = combine(xs, y, 3.0, scale=0.5)
+        return product.sum() + powers[1].sum()
+
+    combine.register_fake(lambda xs, y, p=2.0, *, scale=1.0: (xs[0] + 0, [x + 0 for x in xs]))
+    combine.derive_autograd()
+    xs, y = [torch.rand(3, requires_grad=True) for _ in range(2)], torch.rand(3, requires_grad=True)
+    for given in (y, None):
+        inputs = [*xs, *([] if given is None else [y])]
+        expected = torch.autograd.grad(run(xs, given), inputs)
+        for tensor in inputs:
+            tensor.grad = None
+        loss = run(xs, given)
+        compiler = torch.compile(backend="aot_eager", fullgraph=True)
+        with torch._dynamo.compiled_autograd._enable(compiler):
+            loss.backward()
+        assert_close([tensor.grad for tensor in inputs], list(expected))
 
 
 def test_fake_tensors_are_trained_without_data(namespace):

@@ -128,7 +128,8 @@ class DerivedFormula(Formula):
         # the operators in it. A second derivative needs these in the graph.
         on_shards = packed is None and self.for_graphs is not None and not torch.is_grad_enabled()
         if (
-            tracing.is_tracing(tensors)
+            torch.compiler.is_dynamo_compiling()  # in compiled autograd
+            or tracing.is_tracing(tensors)
             or any(map(functorch.holds_batch, tensors))
             or (on_shards and dtensor.has_dtensors(tensors))
         ):
