@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -432,6 +433,63 @@ def test_hooks_pack_residuals(lse):
         with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
             assert_close(gradient_of(lse.op, x), expected)
     assert packed == [(4, 3)] * 2
+
+
+def test_hooks_pack_residuals_of_a_compiled_graph(lse):
+    """Functions run when the graph has; graphs become a part of it, so it saves what they make."""
+    x = torch.randn(4, 3, requires_grad=True)
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.numpy()
+
+    half = torch.fx.symbolic_trace(lambda tensor: tensor.to(torch.float16))
+    back = torch.fx.symbolic_trace(lambda tensor: tensor.to(torch.float32))
+    for hooks, tolerance in (((pack, torch.from_numpy), 1e-6), ((half, back), 1e-3)):
+        torch._dynamo.reset()
+        saved = []
+
+        def compiler(graph, examples, saved=saved):
+            results = [node.meta["val"] for node in graph.graph.output_node().args[0]]
+            saved.append([(value.dtype, value.shape) for value in results[1:]])
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(
+            fw_compiler=compiler, bw_compiler=lambda graph, examples: make_boxed_func(graph.forward)
+        )
+        compiled = torch.compile(lse.op, backend=backend, fullgraph=True)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            output = compiled(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x)
+        assert_close(gradient, x.detach().softmax(-1), rtol=tolerance, atol=tolerance)
+    assert packed == [(4, 3)]
+    assert saved == [[(torch.float16, (4, 3))]]
+    assert lse.taken() == [True, True]
+
+
+def test_hooks_of_tensors_in_a_compiled_graph(lse):
+    def call(x):
+        x = x * 1
+        x.register_hook(lambda grad: grad * 10)
+        output = lse.op(x)
+        output.register_hook(lambda grad: grad * 5)
+        return output
+
+    x = torch.randn(4, 3, requires_grad=True)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert_close(gradient_of(compiled, x), 50 * x.detach().softmax(-1))
+
+
+def test_compiled_autograd_traces_the_formula(lse):
+    x = torch.randn(4, 3, requires_grad=True)
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    for function in (lse.op, torch.compile(lse.op, backend="aot_eager", fullgraph=True)):
+        x.grad = None
+        loss = function(x).sum()
+        with compiled_autograd._enable(compiler):
+            loss.backward()
+        assert_close(x.grad, x.detach().softmax(-1))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -535,6 +535,25 @@ def fsdp2(mesh: Any) -> None:
         torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
 
 
+@case(2)
+def compiled_fsdp2_and_ddp(mesh: Any) -> None:
+    """What the residual of a compiled block is saved for, hooks of these wait for."""
+    from torch.distributed.fsdp import fully_shard
+
+    right = steps(block(), X)
+    for whole in (True, False):
+        for parallel in (fully_shard, nn.parallel.DistributedDataParallel):
+            torch._dynamo.reset()
+            module = block()
+            if not whole:
+                module.compile(backend="aot_eager", fullgraph=True)
+            module = parallel(module)
+            if whole:
+                module = torch.compile(module, backend="aot_eager")
+            for value, expected in zip(steps(module, rows_of_rank()), right, strict=True):
+                torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+
+
 @case(0)
 def ddp(mesh: Any) -> None:
     module = nn.parallel.DistributedDataParallel(block())
