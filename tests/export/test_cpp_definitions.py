@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 import textwrap
 import zipfile
 from pathlib import Path
@@ -232,6 +233,26 @@ def test_libraries_are_several(tmp_path):
         torchop.export.aoti_package(program, libraries="a.so")
     with pytest.raises(OSError, match=r"absent\.so"):
         torchop.export.aoti_package(program, libraries=[tmp_path / "absent.so"])
+
+
+def test_libraries_are_refused_elsewhere(monkeypatch):
+    program = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    message = "^aoti_package: a package carries libraries=... on Linux alone, .* this is darwin"
+    with pytest.raises(NotImplementedError, match=message):
+        torchop.export.aoti_package(program, libraries=["a.so"])
+
+
+def test_a_package_that_nobody_can_run_is_not_left_behind(namespace, tmp_path, monkeypatch):
+    torchop.custom_op(f"{namespace}::f", lambda x: x, schema=SCHEMA, mutates_args=())
+    path = _package(tmp_path, "cpu", f"{namespace}::f")
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(on_demand, "compile_aoti_package", lambda *_, linked: str(path))
+    monkeypatch.setattr(on_demand, "build_library", lambda *_: None)
+    program = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
+    with pytest.raises(torchop.MissingKernelError, match=f"^{namespace}::f: the package calls it"):
+        torchop.export.aoti_package(program, libraries=["kernels.so"])
+    assert not path.exists()
 
 
 def test_an_operator_that_is_not_registered_is_named(tmp_path):

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import posixpath
+import sys
 import tempfile
 import uuid
 import zipfile
@@ -87,7 +88,8 @@ def aoti_package(
         ArgumentError: a `TypeError`: `libraries` is one path; it takes a list.
         OSError: a library cannot be loaded; the exception that caused it says why.
         MissingKernelError: with `libraries`, an operator that the package calls has no kernel in
-            C++ for the device of the package; names both. The file at the path is of no use then.
+            C++ for the device of the package; names both. There is no package then.
+        NotImplementedError: with `libraries`, anywhere but on Linux.
 
     Warns:
         UserWarning: the package calls operators whose kernel is in Python; names them.
@@ -111,6 +113,12 @@ def aoti_package(
     if isinstance(libraries, (str, os.PathLike)):
         raise torchop.ArgumentError(
             f"aoti_package: libraries is a list of paths, got {libraries!r}. Write [{libraries!r}]."
+        )
+    if libraries and sys.platform != "linux":
+        raise NotImplementedError(
+            "aoti_package: a package carries libraries=... on Linux alone, because they are found "
+            f"and loaded as there; this is {sys.platform}. Leave them out, and load them before "
+            "the package, with a library of the code that torchop.export.cpp_definitions returns."
         )
     configs = dict(inductor_configs or {})
     metadata = configs.get("aot_inductor.metadata") or {}
@@ -204,7 +212,11 @@ def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, confi
         carrier = os.path.join(folder, f"{_CARRIER}{uuid.uuid4().hex}")
         on_demand.build_library("", carrier)
         path = on_demand.compile_aoti_package(ep, path, configs, linked=carrier)
-        missing = [f"is_missing({_name(op)})" for op in _with_kernels(path)]
+        try:
+            missing = [f"is_missing({_name(op)})" for op in _with_kernels(path)]
+        except torchop.MissingKernelError:
+            os.remove(path)  # which nobody could run
+            raise
         loader = _LOADER.format(missing=" || ".join(missing) or "false", count=len(libraries))
         first, block, rest = cpp_definitions(path).partition("\nTORCH_LIBRARY_FRAGMENT(")
         place = f'#line 1 "{os.path.basename(path)}"\n'  # which PyTorch tells of the operators
