@@ -12,9 +12,13 @@ from torch import Tensor
 import torchop
 from tests.device import target
 from tests.device.target import FIRST, SECOND
+from tests.devices import BACKEND
+from tests.releases import OUT
 from torchop._core import snapshot
+from torchop.extend import Schema
 from torchop.testing import CheckReport, check, probes
 from torchop.testing._check.subsystems.accelerator import captured
+from torchop.testing._contents import check_outputs
 from torchop.testing.process_state import process_state, restored
 
 needs_graphs = pytest.mark.needs_torch("2.13", "torch.accelerator.Graph")
@@ -44,6 +48,26 @@ def test_opcheck_knows_formulas_on_every_device(namespace: str) -> None:
     x = torch.ones(2, device=SECOND, requires_grad=True)
     one = "test_autograd_registration"
     assert torchop.opcheck(op, (x,), test_utils=one) == {one: "SUCCESS"}
+
+
+@target.needs_accelerator
+@pytest.mark.needs_torch("2.13", "torch.Tag.out")
+def test_opcheck_leaves_the_generators_of_the_device_alone(namespace: str) -> None:
+    drawn = []
+
+    def fill(x: Tensor, *, out: Tensor) -> Tensor:
+        drawn.append(out.uniform_().tolist())
+        return out
+
+    library = torchop.Library(namespace, "FRAGMENT")
+    library.define("fill(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", tags=OUT)
+    library.impl("fill", fill, BACKEND)
+    op = getattr(torch.ops, namespace).fill.default
+    x, module = torch.ones(2, device=SECOND), target.module()
+    before = module.get_rng_state(SECOND)
+    check_outputs(Schema(op._schema), op, (x,), {"out": torch.empty_like(x)})
+    assert drawn == drawn[:1] * 3
+    assert module.get_rng_state(SECOND).tolist() == before.tolist()
 
 
 def test_a_right_operator_passes(namespace: str) -> None:
