@@ -13,6 +13,7 @@ import torchop
 from tests.device import standin
 from torchop._compat import devices
 from torchop._core.snapshot import overlap
+from torchop.testing import process_state
 from torchop.testing._check.report import environment
 
 
@@ -46,6 +47,9 @@ def test_a_type_that_the_program_does_not_use_is_not_asked_for_its_devices(monke
     monkeypatch.setattr(torch.standin, "is_initialized", lambda: False)
     unused = devices.traits.__wrapped__("standin")
     assert (unused.is_in_use(), unused.device_count()) == (False, 0)
+    assert process_state.device_module() is torch.standin
+    monkeypatch.setattr(devices, "accelerator", lambda: unused)
+    assert process_state.device_module() is None
 
 
 def test_a_program_can_be_traced_for_cuda_without_such_a_device():

@@ -13,6 +13,7 @@ import torchop
 from tests.device import target
 from tests.device.target import SECOND, TYPE
 from tests.support import counting, needs_native
+from torchop.testing._timing import Way, timed
 
 pytestmark = [needs_native, target.needs_accelerator]
 # So long that a stream that nobody waits for has not finished.
@@ -115,6 +116,16 @@ def test_backward_runs_on_the_stream_of_the_forward(namespace: str, library: Any
             torch.accelerator.set_stream(base)
         y.sum().backward()
     assert streams == [side] * 3
+
+
+@target.only_on_the_standin
+@pytest.mark.parametrize("on_device", [False, True])
+def test_calls_are_timed_on_the_device_of_their_tensors(on_device: bool) -> None:
+    x = torch.ones(4, device=SECOND)
+    with target.trace() as lines:
+        timed({"call": Way(lambda: lambda: x + 1)}, ([x], {}), 1e-9, on_device=on_device)
+    assert "host waits: synchronize device 1" in lines
+    assert ("record an event on 1.0" in lines) is on_device
 
 
 def test_training_leaves_no_memory_behind(namespace: str) -> None:

@@ -135,13 +135,13 @@ def _device_rounds(device: torch.device) -> _Round:
             call = way.make()
             for _ in range(_LEAD_IN if calls > 1 else 0):
                 call()
-            events = []
+            stream, events = torch.accelerator.current_stream(device), []
             for _ in range(calls):
                 start, end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
                 memory.zero_()
-                start.record()
+                start.record(stream)
                 call()
-                end.record()
+                end.record(stream)
                 events.append((start, end))
             wait()
             return sum(start.elapsed_time(end) for start, end in events) / 1e3 / calls
@@ -159,6 +159,5 @@ def _wait_for(arguments: Any) -> Callable[[], None]:
 
     One that is not used is not asked, because that would start it.
     """
-    if _accelerator_of(arguments) is not None:
-        return torch.accelerator.synchronize
-    return lambda: None
+    device = _accelerator_of(arguments)
+    return lambda: None if device is None else torch.accelerator.synchronize(device)
