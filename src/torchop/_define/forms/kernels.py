@@ -128,13 +128,12 @@ def _look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 def _look_alike(one: Tensor, other: Tensor) -> bool:
     """What `metadata` compares, without the objects that it makes."""
-    if one.dtype != other.dtype or one.layout != other.layout:
+    if one.dtype is not other.dtype or one.layout is not other.layout:
         return False
     return one.shape == other.shape and one.device == other.device
 
 
 Kernel = Callable[..., Any]
-_shape_of = operator.attrgetter("shape")
 
 
 class WritingKernels:
@@ -161,35 +160,44 @@ class WritingKernels:
 
     def out(self, kernel: Kernel) -> Kernel:
         """The kernel that writes into the outputs of the caller, and returns them."""
-        outputs_in, count = self._outputs_in, len(self.outputs)
+        outputs_in, check = self._outputs_in, self._check_written
+        name = self.outputs[0]
 
-        @functools.wraps(kernel)
         def write(*args: Any, **kwargs: Any) -> Any:
             outputs = outputs_in(kwargs)
-            shapes = [*map(_shape_of, outputs)]
+            shapes = [output.shape for output in outputs]
+            check(outputs, shapes, kernel(*args, **kwargs))
+            return outputs
+
+        def write_one(*args: Any, **kwargs: Any) -> Any:
+            output = kwargs[name]
+            shape = output.shape
             returned = kernel(*args, **kwargs)
-            if [*map(_shape_of, outputs)] != shapes:
-                raise self._resized(outputs, shapes)
-            if returned is not None:
-                tensors = returned if isinstance(returned, (tuple, list)) else (returned,)
-                if [*map(id, tensors)] != [*map(id, outputs)]:
-                    raise ResultError(
-                        f"{self.name}: the kernel must write into {', '.join(self.outputs)} and "
-                        f"return that, or None, but returned {spell_result(returned)}, which no "
-                        "caller gets. Copy it into the output."
-                    )
-            return outputs if count > 1 else outputs[0]
+            if (returned is not None and returned is not output) or output.shape != shape:
+                check((output,), (shape,), returned)
+            return output
 
-        return write
+        return functools.wraps(kernel)(write_one if len(self.outputs) == 1 else write)
 
-    def _resized(self, outputs: Sequence[Tensor], shapes: Sequence[torch.Size]) -> ResultError:
-        named = zip(self.outputs, shapes, outputs, strict=True)
-        name, shape, output = next(each for each in named if each[2].shape != each[1])
-        return ResultError(
-            f"{self.name}: the kernel must write into {name} without resizing it, but changed its "
-            f"shape from {list(shape)} to {list(output.shape)}. Let the rule that allocates the "
-            "results return that shape."
-        )
+    def _check_written(
+        self, outputs: Sequence[Tensor], shapes: Sequence[torch.Size], returned: Any
+    ) -> None:
+        """Refuses outputs that a kernel has resized, and results that are not the outputs."""
+        for name, shape, output in zip(self.outputs, shapes, outputs, strict=True):
+            if output.shape != shape:
+                raise ResultError(
+                    f"{self.name}: the kernel must write into {name} without resizing it, but "
+                    f"changed its shape from {list(shape)} to {list(output.shape)}. Let the rule "
+                    "that allocates the results return that shape."
+                )
+        if returned is not None:
+            tensors = returned if isinstance(returned, (tuple, list)) else (returned,)
+            if [*map(id, tensors)] != [*map(id, outputs)]:
+                raise ResultError(
+                    f"{self.name}: the kernel must write into {', '.join(self.outputs)} and "
+                    f"return that, or None, but returned {spell_result(returned)}, which no "
+                    "caller gets. Copy it into the output."
+                )
 
     def functional(self, kernel: Kernel) -> Kernel:
         """The kernel that allocates its outputs."""
@@ -209,7 +217,8 @@ class WritingKernels:
         @functools.wraps(kernel)
         def overwrite(*args: Any, **kwargs: Any) -> Any:
             if self.elementwise:
-                return write(*args, **kwargs, **{output: args[0]})
+                kwargs[output] = args[0]
+                return write(*args, **kwargs)
             (result,) = self._allocated(args, kwargs)
             check_fits(name, schema, schema.mutated[0], metadata(result), args[0])
             return args[0].copy_(write(*args, **kwargs, **{output: result}))
