@@ -52,7 +52,7 @@ BUDGETS = {
     "_accelerate": 604,
     "_compat": 3217,
     "_core": 1593,
-    "_define": 1950,
+    "_define": 1955,
     "_inspect": 1079,
     "_native": 1458,
     "_native/csrc": 5466,
