@@ -28,7 +28,7 @@ def test_threads_call_operators_that_others_change() -> None:
         """
     )
     lines = assert_clean(done).splitlines()
-    assert lines == [f"{name} True True" for name in ("plans", "redefined", "closed", "lists")]
+    assert lines == [f"{name} True True" for name in load_tool("threads").SCENARIOS]
 
 
 def test_wrong_result_is_a_failure() -> None:

@@ -477,12 +477,12 @@ MUTANTS = {
     "stack of this thread": Mutant("thread.h", "measure_stack(here);", ";"),
     "operator is gone": Mutant(
         "entry.h",
-        "entry.exists != nullptr && !entry.exists->load(std::memory_order_relaxed)",
+        "entry.lifetime != nullptr && !entry.lifetime->exists.load(std::memory_order_relaxed)",
         "false",
     ),
     "first operator of an entry": Mutant(
         "entry.cpp",
-        "if (plan != nullptr && entry_of(self).exists == nullptr)",
+        "if (plan != nullptr && entry_of(self).lifetime == nullptr)",
         "if (plan != nullptr)",
     ),
     "end of a thread": Mutant("entry.cpp", "    plan.forget();\n    throw;", "    plan.forget();"),

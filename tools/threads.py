@@ -121,6 +121,36 @@ class Closed(Scenario):
         return "closed"
 
 
+class Dispatched(Redefined):
+    """The same, while the calls go through the dispatcher."""
+
+    def call(self, chance: random.Random) -> str:
+        with torchop.native.disabled():
+            return super().call(chance)
+
+
+class Kernels(Scenario):
+    """The kernel that the dispatcher finds comes and goes with its library."""
+
+    def define(self, amount: int) -> None:
+        super().define(amount)
+        self.implement(amount)
+
+    def implement(self, amount: int) -> None:
+        """Makes a library with a kernel for calls in a block of autocast."""
+        self.owner = self.library.Library(self.namespace, "IMPL")
+        self.owner.impl("op", adding(amount), "AutocastCPU")
+
+    def change(self, chance: random.Random) -> str:
+        self.owner._destroy()
+        self.implement(chance.randrange(100))
+        return "implemented"
+
+    def call(self, chance: random.Random) -> str:
+        with torch.autocast("cpu"):
+            return super().call(chance)
+
+
 class Lists(Scenario):
     """The list that all pass is written meanwhile."""
 
@@ -140,7 +170,9 @@ class Lists(Scenario):
         return check(self.handle(self.list))
 
 
-SCENARIOS = {kind.__name__.lower(): kind for kind in (Plans, Redefined, Closed, Lists)}
+SCENARIOS = {
+    kind.__name__.lower(): kind for kind in (Plans, Redefined, Closed, Dispatched, Kernels, Lists)
+}
 
 
 def run(name: str, library: Any, threads: int, seconds: float) -> Counter[str]:

@@ -293,12 +293,8 @@ class RecordingError(ValueError):
     """A file is not a recording of calls, or is damaged."""
 
 
-def _never() -> bool:
-    return False
-
-
-# Whether Dynamo is tracing: `_compat.compilers` puts its function here.
-dynamo_is_tracing: Callable[[], bool] = _never
+# Whether Dynamo is tracing: `_compat.compilers` puts its function here, and `bool()` is False.
+dynamo_is_tracing: Callable[[], bool] = bool
 
 
 def _readable(error: Exception) -> str:

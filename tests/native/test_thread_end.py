@@ -81,3 +81,28 @@ def test_python_ends_while_a_daemon_compiles_a_plan():
         print("the end")
     """
     assert assert_clean(run_forked(program)) == "the end\n"
+
+
+def test_python_ends_while_a_daemon_sleeps_that_opened_a_block():
+    program = """
+        import threading, time
+        import torch, torchop
+
+        op = torchop.custom_op(
+            "ended::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
+        )
+        op(torch.ones(2))
+        opened = threading.Event()
+
+        def sleep():
+            with torchop.native.disabled():
+                op(torch.ones(2))
+            opened.set()
+            while True:
+                time.sleep(0.01)
+
+        threading.Thread(target=sleep, daemon=True).start()
+        assert opened.wait(60)
+        print("the end")
+    """
+    assert assert_clean(run_forked(program)) == "the end\n"

@@ -117,13 +117,12 @@ def kept_packet(namespace: str, name: str) -> Setting:
     return Setting(change, True, False)
 
 
-def retire(names: Iterable[Name], reason: Callable[[str], str]) -> None:
+def retire(names: Collection[Name], reason: Callable[[str], str]) -> None:
     """Makes new calls of operators raise, before these operators are destroyed; safe to repeat.
 
-    `reason` makes the message of their error, from the operator's name. Running calls of other
-    threads are not waited for: PyTorch cannot tell when the last has left its dispatcher.
+    `reason` makes the message of their error, from the operator's name. Calls of other threads that
+    are in the dispatcher are waited for, where native calls are there to count them.
     """
-    names = tuple(names)
     for name in names:
         with contextlib.suppress(AttributeError):
             # Otherwise the first look-up would create an overload that does not raise.
@@ -131,13 +130,15 @@ def retire(names: Iterable[Name], reason: Callable[[str], str]) -> None:
     retire_existing(names, reason)
 
 
-def retire_existing(names: Iterable[Name], reason: Callable[[str], str]) -> None:
+def retire_existing(names: Collection[Name], reason: Callable[[str], str]) -> None:
     """The same for operators that somebody has looked up."""
     retired: list[Any] = []
     for name in names:
         retired += _retire_overload(*name, functools.partial(reason, operators.joined(*name)))
     if retired:
         forget_objects(retired)
+    if native is not None:
+        native.end_calls([operators.joined(*name) for name in names])
 
 
 def forget(names: Iterable[Name]) -> None:
@@ -153,19 +154,19 @@ def forget(names: Iterable[Name]) -> None:
         dtensor.clear_caches()  # by the address of an operator, which another may get
 
 
+# The extension module, which counts the calls that are in the dispatcher, once it is loaded.
+native: Any = None
+
+
 def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
     """Refuses to destroy operators if this thread is inside a call of one of them."""
     for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
         raise RuntimeError(f"{operator} cannot be destroyed or replaced from inside a call of it.")
 
 
-# Names the operators that this thread is calling without a Python frame.
-calls_without_frames: Callable[[], Iterable[str]] = tuple
-
-
 def _called_here() -> set[str]:
     """The operators whose calls are running in this thread."""
-    names = set(calls_without_frames())
+    names = set() if native is None else {str(entry.name) for entry in native.running()}
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_filename == _OPS_FILE:
             subject = frame.f_locals.get("self")

@@ -33,6 +33,20 @@ def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> 
     return qualname
 
 
+@contextlib.contextmanager
+def calls_held(qualnames: Iterable[str]) -> Iterator[None]:
+    """Keeps the calls of other threads out of the dispatcher while kernels of operators change.
+
+    PyTorch does not: it frees what such a call reads next. Waiting for those that are there already
+    takes a second at most, because they may wait for this thread.
+    """
+    change = deregistration.native and deregistration.native.hold_calls(qualnames)
+    try:
+        yield
+    finally:
+        del change
+
+
 def implement(
     library: torch.library.Library,
     name: str,
@@ -42,14 +56,18 @@ def implement(
     with_keyset: bool = False,
     replaces: bool = False,
 ) -> None:
-    """Registers a Python kernel at one dispatch key; `replaces` allows that it has one already."""
+    """Registers a Python kernel at one dispatch key; `replaces` allows that it has one already.
+
+    Without `replaces`, the operator must be new.
+    """
     assert library.m is not None
-    if replaces and dispatch.has_kernel(f"{library.ns}::{name}", key):
-        with warnings.catch_warnings():
+    with contextlib.ExitStack() as blocks:
+        if replaces and dispatch.has_kernel(f"{library.ns}::{name}", key):
             # PyTorch warns once per process when a kernel is replaced, which is meant here.
+            blocks.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
-            library.m.impl(name, key, kernel, with_keyset)
-    else:
+        if replaces:  # the operator is not new, so there may be calls
+            blocks.enter_context(calls_held([f"{library.ns}::{name}"]))
         library.m.impl(name, key, kernel, with_keyset)
     record = f"{library.ns}/{name}/{key}"
     torch.library._impls.add(record)
@@ -70,10 +88,15 @@ def implement_for_now(
     registration: Any = torch._C._dispatch_library(
         "IMPL", library.ns, "", code.co_filename, code.co_firstlineno
     )
-    take_back: Callable[[], None] = registration.reset
+
+    def take_back() -> None:
+        with calls_held([f"{library.ns}::{name}"]):
+            registration.reset()
+
     on_close(library, take_back)  # first, so that an interrupt leaves nothing behind
     library._op_impls.add(f"{library.ns}/{name}/{key}")  # so that its end frees the function
-    registration.impl(name, key, kernel, False)
+    with calls_held([f"{library.ns}::{name}"]):
+        registration.impl(name, key, kernel, False)
     return take_back
 
 
@@ -150,10 +173,12 @@ class _Contents(NamedTuple):
         for place, handle in enumerate(self.handles):
             if not isinstance(handle, _Once):  # PyTorch's own fail when they are destroyed again
                 self.handles[place] = _OnceForStock(handle.destroy)
-        for handle in self.handles:
-            handle.destroy()
-        if self.m is not None:
-            self.m.reset()
+        kernels = (record.split("/") for record in self.implemented)
+        with calls_held({f"{namespace}::{name}" for namespace, name, _ in kernels}):
+            for handle in self.handles:
+                handle.destroy()
+            if self.m is not None:
+                self.m.reset()
         # PyTorch would remove the names when it finalizes the library. By then, other libraries may
         # have defined them again; and `kept_packet` keeps their packets in `torch.ops`.
         torch.library._defs.difference_update(self.defined)
@@ -195,12 +220,10 @@ def free_kernels(records: Iterable[str]) -> None:
     """
     _unfreed.update(records)
     gone = [record for record in tuple(_unfreed) if _is_gone(record)]
-    kernels = [record.split("/") for record in gone]
-    for namespace in {kernel[0] for kernel in kernels}:
+    for namespace, name, key in (record.split("/") for record in gone):
         m = torch._C._dispatch_library("IMPL", namespace, "", "torchop", 0)
         try:
-            for _, name, key in filter(lambda kernel: kernel[0] == namespace, kernels):
-                m.impl(name, key or "CompositeImplicitAutograd", _no_kernel)
+            m.impl(name, key or "CompositeImplicitAutograd", _no_kernel)
         finally:
             m.reset()
     _unfreed.difference_update(gone)

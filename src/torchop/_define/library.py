@@ -175,10 +175,8 @@ class Library(OwnLibrary):
                 f"impl({short_text(name)}): the dispatch key is a str, such as 'CPU'; got "
                 f"{short_repr(dispatch_key)} of type {type(dispatch_key).__name__}."
             )
-        kernel = fn
-        if fn is not fallthrough_kernel:
-            kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)
-        with registration_lock, short_errors:
+        kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)
+        with registration_lock, short_errors, libraries.calls_held([f"{self.ns}::{name}"]):
             super().impl(  # type: ignore[no-untyped-call]
                 name,
                 kernel,
@@ -280,6 +278,8 @@ def checked_kernel(
     qualname: str, function: Callable[..., Any], with_keyset: bool
 ) -> Callable[..., Any]:
     """Checks what a kernel returns, before PyTorch trusts it to match the schema."""
+    if function is fallthrough_kernel:
+        return function
     name = OpName.parse(qualname)
     check: ResultCheck | None = None
     checked_schema: Any = None  # as PyTorch has it; an overload may go to the next operator

@@ -17,7 +17,6 @@ from torchop._define.library import (
     Library,
     checked_kernel,
     define_in,
-    fallthrough_kernel,
     local_name,
 )
 from torchop._errors import SchemaError, short_repr, short_text, warn
@@ -189,11 +188,7 @@ def _define_in(
 def _implement_in(
     library: torch.library.Library, op: OpLike, function: Callable[..., Any], key: str
 ) -> None:
-    if (
-        not isinstance(library, Library)
-        and callable(function)
-        and function is not fallthrough_kernel
-    ):
+    if not isinstance(library, Library) and callable(function):
         function = checked_kernel(f"{library.ns}::{local_name(library, op)}", function, False)
     library.impl(op, function, key)
 

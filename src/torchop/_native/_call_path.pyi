@@ -1,6 +1,6 @@
 """The border of the native call path: everything that crosses it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -170,4 +170,6 @@ def try_nodes(
     make_function: Callable[..., Any], node_maker: Callable[[Any, Any], Any], /
 ) -> str | None: ...
 def switch_off(blocks: int, /) -> None: ...  # opens so many, or closes them
+def hold_calls(names: Iterable[str], /) -> object: ...  # while the result is there
+def end_calls(names: Iterable[str], /) -> None: ...
 def running() -> list[Entry]: ...  # those of the native calls that this thread is in

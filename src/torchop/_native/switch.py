@@ -211,12 +211,7 @@ def _prepare(module: ModuleType) -> None:
     rule.native_choice = module.Choice
     recipe.difference = module.try_nodes(autograd.make_autograd_function, autograd.node_maker)
     _log_unknown_nodes()
-    deregistration.calls_without_frames = _running_calls
-
-
-def _running_calls() -> list[str]:
-    """The operators whose native calls this thread is in."""
-    return [] if _native is None else [entry.name for entry in _native.running()]
+    deregistration.native = module
 
 
 def _log_unknown_nodes() -> None:

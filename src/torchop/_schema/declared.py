@@ -41,7 +41,11 @@ def declared_schema(
         if schema is not None:
             raise
         refusal = error
-    if refusal is None and (schema is not None or not _takes_objects(parsed)):
+    # Nobody checks an object of a class that is registered as opaque in a schema, and an Enum that
+    # was such an object is lost in a file. The name of such a class has a point. Most schemas have
+    # none, and are not printed for this.
+    takes_objects = refusal is None and "." in parsed.written and "PyObject" in parsed.text
+    if refusal is None and (schema is not None or not takes_objects):
         return parsed, function, FLAT
     from torchop._schema.structure import convention, derive  # which few operators need
 
@@ -53,15 +57,6 @@ def declared_schema(
     kernel, text = structure.flat_function, structure.schema_text
     parsed = make_schema(name, kernel, structure.mutated, tags, text)
     return parsed, kernel, convention.StructuredConvention(structure)
-
-
-def _takes_objects(schema: Schema) -> bool:
-    """Whether an argument is an object of a class that is registered as opaque.
-
-    Nobody checks an object in a schema, and an Enum that was such an object is lost in a file.
-    """
-    # The name of such a class has a point. Most schemas have none, and are not printed for this.
-    return "." in schema.written and "PyObject" in schema.text
 
 
 def make_schema(

@@ -140,7 +140,11 @@ def fitted(
         values = dict(zip(positional[count:], args[place:], strict=False)) | kwargs
         for argument in schema.arguments:
             name = argument.name
-            if name in values and name not in kept and not _equals(values[name], argument):
+            if name not in values or name in kept:
+                continue
+            value = values[name]
+            # The dispatcher passes what is symbolic, without looking at its value.
+            if isinstance(value, _SYMBOLIC) or not same_default(value, argument):
                 raise RuleSignatureError(
                     f"{what} does not take the parameter {name!r}, and this call passes it with "
                     f"another value than its default, {short_repr(argument.default)}. Give "
@@ -165,11 +169,6 @@ def _taken(
             return count, frozenset(kept)
     check_signature(what, function, (*leading, *positional), keywords)
     raise AssertionError  # it has raised
-
-
-def _equals(value: Any, argument: Argument) -> bool:
-    # The dispatcher passes what is symbolic, without looking at its value.
-    return not isinstance(value, _SYMBOLIC) and same_default(value, argument)
 
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -18,6 +18,7 @@
 
 #include "disabled.h"
 #include "dispatch.h"
+#include "lifetime.h"
 
 namespace torchop {
 
@@ -149,10 +150,19 @@ class WithoutWarning {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
+// A kernel that passes one of ours by, and of which operator.
+struct Registration {
+  LifetimePointer lifetime;
+  std::optional<c10::RegistrationHandleRAII> kernel;
+};
+
 constexpr const char* capsule_name = "torchop._native._call_path.bypass";
 
 void remove(PyObject* capsule) {
-  delete static_cast<c10::RegistrationHandleRAII*>(PyCapsule_GetPointer(capsule, capsule_name));
+  std::unique_ptr<Registration> registration(
+      static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name)));
+  const Change change({registration->lifetime});
+  registration.reset();
 }
 
 } // namespace
@@ -173,11 +183,12 @@ PyObject* bypass(PyObject*, PyObject* args) {
       table_of(*op).lookup(DispatchKeySet(is_autograd ? DispatchKey::AutogradCPU : key));
   if (!is_python_kernel(kernel) || python_function(kernel) != function)
     Py_RETURN_NONE; // somebody else's is in front of it, or a bypass
-  std::unique_ptr<c10::RegistrationHandleRAII> registration;
+  auto registration = std::make_unique<Registration>(lifetime_of(*op));
   {
-    WithoutWarning guard;
+    const WithoutWarning guard;
+    const Change change({registration->lifetime});
     auto functor = std::make_unique<Bypass>(kernel, function, key);
-    registration = std::make_unique<c10::RegistrationHandleRAII>(dispatcher.registerImpl(
+    registration->kernel.emplace(dispatcher.registerImpl(
         op->operator_name(),
         key,
         c10::KernelFunction::makeFromBoxedFunctor(std::move(functor)),

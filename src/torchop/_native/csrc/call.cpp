@@ -173,7 +173,7 @@ Decision decide(
   {
 #ifdef Py_GIL_DISABLED
     Look look(this_thread());
-    if (C10_UNLIKELY(!plan.exists->load()))
+    if (C10_UNLIKELY(!plan.lifetime->exists.load() || plan.lifetime->changes.load() != 0))
       return stop(Reason::Operator); // since the call began
 #endif
     decision.route = follow(table_of(*plan.op), plan.own, keys);

@@ -20,8 +20,12 @@ inline bool is_disabled() {
 
 // Opens or closes a block. PyTorch takes what was opened in a backward back when that ends.
 inline void change_blocks(int by) {
+  // A thread must not end with a number of its own: PyTorch would take Python's lock to free it,
+  // which ends the process where Python is ending.
+  static const auto& none = *new Carried(to_carry(PyLong_FromLong(0)));
   disabled_blocks += by;
-  carry("torchop_blocks", PyLong_FromLong(std::max(open_here() + by, 0L)));
+  const long open = std::max(open_here() + by, 0L);
+  carry("torchop_blocks", open == 0 ? none : to_carry(PyLong_FromLong(open)));
 }
 
 } // namespace torchop

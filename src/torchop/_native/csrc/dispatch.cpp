@@ -2,12 +2,9 @@
 #include "dispatch.h"
 
 #include <cstring>
-#include <mutex>
 #include <typeinfo>
-#include <unordered_map>
 
 #include "bypass.h"
-#include "free_threads.h"
 
 namespace torchop {
 
@@ -137,50 +134,6 @@ bool takes_just_arguments(const c10::KernelFunction& kernel) {
 
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op) {
   return member_of(OperatorDefinition{}, op)->op;
-}
-
-namespace {
-
-// Who is to be told when an operator goes; by its place in the dispatcher. It outlives this file:
-// libraries are taken back when the process ends, too.
-struct Existing {
-  std::mutex mutex;
-  std::unordered_map<const void*, std::shared_ptr<std::atomic<bool>>> operators;
-};
-
-Existing& existing() {
-  static auto* operators = new Existing();
-  return *operators;
-}
-
-const void* place_of(const c10::OperatorHandle& op) {
-  return &*member_of(OperatorDefinition{}, op);
-}
-
-class Listener final : public c10::OpRegistrationListener {
- public:
-  void onOperatorRegistered(const c10::OperatorHandle&) override {}
-  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
-    std::lock_guard<std::mutex> lock(existing().mutex);
-    if (auto found = existing().operators.extract(place_of(op)); !found.empty())
-      found.mapped()->store(false);
-#ifdef Py_GIL_DISABLED
-    wait_for_looks();
-#endif
-  }
-};
-
-} // namespace
-
-Existence existence_of(const c10::OperatorHandle& op) {
-  static auto* listening = new c10::RegistrationHandleRAII(
-      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
-  (void)listening;
-  std::lock_guard<std::mutex> lock(existing().mutex);
-  auto& exists = existing().operators[place_of(op)];
-  if (exists == nullptr)
-    exists = std::make_shared<std::atomic<bool>>(true);
-  return exists;
 }
 
 namespace {

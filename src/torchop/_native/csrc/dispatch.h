@@ -100,11 +100,6 @@ bool takes_just_arguments(const c10::KernelFunction& kernel);
 // The table of an operator. It lives as long as the operator does.
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op);
 
-// Whether an operator still exists; once it does not, never again. Whoever resets the library that
-// defined it tells nobody in Python, and the table is freed.
-using Existence = std::shared_ptr<const std::atomic<bool>>;
-Existence existence_of(const c10::OperatorHandle& op);
-
 // The kernels of ours that a call would meet, in the order of dispatch.
 struct OwnKernels {
   PyObject* autograd = nullptr; // borrowed, as all of these

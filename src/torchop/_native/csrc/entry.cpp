@@ -28,14 +28,19 @@ bool refresh_plan(Entry& entry) {
   return THPObjectPtr(PyObject_CallNoArgs(entry.refresh)).get() != nullptr;
 }
 
-void refuse_gone(const Entry& entry) {
+void refuse_gone(Entry& entry) {
   THPObjectPtr module(PyImport_ImportModule("torchop._errors"));
   THPObjectPtr kind(module ? PyObject_GetAttrString(module.get(), "OperatorGoneError") : nullptr);
-  if (kind)
-    PyErr_Format(
-        kind.get(),
-        "%U is gone: the library that defined it was reset. Look it up in torch.ops again.",
-        entry.name);
+  if (!kind)
+    return;
+  // Whoever ends an operator tells why, once that is done; whoever resets a library tells nothing.
+  if (!refresh_plan(entry) && PyErr_ExceptionMatches(kind.get()))
+    return;
+  PyErr_Clear();
+  PyErr_Format(
+      kind.get(),
+      "%U is gone: the library that defined it was reset. Look it up in torch.ops again.",
+      entry.name);
 }
 
 namespace {
@@ -100,6 +105,46 @@ __attribute__((noinline, cold)) void doubt(Entry& entry, Reason reason) {
     release_plan(entry.plan.exchange(nullptr));
 }
 
+// Raises that the operator is gone, because of the error that PyTorch raised for it.
+__attribute__((noinline, cold)) void refuse_ended(Entry& entry) {
+  PyObject *type, *cause, *traceback, *error;
+  PyErr_Fetch(&type, &cause, &traceback);
+  PyErr_NormalizeException(&type, &cause, &traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  refuse_gone(entry);
+  PyErr_Fetch(&type, &error, &traceback);
+  PyErr_NormalizeException(&type, &error, &traceback);
+  PyException_SetCause(error, cause);
+  PyErr_Restore(type, error, traceback);
+}
+
+// Has the dispatcher make a call.
+PyObject* dispatch_call(
+    Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  THPObjectPtr callee;
+  if (dispatch == nullptr) {
+    Py_BEGIN_CRITICAL_SECTION(reinterpret_cast<PyObject*>(&entry));
+    callee = THPObjectPtr(Py_NewRef(entry.dispatch));
+    Py_END_CRITICAL_SECTION();
+    dispatch = callee.get();
+  }
+  PyObject* result = nullptr;
+  {
+    const DispatcherCall call(entry.lifetime);
+    if (C10_LIKELY(!is_gone(entry)))
+      result = PyObject_Vectorcall(dispatch, args, nargsf, keywords);
+  }
+  if (C10_LIKELY(result != nullptr || !is_gone(entry)))
+    return result;
+  // If the operator ended meanwhile, PyTorch may have found no schema any more, or no kernel.
+  if (PyErr_Occurred() == nullptr)
+    refuse_gone(entry);
+  else if (PyErr_Occurred() == PyExc_RuntimeError)
+    refuse_ended(entry);
+  return nullptr;
+}
+
 } // namespace
 
 // A forced unwind has no object, and the sanitizer would not let its handler refer to that.
@@ -151,17 +196,7 @@ __attribute__((no_sanitize("null"))) PyObject* call_entry(
     return nullptr;
   if ((*plan).is_foreign)
     doubt(entry, reason);
-  if (!has_lock && is_gone(entry)) { // since the call began
-    refuse_gone(entry);
-    return nullptr;
-  }
-  if (dispatch != nullptr)
-    return PyObject_Vectorcall(dispatch, args, nargsf, keywords);
-  THPObjectPtr callee;
-  Py_BEGIN_CRITICAL_SECTION(reinterpret_cast<PyObject*>(&entry));
-  callee = THPObjectPtr(Py_NewRef(entry.dispatch));
-  Py_END_CRITICAL_SECTION();
-  return PyObject_Vectorcall(callee.get(), args, nargsf, keywords);
+  return dispatch_call(entry, dispatch, args, nargsf, keywords);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -184,7 +219,7 @@ PyObject* make_entry(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     return nullptr;
   Entry& entry = entry_of(self);
   new (&entry.plan) PlanPointer(nullptr);
-  new (&entry.exists) Existence();
+  new (&entry.lifetime) LifetimePointer();
   new (&entry.counters) Counters();
   entry.name = Py_NewRef(name);
   entry.refresh = Py_NewRef(refresh);
@@ -213,7 +248,7 @@ void dealloc_entry(PyObject* self) {
   PyObject_GC_UnTrack(self);
   clear_entry(self);
   Py_CLEAR(entry_of(self).name);
-  entry_of(self).exists.~shared_ptr();
+  entry_of(self).lifetime.~shared_ptr();
   entry_of(self).counters.~Counters();
   type->tp_free(self);
   Py_DECREF(type);
@@ -251,8 +286,8 @@ int set_plan(PyObject* self, PyObject* value, void*) {
     return -1;
   }
   PyObject* plan = value == Py_None ? nullptr : Py_NewRef(value);
-  if (plan != nullptr && entry_of(self).exists == nullptr)
-    entry_of(self).exists = reinterpret_cast<Plan*>(plan)->exists;
+  if (plan != nullptr && entry_of(self).lifetime == nullptr)
+    entry_of(self).lifetime = reinterpret_cast<Plan*>(plan)->lifetime;
   release_plan(entry_of(self).plan.exchange(plan));
   return 0;
 }

@@ -18,8 +18,8 @@ struct Entry {
   PlanPointer plan;   // nullptr after a registration, until the next call
   PyObject* refresh;  // refresh() compiles and installs a plan; raises if the operator is gone
   PyObject* dispatch; // what calls the dispatcher; nullptr before the first plan
-  Existence exists;   // of the operator that the first plan was of; its functions call that one
-  Counters counters;  // of calls, by the reason for which they went to the dispatcher
+  LifetimePointer lifetime; // of the operator of the first plan; its functions call that one
+  Counters counters;        // of calls, by the reason for which they went to the dispatcher
 };
 
 extern PyTypeObject* entry_type;
@@ -43,12 +43,12 @@ PyObject* call_entry(
 __attribute__((noinline, cold)) bool refresh_plan(Entry& entry);
 
 inline bool is_gone(const Entry& entry) {
-  return entry.exists != nullptr && !entry.exists->load(std::memory_order_relaxed);
+  return entry.lifetime != nullptr && !entry.lifetime->exists.load(std::memory_order_relaxed);
 }
 
 // Says that an operator went away without a word, with the library that somebody reset. What calls
 // the dispatcher would call freed memory.
-__attribute__((noinline, cold)) void refuse_gone(const Entry& entry);
+__attribute__((noinline, cold)) void refuse_gone(Entry& entry);
 
 bool add_entry_type(PyObject* module);
 

@@ -236,7 +236,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   new (&plan.residuals) Residuals();
   new (&plan.sources) std::vector<Plan::Source>();
   new (&plan.op) std::optional<c10::OperatorHandle>();
-  new (&plan.exists) Existence();
+  new (&plan.lifetime) LifetimePointer();
   new (&plan.fallback_operator) std::atomic<FallbackOperator*>(nullptr);
   plan.finish = finish;
   plan.convert = given(convert);
@@ -291,7 +291,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (plan.op.has_value())
-    plan.exists = existence_of(*plan.op);
+    plan.lifetime = lifetime_of(*plan.op);
   if (plan.op.has_value() && as_dispatched != 0)
     leave_out_defaults(plan.op->schema(), plan.parameters);
   plan.always_dispatches =
@@ -319,7 +319,7 @@ void dealloc_plan(PyObject* self) {
   plan.kernels.~vector();
   plan.sources.~vector();
   plan.op.~optional();
-  plan.exists.~shared_ptr();
+  plan.lifetime.~shared_ptr();
   delete plan.fallback_operator.load();
   delete plan.residuals.usual_guard.load();
   Py_XDECREF(plan.kept);

@@ -14,6 +14,7 @@
 #include "autograd.h"
 #include "autograd_fallback.h"
 #include "dispatch.h"
+#include "lifetime.h"
 #include "residuals.h"
 #include "results.h"
 
@@ -48,7 +49,7 @@ struct Plan {
   std::vector<Source> sources;
   bool is_foreign; // somebody else registers kernels, and calls find out
   std::optional<c10::OperatorHandle> op;
-  Existence exists; // of the operator
+  LifetimePointer lifetime; // of the operator
   bool always_dispatches;
   Py_ssize_t unknown_parameter; // the first of a type that only the dispatcher converts, or -1
   PyObject* finish;             // finish(args, kwargs, result): the rule for unusual results

@@ -47,10 +47,15 @@ inline PyObject* carried(const char* name) {
       : nullptr;
 }
 
+using Carried = std::shared_ptr<c10::SafePyObject>;
+
 // Takes the object.
-inline void carry(const char* name, PyObject* object) {
-  auto kept = std::make_shared<c10::SafePyObject>(object, getPyInterpreter());
-  at::impl::ThreadLocalPythonObjects::set(name, std::move(kept));
+inline Carried to_carry(PyObject* object) {
+  return std::make_shared<c10::SafePyObject>(object, getPyInterpreter());
+}
+
+inline void carry(const char* name, Carried object) {
+  at::impl::ThreadLocalPythonObjects::set(name, std::move(object));
 }
 
 // To be looked up once in a function: that is a call, and the compiler, which takes it for none,

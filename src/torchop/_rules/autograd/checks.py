@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -170,10 +171,7 @@ def uses_numpy(*functions: Callable[..., Any] | None) -> bool:
 def _names_numpy(function: Any) -> bool:
     code = getattr(function, "__code__", None)
     variables = getattr(function, "__globals__", {})
+    numpy = sys.modules.get("numpy", "numpy")
     return isinstance(code, CodeType) and any(
-        name == "numpy" or _is_numpy(variables.get(name)) for name in names_in(code)
+        name == "numpy" or variables.get(name) is numpy for name in names_in(code)
     )
-
-
-def _is_numpy(value: object) -> bool:
-    return isinstance(value, ModuleType) and value.__name__ == "numpy"

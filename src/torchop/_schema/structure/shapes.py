@@ -123,7 +123,7 @@ class DataclassShape(ClassShape):
         if not _is_frozen(self.cls) and all(map(is_plain, fields)):
             for name, value in fields.items():
                 source.line(f"{local}.{name} = {value}")
-        elif _has_slots(self.cls):
+        elif any("__slots__" in vars(base) for base in self.cls.__mro__[:-1]):
             set_field = source.object(object.__setattr__)
             for name, value in fields.items():
                 source.line(f"{set_field}({local}, {source.object(name)}, {value})")
@@ -152,10 +152,6 @@ def makes_itself(cls: Any) -> bool:
 
 def _is_frozen(cls: Any) -> bool:
     return bool(cls.__dataclass_params__.frozen)
-
-
-def _has_slots(cls: type) -> bool:
-    return any("__slots__" in vars(base) for base in cls.__mro__[:-1])
 
 
 class NamedTupleShape(ClassShape):

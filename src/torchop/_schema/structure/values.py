@@ -174,13 +174,10 @@ def _is_unknown(value: Any) -> bool:
     return isinstance(value, _DataDependent)
 
 
-def _no_block_is_open() -> bool:
-    return False
-
-
 # Whether a block of `torchop.checking()` is open in this thread, in which every call is compared.
-# Those blocks belong to the core, above this package: its module puts its own function here.
-is_checking: Callable[[], bool] = _no_block_is_open
+# Those blocks belong to the core, above this package: its module puts its own function here, and
+# `bool()` is False.
+is_checking: Callable[[], bool] = bool
 
 
 def _values_on_fake_tensors(

@@ -265,7 +265,9 @@ class Watching(TorchFunctionMode):
         if name in _HANDS_OUT:
             self._handed_out = self._handed_out or origin
         for tensor in _tensors((result,)):
-            has_left = is_differentiable(tensor) and not _reads_metadata_only(name)
+            # Such functions read the shape and dtype of a tensor, but not its values.
+            is_just_like = name.endswith("_like") or name.startswith("new_")
+            has_left = is_differentiable(tensor) and not is_just_like
             self._seen.setdefault(id(tensor), (tensor, origin if has_left else None))
         for tensor, version in zip(inputs, versions, strict=True):
             # As with results, what is written into indices and masks only decides what is computed.
@@ -286,11 +288,6 @@ def _memory_of(tensor: Tensor) -> int:
     # What wraps a tensor has no memory of its own.
     is_plain = type(tensor) is Tensor and not functorch.is_wrapped(tensor)
     return storage_of(tensor) if is_plain else id(tensor)
-
-
-def _reads_metadata_only(name: str) -> bool:
-    """Whether a function reads the shape and dtype of a tensor, but not its values."""
-    return name.endswith("_like") or name.startswith("new_")
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -1,0 +1,221 @@
+// lifetime.cpp: the lifetimes of operators, and what waits for calls in the dispatcher.
+#include "lifetime.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include "free_threads.h"
+#include "members.h"
+
+namespace torchop {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+// Who is in the dispatcher for longer runs a kernel, and does not read the table just now.
+constexpr milliseconds patience{1000};
+
+// By the place of the operator in the dispatcher. It outlives this file: libraries are taken back
+// when the process ends, too.
+struct Lifetimes {
+  std::mutex mutex; // while it is held, no Python runs
+  std::unordered_map<const void*, LifetimePointer> all;
+};
+
+// Those of the calls of this thread that are in the dispatcher, and how many changes it makes.
+thread_local std::vector<const Lifetime*> called_here;
+thread_local size_t changes_here = 0;
+
+size_t count_here(const Lifetime* lifetime) {
+  return size_t(std::count(called_here.begin(), called_here.end(), lifetime));
+}
+
+Lifetimes& lifetimes() {
+  // A child has the thread that forked it, and no other; its copy of the mutex must be free.
+  static auto* made = [] {
+    pthread_atfork(
+        [] { lifetimes().mutex.lock(); },
+        [] { lifetimes().mutex.unlock(); },
+        [] {
+          for (const auto& [_, lifetime] : lifetimes().all) {
+            lifetime->calls.store(count_here(lifetime.get()));
+            lifetime->changes.store(0);
+          }
+          lifetimes().mutex.unlock();
+        });
+    return new Lifetimes();
+  }();
+  return *made;
+}
+
+const void* place_of(const c10::OperatorHandle& op) {
+  return &*member_of(OperatorDefinition{}, op);
+}
+
+class Listener final : public c10::OpRegistrationListener {
+ public:
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    const std::lock_guard<std::mutex> lock(lifetimes().mutex);
+    if (auto found = lifetimes().all.extract(place_of(op)); !found.empty())
+      found.mapped()->exists.store(false);
+#ifdef Py_GIL_DISABLED
+    wait_for_looks();
+#endif
+  }
+};
+
+// Waits with the lock of Python released; false if the condition does not hold in time.
+template <class Condition>
+bool wait_until(milliseconds limit, Condition&& holds) {
+  if (C10_LIKELY(holds()))
+    return true;
+  using clock = std::chrono::steady_clock;
+  const auto end = clock::now() + limit;
+  std::chrono::microseconds pause{20};
+  PyThreadState* state = PyEval_SaveThread();
+  bool is_over;
+  while (!(is_over = holds()) && clock::now() < end) {
+    std::this_thread::sleep_for(pause);
+    pause = std::min<std::chrono::microseconds>(2 * pause, milliseconds{1});
+  }
+  PyEval_RestoreThread(state);
+  return is_over;
+}
+
+bool is_called_elsewhere(const LifetimePointer& lifetime) {
+  return lifetime->calls.load() > count_here(lifetime.get());
+}
+
+// Waits until no other thread has a call of theirs in the dispatcher.
+void wait_for_calls(const std::vector<LifetimePointer>& all) {
+  wait_until(patience, [&] { return std::none_of(all.begin(), all.end(), is_called_elsewhere); });
+}
+
+// Those of operators given by name, where calls asked for them.
+std::vector<LifetimePointer> known_lifetimes(PyObject* names) {
+  THPObjectPtr items(PySequence_Tuple(names));
+  if (!items)
+    throw python_error();
+  std::vector<LifetimePointer> found;
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(items.get()); ++index) {
+    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(items.get(), index));
+    if (name == nullptr)
+      throw python_error();
+    const auto op = c10::Dispatcher::singleton().findOp(torch::jit::parseName(name));
+    if (!op.has_value())
+      continue;
+    const std::lock_guard<std::mutex> lock(lifetimes().mutex);
+    if (const auto known = lifetimes().all.find(place_of(*op)); known != lifetimes().all.end())
+      found.push_back(known->second);
+  }
+  return found;
+}
+
+constexpr const char* change_capsule = "torchop._native._call_path.change";
+
+void end_change(PyObject* capsule) {
+  delete static_cast<Change*>(PyCapsule_GetPointer(capsule, change_capsule));
+}
+
+} // namespace
+
+LifetimePointer lifetime_of(const c10::OperatorHandle& op) {
+  static auto* listening = new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
+  (void)listening;
+  const std::lock_guard<std::mutex> lock(lifetimes().mutex);
+  LifetimePointer& lifetime = lifetimes().all[place_of(op)];
+  if (lifetime == nullptr)
+    lifetime = std::make_shared<Lifetime>(op);
+  return lifetime;
+}
+
+DispatcherCall::DispatcherCall(const LifetimePointer& lifetime) : lifetime_(lifetime) {
+  if (lifetime_ == nullptr)
+    return;
+  enter();
+  const auto is_changed = [&] { return lifetime_->changes.load() != 0; };
+  while (C10_UNLIKELY(is_changed()) && changes_here == 0) {
+    leave();
+    const bool is_over = wait_until(2 * patience, [&] { return !is_changed(); });
+    enter();
+    if (!is_over)
+      return; // the change waits for this thread, in a way that nobody sees
+  }
+}
+
+DispatcherCall::~DispatcherCall() {
+  if (lifetime_ != nullptr)
+    leave();
+}
+
+// A change counts itself, and then reads the calls. So one of the two sees the other.
+void DispatcherCall::enter() {
+  called_here.push_back(lifetime_.get());
+  lifetime_->calls.fetch_add(1);
+}
+
+void DispatcherCall::leave() {
+  // Not always the last one: a greenlet may have been switched to inside a kernel.
+  const auto last = std::find(called_here.rbegin(), called_here.rend(), lifetime_.get());
+  if (last != called_here.rend())
+    called_here.erase(std::next(last).base());
+  lifetime_->calls.fetch_sub(1);
+}
+
+Change::Change(std::vector<LifetimePointer> lifetimes) : lifetimes_(std::move(lifetimes)) {
+  ++changes_here;
+  for (const LifetimePointer& lifetime : lifetimes_)
+    lifetime->changes.fetch_add(1);
+#ifdef Py_GIL_DISABLED
+  wait_for_looks();
+#endif
+  wait_for_calls(lifetimes_);
+}
+
+Change::~Change() {
+  for (const LifetimePointer& lifetime : lifetimes_)
+    lifetime->changes.fetch_sub(1);
+  --changes_here;
+}
+
+PyObject* hold_calls(PyObject*, PyObject* names) {
+  HANDLE_TH_ERRORS
+  std::vector<LifetimePointer> found = known_lifetimes(names);
+  if (found.empty())
+    Py_RETURN_NONE;
+  auto change = std::make_unique<Change>(std::move(found));
+  PyObject* capsule = PyCapsule_New(change.get(), change_capsule, end_change);
+  if (capsule != nullptr)
+    change.release();
+  return capsule;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* end_calls(PyObject*, PyObject* names) {
+  HANDLE_TH_ERRORS
+  const std::vector<LifetimePointer> found = known_lifetimes(names);
+  for (const LifetimePointer& lifetime : found)
+    lifetime->exists.store(false);
+  wait_for_calls(found);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const LifetimePointer& lifetime : found) {
+    if (is_called_elsewhere(lifetime) && !lifetime->kept.has_value())
+      lifetime->kept.emplace(dispatcher.registerName(lifetime->op.operator_name()));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+} // namespace torchop

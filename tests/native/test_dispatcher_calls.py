@@ -1,0 +1,132 @@
+"""Calls in the dispatcher, while another thread changes or ends their operator."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.forking import run_forked
+from tests.support import adding, assert_clean, needs_native
+from torchop._native import switch
+
+pytestmark = needs_native
+
+T = torch.zeros(2)
+
+
+class InDispatcher:
+    """An operator, and a call of it in another thread that is in the dispatcher until released."""
+
+    def __init__(self, namespace: str) -> None:
+        self.entered, self.released = threading.Event(), threading.Event()
+        self.results: list[Tensor] = []
+
+        def kernel(x: Tensor) -> Tensor:
+            self.entered.set()
+            assert self.released.wait(60)
+            return x + 1
+
+        self.op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=())
+        self.op.register_fake(lambda x: x.new_empty(x.shape))
+        self.call = threading.Thread(target=self._call)
+        self.call.start()
+        assert self.entered.wait(60)
+
+    def _call(self) -> None:
+        with torchop.native.disabled():
+            self.results.append(self.op(T))
+
+
+@pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
+@pytest.mark.parametrize("change", ["kernel", "library", "definition"])
+def test_a_change_waits_for_a_call_of_another_thread(namespace, change):
+    implementation = torchop.Library(namespace, "IMPL")
+    dispatched = InDispatcher(namespace)
+    implementation.impl("op", lambda x: x + 5, "AutocastCPU")  # takes its second
+    changes = {
+        "kernel": lambda: dispatched.op.register_kernel("cuda", lambda x: x + 2),
+        "library": implementation._destroy,
+        "definition": lambda: adding(namespace, 3),
+    }
+    done: list[str] = []
+
+    def make() -> None:
+        changes[change]()
+        done.append("changed")
+
+    changing = threading.Thread(target=make)
+    changing.start()
+    changing.join(0.1)
+    assert done == []
+    dispatched.released.set()
+    changing.join(60)
+    dispatched.call.join(60)
+    assert done == ["changed"]
+    assert [y.tolist() for y in dispatched.results] == [[1, 1]]
+
+
+def test_a_call_waits_for_a_change_of_another_thread(namespace):
+    op = adding(namespace)
+    op(T)
+    change = switch.native_module().hold_calls([f"{namespace}::op"])
+    results: list[Tensor] = []
+
+    def call() -> None:
+        with torchop.native.disabled():
+            results.append(op(T))
+
+    calling = threading.Thread(target=call)
+    calling.start()
+    calling.join(0.1)
+    assert results == []
+    with torchop.native.disabled():
+        assert op(T).tolist() == [1, 1]  # in the thread of the change
+    assert op(T).tolist() == [1, 1]  # natively, which does not meet the dispatcher
+    del change
+    calling.join(60)
+    assert [y.tolist() for y in results] == [[1, 1]]
+
+
+def test_changes_of_operators_that_are_not_there_wait_for_nothing(namespace):
+    native = switch.native_module()
+    assert native.hold_calls([f"{namespace}::missing"]) is None
+    assert native.end_calls([f"{namespace}::missing"]) is None
+    with pytest.raises(TypeError):
+        native.hold_calls([1])
+
+
+def test_an_operator_ends_while_a_call_stays_in_the_dispatcher():
+    """In a process of its own, which would end where PyTorch has freed what the call needs."""
+    program = """
+        import torch, torchop, warnings
+        from tests.native.test_dispatcher_calls import InDispatcher
+        from tests.support import adding
+
+        class Refused(InDispatcher):
+            def _call(self):
+                try:
+                    super()._call()
+                except torchop.OperatorGoneError as error:
+                    print(error)
+
+        warnings.simplefilter("ignore", torchop.RedefinitionWarning)
+        dispatched = Refused("kept")
+        dispatched.op._definition.end("it was closed")
+        dispatched.released.set()
+        dispatched.call.join(60)
+        assert not dispatched.results
+
+        dispatched = Refused("kept")
+        new = adding("kept", 3)
+        dispatched.released.set()
+        dispatched.call.join(60)
+        assert [y.tolist() for y in dispatched.results] == [[1, 1]]
+        with torchop.native.disabled():
+            assert new(torch.zeros(2)).tolist() == [3, 3]
+        assert torch.ops.kept.op(torch.zeros(2)).tolist() == [3, 3]
+    """
+    assert assert_clean(run_forked(program)) == "it was closed\n"
