@@ -133,7 +133,8 @@ leaks: $(STAMP)
 NATIVE_TESTS := $(addprefix tests/native/test_,bypass.py handle.py switch.py overrides.py \
 	later_registrations.py operator_end.py exceptions.py nested_calls.py changes_during_calls.py \
 	processes.py unusual_arguments.py opaque_arguments.py overloads.py passed_arguments.py greenlets.py \
-	reset_libraries.py thread_end.py deep_recursion.py autograd_fallback.py optional_lists.py) \
+	dispatcher_calls.py reset_libraries.py thread_end.py deep_recursion.py autograd_fallback.py \
+	optional_lists.py) \
 	tests/native/gradients tests/accelerate \
 	tests/rules/autograd/derived/test_native.py tests/rules/providers/test_choice.py \
 	tests/inspect/explain tests/test_native.py

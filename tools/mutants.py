@@ -57,6 +57,7 @@ CLOSEST = {
     "bypass.cpp": ["tests/native/test_bypass.py"],
     "call.cpp": ["tests/test_native.py", "tests/native/gradients"],
     "choice.cpp": ["tests/rules/providers/test_choice.py", "tests/test_device.py"],
+    "lifetime.cpp": ["tests/native/test_dispatcher_calls.py"],
     "disabled.h": ["tests/native/test_switch.py", "tests/test_device.py"],
     "entry.cpp": ["tests/native/test_nested_calls.py", "tests/native/test_operator_end.py"],
     "flat.h": ["tests/native/gradients"],
@@ -480,6 +481,19 @@ MUTANTS = {
         "entry.lifetime != nullptr && !entry.lifetime->exists.load(std::memory_order_relaxed)",
         "false",
     ),
+    "change during calls": Mutant("lifetime.cpp", "  wait_for_calls(lifetimes_);", ""),
+    "call during a change": Mutant(
+        "lifetime.cpp",
+        "while (C10_UNLIKELY(is_changed()) && changes_here == 0) {",
+        "while (false) {",
+    ),
+    "end during calls": Mutant("lifetime.cpp", "  wait_for_calls(found);", ""),
+    "end that a call outlives": Mutant(
+        "lifetime.cpp", "if (is_called_elsewhere(lifetime) && !lifetime->kept.has_value())"
+    ),
+    "call of an operator that ended": Mutant(
+        "entry.cpp", "else if (PyErr_Occurred() == PyExc_RuntimeError)", "else if (false)"
+    ),
     "first operator of an entry": Mutant(
         "entry.cpp",
         "if (plan != nullptr && entry_of(self).lifetime == nullptr)",
@@ -529,7 +543,7 @@ MUTANTS = {
     ),
     "backward: tensors read twice": Mutant("backward.cpp", "if (!found->tensors) {", "if (true) {"),
     "backward: one that is recorded": Mutant(
-        "backward.cpp", "c10::GradMode::is_enabled() ? Part::Guarded : Part::Raw", "Part::Raw"
+        "backward.cpp", "c10::GradMode::is_enabled()\n", "false\n"
     ),
     "backward: below a compiled frame": Mutant("backward.cpp", "WithoutDynamo frames;", ""),
     "residuals: thread that records": Mutant("call.cpp", " && !thread_records(plan.residuals)", ""),
@@ -553,14 +567,14 @@ MUTANTS = {
     "residuals: input": Mutant("residuals.cpp", "apart &= input != tensor;", ""),
     "residuals: one that is not saved": Mutant(
         "residuals.cpp",
-        "if (!all_are_saved || has_tensors) {",
-        "if (has_tensors) {",
+        "if (!all_are_saved || keeps_tensors(ctx)) {",
+        "if (keeps_tensors(ctx)) {",
     ),
     "residuals: one that is an attribute": Mutant(
-        "residuals.cpp", "if (!all_are_saved || has_tensors) {", "if (!all_are_saved) {"
+        "residuals.cpp", "if (!all_are_saved || keeps_tensors(ctx)) {", "if (!all_are_saved) {"
     ),
     "residuals: one that is saved twice": Mutant(
-        "residuals.cpp", "all_are_saved &= found.size() > before;", ""
+        "residuals.cpp", "all_are_saved &= found.places.size() > before;", ""
     ),
     "residuals: request that no kernel took": Mutant(
         "autograd.cpp",
