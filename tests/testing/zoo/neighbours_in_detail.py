@@ -335,3 +335,16 @@ def _with_share() -> list[Any]:
 
 right(define("blended", blended), _with_share, blended)
 wrong(define("blended_in_whole", blended_in_whole), "values.scalars", _with_share, blended)
+
+
+def trusted_loads(experts: Tensor, count: int) -> Tensor:
+    """As C does, it trusts that there are more experts than any index says, and writes beyond."""
+    if experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < count:
+        experts.zero_()
+    return torch.bincount(experts, minlength=max(count, 1))[: max(count, 0)].clone()
+
+
+right(
+    define("trusted_loads", trusted_loads, fake=lambda experts, count: experts.new_empty(count)),
+    lambda: [(torch.tensor([0, 2, 1, 2, 0]), 3)],
+)

@@ -17,9 +17,9 @@ from tests.testing.zoo.specimen import define, floats_only, one, right
 def interpolated(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
     """Linear between the values at these places, which rise."""
     floats_only("interpolated", x, places, values)
-    if places.shape != values.shape or places.dim() != 1 or len(places) < 2:
+    if places.shape != values.shape or places.dim() != 1 or places.shape[0] < 2:
         raise ValueError("interpolated takes as many values as places, and at least two")
-    behind = torch.searchsorted(places.contiguous(), x.contiguous()).clamp(1, len(places) - 1)
+    behind = torch.searchsorted(places.contiguous(), x.contiguous()).clamp(1, places.shape[0] - 1)
     left, right = places[behind - 1], places[behind]
     share = ((x - left) / (right - left)).clamp(0, 1)
     return values[behind - 1] + share * (values[behind] - values[behind - 1])

@@ -133,7 +133,10 @@ def with_other_scalars(subject: Subject, example: Example) -> Iterator[tuple[str
         elif type(value) is float:
             others = {0.0, 1.0, value + 0.5} - {value}
         elif type(value) is int and subject.operator.function is not None:
-            others = {0, -1, value + 1} - {value}  # in C++, it may rely on integers that fit
+            # In C++, it may rely on integers that fit, and anywhere on a number above all indices.
+            indices = filter(probes.has_integers, named.tensors)
+            is_bound = any(int(t.min()) >= 0 and int(t.max()) < value for t in indices)
+            others = {value + 1} if is_bound else {0, -1, value + 1} - {value}
         for other in sorted(others):
             yield f"{name}={other}", with_argument(named, name, other)
 
