@@ -203,7 +203,12 @@ def _gradients_of_recurrence(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tenso
     return (stacked * before)[: len(g)], stacked, later
 
 
-_recurrence = define("recurrence", recurrence)
+def _fake_recurrence(decay: Tensor, x: Tensor, start: Tensor) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(decay.dtype, x.dtype), start.dtype)
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+_recurrence = define("recurrence", recurrence, fake=_fake_recurrence)
 _recurrence.register_autograd(_gradients_of_recurrence, setup_context=_keep_states)
 right(
     _recurrence,
