@@ -39,6 +39,21 @@ def test_the_present_state_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -
         replayed(state.packed, [X], lambda: torch.rand(3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_that_the_generator_keeps_is_a_part_of_its_state(dtype: torch.dtype) -> None:
+    """Numbers of a normal distribution are made in pairs, and the second one waits."""
+
+    def draw() -> Tensor:
+        return torch.randn(1, dtype=dtype)
+
+    draw()
+    packed = ambient_state([X]).packed
+    drawn = draw()
+    assert ambient_state([X]).packed is not packed
+    assert torch.equal(replayed(packed, [X], draw), drawn)
+    assert not torch.equal(draw(), drawn)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_present_state_is_put_back_where_a_body_draws(fails: bool) -> None:
     before, packed = torch.get_rng_state(), ambient_state([X]).packed
