@@ -18,8 +18,8 @@ writes over their inputs.
 Take-away: Dynamo takes a call of a handle for one of the overload behind it, without tracing what
 is between, where for `torch.library.custom_op` it traces `__call__`. A dataclass whose fields have
 the types that it says is taken apart without a trace too, and Dynamo never looks at the object:
-what it adds are the guards on the fields. A derived formula pays for reading the state of the
-random number generator in every call.
+what it adds are the guards on the fields. A derived formula pays for comparing the state of the
+random number generator with the last one in every call.
 """
 
 from __future__ import annotations
