@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -74,6 +75,13 @@ struct Generated {
 struct Latest {
   PyObject* packed;
   Generated state;
+  std::vector<uint8_t> bytes; // of `packed`: a graph that saved it may reuse its memory
+
+  bool is_whole() const {
+    const at::Tensor& tensor = THPVariable_Unpack(packed);
+    return tensor.nbytes() == bytes.size() &&
+        std::memcmp(tensor.const_data_ptr(), bytes.data(), bytes.size()) == 0;
+  }
 };
 Latest* latest_state = nullptr;
 
@@ -83,7 +91,8 @@ PyObject* unchanged(PyObject* packed, std::optional<Generated>& now, at::Tensor&
   auto& of_cpu = *generator.get<at::CPUGeneratorImpl>();
   std::scoped_lock lock(generator.mutex());
   now.emplace(of_cpu);
-  if (latest_state != nullptr && latest_state->packed == packed && latest_state->state == *now)
+  if (latest_state != nullptr && latest_state->packed == packed && latest_state->state == *now &&
+      latest_state->is_whole())
     return Py_NewRef(packed);
   state = at::Tensor(of_cpu.get_state());
   return nullptr;
@@ -94,9 +103,12 @@ PyObject* remember(PyObject* packed, const Generated& state) {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   std::scoped_lock lock(generator.mutex());
   if (latest_state == nullptr)
-    latest_state = new Latest{nullptr, state};
+    latest_state = new Latest{nullptr, state, {}};
   before = THPObjectPtr(std::exchange(latest_state->packed, Py_NewRef(packed)));
   latest_state->state = state;
+  const at::Tensor& tensor = THPVariable_Unpack(packed);
+  const auto* bytes = tensor.const_data_ptr<uint8_t>();
+  latest_state->bytes.assign(bytes, bytes + tensor.nbytes());
   return packed;
 }
 

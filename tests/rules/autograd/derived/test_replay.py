@@ -314,6 +314,17 @@ def test_the_ambient_state_is_packed_as_in_python(values, autocast):
 
 
 @needs_native
+def test_a_packed_state_whose_memory_was_reused_is_packed_again():
+    packed = native_module().pack_on_cpu([X], None)
+    assert native_module().pack_on_cpu([X], packed) is packed
+    expected = packed.clone()
+    packed.zero_()
+    again = native_module().pack_on_cpu([X], packed)
+    assert again is not packed
+    assert torch.equal(again, expected)
+
+
+@needs_native
 def test_the_ambient_state_is_packed_of_sequences_only():
     with pytest.raises(TypeError, match="pack_on_cpu expects a sequence"):
         native_module().pack_on_cpu(1, None)
