@@ -15,12 +15,13 @@ CPU = "it has kernels, tensors or generators for the CPU"
 DEFAULT = "it makes tensors on the default device, which this plug-in does not set"
 WORDS = "it expects words in which the CPU is named"
 CHECKPOINT = "compiled and selective checkpoints keep random numbers of few types of devices"
+OPCHECK = "stock opcheck knows formulas on few types of devices"
 STOCK = "operators of PyTorch fail there, too"
 STANDIN = "there, the CPU stands in for missing kernels"
 THREADS = "backward runs in one thread for each device"
 RANKS = "simulated ranks are on the CPU"
 # What holds for the stand-in, and for no GPU of a type that PyTorch knows.
-NOT_ON_GPUS = {INDUCTOR, CHECKPOINT, STANDIN}
+NOT_ON_GPUS = {INDUCTOR, CHECKPOINT, OPCHECK, STANDIN}
 
 # What is left out, and why: files, and folders.
 FILES = {
@@ -296,6 +297,13 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         CHECKPOINT: (
             "test_a_seeded_operator_draws_the_same_numbers_when_a_checkpoint_recomputes_it[True]",
         ),
+    },
+    "testing/test_contents.py": {
+        NUMPY: ("test_memory_shared_through_numpy_is_found",),
+    },
+    "testing/test_opcheck.py": {
+        CPU: ("test_gradients_registered_at_a_backend_key_are_found",),
+        OPCHECK: ("test_result_is_the_dictionary_of_torch_library",),
     },
 }
 

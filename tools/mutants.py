@@ -61,7 +61,7 @@ CLOSEST = {
     "disabled.h": ["tests/native/test_switch.py", "tests/test_device.py"],
     "entry.cpp": ["tests/native/test_nested_calls.py", "tests/native/test_operator_end.py"],
     "flat.h": ["tests/native/gradients"],
-    "gradients.cpp": ["tests/native/gradients"],
+    "gradients.cpp": ["tests/native/gradients", "tests/rules/autograd/test_gradients.py"],
     "kinds.h": ["tests/native/test_unusual_arguments.py", "tests/native/test_overrides.py"],
     "overloads.cpp": ["tests/native/test_overloads.py"],
     "plan.cpp": ["tests/test_native.py", "tests/native/test_later_registrations.py"],
