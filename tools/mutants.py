@@ -601,7 +601,6 @@ MUTANTS = {
         "add_tag(Tag::Device, packed(reinterpret_cast<THPDevice*>(value)->device))",
         "add_tag(Tag::Device)",
     ),
-    "choice: tensor with other keys": Mutant("seen_calls.h", "!has_plain_keys(impl) || ", ""),
     "choice: strides": Mutant(
         "seen_calls.h", "for (const int64_t stride : strides)\n      add(uint64_t(stride));", ""
     ),

@@ -85,6 +85,7 @@ def calls(chance: random.Random) -> Iterator[tuple[list, dict]]:
     floats = [0.0, -0.0, 1.0, 1.5, float("nan"), float("inf")]
     texts = ["", "a", "b", "ab", "é", "ÿ", "日本", "\0", "a\0", "x" * 100]
     numbers = [0, 1, -1, 2**40, -(2**63), 2**63 - 1]
+    devices = [DEVICE, torch.device("cuda", 0), torch.device("cuda", 1)]
     while True:
         args = [
             chance.choice(tensors),
@@ -99,7 +100,7 @@ def calls(chance: random.Random) -> Iterator[tuple[list, dict]]:
         kwargs = {
             "sizes": chance.choices(numbers, k=chance.randrange(3)),
             "dtype": chance.choice([torch.float32, torch.int64]),
-            "device": chance.choice([DEVICE, torch.device("cuda", 1)]),
+            "device": chance.choice(devices),
         }
         if chance.random() < 0.5:
             kwargs["g"] = chance.choice([None, *floats])
@@ -108,6 +109,7 @@ def calls(chance: random.Random) -> Iterator[tuple[list, dict]]:
         yield args, kwargs
         yield [chance.choice(tensors), *args[1:]], kwargs
         yield [*args[:3], chance.choice(numbers), *args[4:]], kwargs
+        yield args, {**kwargs, "device": chance.choice(devices)}
 
 
 @pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
