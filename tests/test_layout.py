@@ -50,12 +50,12 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 604,
-    "_compat": 3229,
+    "_compat": 3230,
     "_core": 1593,
     "_define": 1955,
     "_inspect": 1079,
     "_native": 1458,
-    "_native/csrc": 5744,
+    "_native/csrc": 5768,
     "_rules": 5439,
     "_rules/autograd": 2037,
     "_rules/residuals": 827,
