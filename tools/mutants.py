@@ -484,12 +484,13 @@ MUTANTS = {
     "change during calls": Mutant("lifetime.cpp", "  wait_for_calls(lifetimes_);", ""),
     "call during a change": Mutant(
         "lifetime.cpp",
-        "while (C10_UNLIKELY(is_changed()) && changes_here == 0) {",
-        "while (false) {",
+        "C10_LIKELY(lifetime_->changes.load() == 0) || changes_here->load() != 0",
+        "true",
     ),
     "end during calls": Mutant("lifetime.cpp", "  wait_for_calls(found);", ""),
     "end that a call outlives": Mutant(
-        "lifetime.cpp", "if (is_called_elsewhere(lifetime) && !lifetime->kept.has_value())"
+        "lifetime.cpp",
+        "if (lifetime->inside.load() > inside_here(*lifetime) && !lifetime->kept.has_value())",
     ),
     "call of an operator that ended": Mutant(
         "entry.cpp", "else if (PyErr_Occurred() == PyExc_RuntimeError)", "else if (false)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,17 +22,19 @@ T = torch.zeros(2)
 class InDispatcher:
     """An operator, and a call of it in another thread that is in the dispatcher until released."""
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, namespace: str, prepare: Callable[[], object] | None = None) -> None:
         self.entered, self.released = threading.Event(), threading.Event()
         self.results: list[Tensor] = []
 
         def kernel(x: Tensor) -> Tensor:
             self.entered.set()
-            assert self.released.wait(60)
+            assert self.released.wait(20)
             return x + 1
 
         self.op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=())
         self.op.register_fake(lambda x: x.new_empty(x.shape))
+        if prepare is not None:
+            prepare()
         self.call = threading.Thread(target=self._call)
         self.call.start()
         assert self.entered.wait(60)
@@ -45,8 +48,9 @@ class InDispatcher:
 @pytest.mark.parametrize("change", ["kernel", "library", "definition"])
 def test_a_change_waits_for_a_call_of_another_thread(namespace, change):
     implementation = torchop.Library(namespace, "IMPL")
-    dispatched = InDispatcher(namespace)
-    implementation.impl("op", lambda x: x + 5, "AutocastCPU")  # takes its second
+    dispatched = InDispatcher(
+        namespace, lambda: implementation.impl("op", lambda x: x + 5, "AutocastCPU")
+    )
     changes = {
         "kernel": lambda: dispatched.op.register_kernel("cuda", lambda x: x + 2),
         "library": implementation._destroy,
@@ -67,6 +71,31 @@ def test_a_change_waits_for_a_call_of_another_thread(namespace, change):
     dispatched.call.join(60)
     assert done == ["changed"]
     assert [y.tolist() for y in dispatched.results] == [[1, 1]]
+
+
+def test_a_change_waits_once_for_a_call_that_takes_long(namespace):
+    """And for each that comes later; the test takes 20 s otherwise."""
+    dispatched = InDispatcher(namespace)
+    native = switch.native_module()
+    for _ in range(20):
+        assert native.hold_calls([f"{namespace}::op"]) is not None
+    later = InDispatcher.__new__(InDispatcher)
+    later.entered, later.released, later.results = threading.Event(), dispatched.released, []
+    later.op = dispatched.op
+    dispatched.entered.clear()
+    later.call = threading.Thread(target=later._call)
+    later.call.start()
+    assert dispatched.entered.wait(60)
+    done: list[object] = []
+    changing = threading.Thread(target=lambda: done.append(native.hold_calls([f"{namespace}::op"])))
+    changing.start()
+    changing.join(0.1)
+    assert done == []
+    dispatched.released.set()
+    for thread in (changing, dispatched.call, later.call):
+        thread.join(60)
+    assert len(done) == 1
+    assert [y.tolist() for y in dispatched.results + later.results] == [[1, 1]] * 2
 
 
 def test_a_call_waits_for_a_change_of_another_thread(namespace):

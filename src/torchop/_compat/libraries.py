@@ -95,8 +95,7 @@ def implement_for_now(
 
     on_close(library, take_back)  # first, so that an interrupt leaves nothing behind
     library._op_impls.add(f"{library.ns}/{name}/{key}")  # so that its end frees the function
-    with calls_held([f"{library.ns}::{name}"]):
-        registration.impl(name, key, kernel, False)
+    registration.impl(name, key, kernel, False)  # calls of other threads may wait for this one
     return take_back
 
 
@@ -220,10 +219,13 @@ def free_kernels(records: Iterable[str]) -> None:
     """
     _unfreed.update(records)
     gone = [record for record in tuple(_unfreed) if _is_gone(record)]
-    for namespace, name, key in (record.split("/") for record in gone):
+    kernels = [record.split("/") for record in gone]
+    # PyTorch keeps something of each library, so there is one for all kernels of a namespace.
+    for namespace in {kernel[0] for kernel in kernels}:
         m = torch._C._dispatch_library("IMPL", namespace, "", "torchop", 0)
         try:
-            m.impl(name, key or "CompositeImplicitAutograd", _no_kernel)
+            for _, name, key in filter(lambda kernel: kernel[0] == namespace, kernels):
+                m.impl(name, key or "CompositeImplicitAutograd", _no_kernel)
         finally:
             m.reset()
     _unfreed.difference_update(gone)

@@ -32,12 +32,19 @@ struct Lifetimes {
   std::unordered_map<const void*, LifetimePointer> all;
 };
 
-// Those of the calls of this thread that are in the dispatcher, and how many changes it makes.
-thread_local std::vector<const Lifetime*> called_here;
-thread_local size_t changes_here = 0;
+// The numbers that have the calls of this thread, and how many changes it makes.
+thread_local std::vector<const std::atomic<size_t>*> called_here;
+thread_local const auto changes_here = std::make_shared<std::atomic<size_t>>(0);
 
-size_t count_here(const Lifetime* lifetime) {
-  return size_t(std::count(called_here.begin(), called_here.end(), lifetime));
+size_t count_here(const std::atomic<size_t>& number) {
+  return size_t(std::count(called_here.begin(), called_here.end(), &number));
+}
+
+size_t inside_here(const Lifetime& lifetime) {
+  size_t count = 0;
+  for (const std::atomic<size_t>& number : lifetime.numbers)
+    count += count_here(number);
+  return count;
 }
 
 Lifetimes& lifetimes() {
@@ -48,7 +55,9 @@ Lifetimes& lifetimes() {
         [] { lifetimes().mutex.unlock(); },
         [] {
           for (const auto& [_, lifetime] : lifetimes().all) {
-            lifetime->calls.store(count_here(lifetime.get()));
+            for (std::atomic<size_t>& number : lifetime->numbers)
+              number.store(count_here(number));
+            lifetime->inside.store(inside_here(*lifetime));
             lifetime->changes.store(0);
           }
           lifetimes().mutex.unlock();
@@ -93,13 +102,20 @@ bool wait_until(milliseconds limit, Condition&& holds) {
   return is_over;
 }
 
-bool is_called_elsewhere(const LifetimePointer& lifetime) {
-  return lifetime->calls.load() > count_here(lifetime.get());
+bool is_awaited(const LifetimePointer& lifetime) {
+  const std::atomic<size_t>& number = *lifetime->awaited.load();
+  return number.load() > count_here(number);
 }
 
 // Waits until no other thread has a call of theirs in the dispatcher.
 void wait_for_calls(const std::vector<LifetimePointer>& all) {
-  wait_until(patience, [&] { return std::none_of(all.begin(), all.end(), is_called_elsewhere); });
+  if (wait_until(patience, [&] { return std::none_of(all.begin(), all.end(), is_awaited); }))
+    return;
+  const std::lock_guard<std::mutex> lock(lifetimes().mutex);
+  for (const LifetimePointer& lifetime : all) {
+    if (is_awaited(lifetime))
+      lifetime->awaited.store(&lifetime->numbers.emplace_back(0));
+  }
 }
 
 // Those of operators given by name, where calls asked for them.
@@ -144,15 +160,15 @@ LifetimePointer lifetime_of(const c10::OperatorHandle& op) {
 DispatcherCall::DispatcherCall(const LifetimePointer& lifetime) : lifetime_(lifetime) {
   if (lifetime_ == nullptr)
     return;
-  enter();
-  const auto is_changed = [&] { return lifetime_->changes.load() != 0; };
-  while (C10_UNLIKELY(is_changed()) && changes_here == 0) {
-    leave();
-    const bool is_over = wait_until(2 * patience, [&] { return !is_changed(); });
+  const auto enters_unchanged = [&] {
     enter();
-    if (!is_over)
-      return; // the change waits for this thread, in a way that nobody sees
-  }
+    if (C10_LIKELY(lifetime_->changes.load() == 0) || changes_here->load() != 0)
+      return true;
+    leave();
+    return false;
+  };
+  if (!wait_until(2 * patience, enters_unchanged))
+    enter(); // the change waits for this thread, in a way that nobody sees
 }
 
 DispatcherCall::~DispatcherCall() {
@@ -162,20 +178,24 @@ DispatcherCall::~DispatcherCall() {
 
 // A change counts itself, and then reads the calls. So one of the two sees the other.
 void DispatcherCall::enter() {
-  called_here.push_back(lifetime_.get());
-  lifetime_->calls.fetch_add(1);
+  lifetime_->inside.fetch_add(1);
+  number_ = lifetime_->awaited.load();
+  number_->fetch_add(1);
+  called_here.push_back(number_);
 }
 
 void DispatcherCall::leave() {
   // Not always the last one: a greenlet may have been switched to inside a kernel.
-  const auto last = std::find(called_here.rbegin(), called_here.rend(), lifetime_.get());
+  const auto last = std::find(called_here.rbegin(), called_here.rend(), number_);
   if (last != called_here.rend())
     called_here.erase(std::next(last).base());
-  lifetime_->calls.fetch_sub(1);
+  number_->fetch_sub(1);
+  lifetime_->inside.fetch_sub(1);
 }
 
-Change::Change(std::vector<LifetimePointer> lifetimes) : lifetimes_(std::move(lifetimes)) {
-  ++changes_here;
+Change::Change(std::vector<LifetimePointer> lifetimes)
+    : lifetimes_(std::move(lifetimes)), of_thread_(changes_here) {
+  of_thread_->fetch_add(1);
   for (const LifetimePointer& lifetime : lifetimes_)
     lifetime->changes.fetch_add(1);
 #ifdef Py_GIL_DISABLED
@@ -187,7 +207,7 @@ Change::Change(std::vector<LifetimePointer> lifetimes) : lifetimes_(std::move(li
 Change::~Change() {
   for (const LifetimePointer& lifetime : lifetimes_)
     lifetime->changes.fetch_sub(1);
-  --changes_here;
+  of_thread_->fetch_sub(1);
 }
 
 PyObject* hold_calls(PyObject*, PyObject* names) {
@@ -211,7 +231,7 @@ PyObject* end_calls(PyObject*, PyObject* names) {
   wait_for_calls(found);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const LifetimePointer& lifetime : found) {
-    if (is_called_elsewhere(lifetime) && !lifetime->kept.has_value())
+    if (lifetime->inside.load() > inside_here(*lifetime) && !lifetime->kept.has_value())
       lifetime->kept.emplace(dispatcher.registerName(lifetime->op.operator_name()));
   }
   Py_RETURN_NONE;

@@ -10,6 +10,7 @@
 #include <Python.h>
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -23,8 +24,12 @@ struct Lifetime {
 
   const c10::OperatorHandle op;    // to be read while it exists
   std::atomic<bool> exists = true; // once it does not, never again
-  std::atomic<size_t> calls = 0;   // in the dispatcher
-  std::atomic<size_t> changes = 0; // of the table: they go on, or wait for these calls
+  std::atomic<size_t> inside = 0;  // calls in the dispatcher
+  std::atomic<size_t> changes = 0; // of the table: they go on, or wait for calls
+  // How many of the calls a change waits for. Another number takes its place where that took too
+  // long, so that the next change need not wait for the same ones.
+  std::deque<std::atomic<size_t>> numbers = std::deque<std::atomic<size_t>>(1);
+  std::atomic<std::atomic<size_t>*> awaited = &numbers.front();
   // Keeps the dispatcher's memory of an operator that ended during a call which took too long.
   std::optional<c10::RegistrationHandleRAII> kept;
 };
@@ -47,7 +52,8 @@ class DispatcherCall {
   void enter();
   void leave();
 
-  LifetimePointer lifetime_; // nullptr for an operator that does not exist yet
+  std::atomic<size_t>* number_ = nullptr; // that has this call
+  LifetimePointer lifetime_;              // nullptr for an operator that does not exist yet
 };
 
 // For as long as the tables of operators change: calls of other threads are kept out of the
@@ -62,6 +68,7 @@ class Change {
 
  private:
   std::vector<LifetimePointer> lifetimes_;
+  std::shared_ptr<std::atomic<size_t>> of_thread_; // the changes that it makes
 };
 
 // hold_calls(names): begins a change of operators, which lasts as long as the object that is
