@@ -269,7 +269,7 @@ def test_in_place_operator_in_a_library_has_a_formula(namespace):
 
         def function(x):
             y = x * 2
-            assert getattr(torch.ops, namespace).op(y, torch.full((2,), 3.0)) is y
+            assert getattr(torch.ops, namespace).op(y, y.new_full((2,), 3.0)) is y
             return y.sum()
 
         for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
