@@ -339,7 +339,7 @@ ON_ACCELERATORS = (
 )
 LACKING = {
     **dict.fromkeys(ON_ACCELERATORS, target.needs_accelerator),
-    mutation: pytest.mark.needs_torch("2.12", "stock counts what its kernel writes"),
+    mutation: pytest.mark.needs_torch("2.13", "stock counts what its kernel writes"),
     autocast_with_a_rule: pytest.mark.xfail(
         not STOCK_AUTOCASTS_ALL, reason="torch.library knows autocast of two devices", strict=True
     ),

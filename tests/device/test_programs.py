@@ -353,7 +353,7 @@ ANYWHERE = (
 )
 # The kernel that runs is the backend's fallback; tensors are on devices of several types.
 NEVER_NATIVE = (a_kernel_for_the_cpu_alone, pinned_memory)
-LACKING = {pinned_memory: pytest.mark.needs_torch("2.12", "stock counts what its kernel writes")}
+LACKING = {pinned_memory: pytest.mark.needs_torch("2.13", "stock counts what its kernel writes")}
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_a_graph_keeps_the_memory_of_its_pool_alone():
         graph.replay()
 
 
-@pytest.mark.needs_torch("2.13", "torch.accelerator.Graph")
+@pytest.mark.needs_torch("2.12", "torch.accelerator.Graph")
 def test_the_graphs_of_torch_accelerator():
     x = torch.ones(2, device="standin")
     graph = torch.accelerator.Graph()
