@@ -487,7 +487,6 @@ MUTANTS = {
         "C10_LIKELY(lifetime_->changes.load() == 0) || changes_here->load() != 0",
         "true",
     ),
-    "end during calls": Mutant("lifetime.cpp", "  wait_for_calls(found);", ""),
     "end that a call outlives": Mutant(
         "lifetime.cpp",
         "if (lifetime->inside.load() > inside_here(*lifetime) && !lifetime->kept.has_value())",
