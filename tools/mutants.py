@@ -487,10 +487,6 @@ MUTANTS = {
         "C10_LIKELY(lifetime_->changes.load() == 0) || changes_here->load() != 0",
         "true",
     ),
-    "end that a call outlives": Mutant(
-        "lifetime.cpp",
-        "if (lifetime->inside.load() > inside_here(*lifetime) && !lifetime->kept.has_value())",
-    ),
     "call of an operator that ended": Mutant(
         "entry.cpp", "else if (PyErr_Occurred() == PyExc_RuntimeError)", "else if (false)"
     ),
