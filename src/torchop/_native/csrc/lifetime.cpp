@@ -76,8 +76,12 @@ class Listener final : public c10::OpRegistrationListener {
   void onOperatorRegistered(const c10::OperatorHandle&) override {}
   void onOperatorDeregistered(const c10::OperatorHandle& op) override {
     const std::lock_guard<std::mutex> lock(lifetimes().mutex);
-    if (auto found = lifetimes().all.extract(place_of(op)); !found.empty())
+    if (auto found = lifetimes().all.extract(place_of(op)); !found.empty()) {
       found.mapped()->exists.store(false);
+      // What is kept cannot be given back here, because PyTorch holds the lock for that.
+      if (found.mapped().use_count() == 1 && found.mapped()->kept.has_value())
+        (void)new LifetimePointer(found.mapped());
+    }
 #ifdef Py_GIL_DISABLED
     wait_for_looks();
 #endif
