@@ -338,7 +338,7 @@ PyObject* record(
       throw python_error();
     metadata = std::move(inputs.metadata);
   }
-  THPObjectPtr result;
+  THPObjectPtr result, guard_of_saved;
   {
     // The formula stands for what the kernel calls, so none of that is recorded, in either mode.
     WithoutGrad mode;
@@ -353,7 +353,7 @@ PyObject* record(
     } else {
       result = compute_recorded(*residuals, compute);
       if (C10_LIKELY(hand_over(*residuals, values, ctx, result.get(), saved.get())))
-        guard(*residuals, ctx, fields.to_save, saved.get());
+        guard_of_saved = guard(*residuals, ctx, fields.to_save, saved.get());
       else
         save_in_python(*residuals, gradient, ctx, values, result.get(), saved.get());
     }
@@ -371,7 +371,9 @@ PyObject* record(
   const torch::autograd::variable_list tensors = take_saved_tensors(fields);
   NodePtr attached;
   THPObjectPtr connected = connect_outputs(created, variables, std::move(outputs.flat), attached);
-  Py_CLEAR(fields.non_differentiable);
+  // Nobody asks for the marks any more. The guard stays where they were, because a new attribute of
+  // `ctx` would need a dictionary.
+  Py_XSETREF(fields.non_differentiable, guard_of_saved.release());
   Py_CLEAR(fields.dirty_tensors);
   save_tensors(created, tensors);
   Py_CLEAR(fields.saved_for_forward); // no input has a tangent, so nobody asks for it

@@ -129,8 +129,7 @@ bool hand_over(
   return true;
 }
 
-void guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved) {
-  static PyObject* const attribute = PyUnicode_InternFromString("_torchop_guard");
+THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved) {
   const bool are_saved = to_save != nullptr && PyTuple_Check(to_save);
   Guard found;
   bool all_are_saved = true;
@@ -146,17 +145,12 @@ void guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObjec
   if (!all_are_saved || keeps_tensors(ctx)) {
     PyObject* arguments[] = {ctx, saved};
     checked(PyObject_Vectorcall(residuals.mark, arguments, 2, nullptr));
-    return;
+    return {};
   }
   Guard* usual = residuals.usual_guard.load(std::memory_order_acquire);
-  PyObject* made = usual != nullptr && usual->places == found.places ? usual->guard.get() : nullptr;
-  THPObjectPtr other;
-  if (C10_UNLIKELY(made == nullptr)) {
-    other = make_guard(residuals, std::move(found));
-    made = other.get();
-  }
-  if (PyObject_SetAttr(ctx, attribute, made) < 0)
-    throw python_error();
+  if (C10_LIKELY(usual != nullptr && usual->places == found.places))
+    return THPObjectPtr(Py_NewRef(usual->guard.get()));
+  return make_guard(residuals, std::move(found));
 }
 
 PyObject* make_handover(PyObject*, PyObject* type_and_recording) {

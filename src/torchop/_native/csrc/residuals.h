@@ -128,8 +128,8 @@ bool hand_over(
     PyObject* result,
     PyObject* saved);
 
-// Tells the backward which of the tensors that setup_context saved are residuals. Where it did not
-// save all, or has tensors elsewhere, Python looks.
-void guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved);
+// What tells the backward which of the tensors that setup_context saved are residuals. Where it did
+// not save all, or has tensors elsewhere, Python looks and tells `ctx` itself: then it is nullptr.
+THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved);
 
 } // namespace torchop

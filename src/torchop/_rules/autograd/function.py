@@ -306,9 +306,10 @@ def _guarded(ctx: Any) -> tuple[Tensor | None, ...]:
     """The saved tensors for a formula, which may be differentiated itself."""
     tensors = autograd.raw_saved_tensors(ctx)
     # A transform around the one that differentiates here recorded the residuals itself.
-    if ctx._torchop_guard and torch.is_grad_enabled() and not functorch.is_active():
-        tensors = ctx._torchop_guard(ctx, tensors)
-    return tensors
+    if not torch.is_grad_enabled() or functorch.is_active():
+        return tensors
+    guard = ctx._torchop_guard or ctx.non_differentiable  # where native calls leave it
+    return guard(ctx, tensors) if guard else tensors
 
 
 class _Unpacked(threading.local):
