@@ -20,6 +20,7 @@ def test_device() -> None:
     run(str(FOLDER))
 
 
+@pytest.mark.project  # most of it compiles the device, as the test above does
 def test_other_tests_with_their_tensors_on_the_device() -> None:
     """What `make test DEVICE=standin:1` runs, but one file of it."""
     file = str(FOLDER.parent / "core" / "test_checking.py")
