@@ -50,7 +50,7 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 604,
-    "_compat": 3230,
+    "_compat": 3256,
     "_core": 1593,
     "_define": 1955,
     "_inspect": 1079,
@@ -62,7 +62,7 @@ BUDGETS = {
     "_rules/user/sharding": 898,
     "_schema": 3388,
     "cli": 2280,
-    "export": 599,
+    "export": 932,
     "files": 764,
     "testing": 6768,
 }
