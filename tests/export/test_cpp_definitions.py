@@ -198,7 +198,7 @@ def test_a_package_carries_libraries_and_what_loads_them(namespace, tmp_path, mo
         carriers.append(linked)
         return str(path)
 
-    def build(source: str, path_of_library: str) -> None:
+    def build(source: str, path_of_library: str, include: list[str] | None = None) -> None:
         Path(path_of_library).write_text(source)
 
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)

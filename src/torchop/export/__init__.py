@@ -4,11 +4,21 @@ An exported program holds the names of its operators. If a process has not impor
 define them, `torch.export.load` fails without naming a module. `save` stores these modules in the
 file, and the error of `load` names the missing one. `torch.export` reads and writes the same files.
 `aoti_package` and `load_package` do so for programs that AOTInductor compiles. A package may carry
-its operators, or `cpp_definitions` defines them where there is no Python.
+its operators, or `cpp_definitions` defines them where there is no Python. `register_c_function` has
+compiled code call functions in C in place of kernels in Python.
 """
 
+from torchop.export.c_functions import register_c_function
 from torchop.export.packages import aoti_package, cpp_definitions, load_package
 from torchop.export.programs import load, save
 from torchop.export.to_onnx import onnx
 
-__all__ = ["aoti_package", "cpp_definitions", "load", "load_package", "onnx", "save"]
+__all__ = [
+    "aoti_package",
+    "cpp_definitions",
+    "load",
+    "load_package",
+    "onnx",
+    "register_c_function",
+    "save",
+]

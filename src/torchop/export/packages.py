@@ -10,7 +10,7 @@ import sys
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 import torchop
 from torchop._compat import on_demand
 from torchop._inspect.registrant import is_defined_in_python, python_kernel
+from torchop.export.c_functions import SOURCE, functions_in, tvm_ffi
 from torchop.export.programs import (
     METADATA,
     check_operators,
@@ -26,7 +27,7 @@ from torchop.export.programs import (
     in_package,
     modules_of,
 )
-from torchop.extend import Operator, warn
+from torchop.extend import Operator, OpName, warn
 
 _SOURCE = """\
 // The operators that {package} calls, for a process where nobody else defines them.
@@ -48,14 +49,19 @@ static const bool has_loaded = [] {{
     return false;
   Dl_info here;
   dladdr(reinterpret_cast<void*>(&is_missing), &here);
+  void* loaded[{count}];
   for (int place = 0; place < {count}; ++place) {{
     const std::string path = std::string(here.dli_fname) + '.' + std::to_string(place);
-    if (dlopen(path.c_str(), RTLD_NOW) == nullptr)
+    loaded[place] = dlopen(path.c_str(), RTLD_NOW);
+    if (loaded[place] == nullptr)
       TORCH_WARN(dlerror());
-  }}
+  }}{functions}
   return true;
 }}();
 """
+_FUNCTION = """
+  if (loaded[{place}] != nullptr)
+    torchop_register(loaded[{place}], {texts});"""
 _CARRIER = "torchop_operators_"  # with what this begins the name of the library with this code
 
 
@@ -78,7 +84,8 @@ def aoti_package(
         inductor_configs: as in `torch._inductor.aoti_compile_and_package`.
         libraries: shared libraries with kernels in C++, on Linux. The package carries them, and the
             definitions of its operators, so that a process that has neither can run it, without
-            Python too. They are loaded here, with `torch.ops.load_library`.
+            Python too. They are loaded here, with `torch.ops.load_library`. So it carries the
+            libraries of the functions of `register_c_function` that it calls, and that of tvm-ffi.
 
     Returns:
         The path of the package.
@@ -127,9 +134,9 @@ def aoti_package(
     if libraries:
         return _carrying(list(map(os.path.abspath, libraries)), ep, path, configs)
     path = on_demand.compile_aoti_package(ep, path, configs)
-    operators, device = contents_of_package(path)
-    sites = {name: python_kernel(Operator(name, "aoti_package"), device) for name in operators}
-    in_python = ", ".join(f"{name} (see {site})" for name, site in sites.items() if site)
+    names, device = contents_of_package(path)
+    without = _without_kernels(names, device)
+    in_python = ", ".join(f"{op} (see {site})" for op, site in without.items())
     if in_python:
         warn(
             f"aoti_package: on {device}, the package calls kernels in Python, so it runs only in a "
@@ -195,12 +202,16 @@ def cpp_definitions(path: str | os.PathLike[str]) -> str:
         >>> source = torchop.export.cpp_definitions("model.pt2")  # doctest: +SKIP
         >>> pathlib.Path("definitions.cpp").write_text(source)  # doctest: +SKIP
     """
-    own = filter(is_defined_in_python, _with_kernels(path))
+    return _source(path, _with_kernels(path))
+
+
+def _source(path: str | os.PathLike[str], operators: list[Operator], loader: str = "") -> str:
+    own = filter(is_defined_in_python, operators)
     blocks = (
         "\n".join((f"\nTORCH_LIBRARY_FRAGMENT({namespace}, m) {{", *map(_definition, group), "}\n"))
         for namespace, group in itertools.groupby(own, lambda op: op.name.namespace)
     )
-    return _SOURCE.format(package=os.path.basename(path), blocks="".join(blocks))
+    return _SOURCE.format(package=os.path.basename(path), blocks="".join((loader, *blocks)))
 
 
 def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, configs: Any) -> str:
@@ -212,15 +223,32 @@ def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, confi
         carrier = os.path.join(folder, f"{_CARRIER}{uuid.uuid4().hex}")
         on_demand.build_library("", carrier)
         path = on_demand.compile_aoti_package(ep, path, configs, linked=carrier)
+        functions = functions_in(*contents_of_package(path))
         try:
-            missing = [f"is_missing({_name(op)})" for op in _with_kernels(path)]
+            operators = _with_kernels(path, functions)
         except torchop.MissingKernelError:
             os.remove(path)  # which nobody could run
             raise
-        loader = _LOADER.format(missing=" || ".join(missing) or "false", count=len(libraries))
-        first, block, rest = cpp_definitions(path).partition("\nTORCH_LIBRARY_FRAGMENT(")
+        adapter, include = "", []
+        if functions:
+            adapter, include = SOURCE.read_text(encoding="utf-8"), [tvm_ffi().find_include_path()]
+            own = (function.library for function in functions.values())
+            # Those of the user first, because they may be what the others need.
+            libraries = [*dict.fromkeys((tvm_ffi().find_libtvm_ffi(), *libraries, *own))]
+        loader = _LOADER.format(
+            missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
+            count=len(libraries),
+            functions="".join(
+                _FUNCTION.format(
+                    place=libraries.index(function.library),
+                    texts=", ".join(map(json.dumps, function.texts)),
+                )
+                for function in functions.values()
+            ),
+        )
         place = f'#line 1 "{os.path.basename(path)}"\n'  # which PyTorch tells of the operators
-        on_demand.build_library("".join((place, first, loader, block, rest)), carrier)
+        source = adapter + place + _source(path, operators, loader)
+        on_demand.build_library(source, carrier, include)
         with zipfile.ZipFile(path, "a") as archive:
             (beside,) = (name for name in archive.namelist() if name.endswith(".wrapper.so"))
             inside = f"{posixpath.dirname(beside)}/{os.path.basename(carrier)}"
@@ -237,20 +265,32 @@ def _carries_operators(path: str) -> bool:
         return any(f"/{_CARRIER}" in name for name in archive.namelist())
 
 
-def _with_kernels(path: str | os.PathLike[str]) -> list[Operator]:
+def _with_kernels(path: str | os.PathLike[str], carried: Collection[OpName] = ()) -> list[Operator]:
     """The operators that a package calls; refuses one that has no kernel in C++."""
     names, device = contents_of_package(path)
     operators = [Operator(name, "cpp_definitions") for name in names]
-    for op in operators:
-        site = python_kernel(op, device)
-        if site is not None:
+    for op, site in _without_kernels(names, device).items():
+        if op.name not in carried:
             raise torchop.MissingKernelError(
                 f"{op}: the package calls it on {device}, for which it has no kernel in C++ (see "
                 f"{site}), so no process without Python can run the package. Register one with "
                 f"TORCH_LIBRARY_IMPL({op.name.namespace}, ...), and load its library here, with "
-                "torch.ops.load_library, or name it in aoti_package(..., libraries=[...])."
+                "torch.ops.load_library, or name it in aoti_package(..., libraries=[...]). A "
+                "function of torchop.export.register_c_function needs the latter."
             )
     return operators
+
+
+def _without_kernels(names: Iterable[OpName], device: str) -> dict[Operator, str]:
+    """The operators that have no kernel in C++, and where the one that they have comes from."""
+    sites = {}
+    functions = functions_in(names, device)
+    for op in (Operator(name, "aoti_package") for name in names):
+        # A function is called by C++ code of this process, once it has been called.
+        site = functions[op.name].library if op.name in functions else python_kernel(op, device)
+        if site is not None:
+            sites[op] = site
+    return sites
 
 
 def _definition(op: Operator) -> str:

@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 
 import torchop
 from torchop._rules.providers import providers_of
+from torchop.export.c_functions import C_FUNCTIONS, stand_in_of
 from torchop.export.functional import operators_in
 from torchop.extend import Operator, OpName, short_repr, warn
 
@@ -123,6 +124,11 @@ def modules_of(ep: ExportedProgram) -> str:
     # By name, because an operator may have been defined again since the program was exported.
     used = [Operator(OpName.parse(op.name()), "save") for op in operators_in(ep).values()]
     modules = {str(op): op.site.module for op in used if op.site is not None}
+    modules |= {
+        str(stand_in_of(op.overload)): modules[str(op)]
+        for op in used
+        if str(op) in modules and C_FUNCTIONS.has(op.overload)
+    }
     for op in used:
         asked = {k.provider for k in torchop.providers(str(op)) if k.rank and k.supported}
         here = [each for each in providers_of(str(op)) if each.name in asked]
