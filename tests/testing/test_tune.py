@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -190,6 +191,33 @@ def test_nothing_is_measured_in_a_backward_or_on_fake_tensors(slow, namespace):
         with torch._subclasses.FakeTensorMode():
             slow(torch.ones(5))
     assert tuned._own == []
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_call_that_is_measured_keeps_its_own_residuals(namespace, native):
+    def drop(x: Tensor) -> Tensor:
+        kept = torch.rand_like(x).round()
+        return torchop.residuals(x * kept, kept)
+
+    residuals = {"kept": Tensor}
+    op = torchop.custom_op(
+        f"{namespace}::op", drop, mutates_args=(), residuals=residuals, priority=["tuned", "same"]
+    )
+    op.register_kernel("cpu", drop, provider="same", tolerance={torch.float32: (1.0, 1.0)})
+    op.register_autograd(backward_kernel=_masked)
+    sizes = (100, 200, 400)
+    way = contextlib.nullcontext() if native else torchop.native.disabled()
+    with way, torchop.tuning(budget=0.2):
+        for size in sizes:
+            x = torch.ones(size, requires_grad=True)
+            result = op(x)
+            (gradient,) = torch.autograd.grad(result.sum(), x)
+            assert torch.equal(gradient, result)
+    assert len(tuned._own) == len(sizes)
+
+
+def _masked(grad: Tensor, kept: Tensor) -> Tensor:
+    return grad * kept
 
 
 def test_a_table_that_cannot_be_written_is_said(slow, tmp_path):

@@ -18,6 +18,7 @@ from torchop._rules.providers import kernels_of_call, measurements, tuned
 from torchop._rules.providers.candidates import DeviceKernels
 from torchop._rules.providers.measurements import Measured, Measurement
 from torchop._rules.providers.priority import REFERENCE
+from torchop._rules.residuals.handover import requested
 from torchop._rules.user.examples import make_examples
 from torchop.extend import Operator, OpLike, short_repr, short_text, warn
 from torchop.testing import probes
@@ -194,7 +195,8 @@ class _Tuner:
         call = args, dict(kwargs)
         if _is_measurable(call) and why_not(Operator(kernels.op, "tuning"), kernels) is None:
             with self._lock:
-                self.find(kernels, *call, 1, known=True)
+                # The call may wait for residuals, and not for those of kernels that are measured.
+                requested(self, lambda: self.find(kernels, *call, 1, known=True))
 
     def find(
         self,

@@ -91,6 +91,22 @@ def test_a_rule_that_runs_no_kernel_is_refused(namespace, register):
     assert not torchop.records_gradient()
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_a_rule_that_calls_the_operator_twice_is_refused(namespace, register, last):
+    """Nobody can tell whose result it returns, and the residuals of the other one are wrong."""
+
+    def rule(mode, func, types, args, kwargs):
+        results = [func(args[0] + step, **kwargs) for step in (int(last), int(not last))]
+        return results[last]
+
+    op = register(namespace, Mode, rule)
+    for _ in range(2):
+        with Mode():
+            assert op(torch.ones(1)).item() == 1
+        with pytest.raises(torchop.ResultError, match=r"rule for Mode called func 2 times, so"):
+            gradient_under_mode(op)
+
+
 def test_the_rule_of_a_subclass_is_refused(namespace, register):
     def rule(cls, func, types, args, kwargs):
         return TwoTensor(func(args[0].a), func(args[0].b))

@@ -8,7 +8,8 @@ from typing import Any
 from torchop._compat import registries
 from torchop._compat.classes import TorchDispatchMode
 from torchop._errors import ResultError
-from torchop._rules.residuals.handover import requested
+from torchop._rules.residuals.handover import as_tuple
+from torchop._rules.residuals.vmap import Calls
 
 
 def follow(form: Any, cls: type) -> None:
@@ -26,23 +27,23 @@ def follow(form: Any, cls: type) -> None:
 def _under_mode(
     form: Any, cls: type, mode: Any, func: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Runs the rule as for a call of the operator; its kernel hands over the residuals."""
+    """Runs the rule as for a call of the operator, whose residuals are those of its own call."""
     kwargs = kwargs or {}
     definition = form.definition
     rule: Any = registries.torch_dispatch_rule(str(definition), cls)
-    output, request = requested(
-        form.declared, lambda: rule(mode, definition.overload, types, args, kwargs)
-    )
+    calls = Calls(form)
+    with calls:
+        output = rule(mode, definition.overload, types, args, kwargs)
     if output is NotImplemented:
         return output
-    if request.saved is None:
+    if len(calls.saved) != 1:
         raise ResultError(
-            f"{definition}: the torch_dispatch rule for {cls.__name__} returned a result without "
-            f"running a kernel, but a call that records a gradient needs {form.declared.spelled}. "
-            f"Call func there, or register a rule for {str(form.companion)!r}, which also returns "
-            "the residuals."
+            f"{definition}: the torch_dispatch rule for {cls.__name__} called func "
+            f"{len(calls.saved)} times, so it is not known which residuals a call that records a "
+            "gradient has. Call func there once, or register a rule for "
+            f"{str(form.companion)!r}, which also returns the residuals."
         )
-    return form.complete(args, kwargs, output, request)
+    return (*as_tuple(definition.schema, output), *calls.saved[0])
 
 
 def _on_subclass(form: Any, cls: type, *_: Any) -> Any:

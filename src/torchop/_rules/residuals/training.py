@@ -68,13 +68,9 @@ class TrainingForm:
 
     @compilers.never_traced
     def _kernel(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        made = requested(self.declared, lambda: self.definition.overload(*args, **kwargs))
-        return self.complete(args, kwargs, *made)
-
-    def complete(self, args: Any, kwargs: Any, output: Any, request: Request) -> tuple[Any, ...]:
-        """What the training form returns for a call of the operator."""
-        schema = self.definition.schema
-        flat = self.declared.flat(request)
+        schema, call = self.definition.schema, self.definition.overload
+        output, made = requested(self.declared, lambda: call(*args, **kwargs))
+        flat = self.declared.flat(made)
         self.declared.check_fresh(schema, args, kwargs, output, flat)
         return (*as_tuple(schema, output), *flat)
 

@@ -37,7 +37,7 @@ def _rule(form: Any) -> Callable[..., Any]:
 
     def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         of_operator: Any = definition.plan[VmapRule]
-        calls = _Calls(form)
+        calls = Calls(form)
 
         def call() -> Any:
             with calls:
@@ -125,7 +125,7 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, (list, tuple)) else 1
 
 
-class _Calls(TorchFunctionMode):
+class Calls(TorchFunctionMode):
     """Makes calls of an operator ones of its training form, and keeps their residuals.
 
     It sees a call before transforms, modes and autograd do, which go on with the training form.
