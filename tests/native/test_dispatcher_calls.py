@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 import torchop
 from tests.forking import run_forked
 from tests.support import adding, assert_clean, needs_native
+from torchop._core.lock import registration_lock
 from torchop._native import switch
 
 pytestmark = needs_native
@@ -118,6 +120,51 @@ def test_a_call_waits_for_a_change_of_another_thread(namespace):
     del change
     calling.join(60)
     assert [y.tolist() for y in results] == [[1, 1]]
+
+
+def test_a_change_waits_for_no_call_that_waits_for_the_lock(namespace):
+    """It waits for it again once the call has the lock."""
+    entered, is_through, released = threading.Event(), threading.Event(), threading.Event()
+    done: list[object] = []
+
+    def kernel(x: Tensor) -> Tensor:
+        entered.set()
+        with registration_lock:
+            is_through.set()
+        assert released.wait(20)
+        return x + 1
+
+    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=())
+    op.register_fake(lambda x: x.new_empty(x.shape))
+
+    def call() -> None:
+        with torchop.native.disabled():
+            done.append(op(T))
+
+    def change() -> None:
+        done.append(switch.native_module().hold_calls([f"{namespace}::op"]))
+
+    calling, changing = threading.Thread(target=call), threading.Thread(target=change)
+    with registration_lock:
+        released.set()
+        op(T)  # compiles the plan, so that the call below gets as far as the lock in the kernel
+        for event in (entered, is_through, released):
+            event.clear()
+        calling.start()
+        assert entered.wait(60)
+        start = time.monotonic()
+        change()
+        assert time.monotonic() - start < 0.9  # of the second that it waits for others
+        assert not is_through.is_set()
+    del done[:]  # ends the change
+    assert is_through.wait(60)
+    changing.start()
+    changing.join(0.1)
+    assert done == []
+    released.set()
+    changing.join(60)
+    calling.join(60)
+    assert len(done) == 2
 
 
 def test_changes_of_operators_that_are_not_there_wait_for_nothing(namespace):

@@ -211,6 +211,7 @@ def _prepare(module: ModuleType) -> None:
     rule.native_choice = module.Choice
     recipe.difference = module.try_nodes(autograd.make_autograd_function, autograd.node_maker)
     _log_unknown_nodes()
+    type(registration_lock).__enter__ = module.make_entering(registration_lock)
     deregistration.native = module
 
 

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
@@ -32,19 +33,26 @@ struct Lifetimes {
   std::unordered_map<const void*, LifetimePointer> all;
 };
 
-// The numbers that have the calls of this thread, and how many changes it makes.
-thread_local std::vector<const std::atomic<size_t>*> called_here;
+// A call of this thread that is in the dispatcher.
+struct Call {
+  Lifetime* lifetime;
+  std::atomic<size_t>* number = nullptr; // that has it, unless no change is to wait for it just now
+};
+
+thread_local std::vector<Call> called_here;
+// How many changes this thread makes.
 thread_local const auto changes_here = std::make_shared<std::atomic<size_t>>(0);
 
 size_t count_here(const std::atomic<size_t>& number) {
-  return size_t(std::count(called_here.begin(), called_here.end(), &number));
+  return size_t(std::count_if(called_here.begin(), called_here.end(), [&](const Call& call) {
+    return call.number == &number;
+  }));
 }
 
 size_t inside_here(const Lifetime& lifetime) {
-  size_t count = 0;
-  for (const std::atomic<size_t>& number : lifetime.numbers)
-    count += count_here(number);
-  return count;
+  return size_t(std::count_if(called_here.begin(), called_here.end(), [&](const Call& call) {
+    return call.lifetime == &lifetime;
+  }));
 }
 
 Lifetimes& lifetimes() {
@@ -111,6 +119,29 @@ bool is_awaited(const LifetimePointer& lifetime) {
   return number.load() > count_here(number);
 }
 
+// Counts a call, once no other thread changes the table. A change counts itself, and then reads the
+// calls. So one of the two sees the other.
+void count(Call& call) {
+  const auto add = [&] {
+    call.number = call.lifetime->awaited.load();
+    call.number->fetch_add(1);
+  };
+  const auto is_unchanged = [&] {
+    add();
+    if (C10_LIKELY(call.lifetime->changes.load() == 0) || changes_here->load() != 0)
+      return true;
+    std::exchange(call.number, nullptr)->fetch_sub(1);
+    return false;
+  };
+  if (!wait_until(2 * patience, is_unchanged))
+    add(); // the change waits for this thread, in a way that nobody sees
+}
+
+void discount(Call& call) {
+  if (call.number != nullptr)
+    std::exchange(call.number, nullptr)->fetch_sub(1);
+}
+
 // Waits until no other thread has a call of theirs in the dispatcher.
 void wait_for_calls(const std::vector<LifetimePointer>& all) {
   if (wait_until(patience, [&] { return std::none_of(all.begin(), all.end(), is_awaited); }))
@@ -142,6 +173,24 @@ std::vector<LifetimePointer> known_lifetimes(PyObject* names) {
   return found;
 }
 
+// The `__enter__` of the lock, in C, so that an interrupt never leaves it held by nobody.
+PyObject* enter(PyObject* lock, PyObject*) {
+  static PyObject* const name = PyUnicode_InternFromString("acquire");
+  PyObject* arguments[] = {lock, Py_False}; // at once, or not at all
+  THPObjectPtr is_held(PyObject_VectorcallMethod(name, arguments, 2, nullptr));
+  if (C10_LIKELY(!is_held || is_held.get() == Py_True))
+    return is_held.release();
+  std::for_each(called_here.begin(), called_here.end(), discount);
+  PyObject* result = PyObject_VectorcallMethod(name, arguments, 1, nullptr);
+  for (Call& call : called_here) {
+    if (call.number == nullptr)
+      count(call);
+  }
+  return result;
+}
+
+PyMethodDef entering{"__enter__", enter, METH_NOARGS, "Waits for the lock."};
+
 constexpr const char* change_capsule = "torchop._native._call_path.change";
 
 void end_change(PyObject* capsule) {
@@ -164,36 +213,21 @@ LifetimePointer lifetime_of(const c10::OperatorHandle& op) {
 DispatcherCall::DispatcherCall(const LifetimePointer& lifetime) : lifetime_(lifetime) {
   if (lifetime_ == nullptr)
     return;
-  const auto enters_unchanged = [&] {
-    enter();
-    if (C10_LIKELY(lifetime_->changes.load() == 0) || changes_here->load() != 0)
-      return true;
-    leave();
-    return false;
-  };
-  if (!wait_until(2 * patience, enters_unchanged))
-    enter(); // the change waits for this thread, in a way that nobody sees
+  lifetime_->inside.fetch_add(1);
+  count(called_here.emplace_back(Call{lifetime_.get()}));
 }
 
 DispatcherCall::~DispatcherCall() {
-  if (lifetime_ != nullptr)
-    leave();
-}
-
-// A change counts itself, and then reads the calls. So one of the two sees the other.
-void DispatcherCall::enter() {
-  lifetime_->inside.fetch_add(1);
-  number_ = lifetime_->awaited.load();
-  number_->fetch_add(1);
-  called_here.push_back(number_);
-}
-
-void DispatcherCall::leave() {
+  if (lifetime_ == nullptr)
+    return;
   // Not always the last one: a greenlet may have been switched to inside a kernel.
-  const auto last = std::find(called_here.rbegin(), called_here.rend(), number_);
-  if (last != called_here.rend())
+  const auto last = std::find_if(called_here.rbegin(), called_here.rend(), [&](const Call& call) {
+    return call.lifetime == lifetime_.get();
+  });
+  if (last != called_here.rend()) {
+    discount(*last);
     called_here.erase(std::next(last).base());
-  number_->fetch_sub(1);
+  }
   lifetime_->inside.fetch_sub(1);
 }
 
@@ -212,6 +246,10 @@ Change::~Change() {
   for (const LifetimePointer& lifetime : lifetimes_)
     lifetime->changes.fetch_sub(1);
   of_thread_->fetch_sub(1);
+}
+
+PyObject* make_entering(PyObject*, PyObject* lock) {
+  return PyCFunction_New(&entering, lock);
 }
 
 PyObject* hold_calls(PyObject*, PyObject* names) {

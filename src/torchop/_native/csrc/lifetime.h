@@ -24,7 +24,7 @@ struct Lifetime {
 
   const c10::OperatorHandle op;    // to be read while it exists
   std::atomic<bool> exists = true; // once it does not, never again
-  std::atomic<size_t> inside = 0;  // calls in the dispatcher
+  std::atomic<size_t> inside = 0;  // calls in the dispatcher, also those that wait for a lock
   std::atomic<size_t> changes = 0; // of the table: they go on, or wait for calls
   // How many of the calls a change waits for. Another number takes its place where that took too
   // long, so that the next change need not wait for the same ones.
@@ -49,11 +49,7 @@ class DispatcherCall {
   DispatcherCall& operator=(const DispatcherCall&) = delete;
 
  private:
-  void enter();
-  void leave();
-
-  std::atomic<size_t>* number_ = nullptr; // that has this call
-  LifetimePointer lifetime_;              // nullptr for an operator that does not exist yet
+  LifetimePointer lifetime_; // nullptr for an operator that does not exist yet
 };
 
 // For as long as the tables of operators change: calls of other threads are kept out of the
@@ -70,6 +66,10 @@ class Change {
   std::vector<LifetimePointer> lifetimes_;
   std::shared_ptr<std::atomic<size_t>> of_thread_; // the changes that it makes
 };
+
+// make_entering(lock): what takes the lock of registrations. Whoever has that may wait for calls in
+// the dispatcher; those of a thread that waits for the lock read nothing, so they do not count.
+PyObject* make_entering(PyObject*, PyObject* lock);
 
 // hold_calls(names): begins a change of operators, which lasts as long as the object that is
 // returned; None if nobody calls these operators here.

@@ -156,6 +156,7 @@ PyMethodDef functions[] = {
     {"try_nodes", try_nodes, METH_VARARGS, "Compares nodes that are made here with PyTorch's."},
     {"switch_off", switch_off, METH_O, "Opens blocks in which calls go to the dispatcher."},
     {"set_observer", set_observer, METH_O, "Tells a function of calls for the dispatcher."},
+    {"make_entering", make_entering, METH_O, "Makes what takes the lock of registrations."},
     {"hold_calls", hold_calls, METH_O, "Keeps calls of operators out of the dispatcher."},
     {"end_calls", end_calls, METH_O, "Has calls of operators raise, and waits for the last."},
     {"running", running, METH_NOARGS, "The entries of the native calls that this thread is in."},
