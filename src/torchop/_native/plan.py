@@ -70,7 +70,8 @@ class NativeCalls:
     def refresh(self) -> None:
         """Compiles the plan that calls follow: what a call does that finds none."""
         with registration_lock:
-            self.entry.plan = self._compile()
+            if self.entry.plan is None:  # no other thread was first
+                self.entry.plan = self._compile()
         self._native.set_observer(_log_call if logs.calls.isEnabledFor(logging.INFO) else None)
 
     def outdate(self) -> None:

@@ -259,8 +259,8 @@ PyObject* get_name(PyObject* self, void*) {
 }
 
 PyObject* get_plan(PyObject* self, void*) {
-  PyObject* plan = new_reference(entry_of(self).plan);
-  return plan != nullptr ? plan : Py_NewRef(Py_None);
+  THPObjectPtr plan(new_reference(entry_of(self).plan));
+  return is_usable(plan.get()) ? plan.release() : Py_NewRef(Py_None);
 }
 
 PyObject* get_dispatch(PyObject* self, void*) {
