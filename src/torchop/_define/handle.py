@@ -179,9 +179,9 @@ class CustomOp(Registrations, Generic[P, R]):
         definition = self._live()
         try:
             return torch_ops.lookup_overload(*definition.name)
-        except AttributeError:
-            definition.check_defined()  # another thread may have ended the operator meanwhile
-            raise
+        finally:
+            # Another thread may have ended the operator meanwhile, and given its name to another.
+            definition.check_defined()
 
     _opoverload: Any = overload
 
