@@ -49,13 +49,13 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # what is added to a room is paid for by what is merged or cut there. A budget is raised in a commit
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
-    "_accelerate": 604,
+    "_accelerate": 605,
     "_compat": 3256,
     "_core": 1593,
     "_define": 1955,
     "_inspect": 1079,
     "_native": 1458,
-    "_native/csrc": 5801,
+    "_native/csrc": 5819,
     "_rules": 5439,
     "_rules/autograd": 2037,
     "_rules/residuals": 827,
