@@ -267,6 +267,7 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
     elif (calls := operator.adopted.get(name)) is None:
         reason = _problems.get(name) or "it is gone"
     else:
+        calls.outdate()  # because nobody tells of what others register
         calls.refresh()
         reason = calls.problem
     return AcceleratedOperator(str(name), reason is None, reason or "")
