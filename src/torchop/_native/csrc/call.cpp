@@ -220,13 +220,13 @@ PyObject* try_call(
   PyObject* function = decision.kernel->function;
   THPObjectPtr saved;
   // Where the thread records already, the function in Python knows for which kernel that is.
-  const bool is_authors = decision.kernel->author != nullptr && !thread_records(plan.residuals);
+  const bool is_authors =
+      decision.kernel->author != nullptr && !thread_records(plan.residuals.recording);
   if (is_authors)
     function = decision.kernel->author;
   // This call may be made by the kernel of an operator with residuals, whose own call is recorded.
   std::optional<Recording> apart;
-  if (plan.residuals.type == nullptr && all_recordings != nullptr &&
-      C10_UNLIKELY(PyDict_GET_SIZE(all_recordings) != 0))
+  if (plan.residuals.type == nullptr && thread_records(all_recordings))
     apart.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient && plan.gradient.record_body != nullptr) {

@@ -32,10 +32,13 @@ class CurrentPlan {
     }
   }
   ~CurrentPlan() {
-    if (plan_ == nullptr)
+    PyObject* const plan = plan_;
+    if (plan == nullptr)
       return;
     end();
-    if (C10_UNLIKELY(plans_to_free.load(std::memory_order_relaxed) != 0) && is_whole_)
+    // Others would wait for one another, for as long as a long call follows a plan that waits.
+    if (C10_UNLIKELY(plans_to_free.load(std::memory_order_relaxed) != 0) && is_whole_ &&
+        (announced_another_ || plan != entry_.plan.load()))
       free_plans();
   }
   CurrentPlan(const CurrentPlan&) = delete;
@@ -58,11 +61,13 @@ class CurrentPlan {
   PyObject* follow() {
     const size_t call = thread_.count++;
     thread_.running[call] = reinterpret_cast<PyObject*>(&entry_);
-    do {
+    while (true) {
       plan_ = entry_.plan.load(std::memory_order_acquire);
       thread_.plans[call].store(plan_);
-    } while (C10_UNLIKELY(plan_ != entry_.plan.load()));
-    return plan_;
+      if (C10_LIKELY(plan_ == entry_.plan.load()))
+        return plan_;
+      announced_another_ = true;
+    }
   }
 
   void end() {
@@ -82,6 +87,7 @@ class CurrentPlan {
   Thread& thread_;
   PyObject* plan_ = nullptr;
   bool is_whole_ = true;
+  bool announced_another_ = false; // which may wait for this call
 };
 
 #else

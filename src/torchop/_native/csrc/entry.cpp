@@ -17,7 +17,7 @@
 namespace torchop {
 
 PyTypeObject* entry_type = nullptr;
-PyObject* observer = nullptr;
+std::atomic<PyObject*> observer = nullptr;
 
 bool refresh_plan(Entry& entry) {
   if (entry.refresh == nullptr) {
@@ -63,7 +63,7 @@ void exchange_observer(PyObject* given) {
   PyObject* before;
   {
     const std::lock_guard<std::mutex> lock(observer_mutex);
-    before = std::exchange(observer, Py_XNewRef(given));
+    before = observer.exchange(Py_XNewRef(given));
   }
   Py_XDECREF(before);
 }

@@ -25,7 +25,7 @@ struct Entry {
 extern PyTypeObject* entry_type;
 // Called with the first call that the dispatcher gets for a reason; nullptr if nobody reads the
 // log.
-extern PyObject* observer;
+extern std::atomic<PyObject*> observer;
 void exchange_observer(PyObject* given); // nullptr for none
 
 // Calls an operator: natively, or by `dispatch` (the entry's, if it is nullptr) with unchanged

@@ -7,10 +7,12 @@
 #include "overloads.h"
 
 #include <array>
+#include <atomic>
 
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "dispatch.h"
+#include "free_threads.h"
 #include "operator.h"
 
 namespace torchop {
@@ -21,9 +23,16 @@ namespace {
 std::array<PyTypeObject*, 2> shortened;
 std::array<ternaryfunc, 2> before;
 
+// Whoever comes through a slot sees what was written before it was.
+void after_replacement() {
+  if constexpr (!has_lock)
+    std::atomic_thread_fence(std::memory_order_acquire);
+}
+
 // One function for each class: a slot gets no more than the object, which may be of a subclass.
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
+  after_replacement();
   if (!has_operator(self))
     return before[Index](self, args, keywords);
   static PyObject* name = PyUnicode_InternFromString("_op");
@@ -41,6 +50,7 @@ ternaryfunc handle_before = nullptr;
 constexpr std::array<ternaryfunc, 2> replacements{call_overload<0>, call_overload<1>};
 
 PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) {
+  after_replacement();
   static PyObject* name = PyUnicode_InternFromString("_opoverload");
   THPObjectPtr overload(PyObject_GenericGetAttr(self, name));
   for (size_t index = 0; overload && index < shortened.size(); ++index) {

@@ -29,7 +29,8 @@ bool holds(const Plan::Source& source) {
     return true;
   if (PyDict_GetItemWithError(source.container, source.key) != source.value)
     return false;
-  source.version = version;
+  if (version != 0)
+    source.version = version;
   return true;
 }
 
@@ -272,7 +273,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
   if (residuals != Py_None)
-    Py_XSETREF(all_recordings, Py_NewRef(plan.residuals.recording)); // plans come and go
+    Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording))); // plans come and go
   plan.own = OwnKernels{given(autograd), given(version_counter), given(backend_select)};
   if (PyTuple_Check(gradient)) {
     PyObject *node_maker, *setup_context, *inputs = Py_None, *look = Py_None;

@@ -40,16 +40,16 @@ struct Residuals {
 };
 
 // Whether a kernel is on the way, or runs, that a call of this thread wants residuals of.
-inline bool thread_records(const Residuals& residuals) {
-  if (C10_LIKELY(PyDict_GET_SIZE(residuals.recording) == 0))
+inline bool thread_records(PyObject* recording) {
+  if (recording == nullptr || C10_LIKELY(PyDict_GET_SIZE(recording) == 0))
     return false;
   THPObjectPtr thread = checked(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
-  return PyDict_Contains(residuals.recording, thread.get()) != 0;
+  return PyDict_Contains(recording, thread.get()) != 0;
 }
 
 // The `recording` of all operators with residuals, for the calls of others; nullptr until there is
 // one. It is owned, because those others may outlive every plan that has it.
-inline PyObject* all_recordings = nullptr;
+inline std::atomic<PyObject*> all_recordings = nullptr;
 
 // Leaves what is known of this thread as it was before, also if no kernel took what it was told.
 class Recording {
@@ -84,8 +84,6 @@ class Recording {
 
   // Tells the kernel of another operator, which runs meanwhile, that its call records nothing.
   void stop() {
-    if (!before_)
-      return; // only other threads record
     THPObjectPtr none = checked(PyTuple_Pack(2, PyTuple_GET_ITEM(before_.get(), 0), Py_False));
     if (PyDict_SetItem(recording_, thread_.get(), none.get()) < 0)
       throw python_error();
@@ -97,7 +95,7 @@ class Recording {
 };
 
 // Where what kernels return has the result, and the residuals: slots of its type.
-inline Py_ssize_t output_slot, saved_slot;
+inline std::atomic<Py_ssize_t> output_slot, saved_slot;
 
 inline PyObject*& slot_of(PyObject* object, Py_ssize_t slot) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot);

@@ -89,8 +89,10 @@ Fit fit_item(const Kind& kind, PyObject* item) {
 Fit fit_items(const Kind& kind, PyObject* list) {
   Fit fit = Fit::Taken;
   Py_BEGIN_CRITICAL_SECTION(list); // another thread may write into it
-  for (Py_ssize_t index = 0; fit == Fit::Taken && index < PySequence_Fast_GET_SIZE(list); ++index)
-    fit = fit_item(kind, PySequence_Fast_GET_ITEM(list, index));
+  for (Py_ssize_t index = 0; fit == Fit::Taken && index < PySequence_Fast_GET_SIZE(list); ++index) {
+    THPObjectPtr item(Py_NewRef(PySequence_Fast_GET_ITEM(list, index)));
+    fit = fit_item(kind, item.get());
+  }
   Py_END_CRITICAL_SECTION();
   return fit;
 }
