@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo introduction newcomer native test test-project test-all device gpu zoo comparison fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	realworld-vllm \
-	matrix prerelease interpreters threads
+	matrix prerelease interpreters threads threads-sanitized
 
 # It compiles native calls into the user's cache, for the first program of one's own.
 demo: introduction $(STAMP)
@@ -83,17 +83,30 @@ interpreters: $(STAMP)
 	$(BIN)/python tools/interpreters.py $(QUICK)
 
 # Many threads that call operators while others change them, and how calls scale. PYTHON may name one
-# without the GIL, with PyTorch installed; it is kept off there, although native calls do not ask
-# for that yet. It says what fails, and with `--stock` whether torch.library does better.
+# without the GIL, with PyTorch installed; it is kept off there, although on some of these native
+# calls ask for it. It says what fails, and with `--stock` whether torch.library does better.
 SECONDS ?= 10
-threads: export PYTHONPATH = $(CURDIR)/src
-threads: export PYTHON_GIL = $(if $(filter command line,$(origin PYTHON)),0)
-threads: export TORCHOP_NATIVE = require
-threads: THREADS = $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python) tools/threads.py
+threads threads-sanitized: export PYTHONPATH = $(CURDIR)/src
+threads threads-sanitized: export PYTHON_GIL = $(if $(filter command line,$(origin PYTHON)),0)
+threads threads-sanitized: export TORCHOP_NATIVE = require
+threads threads-sanitized: THREADS_PYTHON = \
+	$(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
+threads: THREADS = $(THREADS_PYTHON) tools/threads.py
 threads: $(STAMP)
 	$(THREADS) --seconds $(SECONDS)
 	$(THREADS) --scaling
 	$(THREADS) --scaling --stock
+
+# The same with ThreadSanitizer, which needs a Python without the GIL: it does not see that lock.
+SANITIZED_THREADS := $(CURDIR)/.native_cache/threads
+threads-sanitized: export TORCHOP_CACHE_DIR = $(SANITIZED_THREADS)
+threads-sanitized: export CXX = g++ -g -fno-omit-frame-pointer -fsanitize=thread
+threads-sanitized: $(STAMP)
+	mkdir -p -m 700 $(SANITIZED_THREADS)
+	TORCHOP_NATIVE=0 $(THREADS_PYTHON) -c "from torchop._native.extension import api; print(api.build())"
+	LD_PRELOAD=$(shell g++ -print-file-name=libtsan.so) \
+	TSAN_OPTIONS="ignore_noninstrumented_modules=1 history_size=7 suppressions=tools/threads.supp" \
+	setarch -R $(THREADS_PYTHON) tools/threads.py --threads 4 --seconds $(SECONDS)
 
 # Every check on every operator of the zoo, some wrong and some right, with the score.
 zoo: $(STAMP)

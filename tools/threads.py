@@ -170,8 +170,118 @@ class Lists(Scenario):
         return check(self.handle(self.list))
 
 
+class Chosen(Scenario):
+    """Which of the kernels runs depends on the call, and they are registered again."""
+
+    def define(self, amount: int) -> None:
+        name = f"{self.namespace}::op"
+        self.handle = torchop.custom_op(name, adding(amount), mutates_args=())
+        self.change(random.Random(0))
+        self.call(random.Random(0))  # which imports a part of PyTorch, for seconds
+
+    def change(self, chance: random.Random) -> str:
+        for provider in ("one", "two"):
+            self.handle.register_kernel(
+                "cpu", adding(chance.randrange(100)), provider=provider, supports=is_contiguous
+            )
+        return "registered"
+
+    def call(self, chance: random.Random) -> str:
+        x = torch.ones(2, chance.randrange(1, 30))[:, 0]
+        with torchop.priority({f"{self.namespace}::op": [chance.choice(("one", "two"))]}):
+            return check(self.handle(x))
+
+
+def is_contiguous(x: Tensor) -> bool:
+    """What a kernel asks of a tensor."""
+    return x.is_contiguous()
+
+
+class Recorded(Scenario):
+    """Calls record gradients, with residuals of the kernel, while the formula changes."""
+
+    def define(self, amount: int) -> None:
+        def kernel(x: Tensor) -> Tensor:
+            return torchop.residuals(x + amount, x * 2)
+
+        name = f"{self.namespace}::op"
+        self.handle = torchop.custom_op(name, kernel, mutates_args=(), residuals={"twice": Tensor})
+        self.plain = torchop.custom_op(f"{self.namespace}::plain", adding(1), mutates_args=())
+        self.change(random.Random(0))
+
+    def change(self, chance: random.Random) -> str:
+        def keep(ctx: Any, inputs: Any, output: Tensor, residuals: Any) -> None:
+            ctx.save_for_backward(residuals.twice)
+
+        self.handle.register_autograd(
+            lambda ctx, grad: grad * ctx.saved_tensors[0], setup_context=keep
+        )
+        return "registered"
+
+    def call(self, chance: random.Random) -> str:
+        x = torch.ones(2, requires_grad=chance.random() < 0.7)
+        y = self.handle(x)
+        if x.requires_grad:
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            check(grad)
+        return check(self.plain(y.detach()))
+
+
+class Accelerated(Scenario):
+    """An operator of torch.library is accelerated, and that is undone."""
+
+    def define(self, amount: int) -> None:
+        name = f"{self.namespace}::op"
+        self.handle = torch.library.custom_op(name, adding(amount), mutates_args=())
+        self.handle(torch.ones(2))  # PyTorch imports Dynamo, which takes seconds
+
+    def change(self, chance: random.Random) -> str:
+        with torchop.accelerate(f"{self.namespace}::*") as acceleration:
+            time.sleep(0.001)
+            assert all(row.accelerated for row in acceleration.operators)
+        return "accelerated"
+
+    def call(self, chance: random.Random) -> str:
+        packet = getattr(torch.ops, self.namespace).op
+        return check(chance.choice((self.handle, packet, packet.default))(torch.ones(2)))
+
+
+class Overloads(Scenario):
+    """A packet tries its overloads in turn, which are defined again."""
+
+    def define(self, amount: int) -> None:
+        def pair(x: Tensor, y: Tensor) -> Tensor:
+            return x + y + amount
+
+        for name, body in (("op.pair", pair), ("op.alone", adding(amount))):
+            torchop.custom_op(f"{self.namespace}::{name}", body, mutates_args=())
+
+    def change(self, chance: random.Random) -> str:
+        self.define(chance.randrange(100))
+        return "defined"
+
+    def call(self, chance: random.Random) -> str:
+        packet = getattr(torch.ops, self.namespace).op
+        return check(packet(*[torch.ones(2)] * chance.randrange(1, 3)))
+
+
+class Ending(Plans):
+    """The threads of the calls end."""
+
+    def call(self, chance: random.Random) -> str:
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(super(Ending, self).call(chance)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+
 SCENARIOS = {
-    kind.__name__.lower(): kind for kind in (Plans, Redefined, Closed, Dispatched, Kernels, Lists)
+    kind.__name__.lower(): kind
+    for kind in (
+        *(Plans, Redefined, Closed, Dispatched, Kernels, Lists),
+        *(Chosen, Recorded, Accelerated, Overloads, Ending),
+    )
 }
 
 
