@@ -76,6 +76,12 @@ def without_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
 
 
+@pytest.fixture
+def needs_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the extension compiled as on a Python on which it was tried without the lock."""
+    monkeypatch.setattr(recipe, "NEEDS_LOCK", False)
+
+
 Compiler = Callable[[str], Path]
 
 

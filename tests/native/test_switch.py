@@ -308,10 +308,10 @@ def test_operator_of_pytorch_with_a_kernel_of_ours_stays_as_it_is():
 
 def test_gradients_of_a_pytorch_with_other_nodes_are_logged(monkeypatch, caplog):
     fields = recipe.node_fields()
-    switch._log_unknown_nodes()
+    switch._prepare(switch.native_module())
     assert not caplog.records
     monkeypatch.setattr(recipe, "node_fields", lambda: fields | {"more"})
-    switch._log_unknown_nodes()
+    switch._prepare(switch.native_module())
     (message,) = caplog.messages
     assert message == (
         "Calls that record a gradient go through the dispatcher: the autograd nodes of PyTorch "

@@ -210,15 +210,10 @@ def _prepare(module: ModuleType) -> None:
     replay.pack_on_cpu = module.pack_on_cpu
     rule.native_choice = module.Choice
     recipe.difference = module.try_nodes(autograd.make_autograd_function, autograd.node_maker)
-    _log_unknown_nodes()
+    if (problem := recipe.unknown_nodes()) is not None:
+        log.warning("Calls that record a gradient go through the dispatcher: %s.", problem)
     type(registration_lock).__enter__ = module.make_entering(registration_lock)
     deregistration.native = module
-
-
-def _log_unknown_nodes() -> None:
-    problem = recipe.unknown_nodes()
-    if problem is not None:
-        log.warning("Calls that record a gradient go through the dispatcher: %s.", problem)
 
 
 def _adopt(definition: Definition, native: Any) -> OwnCalls:

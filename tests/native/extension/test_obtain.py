@@ -145,6 +145,15 @@ def test_python_without_the_lock_keeps_it_off(
     assert why_missing() == f"the native call path is not there ({reason})"
 
 
+@pytest.mark.usefixtures("needs_no_lock", "in_cache", "no_child", "without_lock")
+def test_python_without_the_lock_on_which_it_needs_none(extension: Extension) -> None:
+    """Nothing is said, because nothing turns the lock on."""
+    receiver = Receiver()
+    extension.obtain(receiver)
+    assert len(receiver.modules) == 1
+    assert extension.status().state == "ready"
+
+
 @pytest.mark.usefixtures("in_cache", "no_child", "without_lock")
 def test_require_turns_the_lock_on_and_says_so(
     extension: Extension, monkeypatch: pytest.MonkeyPatch

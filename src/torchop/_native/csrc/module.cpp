@@ -220,5 +220,9 @@ PyMODINIT_FUNC PyInit__call_path() {
        PyModule_AddIntConstant(module, "types_may_change", torchop::has_lock) < 0 ||
        !torchop::add_backends(module)))
     Py_CLEAR(module);
+#if defined(Py_GIL_DISABLED) && !TORCHOP_NEEDS_GIL
+  if (module != nullptr)
+    PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED);
+#endif
   return module;
 }

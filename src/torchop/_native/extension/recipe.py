@@ -40,6 +40,9 @@ _OTHER_FIELDS = (
     "clear_saved_tensors_on_access saved_tensors_accessed_and_cleared output_grad_dtypes"
 )
 _COMPILERS = ("c++", "g++", "clang++")
+# Whether the extension says that it needs the global interpreter lock: on every Python on which it
+# was not tried without, because later ones count references in other ways.
+NEEDS_LOCK = sys.version_info[:2] != (3, 13)
 difference: str | None = None  # of nodes that are made here, as the extension found by trying
 
 
@@ -118,8 +121,8 @@ def lock_problem() -> str | None:
     Python turns the global interpreter lock on, for the whole process, for an extension that does
     not declare that it can do without. It is on all the same with PYTHON_GIL=1, or for another one.
     """
-    has_lock: bool = getattr(sys, "_is_gil_enabled", lambda: True)()  # since 3.13
-    return None if has_lock else "this Python runs without the GIL, which native calls still need"
+    may_load = not NEEDS_LOCK or getattr(sys, "_is_gil_enabled", lambda: True)()  # since 3.13
+    return None if may_load else "this Python runs without the GIL, which native calls still need"
 
 
 def compile_flags() -> list[str]:
@@ -133,6 +136,7 @@ def compile_flags() -> list[str]:
         "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-DTORCHOP_KNOWS_NODES={int(unknown_nodes() is None)}",
+        f"-DTORCHOP_NEEDS_GIL={int(NEEDS_LOCK)}",
     ]
     if not torch.version.debug:
         # PyTorch's headers compile debugging checks in without it, some of which call functions
