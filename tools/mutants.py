@@ -484,8 +484,14 @@ MUTANTS = {
     "change during calls": Mutant("lifetime.cpp", "  wait_for_calls(lifetimes_);", ""),
     "call during a change": Mutant(
         "lifetime.cpp",
-        "C10_LIKELY(lifetime_->changes.load() == 0) || changes_here->load() != 0",
+        "C10_LIKELY(call.lifetime->changes.load() == 0) || changes_here->load() != 0",
         "true",
+    ),
+    "call that waits for the lock": Mutant(
+        "lifetime.cpp", "std::for_each(called_here.begin(), called_here.end(), discount);", ""
+    ),
+    "call that has the lock": Mutant(
+        "lifetime.cpp", "if (call.number == nullptr)\n      count(call);", ";"
     ),
     "call of an operator that ended": Mutant(
         "entry.cpp", "else if (PyErr_Occurred() == PyExc_RuntimeError)", "else if (false)"
@@ -542,7 +548,9 @@ MUTANTS = {
         "backward.cpp", "c10::GradMode::is_enabled()\n", "false\n"
     ),
     "backward: below a compiled frame": Mutant("backward.cpp", "WithoutDynamo frames;", ""),
-    "residuals: thread that records": Mutant("call.cpp", " && !thread_records(plan.residuals)", ""),
+    "residuals: thread that records": Mutant(
+        "call.cpp", " && !thread_records(plan.residuals.recording)", ""
+    ),
     "residuals: kernel of another operator": Mutant(
         "call.cpp", "apart.emplace(all_recordings).stop();", ";"
     ),

@@ -44,7 +44,7 @@ inline bool thread_records(PyObject* recording) {
   if (recording == nullptr || C10_LIKELY(PyDict_GET_SIZE(recording) == 0))
     return false;
   THPObjectPtr thread = checked(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
-  return PyDict_Contains(recording, thread.get()) != 0;
+  return PyDict_Contains(recording, thread.get()) == 1;
 }
 
 // The `recording` of all operators with residuals, for the calls of others; nullptr until there is
