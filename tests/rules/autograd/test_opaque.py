@@ -1,5 +1,7 @@
 """Opaque formulas: a backward that cannot be traced, as an operator."""
 
+import enum
+
 import pytest
 import torch
 from torch import Tensor
@@ -108,19 +110,22 @@ def test_what_is_on_ctx_reaches_the_backward(namespace):
     assert_close(x.grad, torch.full_like(x, 4))
 
 
-def test_what_no_schema_can_hold_is_refused(namespace):
+class Kind(enum.IntEnum):
+    FULL = 1
+
+
+@pytest.mark.parametrize(("cache", "kind"), [({"a": 1}, "dict"), ((1, [Kind.FULL]), "Kind")])
+def test_what_no_schema_can_hold_is_refused(namespace, cache, kind):
     def setup_context(ctx, inputs, output):
-        ctx.cache = {"a": 1}
+        ctx.cache = cache
 
     op = cube(
         f"{namespace}::f", setup_context=setup_context, backward=lambda ctx, grad: (grad, None)
     )
     x = leaf_of(1.0)
     op(x).backward()  # eager mode passes it on
-    # Dynamo raises it again, as its own.
-    with pytest.raises(
-        RuntimeError, match=rf"{OpaqueBackwardError.__name__}: .*::f: .*ctx\.cache is .*Got a dict"
-    ):
+    message = rf"{OpaqueBackwardError.__name__}: .*::f: .*ctx\.cache is .*Got a {kind}"
+    with pytest.raises(RuntimeError, match=message):  # Dynamo raises it again, as its own
         compiled(op)(x).sum().backward()
 
 
@@ -197,8 +202,24 @@ def test_a_gradient_of_another_shape_is_refused(namespace):
         return torch.ones(3, 3), None
 
     op = cube(f"{namespace}::f", backward=backward)
-    with pytest.raises(GradientError, match=r"gradient of shape \[3, 3\] for an input of shape"):
+    message = r"gradient of shape \[3, 3\] and torch.float32 for an input of shape \[2\] and"
+    with pytest.raises(GradientError, match=message):
         compiled(op)(leaf_of(1.0, 2.0)).sum().backward()
+
+
+WAYS = {
+    "eager": lambda op, x: op(x).backward(),
+    "compiled": lambda op, x: compiled(op)(x).backward(),
+    "transformed": lambda op, x: torch.func.grad(op)(x.detach()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_complex_gradient_of_a_real_input_is_refused(namespace, way):
+    """Its imaginary part would be lost."""
+    op = cube(f"{namespace}::f", backward=lambda ctx, grad: (grad * 1j, None))
+    with pytest.raises(GradientError, match="complex128"):
+        way(op, torch.tensor(1.0, dtype=torch.double, requires_grad=True))
 
 
 def test_a_wrong_number_of_gradients_is_refused(namespace):

@@ -51,7 +51,7 @@ def check_fit(
 ) -> None:
     """Refuses flat gradients that autograd would refuse, in words that do not name the operator."""
     for index, gradient, expected in _misfits(gradients, ctx):
-        if not _sums_to(expected.shape, gradient.shape):
+        if not sums_to(expected.shape, gradient.shape):
             problem = (
                 f"the shape {tuple(expected.shape)}, got {tuple(gradient.shape)}. A gradient has "
                 "the shape of its input: sum over what was broadcast, expand what was summed"
@@ -96,7 +96,7 @@ def _misfits(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tensor, 
             yield index, gradient, expected
 
 
-def _sums_to(shape: Sequence[int], of: Sequence[int]) -> bool:
+def sums_to(shape: Sequence[int], of: Sequence[int]) -> bool:
     """Whether autograd sums a tensor of the shape `of` to one of this shape."""
     return len(shape) <= len(of) and all(
         size in (1, other) for size, other in zip(reversed(shape), reversed(of), strict=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from enum import Enum
 from itertools import compress
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from torchop._rules.autograd.gradients import (
     in_fresh_memory,
     layout_of,
     placed,
+    sums_to,
     unflatten,
 )
 from torchop._rules.companions import define_companion
@@ -200,16 +202,13 @@ class _Operator:
         """A gradient with the shape, dtype and device of that of the fake kernel."""
         if gradient is None:
             return like.zero_()
-        if gradient.shape != like.shape:
-            # PyTorch's engine does the same for gradients of a formula that is no operator.
-            try:
-                gradient = gradient.sum_to_size(like.shape)
-            except RuntimeError:
-                raise GradientError(
-                    f"{self.definition}: backward returned a gradient of shape "
-                    f"{list(gradient.shape)} for an input of shape {list(like.shape)}."
-                ) from None
-        return gradient.detach().to(like.device, like.dtype)
+        if not sums_to(like.shape, gradient.shape) or gradient.is_complex() > like.is_complex():
+            raise GradientError(
+                f"{self.definition}: backward returned a gradient of shape {list(gradient.shape)} "
+                f"and {gradient.dtype} for an input of shape {list(like.shape)} and {like.dtype}."
+            )
+        # PyTorch's engine does the same for gradients of a formula that is no operator.
+        return gradient.sum_to_size(like.shape).detach().to(like.device, like.dtype)
 
 
 def _fake(grads: Any, tensors: Any, integers: Any, context: str) -> list[Tensor]:
@@ -232,21 +231,23 @@ def _write(
     integers: list[Any] = []
 
     def encoded(name: str, value: Any) -> Any:
-        if value is None or isinstance(value, (bool, str, float)):
+        # A member of an Enum may be a number or a string, and would be no member in the formula.
+        kind = Enum if isinstance(value, Enum) else type(value)
+        if value is None or issubclass(kind, (bool, str, float)):
             return value
-        if isinstance(value, Tensor):
+        if issubclass(kind, Tensor):
             tensors.append(value)
             return {"tensor": len(tensors) - 1}
         # Not in the text: the graph may be compiled once for all values of a symbol.
-        if isinstance(value, (int, torch.SymInt)):
+        if issubclass(kind, (int, torch.SymInt)):
             integers.append(value)
             return {"integer": len(integers) - 1}
-        if isinstance(value, (torch.dtype, torch.device)):
-            return {type(value).__name__: str(value)}
-        if type(value) is list:
+        if issubclass(kind, (torch.dtype, torch.device)):
+            return {kind.__name__: str(value)}
+        if kind is list:
             return [encoded(name, item) for item in value]
-        if type(value) in (tuple, torch.Size):
-            return {type(value).__name__: [encoded(name, item) for item in value]}
+        if kind in (tuple, torch.Size):
+            return {kind.__name__: [encoded(name, item) for item in value]}
         raise OpaqueBackwardError(
             f"{definition}: the formula is opaque, so a compiler calls its backward as an "
             f"operator. ctx.{name} is an argument of that operator, so it must be a tensor, an "
