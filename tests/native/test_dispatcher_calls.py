@@ -15,6 +15,7 @@ from tests.forking import run_forked
 from tests.support import adding, assert_clean, needs_native
 from torchop._core.lock import registration_lock
 from torchop._native import switch
+from torchop._native.plan import OwnCalls
 
 pytestmark = needs_native
 
@@ -165,6 +166,37 @@ def test_a_change_waits_for_no_call_that_waits_for_the_lock(namespace):
     changing.join(60)
     calling.join(60)
     assert len(done) == 2
+
+
+def test_a_plan_is_compiled_once_for_all_calls_that_wait_for_it(namespace, monkeypatch):
+    op = adding(namespace)
+    op(T)
+    compiled: list[object] = []
+    compile_plan = OwnCalls._compile
+
+    def counted(calls: OwnCalls) -> object:
+        compiled.append(calls)
+        return compile_plan(calls)
+
+    monkeypatch.setattr(OwnCalls, "_compile", counted)
+    started = threading.Barrier(9)
+    results: list[Tensor] = []
+
+    def call() -> None:
+        started.wait(60)
+        results.append(op(T))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    with registration_lock:
+        op.register_fake(lambda x: x.new_empty(x.shape))
+        for thread in threads:
+            thread.start()
+        started.wait(60)
+        time.sleep(0.1)  # until all wait for the lock
+    for thread in threads:
+        thread.join(60)
+    assert [y.tolist() for y in results] == [[1, 1]] * 8
+    assert len(compiled) == 1
 
 
 def test_changes_of_operators_that_are_not_there_wait_for_nothing(namespace):
