@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from tests.forking import run_forked
-from tests.support import assert_clean, on_both
+from tests.support import adding, assert_clean, on_both
+from torchop._compat import torch_ops
 
 T = torch.zeros(2)
 
@@ -419,3 +420,19 @@ def test_pickle_of_an_operator_that_its_module_does_not_define_says_so(namespace
     op._definition.end("for the test")
     with pytest.raises(torchop.OperatorNotFoundError, match=f"importing '{__name__}' did not"):
         pickle.loads(written)
+
+
+@pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
+def test_handle_whose_operator_ends_while_it_is_looked_up(namespace, monkeypatch):
+    """As another thread may end it: the handle does not return the next operator of the name."""
+    op = adding(namespace)
+    lookup = torch_ops.lookup_overload
+
+    def ending(*name: str) -> object:
+        monkeypatch.undo()
+        adding(namespace, 3)
+        return lookup(*name)
+
+    monkeypatch.setattr(torch_ops, "lookup_overload", ending)
+    with pytest.raises(torchop.OperatorGoneError, match="It was replaced"):
+        _ = op.overload
