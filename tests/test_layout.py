@@ -50,7 +50,7 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 605,
-    "_compat": 3256,
+    "_compat": 3268,
     "_core": 1593,
     "_define": 1955,
     "_inspect": 1079,
@@ -58,7 +58,7 @@ BUDGETS = {
     "_native/csrc": 5819,
     "_rules": 5439,
     "_rules/autograd": 2037,
-    "_rules/residuals": 827,
+    "_rules/residuals": 832,
     "_rules/user/sharding": 898,
     "_schema": 3388,
     "cli": 2280,
