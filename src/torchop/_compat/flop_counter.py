@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +31,29 @@ def remove_count(op: OpOverload) -> None:
         counter.counts = {each: count for each, count in counter.counts.items() if each is not op}
         if not counter.counts:
             del registry[packet]
+
+
+def loaded_mode() -> type | None:
+    """The class of the mode that sees the calls to count, as soon as somebody can have one."""
+    module = sys.modules.get("torch.utils.flop_counter")  # which logs warnings, so do not import it
+    return getattr(module, "_FlopCounterMode", None)
+
+
+def standing_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Makes the rule for this mode of an operator that is called in the place of `op`.
+
+    Whose formula counts a call, unless the operator has one of its own; `result_of` tells what `op`
+    would return.
+    """
+
+    def count(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = mode.__torch_dispatch__(called, types, args, kwargs)
+        if called._overloadpacket not in mode.counter.flop_registry:
+            known = op._overloadpacket
+            mode.counter._count_flops(known, result_of(result), args, kwargs or {})
+        return result
+
+    return count
 
 
 def _registry() -> dict[Any, Any]:

@@ -38,10 +38,8 @@ def holds_batch(tensor: torch.Tensor) -> bool:
 def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """An alias of a tensor that requires grad and is a leaf of this level of the transforms."""
     if not (is_active() or tensor.requires_grad):
-        # As below, where nothing has to be set for it, and there is no tangent to drop.
-        is_plain = type(tensor) is torch.Tensor and torch.autograd.forward_ad._current_level < 0
-        alias = tensor.detach() if is_plain else torch.ops.aten.alias.default(tensor)
-        return cast(torch.Tensor, alias.requires_grad_())
+        alias: torch.Tensor = torch.ops.aten.alias.default(tensor)
+        return alias.requires_grad_()  # as below, where nothing has to be set for it
     functorch: Any = torch._C._functorch
     settings = [
         Setting(torch._C._set_grad_enabled, False, torch.is_grad_enabled()),

@@ -228,11 +228,13 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
         # Sizes that only the kernel knows cannot be allocated before it runs.
         if unbacked or not all(map(_is_plannable, results)):
             return None
-    numbers = ir.convert_shape_to_inductor
-    sized = [(result, numbers(result.shape), numbers(result.stride())) for result in results]
+    sizes = [[*map(ir.convert_shape_to_inductor, (r.shape, r.stride()))] for r in results]
     if in_cpp:
-        return _lower_in_cpp(ir, functional, out_form, sized, args, kwargs)
-    layouts = [ir.FixedLayout(r.device, r.dtype, size, stride) for r, size, stride in sized]
+        return _lower_in_cpp(functional, out_form, results, sizes, (args, kwargs))
+    layouts = [
+        ir.FixedLayout(result.device, result.dtype, *size)
+        for result, size in zip(results, sizes, strict=True)
+    ]
     single, several, _ = _node_classes()
     if names == ["out"]:
         return ir.TensorBox.create(single(unflatten, layouts[0], tensors, constants, out_form))
@@ -255,12 +257,13 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
     return boxes if isinstance(example, tuple) else boxes[0]
 
 
-def _lower_in_cpp(
-    ir: Any, op: OpOverload, form: OpOverload, sized: Any, args: Any, kwargs: Any
-) -> Any:
+def _lower_in_cpp(op: OpOverload, form: OpOverload, results: Any, sizes: Any, call: Any) -> Any:
     """Makes the node for code in C++, on buffers of its own; None if the device has no kernel."""
-    nodes = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ir.IRNode)]
-    devices = {*(each.get_device() for each in nodes), *(result.device for result, _, _ in sized)}
+    import torch._inductor.ir  # imports Inductor
+
+    args, kwargs = call
+    nodes = [*filter(lambda v: isinstance(v, torch._inductor.ir.IRNode), tree_leaves(call))]
+    devices = {each.get_device() for each in nodes} | {result.device for result in results}
     types = {device.type for device in devices if device is not None}
     for each in (types - {"cpu"}) or types:  # a number in a tensor may be on the CPU
         if not dispatch.has_kernel(form._name, dispatch.dispatch_key_name(each)):
@@ -268,9 +271,11 @@ def _lower_in_cpp(
     names = [argument.name for argument in form._schema.arguments][len(op._schema.arguments) :]
     empty: Any = sys.modules[_LOWERING].empty_strided
     buffers = tuple(
-        empty(size, stride, dtype=r.dtype, device=r.device) for r, size, stride in sized
+        empty(*size, dtype=result.dtype, device=result.device)
+        for result, size in zip(results, sizes, strict=True)
     )
-    ir.FallbackKernel.create(form, *args, **kwargs, **dict(zip(names, buffers, strict=True)))
+    fallback: Any = torch._inductor.ir.FallbackKernel
+    fallback.create(form, *args, **kwargs, **dict(zip(names, buffers, strict=True)))
     return buffers[0] if len(op._schema.returns) == 1 else buffers
 
 

@@ -169,9 +169,8 @@ def replace_all(
     args: Iterable[Any], kwargs: Mapping[str, Any], kind: Any, change: Callable[[Any], Any]
 ) -> Call:
     """The same for each argument of a call."""
-    # Most are of the class, for which one more call would take as long as the change.
-    values = tuple([change(v) if isinstance(v, kind) else replaced(v, kind, change) for v in args])
-    return values, {n: replaced(v, kind, change) for n, v in kwargs.items()} if kwargs else {}
+    positional = tuple([replaced(value, kind, change) for value in args])
+    return positional, {name: replaced(value, kind, change) for name, value in kwargs.items()}
 
 
 def map_arguments(

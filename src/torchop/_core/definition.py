@@ -273,7 +273,7 @@ class Definition:
         rule = self._rules.get(kind)
         if rule is None:
             rule = self._rules.setdefault(kind, kind(self))  # another thread may have been first
-        return rule  # type: ignore[return-value]  # the dictionary is by kind
+        return cast(AnyRule, rule)
 
     def installed_rules(self) -> list[CompiledRule[Any]]:
         """The rules that do something when an operator of ours is defined."""

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torchop
+from tests.forking import run_forked
 from torchop import CustomOp
 
 VALUES = {"flop_formula": lambda x: 7}
@@ -161,6 +162,48 @@ def test_overloads_have_formulas_of_their_own(namespace: str) -> None:
         counted(packet, X, keep=True),
     )
     assert counts == (1, 2, 2, 3)
+
+
+def test_a_call_that_saves_residuals_counts_like_the_others(namespace: str) -> None:
+    def double(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torchop.residuals((x * 2, x * 3), x.clone())
+
+    op = torchop.custom_op(f"{namespace}::op", double, mutates_args=(), residuals={"copy": Tensor})
+    op.register_autograd(
+        lambda ctx, grad, other: grad * 2 + other * 3,
+        setup_context=lambda ctx, inputs, output, residuals: None,
+    )
+    x = X.clone().requires_grad_()
+    assert counted(op, x) == 0
+    op.register_flop_formula(lambda x, out_shape: sum(shape.numel() for shape in out_shape))
+    with FlopCounterMode(display=False) as counter:
+        op(x)[0].sum()
+    names = {str(packet): count for packet, count in counter.get_flop_counts()["Global"].items()}
+    assert names == {f"{namespace}.op": 2 * X.numel()}
+    own = {getattr(torch.ops, namespace).op__with_residuals: lambda x, out_shape: len(out_shape)}
+    with FlopCounterMode(display=False, custom_mapping=own) as counter:
+        op(x)
+    assert counter.get_total_flops() == 3
+
+
+def test_residuals_do_not_import_the_counter(namespace: str) -> None:
+    """Its module logs a warning where there is no Triton."""
+    program = f"""
+import sys, torch, torchop
+from torch import Tensor
+
+def f(x: Tensor) -> Tensor:
+    return torchop.residuals(x * 2, x.clone())
+
+def backward(grad: Tensor, copy: Tensor) -> Tensor:
+    return grad * 2
+
+op = torchop.custom_op("{namespace}::op", f, mutates_args=(), residuals={{"copy": Tensor}})
+op.register_autograd(backward_kernel=backward)
+op(torch.ones(2, requires_grad=True)).sum().backward()
+print("torch.utils.flop_counter" in sys.modules)
+"""
+    assert run_forked(program).stdout == "False\n"
 
 
 def test_nothing_stays_in_the_registry(namespace: str) -> None:

@@ -126,8 +126,11 @@ def _look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return look
 
 
-# What `metadata` compares.
-_kind: Callable[[Tensor], Any] = operator.attrgetter("dtype", "layout", "shape", "device")
+def _look_alike(one: Tensor, other: Tensor) -> bool:
+    """What `metadata` compares, without the objects that it makes."""
+    if one.dtype is not other.dtype or one.layout is not other.layout:
+        return False
+    return one.shape == other.shape and one.device == other.device
 
 
 Kernel = Callable[..., Any]
@@ -148,7 +151,8 @@ class WritingKernels:
     ) -> None:
         self.name = name
         self.outputs = outputs
-        self._outputs_in: Callable[..., Any] = operator.itemgetter(*outputs)
+        get: Callable[..., Any] = operator.itemgetter(*outputs)  # of one name, it is no tuple
+        self._outputs_in = get if len(outputs) > 1 else lambda kwargs: (get(kwargs),)
         self.elementwise = elementwise  # whether the kernel may be given an input as its output
         self._schema = functional
         self._allocate = bind(allocate, functional)
@@ -201,8 +205,8 @@ class WritingKernels:
 
         @functools.wraps(kernel)
         def allocate_and_write(*args: Any, **kwargs: Any) -> Any:
-            kwargs.update(zip(self.outputs, self._allocated(args, kwargs), strict=True))
-            return write(*args, **kwargs)
+            results = self._allocated(args, kwargs)
+            return write(*args, **kwargs, **dict(zip(self.outputs, results, strict=True)))
 
         return without_outputs(allocate_and_write, kernel, self.outputs)
 
@@ -225,7 +229,6 @@ class WritingKernels:
         """What checks a call that writes into tensors of the caller; None if none is needed."""
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
-        is_single = len(self.outputs) == 1
         # `overwrite` compares what it copies, and a first argument always looks like itself.
         if is_inplace and (not may_be_an_input or place == 0):
             return None
@@ -235,8 +238,7 @@ class WritingKernels:
 
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             nonlocal accepted
-            outputs = args[0] if is_inplace else outputs_in(kwargs)
-            outputs = (outputs,) if is_single else outputs
+            outputs = (args[0],) if is_inplace else outputs_in(kwargs)
             read, fits = args, place is not None
             like: Any = None if place is None else args[place]
             for output in outputs:
@@ -246,7 +248,7 @@ class WritingKernels:
                 if output is None or not is_fine:
                     check_outputs(name, schema, args, kwargs, may_be_an_input=may_be_an_input)
                 read = (*read, output)
-                fits = fits and _kind(like) == _kind(output)
+                fits = fits and _look_alike(like, output)
             look = _look(args, kwargs) if place is None else None
             if fits or (look is not None and look == accepted):
                 return
@@ -266,7 +268,7 @@ class WritingKernels:
         result = self._allocate(*args, **kwargs)
         results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         count = len(self.outputs)
-        if len(results) != count or [r for r in results if not isinstance(r, Tensor)]:
+        if len(results) != count or not all(isinstance(r, Tensor) for r in results):
             raise ResultError(
                 f"{self.name}: the rule that allocates the results must return "
                 f"{'a Tensor' if count == 1 else f'{count} tensors'}, for "
@@ -276,13 +278,12 @@ class WritingKernels:
 
     def _allocated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         results = self._results(*args, **kwargs)
-        # The kernel would overwrite its inputs.
-        if shares_memory(args, kwargs, results if len(results) > 1 else results[0]):
+        if shares_memory(args, kwargs, results):  # the kernel would overwrite its inputs
             raise alias_error(str(self.name), self._schema, args, kwargs, results)
         return results
 
 
 def empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
     """Allocates each result like the argument at one position."""
-    like = args[place]
-    return torch.empty_like(like) if count == 1 else tuple(map(torch.empty_like, [like] * count))
+    results = tuple(torch.empty_like(args[place]) for _ in range(count))
+    return results if count > 1 else results[0]

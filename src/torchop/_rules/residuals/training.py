@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import checkpointing, compilers, functorch, registries
+from torchop._compat import checkpointing, compilers, flop_counter, functorch, registries
 from torchop._core.call import tensors_in
 from torchop._core.contract import storage_of
 from torchop._core.define import all_or_nothing
@@ -63,6 +63,7 @@ class TrainingForm:
         hook = standing_for(definition.overload, "")
         for mode in checkpointing.POLICY_MODES:
             registries.offer_torch_dispatch(str(self.companion), mode, hook)
+        self.is_counted = False
         for cls in definition.rule(TorchDispatchRule).functions:
             follow(self, cls)
 
@@ -76,6 +77,11 @@ class TrainingForm:
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Calls it; returns the result of the operator, and the residuals as graphs have them."""
+        if not self.is_counted and (mode := flop_counter.loaded_mode()) is not None:
+            self.is_counted = True
+            op = self.definition.overload
+            count = flop_counter.standing_for(op, lambda made: self.split(made)[0])
+            registries.offer_torch_dispatch(str(self.companion), mode, count)
         return self.split(self.companion.overload(*args, **kwargs))
 
     def split(self, result: Any) -> tuple[Any, tuple[Any, ...]]:

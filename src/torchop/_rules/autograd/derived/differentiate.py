@@ -46,7 +46,7 @@ class Rerun(NamedTuple):
             return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
 
         # Under vmap of the backward alone, the random numbers are those of the one forward.
-        with functorch.without_randomness_of_vmap():
+        with functorch.without_randomness_of_vmap(), autograd.above_autograd():
             return replayed(self.definition, self.state, (*args, *kwargs.values()), run_with_inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -55,13 +55,12 @@ class Rerun(NamedTuple):
         # Not the operator, which autograd would record as one.
         kernels = self.definition.dispatcher_kernels
         key = every = dispatch.kernel_key("default")
-        rule = self.definition.rule(KernelRule)
-        # One kernel serves all devices but "meta". Others have the keys of dense tensors.
-        is_one = rule.providers is None and rule.functions.keys() == {None}
-        types = {tensor.device.type for tensor in inputs}
-        if (not is_one or "meta" in types) and {t.layout for t in inputs} == {torch.strided}:
+        # The keys of the devices are those of dense tensors.
+        if all(tensor.layout is torch.strided for tensor in inputs):
             # As in the dispatcher, a CPU scalar beside a CUDA tensor runs on CUDA.
-            key = dispatch.dispatch_key_name(min(types, key=lambda name: name == "cpu"))
+            device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")
+            key = dispatch.dispatch_key_name(device_type)
+        rule = self.definition.rule(KernelRule)
         if rule.providers is not None:  # whose kernels autograd need not be able to follow
             result = rule.run_reference(key, args, kwargs)
         else:
@@ -85,13 +84,13 @@ class Rerun(NamedTuple):
         returns these outputs; without it, the body does.
         """
         run = run or self.outputs
+        inputs, outputs = differentiable(
+            self.definition, lambda: self.within(lambda inputs: (inputs, run(inputs)))
+        )
+        sources = list(itertools.compress(inputs, self.needed))
+        recorded, unrecorded = by_history(outputs, grad_outputs)
+        self.refuse_left_autograd(unrecorded, run)
         with autograd.above_autograd():
-            inputs, outputs = differentiable(
-                self.definition, lambda: self.within(lambda inputs: (inputs, run(inputs)))
-            )
-            sources = list(itertools.compress(inputs, self.needed))
-            recorded, unrecorded = by_history(outputs, grad_outputs)
-            self.refuse_left_autograd(unrecorded, run)
             if create_graph:
                 # If no gradient goes on beyond the call, as after torch.func.vjp, these are
                 # constants: their graph would end at the leaves that were made for the body.
@@ -118,8 +117,7 @@ class Rerun(NamedTuple):
         if not received:
             return
         watched = Watching()
-        with autograd.above_autograd():
-            outputs = self.within(lambda inputs: watched.run(run, inputs))
+        outputs = self.within(lambda inputs: watched.run(run, inputs))
         for index in received:
             function = watched.left(outputs[index])
             if function is not None:
@@ -187,8 +185,10 @@ def _is_recorded(tensor: Tensor) -> bool:
 
     A tensor of a transform that has ended does not say that the one in it requires grad.
     """
-    alias = torch.ops.aten.alias.default(tensor) if functorch.is_wrapped(tensor) else tensor
-    return bool(alias.requires_grad)
+    if not functorch.is_wrapped(tensor):
+        return tensor.requires_grad
+    alias: Tensor = torch.ops.aten.alias.default(tensor)
+    return alias.requires_grad
 
 
 def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[Tensor | None]:
