@@ -25,6 +25,7 @@ NOT_ON_GPUS = {INDUCTOR, CHECKPOINT, OPCHECK, STANDIN}
 
 # What is left out, and why: files, and folders.
 FILES = {
+    "export/test_c_functions.py": "its functions read memory; tests/device has what streams need",
     "native/extension": "it is about compiling",
     "native/test_leaks.py": "tests/device has it, with fewer calls",
     "native/test_mutants.py": "it is about source files",
