@@ -24,6 +24,7 @@ from tests import combinations
 from tests.export.conftest import run_in
 from tests.export.test_cpp_definitions import SERVE, compile_cpp
 from torchop._compat import planned_outputs
+from torchop._inspect.cache_key import identify
 from torchop.export.programs import modules_of
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
@@ -412,6 +413,21 @@ def test_a_function_goes_with_its_operator(namespace, library):
         third = _scale(namespace, library, "other_scale")
     stand_in(third)(torch.ones(2, 2), outs=(out,))
     assert out.tolist() == [[-2, -2], [-2, -2]]
+
+
+def test_the_keys_of_compiled_graphs_depend_on_functions(namespace, library):
+    """Another process would find a graph that calls what it has not registered."""
+    with torch.library._scoped_library(namespace, "FRAGMENT") as stock:
+        stock.define("f(Tensor x) -> Tensor")
+        ours = torchop.custom_op(
+            f"{namespace}::g", lambda x: x, schema="(Tensor x) -> Tensor", mutates_args=()
+        )
+        for op in (f"{namespace}::f", ours.name):
+            without = identify([op])
+            torchop.export.register_c_function(op, library, "scale")
+            for_cpu = identify([op])
+            torchop.export.register_c_function(op, library, "scale", "cuda")
+            assert len({str(key) for key, _ in (without, for_cpu, identify([op]))}) == 3
 
 
 def test_threads_load_a_function_once(namespace, library):
