@@ -323,29 +323,35 @@ def run(name: str, library: Any, threads: int, seconds: float) -> Counter[str]:
     return sum(counts, Counter())
 
 
-def rate(library: Any, threads: int, seconds: float) -> float:
-    """Calls of one operator in a second, by all threads together, of a kernel that does nothing."""
+def rate(library: Any, threads: int, seconds: float) -> tuple[float, float]:
+    """Calls of one operator by all threads together, of a kernel that does nothing.
+
+    Returns:
+        How many there are in a second, and in a second of a processor's time, which does not
+        depend on what else the machine does.
+    """
     op: Any = library.custom_op("scaling::op", lambda x: None, mutates_args=(), schema=NOTHING)
-    counts = [0] * threads
+    counts, times = [0] * threads, [0.0] * threads
     start = threading.Barrier(threads)
 
     def work(number: int) -> None:
         x, count = torch.ones(2), 0
         with torch.inference_mode():
+            op(x)  # the first call imports and compiles
             start.wait()
-            end = time.monotonic() + seconds
+            before, end = time.thread_time(), time.monotonic() + seconds
             while time.monotonic() < end:
                 for _ in range(1000):
                     op(x)
                 count += 1000
-        counts[number] = count
+        counts[number], times[number] = count, time.thread_time() - before
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    return sum(counts) / seconds
+    return sum(counts) / seconds, sum(counts) / sum(times)
 
 
 NOTHING = "(Tensor x) -> ()"
@@ -367,7 +373,10 @@ def main() -> int:
     if options.scaling:
         cores = len(os.sched_getaffinity(0))
         one, many = (rate(library, count, options.seconds) for count in (1, cores))
-        print(f"{one:,.0f} calls/s by 1 thread, {many:,.0f} by {cores}: {many / one / cores:.2f}")
+        print(
+            f"{one[0]:,.0f} calls/s by 1 thread, {many[0]:,.0f} by {cores}: "
+            f"{many[0] / one[0] / cores:.2f}; in the same time of processors {many[1] / one[1]:.2f}"
+        )
         return 0
     if options.here:
         warnings.simplefilter("ignore")
