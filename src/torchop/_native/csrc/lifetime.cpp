@@ -189,7 +189,8 @@ PyObject* enter(PyObject* lock, PyObject*) {
   return result;
 }
 
-PyMethodDef entering{"__enter__", enter, METH_NOARGS, "Waits for the lock."};
+// An ExitStack passes the lock again.
+PyMethodDef entering{"__enter__", enter, METH_VARARGS, "Waits for the lock."};
 
 constexpr const char* change_capsule = "torchop._native._call_path.change";
 
