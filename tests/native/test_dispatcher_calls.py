@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -166,6 +167,13 @@ def test_a_change_waits_for_no_call_that_waits_for_the_lock(namespace):
     changing.join(60)
     calling.join(60)
     assert len(done) == 2
+
+
+def test_an_exit_stack_takes_the_lock():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(registration_lock)
+        assert registration_lock._is_owned()
+    assert not registration_lock._is_owned()
 
 
 def test_a_plan_is_compiled_once_for_all_calls_that_wait_for_it(namespace, monkeypatch):
