@@ -55,7 +55,7 @@ BUDGETS = {
     "_define": 1955,
     "_inspect": 1079,
     "_native": 1458,
-    "_native/csrc": 5819,
+    "_native/csrc": 5821,
     "_rules": 5439,
     "_rules/autograd": 2037,
     "_rules/residuals": 832,
