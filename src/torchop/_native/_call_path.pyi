@@ -155,8 +155,8 @@ types_may_change: int
 # The dispatch keys of the devices whose tensors a native call takes, such as "CPU".
 backends: tuple[str, ...]
 
-# None where another kernel is at that key; what else it returns is kept until the operator goes.
-def bypass(name: str, overload: str, key: str, kernel: Any) -> object | None: ...
+# None where another kernel is at that key; what else it returns is called when the operator goes.
+def bypass(name: str, overload: str, key: str, kernel: Any) -> Callable[[], None] | None: ...
 def take_node(ctx: Any, /) -> object: ...
 
 # `_records` and `_returned` of `_rules/residuals/handover.py`.

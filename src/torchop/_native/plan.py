@@ -172,9 +172,9 @@ class OwnCalls(NativeCalls):
             return  # these kernels turn the name of a device into one, which modes see
         for key in ("Autograd", "ADInplaceOrView"):
             kernel = definition.dispatcher_kernels.get(key)
-            bypass = self._native.bypass(name.packet, name.overload, key, kernel)
-            if bypass is not None:
-                libraries.on_close(definition.library, [bypass].clear)
+            remove = self._native.bypass(name.packet, name.overload, key, kernel)
+            if remove is not None:
+                libraries.on_close(definition.library, remove)
 
     def _compile(self) -> Plan:
         definition = self._definition

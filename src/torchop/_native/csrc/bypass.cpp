@@ -158,11 +158,21 @@ struct Registration {
 
 constexpr const char* capsule_name = "torchop._native._call_path.bypass";
 
-void remove(PyObject* capsule) {
-  std::unique_ptr<Registration> registration(
-      static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name)));
-  const Change change({registration->lifetime});
-  registration.reset();
+// Without the lock of Python, the thread that made an object may free it later than it is dropped.
+PyObject* remove(PyObject* capsule, PyObject*) {
+  auto* registration = static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name));
+  if (registration->kernel.has_value()) {
+    const Change change({registration->lifetime});
+    registration->kernel.reset();
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef removing{"remove", remove, METH_NOARGS, "Has the dispatcher call the kernel again."};
+
+void free_registration(PyObject* capsule) {
+  Py_DECREF(remove(capsule, nullptr));
+  delete static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name));
 }
 
 } // namespace
@@ -196,10 +206,11 @@ PyObject* bypass(PyObject*, PyObject* args) {
         nullptr,
         "registered by torchop"));
   }
-  PyObject* capsule = PyCapsule_New(registration.get(), capsule_name, remove);
-  if (capsule != nullptr)
-    registration.release();
-  return capsule;
+  THPObjectPtr capsule(PyCapsule_New(registration.get(), capsule_name, free_registration));
+  if (!capsule)
+    return nullptr;
+  registration.release();
+  return PyCFunction_New(&removing, capsule.get());
   END_HANDLE_TH_ERRORS
 }
 
