@@ -7,8 +7,8 @@
 
 namespace torchop {
 
-// bypass(name, overload, key, kernel): does so at Autograd or ADInplaceOrView, until the function is
-// called, or goes, that it returns; None where the operator's kernel is not this one.
+// bypass(name, overload, key, kernel): does so at Autograd or ADInplaceOrView, until the function
+// is called, or goes, that it returns; None where the operator's kernel is not this one.
 PyObject* bypass(PyObject*, PyObject* args);
 
 // The Python kernel that is passed by; nullptr if this is another kind of kernel.
