@@ -65,7 +65,7 @@ def registered_functions(handle: CustomOpDef) -> Iterator[tuple[str, Any]]:
         yield from ((role, each) for each in (value.values() if type(value) is dict else [value]))
 
 
-RegistrationHook = Callable[[], None]
+RegistrationHook = Callable[[], object]
 
 
 class FakeRegistration:

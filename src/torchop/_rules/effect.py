@@ -35,8 +35,8 @@ class EffectRule(CompiledRule[Declared]):
     """Which kind of side effect an operator has."""
 
     declared: Declared = None
-    take_back: Callable[[], None] | None = None
-    take_back_vmap_guard: Callable[[], None] | None = None
+    take_back: Callable[[], object] | None = None
+    take_back_vmap_guard: Callable[[], object] | None = None
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:
