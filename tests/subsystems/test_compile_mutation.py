@@ -189,3 +189,35 @@ def test_an_operator_with_out_sees_what_the_output_holds(namespace, backend):
     assert both.ours == expected
     if backend != "eager":
         assert both.stock != expected
+
+
+def _writes_by_mode(library: Any, name: str, star: str) -> Any:
+    def kernel(x: Tensor, by: float, mode: str = " mode") -> Tensor:
+        x.copy_(x + by if mode == "add" else x * by)
+        return x.sum()
+
+    schema = f'(Tensor(a!) x, float by, {star}str mode=" mode") -> Tensor'
+    op = library.custom_op(name, kernel, mutates_args=("x",), schema=schema)
+    op.register_fake(lambda x, by, mode=" mode": x.new_empty(()))
+    return op
+
+
+@pytest.mark.parametrize("star", ["", "*, "])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_argument_may_be_named_mode(namespace: str, backend: str, star: str) -> None:
+    op = _writes_by_mode(torchop, f"{namespace}::f", star)
+
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        y = x + 1
+        return op(y[1:], 2.0, mode="add"), op(y, 3.0), op(x[:1], 5.0, mode="times"), y
+
+    given, expected = torch.arange(3.0), torch.arange(3.0)
+    compiled = torch.compile(program, backend=backend, fullgraph=True)(given)
+    torch.testing.assert_close(compiled, program(expected))
+    torch.testing.assert_close(given, expected)
+
+
+def test_an_argument_named_mode_fails_in_pytorch(namespace: str) -> None:
+    op = _writes_by_mode(torch.library, f"{namespace}::f", "")
+    with pytest.raises(Exception, match="multiple values for argument 'mode'"):
+        torch.compile(lambda x: op(x, 2.0), backend="aot_eager")(torch.ones(2))

@@ -4,7 +4,8 @@ Each calls the operator that it stands for. Its schema differs where PyTorch's f
 Inductor, cannot take that operator's:
 
 - `name__mutable` mutates the same arguments, gets lists without None and, beside each list, the
-  positions of its tensors; it does not return its arguments.
+  positions of its tensors; it does not return its arguments. An argument `mode` is called `mode_`,
+  because PyTorch passes it by name to a function that has such a parameter already.
 - `name__functional` mutates nothing, and returns the new values after the results.
 """
 
@@ -47,10 +48,10 @@ def masks(schema: Schema) -> dict[str, str]:
     }
 
 
-def holds_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether None is in a list that a call writes into."""
+def is_misread(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether None is in a list that a call writes into, or an argument is called `mode`."""
     values = values_by_name(schema, args, kwargs)
-    return any(tensor is None for name in masks(schema) for tensor in values.get(name) or ())
+    return "mode" in values or any(t is None for n in masks(schema) for t in values.get(n) or ())
 
 
 def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -65,13 +66,13 @@ def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any])
         return [tensor for tensor in value if tensor is not None]
 
     args, keywords = map_arguments(schema, args, kwargs, split)
-    return args, {**keywords, **given}
+    return args, {"mode_" if n == "mode" else n: v for n, v in {**keywords, **given}.items()}
 
 
 def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
     schema = definition.schema
     names = masks(schema)
-    arguments = arguments_of(schema.written)
+    arguments = [re.sub(r"^(\S+ mode)(?==|$)", r"\1_", a) for a in arguments_of(schema.written)]
     # Where the tensors belong is by keyword only, so that nothing required follows a default.
     given = [f"bool[]? {name}" for name in names.values()]
     if given:
@@ -82,6 +83,8 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {"mode" if name == "mode_" else name: value for name, value in kwargs.items()}
+
         def with_none(argument: Argument, value: Any) -> Any:
             mask = kwargs[names[argument.name]] if argument.name in names else None
             tensors = iter(value) if mask is not None else iter(())

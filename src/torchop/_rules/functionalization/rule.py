@@ -7,7 +7,8 @@ other forms are traced as companions, which PyTorch compiles right:
   the trace goes on with its arguments. Inductor 2.13 treats a returned argument as fresh memory,
   and reuses that memory for later results; and PyTorch passes other memory than the caller's to an
   operator with `out=`, which holds no valid data.
-- An operator that mutates a list with None in it is traced as one with a list without None.
+- An operator that mutates a list with None in it is traced as one with a list without None, and an
+  operator with an argument `mode` as one with another name for it.
 - An operator that returns lists is traced as a functional one, which writes into copies. So is a
   call in which every mutated argument is None: nothing is copied then.
 
@@ -32,7 +33,7 @@ from torchop._rules.functionalization.companions import (
     FUNCTIONAL,
     MUTABLE,
     define_of_kind,
-    holds_none,
+    is_misread,
     masks,
     without_none,
 )
@@ -100,7 +101,8 @@ _TRACEABLE = ("Tensor", "List[Tensor]")
 
 
 def _needed(schema: Schema) -> Iterator[str]:
-    if schema.form is not Form.PLAIN or masks(schema):
+    # The text may have the word elsewhere, too: one companion more does no harm.
+    if schema.form is not Form.PLAIN or masks(schema) or " mode" in schema.written:
         yield MUTABLE
     if schema.form is Form.PLAIN and schema.returns and set(schema.returns) <= set(_TRACEABLE):
         mutated = [argument.kind for argument in schema.arguments if argument.is_mutated]
@@ -167,7 +169,7 @@ def _trace(
         return tuple(returned) if len(returned) > 1 else returned[0], pairs
     mutable = rule.companions.get(MUTABLE)
     overload = definition.overload
-    if mutable is not None and (schema.form is not Form.PLAIN or holds_none(schema, args, kwargs)):
+    if mutable is not None and (schema.form is not Form.PLAIN or is_misread(schema, args, kwargs)):
         overload = mutable.overload
         args, kwargs = without_none(schema, args, kwargs)
     return mode.__torch_dispatch__(overload, types, args, kwargs), []
