@@ -21,7 +21,8 @@ demo: introduction $(STAMP)
 introduction:
 	@cat examples/_demo/introduction.txt
 
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes for two cores, because each waits for programs and threads a tenth of its time.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # The tests have a cache in the working tree. It is filled here, because pytest keeps what is said
 # while it imports the tests.
