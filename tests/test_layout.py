@@ -56,7 +56,7 @@ BUDGETS = {
     "_inspect": 1079,
     "_native": 1458,
     "_native/csrc": 5821,
-    "_rules": 5440,
+    "_rules": 5442,
     "_rules/autograd": 2037,
     "_rules/residuals": 832,
     "_rules/user/sharding": 898,
