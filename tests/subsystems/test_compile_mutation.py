@@ -217,6 +217,36 @@ def test_an_argument_may_be_named_mode(namespace: str, backend: str, star: str) 
     torch.testing.assert_close(given, expected)
 
 
+def test_an_argument_may_have_a_name_like_that_of_mode(namespace: str) -> None:
+    """What is traced for the list with None has a name of its own for `mode`, and for no other."""
+
+    def write(xs: list[Tensor | None], *, mode_: int) -> None:
+        for x in xs:
+            if x is not None:
+                x.add_(mode_)
+
+    op = torchop.custom_op(
+        f"{namespace}::f",
+        write,
+        mutates_args=("xs",),
+        schema="(Tensor(a!)?[] xs, *, SymInt mode_) -> ()",
+    )
+
+    def write_both(x: Tensor, mode: int, mode_: int) -> None:
+        x.add_(mode - mode_)
+
+    both = torchop.custom_op(f"{namespace}::both", write_both, mutates_args=("x",))
+
+    def program(x: Tensor) -> Tensor:
+        y = x + 1
+        op([None, y], mode_=3)
+        both(y, 7, 2)
+        return y
+
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.zeros(2)).tolist() == program(torch.zeros(2)).tolist() == [9, 9]
+
+
 def test_an_argument_named_mode_fails_in_pytorch(namespace: str) -> None:
     op = _writes_by_mode(torch.library, f"{namespace}::f", "")
     with pytest.raises(Exception, match="multiple values for argument 'mode'"):

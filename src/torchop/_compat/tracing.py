@@ -42,9 +42,7 @@ def shown_to_tracer(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """
     if isinstance(value, (list, tuple)):
         return type(value)(shown_to_tracer(item, tensors) for item in value)
-    if not isinstance(value, torch.SymInt):
-        return value
-    if proxy_tensor.get_proxy_mode() is None:
+    if not isinstance(value, torch.SymInt) or proxy_tensor.get_proxy_mode() is None:
         return value
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis

@@ -4,8 +4,8 @@ Each calls the operator that it stands for. Its schema differs where PyTorch's f
 Inductor, cannot take that operator's:
 
 - `name__mutable` mutates the same arguments, gets lists without None and, beside each list, the
-  positions of its tensors; it does not return its arguments. An argument `mode` is called `mode_`,
-  because PyTorch passes it by name to a function that has such a parameter already.
+  positions of its tensors; it does not return its arguments. An argument `mode` has another name
+  there, because PyTorch passes it by name to a function that has such a parameter already.
 - `name__functional` mutates nothing, and returns the new values after the results.
 """
 
@@ -29,6 +29,9 @@ from torchop._schema.text import arguments_of, results_of, without_writes, write
 MUTABLE = "mutable"
 FUNCTIONAL = "functional"
 
+# The name of an argument `mode` in a companion: one that no operator has for another of its own.
+_MODE = "torchop_mode"
+_NAMED_MODE = re.compile(r"^(\S+) mode(?==|$)")
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 
 
@@ -66,13 +69,13 @@ def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any])
         return [tensor for tensor in value if tensor is not None]
 
     args, keywords = map_arguments(schema, args, kwargs, split)
-    return args, {"mode_" if n == "mode" else n: v for n, v in {**keywords, **given}.items()}
+    return args, {_MODE if n == "mode" else n: v for n, v in {**keywords, **given}.items()}
 
 
 def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
     schema = definition.schema
     names = masks(schema)
-    arguments = [re.sub(r"^(\S+ mode)(?==|$)", r"\1_", a) for a in arguments_of(schema.written)]
+    arguments = [_NAMED_MODE.sub(rf"\1 {_MODE}", a) for a in arguments_of(schema.written)]
     # Where the tensors belong is by keyword only, so that nothing required follows a default.
     given = [f"bool[]? {name}" for name in names.values()]
     if given:
@@ -83,7 +86,7 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {"mode" if name == "mode_" else name: value for name, value in kwargs.items()}
+        kwargs = {"mode" if name == _MODE else name: value for name, value in kwargs.items()}
 
         def with_none(argument: Argument, value: Any) -> Any:
             mask = kwargs[names[argument.name]] if argument.name in names else None
