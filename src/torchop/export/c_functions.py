@@ -215,6 +215,6 @@ def tvm_ffi() -> Any:
     except ImportError as error:
         raise ImportError(
             "a function in C is compiled with the headers of tvm-ffi, whose calling convention it "
-            "has: pip install apache-tvm-ffi"
+            "has. Install the package apache-tvm-ffi, which brings them."
         ) from error
     return libinfo
