@@ -13,6 +13,7 @@ file for each.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import warnings
@@ -114,6 +115,7 @@ def memory_limit(room: int) -> Iterator[None]:
 
     An allocation beyond that raises `torch.OutOfMemoryError`. Memory comes in pages of 4 KiB.
     """
+    gc.collect()  # or what is freed in the block would be room as well
     _native.limit_memory(room)
     try:
         yield
