@@ -23,6 +23,8 @@ import torchop.export
 from tests import combinations
 from tests.export.conftest import run_in
 from tests.export.test_cpp_definitions import SERVE, compile_cpp
+from tests.forking import run_forked
+from tests.support import assert_clean
 from torchop._compat import planned_outputs
 from torchop._inspect.cache_key import identify
 from torchop.export.programs import modules_of
@@ -428,6 +430,17 @@ def test_the_keys_of_compiled_graphs_depend_on_functions(namespace, library):
             for_cpu = identify([op])
             torchop.export.register_c_function(op, library, "scale", "cuda")
             assert len({str(key) for key, _ in (without, for_cpu, identify([op]))}) == 3
+
+
+def test_inductor_is_imported_when_an_operator_of_others_ended(namespace, library):
+    program = f"""
+        import torch, torchop.export, tvm_ffi
+        with torch.library._scoped_library({namespace!r}, "FRAGMENT") as stock:
+            stock.define("f(Tensor x) -> Tensor")
+            torchop.export.register_c_function("{namespace}::f", {str(library)!r}, "scale")
+        import torch._inductor.lowering
+    """
+    assert_clean(run_forked(program))
 
 
 def test_threads_load_a_function_once(namespace, library):

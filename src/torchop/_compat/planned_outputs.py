@@ -71,9 +71,10 @@ def forms_in_graphs(qualname: str) -> list[OpOverload]:
 
 
 def _connect() -> None:
-    for qualname, forms in _forms.items():
-        for name in forms:
-            _add(qualname, name)
+    for pair in [(qualname, name) for qualname, forms in _forms.items() for name in forms]:
+        # Nobody tells of the end of operators that others defined.
+        if all(operators.has_entry(*operators.parts(each)) for each in pair):
+            _add(*pair)
 
 
 def _lowerings() -> dict[OpOverload, Callable[..., Any]] | None:
