@@ -202,7 +202,7 @@ def cpp_definitions(path: str | os.PathLike[str]) -> str:
         >>> source = torchop.export.cpp_definitions("model.pt2")  # doctest: +SKIP
         >>> pathlib.Path("definitions.cpp").write_text(source)  # doctest: +SKIP
     """
-    return _source(path, _with_kernels(path))
+    return _source(path, _with_kernels(*contents_of_package(path)))
 
 
 def _source(path: str | os.PathLike[str], operators: list[Operator], loader: str = "") -> str:
@@ -223,9 +223,10 @@ def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, confi
         carrier = os.path.join(folder, f"{_CARRIER}{uuid.uuid4().hex}")
         on_demand.build_library("", carrier)
         path = on_demand.compile_aoti_package(ep, path, configs, linked=carrier)
-        functions = functions_in(*contents_of_package(path))
+        names, device = contents_of_package(path)
+        functions = functions_in(names, device)
         try:
-            operators = _with_kernels(path, functions)
+            operators = _with_kernels(names, device, functions)
         except torchop.MissingKernelError:
             os.remove(path)  # which nobody could run
             raise
@@ -233,7 +234,7 @@ def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, confi
         if functions:
             adapter, include = SOURCE.read_text(encoding="utf-8"), [tvm_ffi().find_include_path()]
             own = (function.library for function in functions.values())
-            # Those of the user first, because they may be what the others need.
+            # Each may need those before it.
             libraries = [*dict.fromkeys((tvm_ffi().find_libtvm_ffi(), *libraries, *own))]
         loader = _LOADER.format(
             missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
@@ -265,12 +266,11 @@ def _carries_operators(path: str) -> bool:
         return any(f"/{_CARRIER}" in name for name in archive.namelist())
 
 
-def _with_kernels(path: str | os.PathLike[str], carried: Collection[OpName] = ()) -> list[Operator]:
+def _with_kernels(names: list[OpName], device: str, own: Collection[OpName] = ()) -> list[Operator]:
     """The operators that a package calls; refuses one that has no kernel in C++."""
-    names, device = contents_of_package(path)
     operators = [Operator(name, "cpp_definitions") for name in names]
     for op, site in _without_kernels(names, device).items():
-        if op.name not in carried:
+        if op.name not in own:  # of which the package carries functions in C
             raise torchop.MissingKernelError(
                 f"{op}: the package calls it on {device}, for which it has no kernel in C++ (see "
                 f"{site}), so no process without Python can run the package. Register one with "
