@@ -71,6 +71,11 @@ WORDS: dict[str, tuple[Scenario, type[Exception], str]] = {
         RuntimeError,
         "may not alias",
     ),
+    "a schema that writes": (
+        called(doubled, mutates_args=(), schema="(Tensor(a!) x) -> ()"),
+        ValueError,
+        "the op mutates {'x'}",
+    ),
     "no kernel": (
         implemented("op", []),
         TypeError,

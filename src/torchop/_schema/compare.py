@@ -23,7 +23,7 @@ def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str])
         raise SchemaError(
             f"{name}: mutates_args={short_repr(mutates_args)} and "
             f"schema={short_repr(schema.text)} disagree: by the "
-            f"schema, the operator mutates {infer.spell_names(schema.mutated)}. Change one of them."
+            f"schema, the op mutates {infer.spell_names(schema.mutated)}. Change one of them."
         )
 
 
