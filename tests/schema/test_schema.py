@@ -27,6 +27,11 @@ def test_arguments_are_split_by_how_they_are_passed() -> None:
     assert [a.has_default for a in schema.arguments] == [False, True, False, True]
 
 
+def test_the_arguments_as_they_are_written() -> None:
+    schema = parse(r"""f(Tensor x, str sep=") -> (", *, int[2] n=[1, 2]) -> Tensor""")
+    assert schema.written_arguments == ["Tensor x", 'str sep=") -> ("', "*", "int[2] n=[1, 2]"]
+
+
 @pytest.mark.parametrize(
     ("written", "kind"),
     [

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torchop._compat import dispatch, schemas
 from torchop._compat.classes import FunctionSchema
 from torchop._schema.forms import Form
+from torchop._schema.text import arguments_of
 
 
 class Argument(NamedTuple):
@@ -71,6 +72,7 @@ class Schema:
         returns: the types of the results, as PyTorch spells them.
         mutated: the names of the arguments that are written.
         written_types: by name, the types of the arguments as the text has them, such as `int[2]?`.
+        written_arguments: the arguments as the text has them, such as `int n=1`, and the `*`.
         form: a `Form`.
         is_mutable: whether the operator writes into arguments.
         is_view: whether a result shares the memory of an argument.
@@ -147,6 +149,11 @@ class Schema:
     @property
     def written_types(self) -> dict[str, str]:
         return {a.name: schemas.written_type(a) for a in self._parsed.arguments}
+
+    @property
+    def written_arguments(self) -> list[str]:
+        """The arguments as the text has them, such as `int n=1`, with the `*` among them."""
+        return arguments_of(self.written)
 
     @functools.cached_property
     def keyword_only(self) -> tuple[Argument, ...]:

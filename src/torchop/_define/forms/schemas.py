@@ -13,14 +13,7 @@ from torchop._compat.classes import Tag
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
-from torchop._schema.text import (
-    arguments_of,
-    lettered_alias,
-    with_write,
-    write,
-    write_results,
-    written_tensor,
-)
+from torchop._schema.text import lettered_alias, with_write, write, write_results, written_tensor
 
 
 def form_name(name: OpName, form: Form) -> OpName:
@@ -35,7 +28,7 @@ def form_name(name: OpName, form: Form) -> OpName:
 
 def inplace_schema(name: OpName, functional: Schema) -> Schema:
     """The schema of the in-place form of an operator whose first argument is a Tensor."""
-    first, *others = arguments_of(functional.written)
+    first, *others = functional.written_arguments
     alias = lettered_alias(0)
     arguments = [with_write(first, alias), *others]
     return _parsed(name, arguments, [written_tensor(alias)], Form.INPLACE)
@@ -43,7 +36,7 @@ def inplace_schema(name: OpName, functional: Schema) -> Schema:
 
 def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Schema:
     """The schema of the form with `out=` of an operator that returns as many tensors."""
-    arguments = arguments_of(functional.written)
+    arguments = functional.written_arguments
     if not functional.keyword_only:
         arguments.append("*")
     results = [written_tensor(lettered_alias(index)) for index in range(len(outputs))]

@@ -24,7 +24,7 @@ from torchop._core.definition import Definition
 from torchop._rules.companions import define_companion
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
-from torchop._schema.text import arguments_of, results_of, without_writes, write, write_results
+from torchop._schema.text import results_of, without_writes, write, write_results
 
 MUTABLE = "mutable"
 FUNCTIONAL = "functional"
@@ -75,7 +75,7 @@ def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any])
 def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
     schema = definition.schema
     names = masks(schema)
-    arguments = [_NAMED_MODE.sub(rf"\1 {_MODE}", a) for a in arguments_of(schema.written)]
+    arguments = [_NAMED_MODE.sub(rf"\1 {_MODE}", a) for a in schema.written_arguments]
     # Where the tensors belong is by keyword only, so that nothing required follows a default.
     given = [f"bool[]? {name}" for name in names.values()]
     if given:
@@ -108,7 +108,7 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
 
 def functional_schema(schema: Schema, results: Sequence[str]) -> str:
     """The schema of a functional operator for one that writes, without a name."""
-    return write(map(without_writes, arguments_of(schema.written)), write_results(results))
+    return write(map(without_writes, schema.written_arguments), write_results(results))
 
 
 def writing_into_copies(schema: Schema, call: Callable[..., Any]) -> Callable[..., Any]:

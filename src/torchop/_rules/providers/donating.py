@@ -26,14 +26,7 @@ from torchop._rules.companions import define_companion
 from torchop._rules.effect import functionalize_unless_dropped
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.schema import Argument, Schema
-from torchop._schema.text import (
-    arguments_of,
-    lettered_alias,
-    results_of,
-    with_write,
-    write,
-    write_results,
-)
+from torchop._schema.text import lettered_alias, results_of, with_write, write, write_results
 
 Function = Callable[..., Any]
 
@@ -155,7 +148,7 @@ def define_donating(definition: Definition, names: tuple[str, ...]) -> Function:
 
     named = iter(schema.arguments)
     arguments = []
-    for text in arguments_of(schema.written):
+    for text in schema.written_arguments:
         name = "" if text == "*" else next(named).name
         alias = lettered_alias(names.index(name)) if name in names else None
         arguments.append(text if alias is None else with_write(text, alias))

@@ -30,7 +30,7 @@ from torchop._rules.residuals import vmap
 from torchop._rules.residuals.handover import Request, as_tuple, request, requested
 from torchop._rules.residuals.modes import follow
 from torchop._rules.torch_dispatch import TorchDispatchRule
-from torchop._schema.text import arguments_of, results_of, write, write_results
+from torchop._schema.text import results_of, write, write_results
 
 # The attribute of a library that holds the training form, which lives as long as it does.
 _ATTRIBUTE = "_torchop_with_residuals"
@@ -51,7 +51,7 @@ class TrainingForm:
         self.companion = define_companion(
             definition,
             "with_residuals",
-            write(arguments_of(schema.written), write_results(results)),
+            write(schema.written_arguments, write_results(results)),
             self._kernel,
             self._kernel,  # on fake tensors, the operator calls its fake kernel
         )

@@ -37,7 +37,7 @@ from torchop._rules.checkpoint_modes import standing_for
 from torchop._rules.companions import define_companion, free_name
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
-from torchop._schema.text import arguments_of, results_of, write, write_results
+from torchop._schema.text import results_of, write, write_results
 
 # The number of a call that keeps no state of random number generators.
 _WITHOUT_STATE = -1
@@ -85,7 +85,7 @@ class TrainingForm:
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
         schema = definition.schema
-        arguments = arguments_of(schema.written)
+        arguments = schema.written_arguments
         # Compilers merge two calls with the same arguments, even if they draw random numbers. The
         # number of the call makes them different.
         self.number = free_name("call_number", schema)
@@ -189,7 +189,7 @@ def define_backward(definition: Definition) -> Definition:
         f"Tensor? {free_name('state', schema)}",
         f"bool[] {free_name('needed', schema)}",
     )
-    text = write([*leading, *arguments_of(schema.written)], "Tensor[]")
+    text = write([*leading, *schema.written_arguments], "Tensor[]")
 
     @compilers.never_traced
     def backward(
