@@ -51,6 +51,8 @@ SCHEMAS = {
     "(Tensor(a!)[] x, Tensor y) -> ()": set(),
     "(Tensor(a!) x, Tensor y) -> float": set(),
     "(Tensor x, Tensor y) -> Tensor[]": set(),
+    "(Tensor(a!) x, Tensor y, str model=' mode') -> ()": set(),
+    "(Tensor(a!) x, Tensor y, str mode='') -> ()": {"op__mutable"},
     "(Tensor(a!)?[] x, Tensor y) -> ()": {"op__mutable"},
     "(Tensor(a!) x, Tensor y) -> Tensor[]": {"op__functional"},
     "(Tensor(a!)? x, Tensor y) -> Tensor": {"op__functional"},
@@ -61,7 +63,7 @@ SCHEMAS = {
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_only_operators_that_need_companions_have_them(namespace, schema):
     mutates = {"x"} if "!" in schema else ()
-    torchop.custom_op(f"{namespace}::op", lambda x, y: None, mutates_args=mutates, schema=schema)
+    torchop.custom_op(f"{namespace}::op", lambda *args: None, mutates_args=mutates, schema=schema)
     assert names(namespace) == {"op"} | SCHEMAS[schema]
 
 

@@ -101,8 +101,8 @@ _TRACEABLE = ("Tensor", "List[Tensor]")
 
 
 def _needed(schema: Schema) -> Iterator[str]:
-    # The text may have the word elsewhere, too: one companion more does no harm.
-    if schema.form is not Form.PLAIN or masks(schema) or " mode" in schema.written:
+    is_misread = masks(schema) or any(argument.name == "mode" for argument in schema.arguments)
+    if schema.form is not Form.PLAIN or is_misread:
         yield MUTABLE
     if schema.form is Form.PLAIN and schema.returns and set(schema.returns) <= set(_TRACEABLE):
         mutated = [argument.kind for argument in schema.arguments if argument.is_mutated]
