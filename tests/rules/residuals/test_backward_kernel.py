@@ -6,6 +6,7 @@ from typing import Annotated
 import numpy as np
 import pytest
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -342,6 +343,29 @@ def test_another_kernel_replaces_the_one_before(namespace):
     op.register_autograd(backward_kernel=doubled)
     x = X.clone().requires_grad_()
     assert_close(gradients_of(op, x)[0], 2 * X.softmax(-1))
+
+
+@torch._functorch.config.patch(enable_autograd_cache=False)  # which has compiled backwards
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_a_backward_runs_the_kernel_that_was_registered_after_its_forward(namespace, backend):
+    op = define(namespace)
+    function = op
+    if backend is not None:  # which compiles the backward when it runs
+        function = torch.compile(lambda *args: op(*args), fullgraph=True, backend=backend)
+    x, w = (each.clone().requires_grad_() for each in (X, W))
+    before = gradients_of(op, x, w)
+    output = function(x, w).sum()
+
+    def doubled(
+        grad: Tensor, x: Tensor, w: Tensor | None, softmax: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
+        gradients = in_numpy(grad, x, w, softmax, scale)
+        return 2 * gradients[0], 2 * gradients[1]
+
+    op.register_autograd(backward_kernel=doubled)
+    expected = tuple(2 * each for each in before)
+    assert_close(torch.autograd.grad(output, (x, w)), expected)
+    assert_close(gradients_of(function, x, w), expected)
 
 
 def no_place(grad: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: ...

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchop._core.definition import Definition
 from torchop._errors import MissingFakeError, RuleSignatureError, SchemaError
 from torchop._rules.companions import define_companion
+from torchop._rules.kernels.register import register_kernel
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._schema import signatures, types
 from torchop._schema.callables import check_callable
@@ -115,10 +116,16 @@ class BackwardKernel:
             )
 
     def define(self) -> Definition:
-        """Defines the operator, in place of that of an earlier backward kernel."""
+        """Defines the operator, in place of that of an earlier backward kernel.
+
+        If both take the same, the operator stays, with its other rules, because graphs call it.
+        """
         definition = self.definition
         attributes: dict[str, Any] = definition.library.__dict__
-        before = attributes.pop(_ATTRIBUTE, None)
+        before = attributes.get(_ATTRIBUTE)
+        if before is not None and self._takes_the_place_of(before.convention.of):
+            register_kernel(before.overload, None, self.kernel)
+            return typing.cast(Definition, before)
         if before is not None:
             before.end(f"{definition} has another backward kernel.")
         # The calls that it is the backward of, by whose sharding rule gradients are placed.
@@ -137,6 +144,12 @@ class BackwardKernel:
         )
         companion.rule(VmapRule).register(SEQUENTIAL)  # until the author registers a better one
         return companion
+
+    def _takes_the_place_of(self, other: BackwardKernel) -> bool:
+        """Whether compiled graphs, which call the operator of another one, can run this one."""
+        is_flat = self.convention.structure is other.convention.structure is None
+        one, two = ((k.schema.written, k.are_optional, k.residuals) for k in (self, other))
+        return is_flat and one == two
 
     def filling(self, function: Callable[..., Any]) -> Any:
         """A kernel that returns what the author's does, with zeros for None."""
