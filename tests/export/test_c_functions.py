@@ -27,7 +27,9 @@ from tests.forking import run_forked
 from tests.support import assert_clean
 from torchop._compat import planned_outputs
 from torchop._inspect.cache_key import identify
+from torchop.export.c_functions import functions_in
 from torchop.export.programs import modules_of
+from torchop.extend import OpName
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
 
@@ -39,6 +41,7 @@ FUNCTIONS = """
 
 using tvm::ffi::Array;
 using tvm::ffi::Optional;
+using tvm::ffi::Tensor;
 using tvm::ffi::TensorView;
 
 static float& at(TensorView x, int64_t row, int64_t column) {
@@ -89,6 +92,28 @@ void add(TensorView x, Array<int64_t> amounts, Optional<Array<double>> more, tvm
       at(x, i, j) += static_cast<float>(sum);
 }
 
+void total(Array<Tensor> xs, Optional<Array<Optional<Tensor>>> more, TensorView out) {
+  float sum = 0;
+  for (const Tensor x : xs)
+    sum += at(x, 0, 0);
+  if (more.has_value())
+    for (Optional<Tensor> x : more.value()) {
+      if (!x.has_value()) {
+        sum += 100;
+        continue;
+      }
+      const Tensor tensor = x.value();
+      sum += at(tensor, 0, 0);
+    }
+  *static_cast<float*>(out.data_ptr()) = sum;
+}
+
+void fill(TensorView x, Array<Tensor> others, tvm::ffi::String mode) {
+  at(x, 0, 0) = static_cast<float>(mode.size());
+  for (const Tensor other : others)
+    at(other, 0, 0) = static_cast<float>(mode.size());
+}
+
 int64_t count(TensorView x, TensorView out) { return x.size(0); }
 Array<int64_t> sizes(TensorView x, TensorView out) { return {x.size(0), x.size(1)}; }
 
@@ -96,6 +121,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(scale, scale)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(other_scale, other_scale)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sums, sums)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(add, add)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(total, total)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fill, fill)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(count, count)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sizes, sizes)
 """
@@ -141,7 +168,24 @@ MODULE = """
         "bool twice=False, ScalarType? dtype=None) -> ()",
         mutates_args=("x",),
     )
-    for op in (scale.functional, sums.functional, add):
+    def total_in_python(xs, more):
+        functions.total(xs, more, out := torch.empty(()))
+        return out
+
+    total = torchop.custom_op(
+        "served_c::total",
+        total_in_python,
+        schema="(Tensor[] xs, Tensor?[]? more=None) -> Tensor",
+        mutates_args=(),
+    )
+    total.register_fake(lambda xs, more: xs[0].new_empty(()))
+    fill = torchop.custom_op(
+        "served_c::fill",
+        functions.fill,
+        schema="(Tensor(a!) x, Tensor(b!)[] others, str mode) -> ()",
+        mutates_args=("x", "others"),
+    )
+    for op in (scale.functional, sums.functional, add, total, fill):
         torchop.export.register_c_function(op, "functions.so", op.name.partition("::")[2])
 
     class Model(torch.nn.Module):
@@ -152,7 +196,9 @@ MODULE = """
             more, _ = sums(y.t(), column)
             add(y, [1, x.shape[0]], [0.5], "take", dtype=torch.float64)
             add(column, [7], twice=True)
-            return y, rows[:, None] + columns, more
+            first, second = x.new_zeros(1, 2), x.new_zeros(1, 2)
+            fill(first, [second, y], "mode")
+            return y, rows[:, None] + columns, more, total([y, first], [None, x[:, None]]), second
 """
 COMPARE = """
     import torch
@@ -184,6 +230,25 @@ SHIP = """
         torchop.export.cpp_definitions(path)
     except torchop.MissingKernelError as error:
         print(error)
+"""
+INCOMPLETE = """
+    import os, shutil
+    import torch, torchop.export
+    from c_module import scale
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return scale(x)
+
+    shutil.copy("functions.so", "gone.so")
+    torchop.export.register_c_function(scale.functional, "gone.so", "scale")
+    program = torch.export.export(Model(), (torch.ones(2, 2),))
+    os.remove("gone.so")
+    try:
+        torchop.export.aoti_package(program, "incomplete.pt2", libraries=["functions.so"])
+    except OSError as error:
+        print(error)
+    print(os.path.exists("incomplete.pt2"))
 """
 LOAD = """
     import sys
@@ -302,6 +367,75 @@ def test_a_function_gets_numbers_text_lists_and_dtypes(namespace, library):
         assert x.tolist() == [[expected, expected]] * 2
 
 
+def test_a_function_gets_lists_of_tensors(namespace, library):
+    op = torchop.custom_op(
+        f"{namespace}::total",
+        lambda *args: None,
+        schema="(Tensor[] xs, Tensor?[]? more=None) -> Tensor",
+        mutates_args=(),
+    )
+    torchop.export.register_c_function(op, library, "total")
+    arrays = [np.full((1, 2), value, dtype=np.float32) for value in (1, 2, 4)]
+    before = [sys.getrefcount(array) for array in arrays]
+    for xs, more, expected in (
+        ([0, 1], None, 3),
+        ([], [2], 4),
+        ([1, 1], [0, None, 2], 109),
+    ):
+        lists = [
+            None
+            if places is None
+            else [p if p is None else torch.from_numpy(arrays[p]) for p in places]
+            for places in (xs, more)
+        ]
+        out = torch.empty(())
+        stand_in(op)(*lists, outs=(out,))
+        assert out.item() == expected
+    del lists
+    assert [sys.getrefcount(array) for array in arrays] == before
+
+
+def test_a_function_writes_into_lists_of_tensors(namespace, library):
+    op = _fill(namespace, library)
+    x, others = torch.zeros(2, 2), [torch.zeros(2, 2), torch.zeros(1, 2)]
+    stand_in(op)(x, others, "four")
+    assert [each[0, 0].item() for each in (x, *others)] == [4, 4, 4]
+
+
+def _fill(namespace: str, library: Path) -> Any:
+    """An operator with an argument `mode`, for which another one stands in compiled graphs."""
+
+    def kernel(x: Tensor, others: list[Tensor], mode: str) -> None:
+        raise AssertionError
+
+    op = torchop.custom_op(f"{namespace}::fill", kernel, mutates_args=("x", "others"))
+    torchop.export.register_c_function(op, library, "fill")
+    return op
+
+
+def test_what_stands_for_an_operator_in_graphs_has_its_function(namespace, library):
+    _fill(namespace, library)
+    x, space = torch.zeros(2, 2), getattr(torch.ops, namespace)
+    space.fill__mutable__c_function(x, [], "four")
+    assert x[0, 0].item() == 4
+    # Where a list may hold None, that operator takes other arguments.
+    listed = torchop.custom_op(
+        f"{namespace}::listed",
+        lambda xs: None,
+        schema="(Tensor(a!)?[] xs) -> ()",
+        mutates_args=("xs",),
+    )
+    torchop.export.register_c_function(listed, library, "fill")
+    assert hasattr(space, "listed__mutable")
+    assert not hasattr(space, "listed__mutable__c_function")
+
+
+def test_text_with_a_null_character_is_refused(namespace, library):
+    op = _fill(namespace, library)
+    with pytest.raises(RuntimeError, match=rf"^{op.name}: no function takes a text with a null"):
+        stand_in(op)(torch.zeros(2, 2), [], "fo\0ur")
+
+
 def test_an_error_names_the_operator(scale):
     message = rf"^{scale.name}: ValueError: takes matrices of float32"
     for x in (torch.ones(2, 2, dtype=torch.double), torch.ones(2)):
@@ -310,6 +444,17 @@ def test_an_error_names_the_operator(scale):
     out = torch.empty(2, 2)
     stand_in(scale)(torch.ones(2, 2), outs=(out,))  # no error is left behind
     assert out.tolist() == [[2, 2], [2, 2]]
+
+
+def test_an_error_names_the_overload(namespace, library):
+    name = f"{namespace}::scale.by"
+    op = torchop.custom_op(
+        name, lambda x, by: x, schema="(Tensor x, float by) -> Tensor", mutates_args=()
+    )
+    torchop.export.register_c_function(op, library, "scale")
+    call = getattr(torch.ops, namespace).scale__c_function.by
+    with pytest.raises(RuntimeError, match=rf"^{name}: ValueError: takes matrices of float32"):
+        call(torch.ones(2), 2.0, c_function_out0=torch.empty(2))
 
 
 @pytest.mark.parametrize("function", ["count", "sizes"])
@@ -325,7 +470,8 @@ def test_a_value_that_no_caller_gets_is_refused(namespace, library, function):
 def test_a_function_needs_no_library_of_tvm_ffi(namespace, tmp_path):
     plain = build(tmp_path, "plain", PLAIN, linked=False)
     ops = {}
-    for name, more in (("fill", ""), ("more", ", int n"), ("list", ", int[] n")):
+    kinds = ("fill", ""), ("more", ", int n"), ("list", ", int[] n"), ("tensors", ", Tensor[] n")
+    for name, more in kinds:
         ops[name] = torchop.custom_op(
             f"{namespace}::{name}",
             lambda x, value, *rest: x,
@@ -340,6 +486,8 @@ def test_a_function_needs_no_library_of_tvm_ffi(namespace, tmp_path):
         stand_in(ops["more"])(x, 3.0, 1, outs=(out,))
     with pytest.raises(RuntimeError, match=r"::list: its library has no tvm-ffi, which makes the"):
         stand_in(ops["list"])(x, 3.0, [1], outs=(out,))
+    with pytest.raises(RuntimeError, match=r"::tensors: its library has no tvm-ffi, which makes "):
+        stand_in(ops["tensors"])(x, 3.0, [x], outs=(out,))
 
 
 def test_nothing_is_kept_of_a_call(scale):
@@ -352,7 +500,7 @@ def test_nothing_is_kept_of_a_call(scale):
 
 
 SCHEMAS = {
-    "(Tensor[] xs) -> Tensor": "takes the argument 'xs'",
+    "(Tensor x, int?[] ns) -> Tensor": "takes the argument 'ns'",
     "(Tensor x, Generator? g=None) -> Tensor": "takes the argument 'g'",
     "(Tensor x) -> Tensor[]": "Got .*Tensor\\[\\]",
     "(Tensor x) -> int": "In a family, that is the functional operator",
@@ -378,6 +526,12 @@ def test_a_function_that_is_not_there_is_refused(namespace, library):
         torchop.export.register_c_function(op, "absent.so", "scale")
     with pytest.raises(RuntimeError, match="nonsense"):
         torchop.export.register_c_function(op, library, "scale", "nonsense")
+    with pytest.raises(torchop.ArgumentError, match=r"runs on the device meta, because it has no"):
+        torchop.export.register_c_function(op, library, "scale", "meta")
+    with pytest.raises(RuntimeError), pytest.warns(UserWarning, match="mkldnn"):
+        torchop.export.register_c_function(op, library, "scale", "mkldnn")
+    name = OpName(namespace, "scale__c_function", "")
+    assert functions_in([name], "mkldnn") == {}
     out = torch.empty(2, 2)
     stand_in(op)(torch.ones(2, 2), outs=(out,))  # the first registration is still there
     assert out.tolist() == [[2, 2], [2, 2]]
@@ -390,6 +544,31 @@ def test_a_function_takes_the_place_of_the_one_before(namespace, library):
         for _ in range(2):  # the first call loads it
             stand_in(op)(x, outs=(out,))
             assert out.tolist() == [[expected] * 2] * 2
+
+
+def test_a_function_goes_with_the_library_it_was_registered_through(namespace, library):
+    op, x, out = _scale(namespace, library), torch.ones(2, 2), torch.empty(2, 2)
+    call, forms = stand_in(op), planned_outputs.forms_in_graphs
+    with torchop.Library(namespace, "FRAGMENT") as users:
+        torchop.export.register_c_function(op, library, "other_scale", lib=users)
+        torchop.export.register_c_function(op, library, "scale", "cuda", lib=users)
+        call(x, outs=(out,))
+        assert out[0, 0].item() == -2
+        assert torchop.get_rule("c_function_cuda").has(op)
+    call(x, outs=(out,))
+    assert out[0, 0].item() == 2
+    name = f"{op.name}__c_function"
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+    assert not torchop.get_rule("c_function_cuda").has(op)
+    other = torchop.custom_op(
+        f"{namespace}::g", lambda x: x, schema="(Tensor x) -> Tensor", mutates_args=()
+    )
+    for _ in range(2):
+        with torchop.Library(namespace, "FRAGMENT") as users:
+            torchop.export.register_c_function(other, library, "scale", lib=users)
+            assert len(forms(other.name)) == 1
+        assert forms(other.name) == []
+        assert not hasattr(getattr(torch.ops, namespace), "g__c_function")
 
 
 def test_nobody_is_warned_of_a_kernel_that_replaces_another(scale):
@@ -408,7 +587,7 @@ def test_a_function_goes_with_its_operator(namespace, library):
             first.name, lambda x: x.clone(), schema="(Tensor x) -> Tensor", mutates_args=()
         )
     assert planned_outputs.forms_in_graphs(first.name) == []
-    assert not torchop.get_rule("c_function").has(second)
+    assert not torchop.get_rule("c_function_cpu").has(second)
     with pytest.raises((torchop.OperatorGoneError, AttributeError)):
         call(torch.ones(2, 2), outs=(out,))
     with pytest.warns(torchop.RedefinitionWarning):
@@ -516,6 +695,14 @@ def test_code_in_cpp_calls_functions_in_place_of_operators(shipped):
 
 
 @pytest.mark.needs_torch("2.12", "lowerings of users in Inductor")
+def test_no_package_is_left_without_a_library_that_it_has_to_carry(shipped):
+    folder, _ = shipped
+    error, left = run_in(folder, INCOMPLETE).splitlines()[-2:]
+    assert "gone.so" in error
+    assert left == "False"
+
+
+@pytest.mark.needs_torch("2.12", "lowerings of users in Inductor")
 def test_a_package_carries_its_functions(shipped):
     folder, output = shipped
     assert "served_c::add__c_function: the package calls it on cpu, for which it has no" in output
@@ -533,4 +720,4 @@ def test_a_program_without_python_calls_a_function(shipped):
     command = ["./serve_alone", "model.pt2"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[:6] == ["61.5000"] * 6
+    assert done.stdout.split()[:6] == ["4.0000", *["61.5000"] * 5]

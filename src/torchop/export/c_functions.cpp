@@ -15,7 +15,17 @@
 
 namespace {
 
-using Kept = std::vector<std::shared_ptr<void>>; // what has to live as long as a call
+// What has to live as long as a call, and where its tensors are: numbers may be on the CPU.
+struct Call {
+  std::vector<std::shared_ptr<void>> kept;
+  c10::Device device = c10::kCPU;
+
+  DLManagedTensor* pack(const at::Tensor& tensor) {
+    if (device.is_cpu())
+      device = tensor.device();
+    return at::toDLPack(tensor);
+  }
+};
 
 class Function final : public c10::OperatorKernel {
  public:
@@ -26,25 +36,23 @@ class Function final : public c10::OperatorKernel {
     find(library, "TVMFFIFunctionGetGlobal", get_global_);
     find(library, "TVMFFIFunctionCall", call_object_);
     find(library, "TVMFFIEnvSetStream", set_stream_);
+    find(library, "TVMFFITensorFromDLPack", make_tensor_);
   }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
     const auto& arguments = op.schema().arguments();
     try {
-      Kept kept;
-      c10::Device device = c10::kCPU;
+      Call call;
       std::vector<TVMFFIAny> values;
       for (const c10::Argument& argument : arguments) {
         const auto& given = torch::jit::peek(*stack, values.size(), arguments.size());
-        values.push_back(value(given, *argument.real_type(), kept));
-        if (given.isTensor() && given.toTensor().defined() && device.is_cpu())
-          device = given.toTensor().device();
+        values.push_back(value(given, *argument.real_type(), call));
       }
-      const c10::DeviceGuard guard(device);
-      kept.push_back(in_stream(device));
+      const c10::DeviceGuard guard(call.device);
+      call.kept.push_back(in_stream(call.device));
       TVMFFIAny result{};
       check(function_(nullptr, values.data(), static_cast<int32_t>(values.size()), &result));
-      if (result.type_index >= kTVMFFIStaticObjectBegin)
+      if (result.type_index >= kTVMFFIStaticObjectBegin && release_)
         release_(result.v_ptr);
       require(
           result.type_index == kTVMFFINone,
@@ -52,11 +60,12 @@ class Function final : public c10::OperatorKernel {
           "are ",
           "the last arguments.");
     } catch (const std::exception& error) {
-      const std::string& name = op.schema().name();
+      std::string name = c10::toString(op.operator_name());
+      const std::string_view ending = "__c_function";
+      name.erase(name.rfind(ending), ending.size());
       const auto* of_pytorch = dynamic_cast<const c10::Error*>(&error);
       throw std::runtime_error(
-          name.substr(0, name.rfind("__c_function")) + ": " +
-          (of_pytorch ? of_pytorch->what_without_backtrace() : error.what()));
+          name + ": " + (of_pytorch ? of_pytorch->what_without_backtrace() : error.what()));
     }
     torch::jit::drop(*stack, arguments.size());
   }
@@ -74,15 +83,15 @@ class Function final : public c10::OperatorKernel {
       throw std::runtime_error(c10::str(texts...));
   }
 
-  TVMFFIAny value(const c10::IValue& given, const c10::Type& type, Kept& kept) const {
+  TVMFFIAny value(const c10::IValue& given, const c10::Type& type, Call& call) const {
     TVMFFIAny value{};
     if (given.isNone() || (given.isTensor() && !given.toTensor().defined()))
       return value;
     if (auto optional = type.castRaw<c10::OptionalType>())
-      return this->value(given, *optional->getElementType(), kept);
+      return this->value(given, *optional->getElementType(), call);
     if (given.isTensor()) {
-      DLManagedTensor* tensor = at::toDLPack(given.toTensor());
-      kept.emplace_back(tensor, [](DLManagedTensor* tensor) { tensor->deleter(tensor); });
+      DLManagedTensor* tensor = call.pack(given.toTensor());
+      call.kept.emplace_back(tensor, [](DLManagedTensor* tensor) { tensor->deleter(tensor); });
       value.type_index = kTVMFFIDLTensorPtr;
       value.v_ptr = &tensor->dl_tensor;
     } else if (type.kind() == c10::TypeKind::ScalarTypeType) {
@@ -98,6 +107,8 @@ class Function final : public c10::OperatorKernel {
       value.type_index = kTVMFFIFloat;
       value.v_float64 = given.toDouble();
     } else if (given.isString()) {
+      const bool is_whole = given.toStringRef().find('\0') == std::string::npos;
+      require(is_whole, "no function takes a text with a null character, which ends it in C.");
       value.type_index = kTVMFFIRawStr;
       value.v_c_str = given.toStringRef().c_str();
     } else if (given.isDevice()) {
@@ -107,16 +118,28 @@ class Function final : public c10::OperatorKernel {
       require(given.isList(), "no function takes a ", given.tagKind(), ".");
       const c10::Type& each = *type.castRaw<c10::ListType>()->getElementType();
       std::vector<TVMFFIAny> elements;
-      for (const c10::IValue& element : given.toListRef())
-        elements.push_back(this->value(element, each, kept));
+      require(get_global_, "its library has no tvm-ffi, which makes the lists of a function.");
+      for (const c10::IValue& element : given.toListRef()) {
+        const bool is_tensor = element.isTensor() && element.toTensor().defined();
+        elements.push_back(
+            is_tensor ? object(element.toTensor(), call) : this->value(element, each, call));
+      }
       value = array(elements);
-      kept.emplace_back(value.v_ptr, release_);
+      call.kept.emplace_back(value.v_ptr, release_);
     }
     return value;
   }
 
+  // An array holds what counts its owners, which a bare tensor does not.
+  TVMFFIAny object(const at::Tensor& tensor, Call& call) const {
+    TVMFFIAny made{};
+    check(make_tensor_(call.pack(tensor), 0, 0, &made.v_ptr));
+    call.kept.emplace_back(made.v_ptr, release_);
+    made.type_index = kTVMFFITensor;
+    return made;
+  }
+
   TVMFFIAny array(std::vector<TVMFFIAny>& elements) const {
-    require(get_global_, "its library has no tvm-ffi, which makes the lists of a function.");
     const TVMFFIByteArray name{"ffi.Array", 9};
     void* make = nullptr;
     check(get_global_(&name, &make));
@@ -160,6 +183,7 @@ class Function final : public c10::OperatorKernel {
   decltype(&TVMFFIFunctionGetGlobal) get_global_;
   decltype(&TVMFFIFunctionCall) call_object_;
   decltype(&TVMFFIEnvSetStream) set_stream_;
+  decltype(&TVMFFITensorFromDLPack) make_tensor_;
 };
 
 // Replacing the kernel that loads this library is meant, so nobody is warned of it.

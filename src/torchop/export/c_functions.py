@@ -22,11 +22,12 @@ import torch
 
 import torchop
 from torchop._compat import on_demand, planned_outputs
-from torchop.extend import Operator, OpName, OpOverload
+from torchop.extend import Operator, OpLike, OpName, OpOverload
 
-# What the convention has a value for: these, None, and arrays of numbers and text.
+# What the convention has a value for: these, None, and arrays of tensors, numbers and text.
 _KINDS = re.compile(
-    r"(Optional\[)?((List\[)?(bool|float|int|number|str)|Device|ScalarType|Tensor)\]*"
+    r"(Optional\[)?((List\[)?(bool|float|int|number|str|Tensor|Optional\[Tensor)"
+    r"|Device|ScalarType)\]*"
 )
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -44,7 +45,12 @@ class CFunction(NamedTuple):
 
 
 def register_c_function(
-    op: Any, library: str | os.PathLike[str], function: str, device_type: str = "cpu"
+    op: OpLike,
+    library: str | os.PathLike[str],
+    function: str,
+    device_type: str = "cpu",
+    *,
+    lib: torch.library.Library | None = None,
 ) -> None:
     """Registers a function in C as what compiled code in C++ calls in place of an operator.
 
@@ -64,11 +70,15 @@ def register_c_function(
         library: the path of the shared library.
         function: the name by which tvm-ffi exports it, without the `__tvm_ffi_` before it.
         device_type: the type of the device whose tensors it takes.
+        lib: the library whose lifetime the registration shares; by default, it stays as long as the
+            operator.
 
     Raises:
         SchemaError: a `ValueError`: the operator takes or returns what no function can.
-        ArgumentError: a `TypeError`: the library has no such function.
+        ArgumentError: a `TypeError`: the library has no such function, or the device has no memory.
+        OperatorNotFoundError: nobody defined the operator.
         OSError: the library cannot be loaded.
+        RuntimeError: a device type that PyTorch does not know.
 
     Example:
         >>> import torch, torchop, torchop.export
@@ -81,15 +91,18 @@ def register_c_function(
 
     The idea is `jax.ffi.register_ffi_target`.
     """
-    C_FUNCTIONS.register(op, os.fspath(library), function=function, device_type=device_type)
+    rule = _rule_of(torch.device(device_type).type)
+    rule.register(op, os.fsdecode(library), lib=lib, function=function)
 
 
-class _CFunctions(torchop.Rule[dict[str, CFunction]]):
-    """The functions of an operator, by the type of the device."""
+class _CFunctionRule(torchop.Rule[CFunction]):
+    """The functions of operators for one type of device."""
 
-    def validate(
-        self, op: OpOverload, value: Any, function: str = "", device_type: str = "cpu"
-    ) -> dict[str, CFunction]:
+    def __init__(self, device_type: str) -> None:
+        super().__init__(f"c_function_{device_type}")
+        self.device_type = device_type
+
+    def validate(self, op: OpOverload, value: str, function: str = "") -> CFunction:
         schema = Operator(op, self.name).schema
         wrong = [a.name for a in schema.arguments if not _KINDS.fullmatch(a.kind)]
         if wrong:
@@ -104,6 +117,11 @@ class _CFunctions(torchop.Rule[dict[str, CFunction]]):
                 "operator returns fresh tensors alone, or writes into arguments and returns "
                 f"nothing. In a family, that is the functional operator. Got {schema}."
             )
+        if self.device_type == "meta":
+            raise torchop.ArgumentError(
+                f"{op._name}: no function in C runs on the device meta, because it has no memory. "
+                "Name the device whose tensors the function takes, such as 'cpu'."
+            )
         library, symbol = os.path.abspath(value), f"__tvm_ffi_{function}"
         if not hasattr(ctypes.CDLL(library), symbol):
             raise torchop.ArgumentError(
@@ -111,30 +129,45 @@ class _CFunctions(torchop.Rule[dict[str, CFunction]]):
                 f"{symbol}. Export it, with TVM_FFI_DLL_EXPORT_TYPED_FUNC."
             )
         namespace, _, name = str(stand_in_of(op)).partition("::")
-        device = torch.device(device_type).type
-        before = self.lookup(op) if self.has(op) else {}
-        return {**before, device: CFunction(library, (symbol, namespace, name, device))}
+        return CFunction(library, (symbol, namespace, name, self.device_type))
+
+    def of_derived(self, op: OpOverload, kind: str, origin: OpOverload, value: CFunction) -> Any:
+        # That companion takes the same arguments, but beside a list that may hold None.
+        takes_the_same = len(op._schema.arguments) == len(origin._schema.arguments)
+        if kind != "mutable" or not takes_the_same:
+            return NotImplemented
+        symbol, *_, device_type = value.texts
+        namespace, _, name = str(stand_in_of(op)).partition("::")
+        return value._replace(texts=(symbol, namespace, name, device_type))
 
     def attach(self, op: OpOverload) -> None:
-        _stand_ins[op] = _StandIn(op, self.lookup(op))
+        stand_in = _stand_ins.get(op) or _StandIn(op)
+        stand_in.add(self.device_type, self.lookup(op))
+        _stand_ins[op] = stand_in
 
     def replaced(self, op: OpOverload) -> None:
-        _stand_ins[op].use(self.lookup(op))
+        _stand_ins[op].kernels[self.device_type].use(self.lookup(op))
 
     def detach(self, op: OpOverload) -> None:
-        _stand_ins.pop(op).end()
+        if not _stand_ins[op].remove(self.device_type):
+            del _stand_ins[op]
 
-    def cache_parts(self, value: dict[str, CFunction]) -> Iterable[object]:
-        yield sorted(value)
+    def cache_parts(self, value: CFunction) -> Iterable[object]:
+        yield self.name
 
 
-C_FUNCTIONS = _CFunctions("c_function")
+_rule_of = functools.cache(_CFunctionRule)
 
 
 def functions_in(names: Iterable[OpName], device_type: str) -> dict[OpName, CFunction]:
     """The functions among the operators that compiled code calls on a device, by their names."""
-    functions = {each.name: each.functions for each in _stand_ins.values()}
-    return {n: functions[n][device_type] for n in names if device_type in functions.get(n, ())}
+    kernels = {each.name: each.kernels for each in _stand_ins.values()}
+    return {n: kernels[n][device_type].function for n in names if device_type in kernels.get(n, ())}
+
+
+def has_functions(op: OpOverload) -> bool:
+    """Whether code in C++ calls another operator in place of this one."""
+    return op in _stand_ins
 
 
 def stand_in_of(op: OpOverload) -> OpName:
@@ -146,11 +179,10 @@ def stand_in_of(op: OpOverload) -> OpName:
 class _StandIn:
     """An operator that takes the results of another one too, with functions as its kernels."""
 
-    def __init__(self, op: OpOverload, functions: dict[str, CFunction]) -> None:
+    def __init__(self, op: OpOverload) -> None:
         self.name = stand_in_of(op)
         schema = Operator(op, "c_function").schema
-        text = schema.written
-        arguments = [text[text.index("(") + 1 : text.rindex(") -> ")]] if schema.arguments else []
+        arguments = schema.written_arguments
         if schema.returns and not schema.keyword_only:
             arguments.append("*")
         results = range(len(schema.returns))
@@ -158,40 +190,55 @@ class _StandIn:
         self._library = torchop.Library(op.namespace, "FRAGMENT")
         self._library.define(f"{str(self.name).partition('::')[2]}({', '.join(arguments)}) -> ()")
         torchop.register_fake(str(self.name), lambda *args, **kwargs: None, lib=self._library)
-        self._overload = Operator(self.name, "c_function").overload
-        self.functions: dict[str, CFunction] = {}
-        self._kernels: dict[str, Any] = {}  # those in C++, by device type, once they are needed
-        self.use(functions)
-        self._forget = planned_outputs.plan(op._name, str(self.name), lambda: self._overload)
+        overload = self._overload = Operator(self.name, "c_function").overload
+        self.kernels: dict[str, _Kernel] = {}
+        self._forget = planned_outputs.plan(op._name, str(self.name), lambda: overload)
 
-    def use(self, functions: dict[str, CFunction]) -> None:
-        """Makes functions the kernels; the first call of each loads it."""
-        before, self.functions = self.functions, functions
-        for device_type, function in functions.items():
-            if device_type not in before:
-                load = functools.partial(self._load_and_call, device_type)
-                torchop.register_kernel(str(self.name), device_type, load, lib=self._library)
-            elif before[device_type] != function:
-                self._take_back(device_type)
+    def add(self, device_type: str, function: CFunction) -> None:
+        try:
+            self.kernels[device_type] = _Kernel(self._overload, function)
+        except BaseException:
+            self.remove(device_type)
+            raise
 
-    def _load_and_call(self, device_type: str, /, *args: Any, **kwargs: Any) -> None:
+    def remove(self, device_type: str) -> bool:
+        """Takes a kernel back; ends the operator with the last of them, and returns False then."""
+        if (kernel := self.kernels.pop(device_type, None)) is not None:
+            kernel.end()
+        if not self.kernels:
+            self._forget()
+            self._library.close()
+        return bool(self.kernels)
+
+
+class _Kernel:
+    """A function as the kernel of an operator for a type of device; the first call loads it."""
+
+    def __init__(self, overload: OpOverload, function: CFunction) -> None:
+        self.function = function
+        self._overload = overload
+        self._registered: Any = None  # the kernel in C++
+        self._library = torchop.Library(overload.namespace, "FRAGMENT")
+        device_type = function.texts[-1]
+        torchop.register_kernel(overload, device_type, self._load_and_call, lib=self._library)
+
+    def _load_and_call(self, /, *args: Any, **kwargs: Any) -> None:
         with _loading:  # once, because of two kernels nobody would take the first one back
-            if device_type not in self._kernels:
-                function = self.functions[device_type]
-                library = ctypes.c_void_p(ctypes.CDLL(function.library)._handle)
-                texts = map(str.encode, function.texts)
-                self._kernels[device_type] = _adapter().torchop_register(library, *texts)
+            if self._registered is None:
+                library = ctypes.c_void_p(ctypes.CDLL(self.function.library)._handle)
+                texts = map(str.encode, self.function.texts)
+                self._registered = _adapter().torchop_register(library, *texts)
         self._overload(*args, **kwargs)
 
-    def _take_back(self, device_type: str) -> None:
+    def use(self, function: CFunction) -> None:
+        """Makes another function the kernel."""
         with _loading:
-            if (kernel := self._kernels.pop(device_type, None)) is not None:
-                _adapter().torchop_take_back(kernel)
+            self.function, registered, self._registered = function, self._registered, None
+            if registered is not None:
+                _adapter().torchop_take_back(registered)
 
     def end(self) -> None:
-        self._forget()
-        for device_type in self.functions:
-            self._take_back(device_type)
+        self.use(self.function)
         self._library.close()
 
 

@@ -95,7 +95,8 @@ def aoti_package(
         ArgumentError: a `TypeError`: `libraries` is one path; it takes a list.
         OSError: a library cannot be loaded; the exception that caused it says why.
         MissingKernelError: with `libraries`, an operator that the package calls has no kernel in
-            C++ for the device of the package; names both. There is no package then.
+            C++ for the device of the package; names both. There is no package then, nor when a
+            library that it has to carry is no longer there.
         NotImplementedError: with `libraries`, anywhere but on Linux.
 
     Warns:
@@ -223,40 +224,45 @@ def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, confi
         carrier = os.path.join(folder, f"{_CARRIER}{uuid.uuid4().hex}")
         on_demand.build_library("", carrier)
         path = on_demand.compile_aoti_package(ep, path, configs, linked=carrier)
-        names, device = contents_of_package(path)
-        functions = functions_in(names, device)
         try:
-            operators = _with_kernels(names, device, functions)
-        except torchop.MissingKernelError:
+            _put_in(libraries, carrier, path)
+        except BaseException:
             os.remove(path)  # which nobody could run
             raise
-        adapter, include = "", []
-        if functions:
-            adapter, include = SOURCE.read_text(encoding="utf-8"), [tvm_ffi().find_include_path()]
-            own = (function.library for function in functions.values())
-            # Each may need those before it.
-            libraries = [*dict.fromkeys((tvm_ffi().find_libtvm_ffi(), *libraries, *own))]
-        loader = _LOADER.format(
-            missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
-            count=len(libraries),
-            functions="".join(
-                _FUNCTION.format(
-                    place=libraries.index(function.library),
-                    texts=", ".join(map(json.dumps, function.texts)),
-                )
-                for function in functions.values()
-            ),
-        )
-        place = f'#line 1 "{os.path.basename(path)}"\n'  # which PyTorch tells of the operators
-        source = adapter + place + _source(path, operators, loader)
-        on_demand.build_library(source, carrier, include)
-        with zipfile.ZipFile(path, "a") as archive:
-            (beside,) = (name for name in archive.namelist() if name.endswith(".wrapper.so"))
-            inside = f"{posixpath.dirname(beside)}/{os.path.basename(carrier)}"
-            archive.write(carrier, inside)
-            for number, library in enumerate(libraries):
-                archive.write(library, f"{inside}.{number}")
     return path
+
+
+def _put_in(libraries: list[str], carrier: str, path: str) -> None:
+    """Adds libraries to a package, and the one that loads them, compiled now that it is known."""
+    names, device = contents_of_package(path)
+    functions = functions_in(names, device)
+    operators = _with_kernels(names, device, functions)
+    adapter, include = "", []
+    if functions:
+        adapter, include = SOURCE.read_text(encoding="utf-8"), [tvm_ffi().find_include_path()]
+        own = (function.library for function in functions.values())
+        # Each may need those before it.
+        libraries = [*dict.fromkeys((tvm_ffi().find_libtvm_ffi(), *libraries, *own))]
+    loader = _LOADER.format(
+        missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
+        count=len(libraries),
+        functions="".join(
+            _FUNCTION.format(
+                place=libraries.index(function.library),
+                texts=", ".join(map(json.dumps, function.texts)),
+            )
+            for function in functions.values()
+        ),
+    )
+    place = f'#line 1 "{os.path.basename(path)}"\n'  # which PyTorch tells of the operators
+    source = adapter + place + _source(path, operators, loader)
+    on_demand.build_library(source, carrier, include)
+    with zipfile.ZipFile(path, "a") as archive:
+        (beside,) = (name for name in archive.namelist() if name.endswith(".wrapper.so"))
+        inside = f"{posixpath.dirname(beside)}/{os.path.basename(carrier)}"
+        archive.write(carrier, inside)
+        for number, library in enumerate(libraries):
+            archive.write(library, f"{inside}.{number}")
 
 
 def _carries_operators(path: str) -> bool:

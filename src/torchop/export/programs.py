@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 
 import torchop
 from torchop._rules.providers import providers_of
-from torchop.export.c_functions import C_FUNCTIONS, stand_in_of
+from torchop.export.c_functions import has_functions, stand_in_of
 from torchop.export.functional import operators_in
 from torchop.extend import Operator, OpName, short_repr, warn
 
@@ -127,7 +127,7 @@ def modules_of(ep: ExportedProgram) -> str:
     modules |= {
         str(stand_in_of(op.overload)): modules[str(op)]
         for op in used
-        if str(op) in modules and C_FUNCTIONS.has(op.overload)
+        if str(op) in modules and has_functions(op.overload)
     }
     for op in used:
         asked = {k.provider for k in torchop.providers(str(op)) if k.rank and k.supported}
