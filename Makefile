@@ -41,8 +41,8 @@ else
 	$(PYTEST) -m "not project"
 endif
 
-# Those of what surrounds the package: its site, examples, notebooks, benchmarks and new packages,
-# and the tests on a device that is not there.
+# Those of what surrounds the package: its site and documentation, examples, notebooks, benchmarks,
+# new packages, type checkers and whole runs of pytest, and the tests on a device that is not there.
 # It names their files, because to import all others takes as long as some of these tests.
 test-project: native
 	$(PYTEST) -m project $$(grep -rl --include='*.py' 'pytest\.mark\.project' tests)

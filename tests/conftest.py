@@ -70,8 +70,10 @@ LONGEST = (
     "test_benchmarks.py",
     "testing/check/test_zoo.py",
     "test_device.py",
+    "test_typing.py",  # where mypy has read nothing yet
     "test_docs.py",
     "subsystems/test_compile_mutation.py",
+    "define/test_out_op_compiled.py",
     "test_examples.py",
     "rules/user/sharding/test_processes.py",
     "testing/mutate/test_api.py",
@@ -90,7 +92,6 @@ LONGEST = (
     "rules/providers/test_choice.py",
     "testing/check/test_custom_op_db.py",
     "cli/test_main.py",
-    "test_typing.py",  # where mypy has read nothing yet
 )
 
 # pytest listens to all loggers that do not propagate. PyTorch writes each graph of a compile as

@@ -166,15 +166,12 @@ def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
 NATIVE = {"accelerate", "class-form", "compiling", "native-calls"}
 
 
-# It shows programs of several processes, each of which imports PyTorch.
-PROGRAMS = {"workers"}
-
-
 def _parameter(page: Path) -> Any:
-    marks = [needs_native] * (page.stem in NATIVE) + [pytest.mark.project] * (page.stem in PROGRAMS)
+    marks = [needs_native] * (page.stem in NATIVE)
     return pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=marks)
 
 
+@pytest.mark.project
 @pytest.mark.parametrize("page", [_parameter(page) for page in PAGES])
 def test_examples_of_page_run(page: Path) -> None:
     run_page(page)

@@ -86,6 +86,7 @@ def test_source_distribution_has_all_that_git_has(sources: Path) -> None:
     assert not [name for name in files if name.startswith(".venv") or name.endswith(".so")]
 
 
+@pytest.mark.project
 def test_tests_of_the_source_distribution_run(sources: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

@@ -166,6 +166,7 @@ def test_runs_in_which_nothing_passes_prove_nothing() -> None:
 
 
 @needs_native
+@pytest.mark.project  # two whole runs of pytest
 def test_a_package_is_tested_with_and_without_acceleration(tmp_path) -> None:
     (tmp_path / "pyproject.toml").write_text("")
     folder = tmp_path / "test" / "library"

@@ -296,6 +296,7 @@ def test_what_no_check_notices_is_shown(run, write, namespace, tmp_path):
     assert f"{namespace}::half: 2 changes: 2 noticed (" in outcome.out
 
 
+@pytest.mark.project  # a whole run of `mutate`, for a page of the documentation
 def test_the_tutorial_shows_what_is_printed(run, write, namespace, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "tutorials" / "testing.md").read_text()
     found = re.search(

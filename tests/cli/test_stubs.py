@@ -62,6 +62,7 @@ def errors(folder: Path) -> set[int]:
     return {number for number, line in enumerate(lines, 1) if line.endswith("# ERROR")}
 
 
+@pytest.mark.project  # a type checker that starts from nothing
 def test_mypy_checks_calls(stubs):
     pytest.importorskip("mypy")
     # PyTorch itself takes minutes to check, and is another's.
@@ -89,6 +90,7 @@ def test_mypy_checks_calls(stubs):
     assert 'Revealed type is "tuple[Any, int]"' in revealed[0]  # of PyTorch's types it knows none
 
 
+@pytest.mark.project
 def test_pyright_checks_calls(stubs):
     pytest.importorskip("basedpyright")
     config = {"typeCheckingMode": "standard", "include": ["sample.py"], "extraPaths": ["stubs"]}

@@ -140,6 +140,7 @@ def test_without_operators_nothing_is_imported(plugged: pytest.Pytester) -> None
     plugged.runpytest_subprocess(timeout=200).assert_outcomes(passed=2)
 
 
+@pytest.mark.project  # whole runs of pytest, which import PyTorch and check everything
 def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
     plugged.makepyfile(test_ops=TESTS)
     for name, (source, _) in WRONG.items():
@@ -202,6 +203,7 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
     assert "its Python function, no_grad" in reports[0]["call_costs"]
 
 
+@pytest.mark.project
 def test_workers_report_and_a_crash_is_in_the_report(plugged: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
     plugged.makepyfile(
