@@ -8,6 +8,10 @@
 It takes so many combinations that each value of one parameter meets each value of another, as far
 as they do among all of them. `--all-combinations` runs the rest too.
 
+Where Inductor is one of the values of a parameter `backend`, most of the time goes into what it
+generates of PyTorch's own operators, for which it starts g++. So in two thirds of these tests they
+are called instead, as with `torch.compile(mode="lite")`, unless all combinations are asked for.
+
 A test that itself goes through many things for each of its parameters takes a share of them:
 
     for check in combinations.share(checks, SPECIMENS.index(specimen), 8, request.config):
@@ -17,16 +21,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
 T = TypeVar("T")
 OPTION = "--all-combinations"
-MARKER = (
+MARKERS = (
     "pairwise: of its combinations, runs so many that all pairs of values are there; "
-    f"{OPTION} runs them all"
+    f"{OPTION} runs them all",
+    f"without_cpp: Inductor generates no C++; set for two thirds of its tests, without {OPTION}",
 )
 
 
@@ -35,24 +40,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", MARKER)
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption(OPTION):
         return
-    tests: dict[Any, list[Any]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("pairwise") is not None:
-            tests[item.path, item.originalname].append(item)  # type: ignore[attr-defined]
     left_out: set[pytest.Item] = set()
-    for group in tests.values():
-        combinations = [item.callspec.params for item in group]
-        chosen = pairwise(combinations)
-        left_out |= {item for number, item in enumerate(group) if number not in chosen}
+    for group in _groups(items).values():
+        if group[0].get_closest_marker("pairwise") is not None:
+            chosen = pairwise([item.callspec.params for item in group])
+            left_out |= {item for number, item in enumerate(group) if number not in chosen}
+            group = [item for item in group if item not in left_out]
+        by_inductor = [item for item in group if item.callspec.params.get("backend") == "inductor"]
+        for number, item in enumerate(by_inductor):
+            if number % 3 != 0:
+                item.add_marker("without_cpp")
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def _groups(items: list[pytest.Item]) -> dict[Any, list[Any]]:
+    """The combinations of each test."""
+    tests: dict[Any, list[Any]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests[item.path, item.originalname].append(item)  # type: ignore[attr-defined]
+    return tests
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if item.get_closest_marker("without_cpp") is None:
+        return (yield)
+    from torch._inductor import config
+
+    with config.patch(fallback_by_default=True):
+        return (yield)
 
 
 def pairwise(combinations: Sequence[dict[str, Any]]) -> set[int]:

@@ -31,7 +31,7 @@ import torch
 from torch._library import fake_impl
 
 from tests import combinations, releases
-from tests.combinations import pytest_addoption  # noqa: F401  # a hook
+from tests.combinations import pytest_addoption, pytest_runtest_call  # noqa: F401  # hooks
 from tests.forking import leave_guards_untimed
 from tests.support import outcome
 from torchop.testing.process_state import process_state

@@ -255,6 +255,7 @@ def fixed() -> Tensor:
     return T.clone()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("make", [leaf, fixed])
 @pytest.mark.parametrize("other", [leaf, fixed])
 @pytest.mark.parametrize("shape", ["all", "none", "one", "first"])

@@ -254,6 +254,7 @@ def definition_of(held: dict[str, Any]) -> Any:
     return getattr(held["op"], "_definition", held["op"])
 
 
+@pytest.mark.pairwise
 @EVERY_OPERATOR
 @pytest.mark.parametrize("calls", [lambda op: None, use, use_in_compilers])
 @EVERY_END

@@ -57,6 +57,7 @@ GRADIENTS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", GRADIENTS)

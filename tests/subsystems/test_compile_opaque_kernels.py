@@ -144,6 +144,7 @@ def _a_frame_left_to_python(op: Any, x: Tensor) -> Tensor:
 FRAMES = [_a_graph, _a_resumed_frame, _a_frame_left_to_python]
 
 
+@pytest.mark.pairwise
 @_reads_grad
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("through", ["handle", "overload"])

@@ -90,6 +90,7 @@ VIEWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("view", VIEWS)

@@ -63,6 +63,7 @@ SAME = "(Tensor x) -> Tensor"
 PURE: dict[str, Any] = {"mutates_args": ()}
 
 
+@pytest.mark.pairwise
 @compiled_with
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2])

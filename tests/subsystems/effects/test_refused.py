@@ -51,6 +51,7 @@ INSIDE = {"cond": _in_a_branch, "while": _in_a_loop, "scan": _in_a_scan, "map": 
 IN_A_GRAPH = "::log has an effect, and is called in a graph inside a graph"
 
 
+@pytest.mark.pairwise
 @compiled_with
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
