@@ -166,8 +166,17 @@ def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
 NATIVE = {"accelerate", "class-form", "compiling", "native-calls"}
 
 
+NEEDS_AUTOTUNING = pytest.mark.needs_torch("2.12", "Inductor chooses for operators of any kind")
+NEEDS = {
+    "from-other-registries": NEEDS_AUTOTUNING,
+    "torchop._rules.providers.inductor.autotune_in_inductor": NEEDS_AUTOTUNING,
+    "torchop._schema.forms.Form": pytest.mark.needs_torch("2.13", "torch.Tag.out"),
+}
+
+
 def _parameter(page: Path) -> Any:
     marks = [needs_native] * (page.stem in NATIVE)
+    marks += [NEEDS[page.stem]] if page.stem in NEEDS else []
     return pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=marks)
 
 
@@ -240,7 +249,9 @@ def docstring_examples() -> dict[str, doctest.DocTest]:
 EXAMPLES = docstring_examples()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in EXAMPLES]
+)
 def test_example_of_docstring_runs(name: str) -> None:
     test = EXAMPLES[name]
     _run_doctest(test)

@@ -67,19 +67,8 @@ def test_whoever_holds_an_operator_of_a_closed_library_is_told(namespace, make, 
 
 
 @LIBRARIES
-@pytest.mark.parametrize(
-    ("define", "end"),
-    [
-        (define_in, close),
-        pytest.param(
-            define_in,
-            collect,
-            marks=pytest.mark.needs_torch("2.13", "collected libraries leave torch.ops"),
-        ),
-        (custom_op_in, close),
-        (custom_op_in, collect),
-    ],
-)
+@EVERY_DEFINITION
+@EVERY_END
 def test_operator_of_a_closed_library_is_no_longer_in_torch_ops(namespace, make, define, end):
     gone(namespace, make, define, end)
     with pytest.raises(AttributeError):

@@ -437,6 +437,7 @@ def redefined(namespace: str) -> None:
     op(T)
 
 
+@pytest.mark.needs_torch("2.13", "to look up an overload leaves two objects behind")
 @pytest.mark.parametrize("define", [closed_custom_op, closed_low_level, redefined])
 def test_operators_that_end_leave_nothing_behind(namespace, define, monkeypatch):
     X.grad = torch.zeros(2)
