@@ -150,8 +150,6 @@ def pack_on_cpu(values: Sequence[Any], latest: Tensor | None, /) -> Tensor | Non
 # Whether a node comes from applying a function, and what that function does with its `ctx`;
 # otherwise a node comes from calling its class.
 nodes_come_from_apply: int
-# Whether an object may change its type where it is: only with the interpreter's lock.
-types_may_change: int
 # The dispatch keys of the devices whose tensors a native call takes, such as "CPU".
 backends: tuple[str, ...]
 

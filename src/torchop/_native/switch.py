@@ -191,8 +191,7 @@ def _prepare(module: ModuleType) -> None:
             raise ImportError(
                 "torchop does not know how this release of PyTorch stores Python kernels"
             )
-    # Where there is no lock, another thread may be calling a handle, so its type stays.
-    if module.types_may_change and not _native_handle_types:
+    if not _native_handle_types:
         # Dynamo follows `__call__`, and looks for a property in the very type of an object.
         traceable: dict[str, Any] = {
             name: value for name, value in vars(handle_type).items() if isinstance(value, property)
@@ -220,8 +219,6 @@ def _adopt(definition: Definition, native: Any) -> OwnCalls:
     calls = definition.follower
     if not isinstance(calls, OwnCalls):
         calls = definition.follower = OwnCalls(native, definition)
-    if not native.types_may_change:
-        calls.attach()  # the handle calls torch.ops
-    elif definition.structure is None:  # a structured handle calls torch.ops, which is native too
+    if definition.structure is None:  # a structured handle calls torch.ops, which is native too
         native.adopt(definition.handle, calls.entry)
     return calls

@@ -4,7 +4,8 @@
 // would take back the slot for calls, and so would an assignment to `__call__`. A handle exists,
 // and is held by users, before the extension is built, so it must be able to change its type where
 // it stands: the Python class reserves two `__slots__`, in which this type keeps a function pointer
-// and the entry of the operator.
+// and the entry of the operator. The interpreter changes the type, as it does for an assignment to
+// `__class__`: without its lock, it stops all threads for that.
 #include "handle.h"
 
 #include <structmember.h>
@@ -44,76 +45,25 @@ __attribute__((noinline, cold)) void explain_refusal(PyObject* handle) {
 }
 
 PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
-  auto& entry = *reinterpret_cast<Entry*>(slot(self, entry_offset));
+  auto& entry =
+      *reinterpret_cast<Entry*>(__atomic_load_n(&slot(self, entry_offset), __ATOMIC_ACQUIRE));
   PyObject* result = call_entry(entry, nullptr, nullptr, args, nargsf, keywords);
   if (C10_UNLIKELY(result == nullptr))
     explain_refusal(self);
   return result;
 }
 
-// The interpreter would follow the function pointer as an object. Its own functions for the Python
-// class do the work, on a handle that is of that class for the moment, with an empty slot.
-class AsPythonObject {
- public:
-  explicit AsPythonObject(PyObject* handle) : handle_(handle) {
-    std::swap(pointer_, slot(handle, call_offset));
-    Py_SET_TYPE(handle, base_type);
-  }
-  ~AsPythonObject() {
-    std::swap(pointer_, slot(handle_, call_offset));
-    Py_SET_TYPE(handle_, handle_type);
-  }
-
- private:
-  PyObject* handle_;
-  PyObject* pointer_ = nullptr;
-};
-
-struct Visit {
-  visitproc visit;
-  void* arg;
-};
-
-// A handle holds a reference to its own type, and the base's function believes to be that.
-int visit_own_type(PyObject* object, void* arg) {
-  auto* outer = static_cast<Visit*>(arg);
-  if (object == reinterpret_cast<PyObject*>(base_type))
-    object = reinterpret_cast<PyObject*>(handle_type);
-  return outer->visit(object, outer->arg);
-}
-
-int traverse_handle(PyObject* self, visitproc visit, void* arg) {
-  AsPythonObject object(self);
-  Visit outer{visit, arg};
-  return base_type->tp_traverse(self, visit_own_type, &outer);
-}
-
-// A handle that is not native any more, and that nobody else has a reference to, or soon not. With
-// this type, the base's functions would look for those of a base in turn, and find ours again.
-void restore_type(PyObject* self) {
-  slot(self, call_offset) = nullptr;
-  Py_INCREF(base_type);
-  Py_SET_TYPE(self, base_type);
-  Py_DECREF(handle_type);
-}
-
-int clear_handle(PyObject* self) {
-  restore_type(self);
-  return base_type->tp_clear(self);
-}
-
-void dealloc_handle(PyObject* self) {
-  restore_type(self);
-  base_type->tp_dealloc(self);
-}
-
-Py_ssize_t offset_of_slot(PyTypeObject* type, const char* name) {
+// Takes a slot from the class, whose users must not read or write it from now on. The memory stays.
+PyMemberDef* take_slot(PyTypeObject* type, const char* name) {
   THPObjectPtr found(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
   if (!found || Py_TYPE(found.get()) != &PyMemberDescr_Type) {
     PyErr_Format(PyExc_TypeError, "%s has no slot %s", type->tp_name, name);
-    return -1;
+    return nullptr;
   }
-  return reinterpret_cast<PyMemberDescrObject*>(found.get())->d_member->offset;
+  if (PyDict_DelItemString(type->tp_dict, name) < 0)
+    return nullptr;
+  PyType_Modified(type);
+  return reinterpret_cast<PyMemberDescrObject*>(found.get())->d_member; // it is in the type
 }
 
 } // namespace
@@ -127,15 +77,14 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
     return nullptr;
   }
   auto* python_class = reinterpret_cast<PyTypeObject*>(base);
-  call_offset = offset_of_slot(python_class, "_native_call");
-  entry_offset = offset_of_slot(python_class, "_native_entry");
-  if (call_offset < 0 || entry_offset < 0)
+  PyMemberDef* call = take_slot(python_class, "_native_call");
+  PyMemberDef* entry = call == nullptr ? nullptr : take_slot(python_class, "_native_entry");
+  if (entry == nullptr)
     return nullptr;
-  // Python must not read what the slots hold from now on: one is no object. The memory stays.
-  if (PyDict_DelItemString(python_class->tp_dict, "_native_call") < 0 ||
-      PyDict_DelItemString(python_class->tp_dict, "_native_entry") < 0)
-    return nullptr;
-  PyType_Modified(python_class);
+  // Whoever visits, clears or frees a handle would take a function pointer for an object.
+  call->type = T_PYSSIZET;
+  call_offset = call->offset;
+  entry_offset = entry->offset;
   static PyMemberDef members[] = {
       {"__vectorcalloffset__", T_PYSSIZET, 0, READONLY, nullptr},
       {nullptr, 0, 0, 0, nullptr},
@@ -144,13 +93,10 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   static PyType_Slot slots[] = {
       {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
       {Py_tp_members, members},
-      {Py_tp_traverse, reinterpret_cast<void*>(traverse_handle)},
-      {Py_tp_clear, reinterpret_cast<void*>(clear_handle)},
-      {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_handle)},
       {0, nullptr},
   };
   // How a handle keeps its dictionary must not change with its type.
-  unsigned long kept = Py_TPFLAGS_HAVE_GC;
+  unsigned long kept = 0;
 #ifdef Py_TPFLAGS_MANAGED_DICT
   kept |= Py_TPFLAGS_MANAGED_DICT;
 #endif
@@ -186,18 +132,13 @@ PyObject* adopt(PyObject*, PyObject* args) {
     PyErr_Format(PyExc_TypeError, "adopt expects a handle, got %s", Py_TYPE(handle)->tp_name);
     return nullptr;
   }
-  Py_XSETREF(slot(handle, entry_offset), Py_NewRef(entry));
   if (Py_TYPE(handle) == base_type) {
-    // A dictionary of its own: the old one's values may lie in the handle, as the old type lays
-    // out.
-    THPObjectPtr attributes(PyObject_GetAttrString(handle, "__dict__"));
-    THPObjectPtr copy(attributes ? PyDict_Copy(attributes.get()) : nullptr);
-    if (!copy || PyObject_SetAttrString(handle, "__dict__", copy.get()) < 0)
-      return nullptr;
+    THPObjectPtr before(
+        __atomic_exchange_n(&slot(handle, entry_offset), Py_NewRef(entry), __ATOMIC_RELEASE));
     slot(handle, call_offset) = reinterpret_cast<PyObject*>(call_handle);
-    Py_INCREF(handle_type);
-    Py_SET_TYPE(handle, handle_type);
-    Py_DECREF(base_type);
+    auto* type = reinterpret_cast<PyObject*>(handle_type);
+    if (PyObject_SetAttrString(handle, "__class__", type) < 0)
+      return nullptr;
   }
   Py_RETURN_NONE;
 }

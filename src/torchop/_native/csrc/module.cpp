@@ -217,7 +217,6 @@ PyMODINIT_FUNC PyInit__call_path() {
        !torchop::add_operator_type(module) || !torchop::add_choice_type(module) ||
        PyModule_AddIntConstant(module, "nodes_come_from_apply", torchop::nodes_come_from_apply()) <
            0 ||
-       PyModule_AddIntConstant(module, "types_may_change", torchop::has_lock) < 0 ||
        !torchop::add_backends(module)))
     Py_CLEAR(module);
 #if defined(Py_GIL_DISABLED) && !TORCHOP_NEEDS_GIL
