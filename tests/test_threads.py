@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import torchop
 from tests.forking import run_forked
 from tests.support import assert_clean, load_tool, needs_native
 
@@ -37,3 +39,18 @@ def test_wrong_result_is_a_failure() -> None:
     with pytest.raises(RuntimeError, match="a call returned"):
         threads.run("redefined", wrong, 4, 0.5)
     assert threads.check(torch.ones(2)) == "result"
+
+
+def test_batches_count_that_ran_at_once() -> None:
+    threads = load_tool("threads")
+
+    def batches(*times: tuple[int, int, int]) -> list[Any]:
+        return [threads.Batch(*(10_000 * time for time in each)) for each in times]
+
+    own = batches((0, 2, 2), (2, 4, 2), (4, 9, 2), (9, 11, 2), (11, 13, 2))
+    other = batches((1, 3, 2), (3, 8, 5), (8, 12, 4), (12, 20, 1))
+    assert threads.at_once(own, []) == [20_000] * 4  # one was interrupted
+    assert threads.at_once(own, [other]) == [20_000] * 2
+    assert threads.at_once(own, [other, batches((0, 5, 5))]) == [20_000]
+    assert threads.at_once(own, [other, []]) == []
+    assert threads.pace(torchop, 1, 0.1) > 0

@@ -5,16 +5,19 @@
 
 Each scenario runs in a process of its own, which a failure may end. A call may return what an
 operator of the name computes, or raise OperatorGoneError; anything else is a failure. With --stock,
-torch.library makes the operators. With --scaling, as many threads as there are cores call one
-operator, each as often as it can, and then one thread does.
+torch.library makes the operators. With --scaling, one thread calls an operator as often as it can,
+and then as many threads as there are cores. With the GIL, these never run at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import gc
+import math
 import os
 import random
+import statistics
 import subprocess
 import sys
 import threading
@@ -23,7 +26,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -335,37 +338,78 @@ def run(name: str, library: Any, threads: int, seconds: float) -> Counter[str]:
     return sum(counts, Counter())
 
 
-def rate(library: Any, threads: int, seconds: float) -> tuple[float, float]:
-    """Calls of one operator by all threads together, of a kernel that does nothing.
+class Batch(NamedTuple):
+    """So many calls, made one after the other."""
+
+    start: int  # in nanoseconds, as the other times
+    end: int
+    processor: int
+
+    def is_whole(self) -> bool:
+        """Whether the thread ran all the time."""
+        return self.end - self.start < 1.1 * self.processor + 2000
+
+
+def at_once(batches: list[Batch], others: list[list[Batch]]) -> list[int]:
+    """How long those of a thread took that ran while all other threads ran too."""
+    for other in others:
+        runs: list[list[int]] = []  # from when until when the other thread ran
+        for batch in filter(Batch.is_whole, other):
+            if runs and batch.start == runs[-1][1]:
+                runs[-1][1] = batch.end
+            else:
+                runs.append([batch.start, batch.end])
+        last = [bisect.bisect(runs, [batch.start, sys.maxsize]) - 1 for batch in batches]
+        batches = [
+            batch
+            for batch, run in zip(batches, last, strict=True)
+            if run >= 0 and batch.end <= runs[run][1]
+        ]
+    return [batch.end - batch.start for batch in batches if batch.is_whole()]
+
+
+def pace(library: Any, threads: int, seconds: float) -> float:
+    """How long a call takes while all threads call one operator, whose kernel does nothing.
+
+    Only what ran at once counts, so the number does not depend on what else the machine does.
 
     Returns:
-        How many there are in a second, and in a second of a processor's time, which does not
-        depend on what else the machine does.
+        Nanoseconds; not a number if the threads never ran at once.
     """
-    op: Any = library.custom_op("scaling::op", lambda x: None, mutates_args=(), schema=NOTHING)
-    counts, times = [0] * threads, [0.0] * threads
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it has no effect
+        op: Any = library.custom_op("scaling::op", lambda x: None, mutates_args=(), schema=NOTHING)
+    batches: list[list[Batch]] = [[] for _ in range(threads)]
     start = threading.Barrier(threads)
 
     def work(number: int) -> None:
-        x, count = torch.ones(2), 0
+        x, calls, call = torch.ones(2), range(CALLS), op  # without the lock of the cell of `op`
         with torch.inference_mode():
             op(x)  # the first call imports and compiles
             start.wait()
-            before, end = time.thread_time(), time.monotonic() + seconds
-            while time.monotonic() < end:
-                for _ in range(1000):
-                    op(x)
-                count += 1000
-        counts[number], times[number] = count, time.thread_time() - before
+            now, used = time.perf_counter_ns(), time.thread_time_ns()
+            end = now + int(seconds * 1e9)
+            while now < end:
+                for _ in calls:
+                    call(x)
+                before, used_before = now, used
+                now, used = time.perf_counter_ns(), time.thread_time_ns()
+                batches[number].append(Batch(before, now, used - used_before))
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    return sum(counts) / seconds, sum(counts) / sum(times)
+    taken = [
+        time
+        for number, own in enumerate(batches)
+        for time in at_once(own, batches[:number] + batches[number + 1 :])
+    ]
+    return statistics.median(taken) / CALLS if taken else math.nan
 
 
+CALLS = 200  # in a batch: a fraction of what the system gives a thread at a time
 NOTHING = "(Tensor x) -> ()"
 
 
@@ -384,10 +428,13 @@ def main() -> int:
         torchop.native.wait()
     if options.scaling:
         cores = len(os.sched_getaffinity(0))
-        one, many = (rate(library, count, options.seconds) for count in (1, cores))
+        one, many = (pace(library, count, options.seconds) for count in (1, cores))
+        if math.isnan(many):
+            print(f"{one:,.0f} ns for a call by 1 thread; {cores} of them never ran at once")
+            return 0
         print(
-            f"{one[0]:,.0f} calls/s by 1 thread, {many[0]:,.0f} by {cores}: "
-            f"{many[0] / one[0] / cores:.2f}; in the same time of processors {many[1] / one[1]:.2f}"
+            f"{one:,.0f} ns for a call by 1 thread, {many:,.0f} by {cores} at once: each makes "
+            f"{one / many:.2f} of the calls of one"
         )
         return 0
     if options.here:
