@@ -224,6 +224,7 @@ PyObject* try_call(
       decision.kernel->author != nullptr && !thread_records(plan.residuals.recording);
   if (is_authors)
     function = decision.kernel->author;
+  note_call(function);
   // This call may be made by the kernel of an operator with residuals, whose own call is recorded.
   std::optional<Recording> apart;
   if (plan.residuals.type == nullptr && thread_records(all_recordings))

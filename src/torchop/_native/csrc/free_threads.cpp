@@ -132,6 +132,22 @@ PyObject* new_reference(const PlanPointer& plan) {
   return Py_XNewRef(plan.load());
 }
 
+void share(Thread& here, PyObject* callee) {
+  here.unseen = Thread::interval;
+  if (callee->ob_ref_local == UINT32_MAX || callee->ob_tid == _Py_ThreadId())
+    return;
+  // No other thread counts while this visits objects, of which the first is enough.
+  PyUnstable_GC_VisitObjects(
+      [](PyObject*, void* argument) {
+        auto* object = static_cast<PyObject*>(argument);
+        __atomic_store_n(&object->ob_tid, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&object->ob_ref_shared, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&object->ob_ref_local, UINT32_MAX, __ATOMIC_RELAXED);
+        return 0;
+      },
+      callee);
+}
+
 void wait_for_looks() {
   const std::lock_guard<std::mutex> lock(threads().mutex);
   for (const Thread* each : threads().all) {

@@ -63,6 +63,18 @@ class Look {
 // Waits until no thread looks any more into a table of which it was just said that it goes.
 void wait_for_looks();
 
+// Has Python count no references to an object any more if other threads than its own call it.
+__attribute__((noinline, cold)) void share(Thread& here, PyObject* callee);
+
+// Says that an object is called. Threads that call one wait for each other to count the references
+// to it. So what they call often, of which this sees a few calls, is made immortal, as the
+// functions of modules are there.
+inline void note_call(PyObject* callee) {
+  Thread& here = this_thread();
+  if (C10_UNLIKELY(--here.unseen == 0))
+    share(here, callee);
+}
+
 // Calls by the reason for which they went to the dispatcher, in as many places as threads write.
 class Counters {
  public:
@@ -119,6 +131,8 @@ inline constexpr bool has_lock = true;
 inline void release_plan(PyObject* plan) {
   Py_XDECREF(plan);
 }
+
+inline void note_call(PyObject*) {}
 
 inline PyObject* new_reference(const PlanPointer& plan) {
   return Py_XNewRef(plan.load(std::memory_order_relaxed));

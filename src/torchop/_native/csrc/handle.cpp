@@ -45,6 +45,7 @@ __attribute__((noinline, cold)) void explain_refusal(PyObject* handle) {
 }
 
 PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  note_call(self);
   auto& entry =
       *reinterpret_cast<Entry*>(__atomic_load_n(&slot(self, entry_offset), __ATOMIC_ACQUIRE));
   PyObject* result = call_entry(entry, nullptr, nullptr, args, nargsf, keywords);

@@ -38,8 +38,12 @@ PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   static PyObject* name = PyUnicode_InternFromString("_op");
   THPObjectPtr function(PyObject_GenericGetAttr(self, name)); // it is in the dictionary
   // Since 2.14, `__call__` may have something else to call where torch functions are skipped.
-  if (C10_LIKELY(function && Py_TYPE(function.get()) == operator_type && !skips_torch_functions()))
+  if (C10_LIKELY(
+          function && Py_TYPE(function.get()) == operator_type && !skips_torch_functions())) {
+    note_call(self);
+    note_call(function.get());
     return PyVectorcall_Call(function.get(), args, keywords);
+  }
   PyErr_Clear();
   return before[Index](self, args, keywords);
 }

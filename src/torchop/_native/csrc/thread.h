@@ -27,6 +27,9 @@ struct Thread {
   std::atomic<PyObject*>* plans = nullptr;
   std::atomic<bool> looks = false; // into a table of the dispatcher
   size_t number = 0;               // of the thread, among those that make calls
+  // How many objects are called until one is looked at: a prime, so that all of a call have a turn.
+  static constexpr uint32_t interval = 65521;
+  uint32_t unseen = interval;
 #endif
 
   // The lowest address of the stack, and how much of it is left to whoever is called. Before the
