@@ -136,6 +136,20 @@ def test_what_autograd_cannot_follow_is_refused_in_native_words(
     assert torch.equal(ours, make() + 1)
 
 
+def test_a_leaf_is_refused_although_the_operator_has_no_formula(namespace: str) -> None:
+    @torchop.custom_op(
+        f"{namespace}::double_", mutates_args=("x",), schema="(Tensor(a!) x) -> Tensor(a!)"
+    )
+    def double_(x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+    leaf = torch.ones(2, requires_grad=True)
+    words = refusal(lambda: leaf.mul_(2))
+    message = refusal(lambda: double_(leaf))
+    assert message.startswith(f"{double_.name}: argument 'x': {words}")
+    assert torch.equal(leaf, torch.ones(2))
+
+
 def test_history_matters_as_soon_as_any_input_requires_grad(add_: Any) -> None:
     view = _in_no_grad(torch.ones(4))
     words = refusal(lambda: view.add_(torch.ones(2, requires_grad=True)))
