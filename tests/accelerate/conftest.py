@@ -32,7 +32,7 @@ def library(namespace: str) -> Iterator[torch.library.Library]:
     """A library of torch.library's, until the test ends."""
     library = torch.library.Library(namespace, "FRAGMENT")
     yield library
-    # PyTorch looks a packet up again for its second overload, when the operators of both have ended,
+    # PyTorch looks a packet up again for its second overload, when the operators of both ended,
     # and reads memory that was freed. So it is told of one.
     one_of_each = {name.partition(".")[0]: name for name in library._op_defs}
     library._op_defs = set(one_of_each.values())
