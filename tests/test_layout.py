@@ -50,12 +50,12 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 605,
-    "_compat": 3266,
+    "_compat": 3271,
     "_core": 1593,
     "_define": 1948,
     "_inspect": 1079,
     "_native": 1458,
-    "_native/csrc": 5821,
+    "_native/csrc": 5840,
     "_rules": 5442,
     "_rules/autograd": 2037,
     "_rules/residuals": 840,
