@@ -484,14 +484,15 @@ MUTANTS = {
     "change during calls": Mutant("lifetime.cpp", "  wait_for_calls(lifetimes_);", ""),
     "call during a change": Mutant(
         "lifetime.cpp",
-        "C10_LIKELY(call.lifetime->changes.load() == 0) || changes_here->load() != 0",
+        "C10_LIKELY(std::none_of(begin, end, is_changed)) || changes_here->load() != 0",
         "true",
     ),
     "call that waits for the lock": Mutant(
         "lifetime.cpp", "std::for_each(called_here.begin(), called_here.end(), discount);", ""
     ),
-    "call that has the lock": Mutant(
-        "lifetime.cpp", "if (call.number == nullptr)\n      count(call);", ";"
+    "call that has the lock": Mutant("lifetime.cpp", "  count_last(called_here.size());", ""),
+    "packet of an overload that ended": Mutant(
+        "operator.cpp", "return each->exists.load();", "return true;"
     ),
     "call of an operator that ended": Mutant(
         "entry.cpp", "else if (PyErr_Occurred() == PyExc_RuntimeError)", "else if (false)"

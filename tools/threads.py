@@ -250,17 +250,15 @@ class Accelerated(Scenario):
 
 
 class Overloads(Scenario):
-    """A packet tries its overloads in turn, whose kernels change.
-
-    They are not defined again, because the first calls of a new packet are PyTorch's own, and it
-    reads what it tries without a lock.
-    """
+    """A packet tries its overloads in turn, whose kernels change, and which are defined again."""
 
     def define(self, amount: int) -> None:
-        self.handles = [
-            torchop.custom_op(f"{self.namespace}::op.{name}", self.body(name, 0), mutates_args=())
-            for name in ("pair", "alone")
-        ]
+        self.handles = {name: self.overload(name, 0) for name in ("pair", "alone")}
+
+    def overload(self, name: str, amount: int) -> Any:
+        """Makes one of the two, in place of the one before."""
+        body = self.body(name, amount)
+        return torchop.custom_op(f"{self.namespace}::op.{name}", body, mutates_args=())
 
     def body(self, overload: str, amount: int) -> Callable[..., Tensor]:
         def pair(x: Tensor, y: Tensor) -> Tensor:
@@ -269,15 +267,20 @@ class Overloads(Scenario):
         return pair if overload == "pair" else adding(amount)
 
     def change(self, chance: random.Random) -> str:
-        handle = chance.choice(self.handles)
-        handle.register_kernel(
-            "cpu", self.body(handle.overload._overloadname, chance.randrange(100))
-        )
+        name, amount = chance.choice(("pair", "alone")), chance.randrange(100)
+        if chance.random() < 0.5:
+            self.handles[name] = self.overload(name, amount)
+            return "defined"
+        self.handles[name].register_kernel("cpu", self.body(name, amount))
         return "registered"
 
     def call(self, chance: random.Random) -> str:
         packet = getattr(torch.ops, self.namespace).op
-        return check(packet(*[torch.ones(2)] * chance.randrange(1, 3)))
+        x = [torch.ones(2)] * chance.randrange(1, 3)
+        if chance.random() < 0.9:
+            return check(packet(*x))
+        with torchop.native.disabled():  # where PyTorch chooses among the overloads
+            return check(packet(*x))
 
 
 class Ending(Plans):

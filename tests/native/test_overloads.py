@@ -152,3 +152,52 @@ def test_no_further_class_is_shortened():
     with pytest.raises(RuntimeError, match="two classes were shortened"):
         switch.native_module().shorten_calls(int)
     assert int("7") == 7
+
+
+def overload(namespace, name, count, amount):
+    arguments = ("x", "y")[:count]
+    schema = f"({', '.join(f'Tensor {argument}' for argument in arguments)}) -> Tensor"
+    body = (lambda x: x + amount) if count == 1 else (lambda x, y: x + amount)
+    return torchop.custom_op(f"{namespace}::op{name}", body, mutates_args=(), schema=schema)
+
+
+def test_the_first_call_of_a_packet_counts_when_an_overload_was_defined_again(namespace):
+    for name, count in (("", 1), (".two", 2)):
+        overload(namespace, name, count, count)
+    packet, x = getattr(torch.ops, namespace).op, torch.zeros(2)
+    assert [packet(x)[0], packet(x, x)[0]] == [1, 2]
+    for name, count in ((".two", 2), ("", 1)):
+        overload(namespace, name, count, 5 * count)
+        counting = packet._op
+        assert isinstance(counting, switch.native_module().Operator)
+        assert counting.entry is None
+        assert "is gone" in str(counting.next._reason())
+
+        def function(x: Tensor) -> Tensor:
+            return packet(x)
+
+        scripted = torch.jit.script(function)  # which looks for `_op`
+        assert str(scripted.graph).count(f"{namespace}::op(") == 1
+    for _ in range(2):
+        assert [packet(x)[0], packet(x, x)[0]] == [5, 10]
+        with torchop.native.disabled():
+            assert [packet(x)[0], packet(x, x)[0]] == [5, 10]
+
+
+def test_a_packet_of_which_an_overload_ended_without_a_word_refuses(namespace):
+    overload(namespace, "", 1, 1)
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("op.two(Tensor x, Tensor y) -> Tensor")
+    library.impl("op.two", lambda x, y: x + 2, "CPU")
+    packet, x = getattr(torch.ops, namespace).op, torch.zeros(2)
+    assert [packet(x)[0], packet(x, x)[0]] == [1, 2]
+    library.m.reset()
+    assert packet(x)[0] == 1
+    with pytest.raises(torchop.OperatorGoneError, match=f"An overload of {namespace}::op is gone"):
+        packet(x, x)
+
+
+@pytest.mark.parametrize("arguments", [(None, len), (None, len, len), (3, len, None, ["a::b"])])
+def test_an_operator_needs_an_entry_or_what_to_choose_from(arguments):
+    with pytest.raises(TypeError, match="next expects an Operator or None, and entry an Entry"):
+        switch.native_module().Operator(object(), *arguments)

@@ -47,10 +47,9 @@ def _retire_overload(
             _retire(each, reason)
             yield each
     if packet is not None and not torch_ops.is_retired(packet):
-        raising_packet = torch_ops.GonePacket(hash(packet), namespace, name, reason)
+        raising_packet = torch_ops.GonePacket(hash(packet), f"{namespace}::{name}", reason)
         raising_packet.__module__ = packet._op.__module__
-        torch_ops.forget_builtin(packet._op)
-        packet._op = raising_packet
+        torch_ops.replace_function(packet, raising_packet)
 
 
 def _retire(existing: Any, reason: Callable[[], str]) -> None:
@@ -80,7 +79,7 @@ def before_definition(namespace: str, name: str, overload: str) -> None:
 
 def after_definition(namespace: str, name: str, overload: str) -> None:
     """Updates the packet of a new operator, and gives it the overload that the dispatcher has."""
-    torch_ops.refresh_packet(namespace, name)
+    torch_ops.refresh_packet(namespace, name, native and native.Operator)
     cached = _cached.get((namespace, name, overload))
     if not cached:
         return
@@ -196,7 +195,7 @@ def _clear_packet(namespace: str, name: str) -> None:
             packets._dir.remove(name)
         delattr(packets, name)  # last, as it is looked at when this is repeated
     elif torch_ops.is_retired(packet):
-        torch_ops.refresh(packet)
+        torch_ops.refresh(packet, native and native.Operator)
 
 
 # Sets and dictionaries by OpOverload or packet.

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from types import BuiltinFunctionType
 from typing import Any
 
-import torch
-
+from torchop._compat import torch_ops
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 
 
@@ -40,25 +39,22 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
 
     From the first overload that is not native, the packet's C++ function chooses.
     """
-    current: Any = packet._op
-    is_ours = isinstance(current, operator)
-    function = current.dispatch if is_ours else current
+    function: Any = packet._op
+    while isinstance(function, operator):
+        function = function.dispatch
     # With a TorchScript class among the arguments, the packet decides on each call.
     takes_classes = getattr(packet, "_has_torchbind_op_overload", False)
     takes_numbers = packet._qualified_op_name.partition("::")[0] in _NUMBERS_AS_TENSORS
     if takes_classes or takes_numbers or not is_cpp_function(function):
         return
+    natives = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
+    if any(isinstance(native, operator) for native in natives):
+        function = torch_ops.counted(packet, function, operator)
     chain = None  # the native functions of the first overloads, each with the next
-    for name in reversed(packet.overloads()):
-        native: Any = getattr(vars(packet).get(name), "_op", None)
+    for native in reversed(natives):
         is_native = isinstance(native, operator)
         chain = operator(packet, native.entry, function, chain) if is_native else None
-    if is_ours:
-        torch.jit._builtins._get_builtin_table().pop(id(current), None)
-    if chain is not None:
-        # TorchScript finds the function of a packet by its identity.
-        torch.jit._builtins._register_builtin(chain, packet._qualified_op_name)
-    packet._op = function if chain is None else chain
+    torch_ops.replace_function(packet, function if chain is None else chain)
 
 
 def replaced_function(overload: OpOverload) -> Any:

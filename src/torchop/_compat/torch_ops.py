@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch._ops import _OpNamespace, _refresh_packet
+from torch._ops import _OpNamespace
 
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import OperatorGoneError
@@ -53,33 +53,51 @@ def overloads_beside(overload: OpOverload) -> list[str]:
     return ["" if n == "default" else n for n in names if n != overload._overloadname]
 
 
-def refresh_packet(namespace: str, name: str) -> None:
-    """Updates an existing packet in `torch.ops` after an overload was defined."""
+def refresh_packet(namespace: str, name: str, operator: Any) -> None:
+    """Updates an existing packet in `torch.ops` after an overload was defined; see `refresh`."""
     packet = existing_packet(namespace, name)
     if packet is not None:
         attributes = vars(packet)
         for name, value in list(attributes.items()):
             if isinstance(value, OpOverload) and is_retired(value):
                 del attributes[name]
-        refresh(packet)
+        refresh(packet, operator)
 
 
-def refresh(packet: OpOverloadPacket) -> None:
-    """Updates the overloads of a packet, and keeps it in the registry of FLOP formulas."""
+def refresh(packet: OpOverloadPacket, operator: Any) -> None:
+    """Updates the overloads of a packet, and keeps it in the registry of FLOP formulas.
+
+    Where native calls are there, an object of the class `operator` counts its calls.
+    """
     counter = sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
     try:
-        _refresh_packet(packet)
+        # Not PyTorch's `_refresh_packet`: a call might find the function before it is counted.
+        op, packet._overload_names = torch._C._jit_get_operation(packet._qualified_op_name)
+        op.__module__ = packet._op.__module__
+        replace_function(packet, op if operator is None else counted(packet, op, operator))
     finally:
         if formula is not None:
             cast(Any, counter).flop_registry[packet] = formula
 
 
-def forget_builtin(function: Any) -> None:
-    """Makes TorchScript forget the function of a packet, which it finds by its identity."""
-    table = torch.jit._builtins._get_builtin_table()
-    table.pop(id(function), None)
-    table.pop(id(getattr(function, "dispatch", None)), None)  # what a native function replaced
+def counted(packet: OpOverloadPacket, function: Any, operator: Any) -> Any:
+    """PyTorch's function of a packet, in an object of the class `operator` that counts its calls.
+
+    Another thread may end one of the overloads while the function chooses among them.
+    """
+    name = packet._qualified_op_name
+    overloads = [f"{name}.{each}".removesuffix(".default") for each in packet.overloads()]
+    again = GonePacket(hash(packet), name, lambda: f"An overload of {name} is gone.")
+    return operator(packet, None, function, again, overloads)
+
+
+def replace_function(packet: OpOverloadPacket, function: Any) -> None:
+    """Makes a packet call a function, which TorchScript finds by its identity."""
+    torch.jit._builtins._get_builtin_table().pop(id(packet._op), None)
+    if not isinstance(function, Gone):
+        torch.jit._builtins._register_builtin(function, packet._qualified_op_name)
+    packet._op = function
 
 
 def existing_packet(namespace: str, name: str) -> Any | None:
@@ -116,15 +134,16 @@ class Gone:
 class GonePacket(Gone):
     """The same for a packet, which calls the operator that has its name now, if there is one."""
 
-    def __init__(
-        self, original_hash: int, namespace: str, name: str, reason: Callable[[], str]
-    ) -> None:
+    def __init__(self, original_hash: int, qualname: str, reason: Callable[[], str]) -> None:
         super().__init__(original_hash, reason)
-        self._namespace = namespace
-        self._name = name
+        self._qualname = qualname
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        packet = getattr(getattr(torch.ops, self._namespace), self._name, None)
-        if packet is None or packet._op is self:  # destroyed, or just about to be
+        namespace, _, name = self._qualname.partition("::")
+        packet: Any = getattr(getattr(torch.ops, namespace), name, None)
+        function = getattr(packet, "_op", None)
+        calls = (function, getattr(function, "dispatch", None))
+        # Destroyed, or just about to be; or PyTorch destroyed an overload, and told nobody.
+        if function in (None, self) or any(getattr(each, "next", None) is self for each in calls):
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)

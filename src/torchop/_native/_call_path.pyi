@@ -86,17 +86,22 @@ class Entry:
 def set_observer(observer: Callable[..., object] | None, /) -> None: ...
 
 class Operator:
-    """Stands where an object of torch.ops keeps its C++ function."""
+    """Stands where an object of torch.ops keeps its C++ function.
 
-    entry: Entry
+    Without an entry, it has that function choose an overload of a packet, and counts the call as
+    one of all `overloads`, given by name. If one of them has ended, it calls `next` instead.
+    """
+
+    entry: Entry | None
     dispatch: Callable[..., Any]
-    next: Operator | None
+    next: Callable[..., Any] | None
     def __new__(
         cls,
         owner: object,  # of torch.ops
-        entry: Entry,
+        entry: Entry | None,
         dispatch: Callable[..., Any],
-        next: Operator | None = ...,
+        next: Callable[..., Any] | None = ...,
+        overloads: Iterable[str] = ...,
     ) -> Operator: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

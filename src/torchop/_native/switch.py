@@ -193,14 +193,12 @@ def _prepare(module: ModuleType) -> None:
             )
     if not _native_handle_types:
         # Dynamo follows `__call__`, and looks for a property in the very type of an object.
-        traceable: dict[str, Any] = {
-            name: value for name, value in vars(handle_type).items() if isinstance(value, property)
-        }
+        members = vars(handle_type).items()
+        traceable: dict[str, Any] = {k: v for k, v in members if isinstance(v, property)}
         traceable["__call__"] = _first_use.call or handle_type.__call__
         # One call of C, so that no interrupt comes between making the type and keeping it.
         _native_handle_types.extend(map(module.make_handle_type, (handle_type,), (traceable,)))
-    for native_type in _native_handle_types:
-        dynamo_variables.trace_as_overload(native_type)
+    dynamo_variables.trace_as_overload(_native_handle_types[0])
     for cls in overload_functions.forwarding_classes():
         module.shorten_calls(cls)
     contract.is_evidently_fresh = module.is_evidently_fresh

@@ -28,7 +28,7 @@ from torchop._errors import SchemaError, short_repr
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
-from torchop._schema.forms import Form
+from torchop._schema.forms import Form, form_tags
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -116,7 +116,11 @@ def define_member(
 
     The tags are added to those of every form of this kind.
     """
-    all_tags = (Tag.pt2_compliant_tag, *tags, *schemas.conventional_tags(schema.form))
+    # Not `torch.Tag.out`: Inductor looks for an overload with this tag, and calls it in place of
+    # the functional operator, wrongly for most signatures; see `_compat.planned_outputs`, which
+    # makes the right call.
+    conventional_tags = () if schema.form is Form.OUT else form_tags(schema.form)
+    all_tags = (Tag.pt2_compliant_tag, *tags, *conventional_tags)
     declaration = Declaration(
         name,
         schema,

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from torchop._compat import schemas
-from torchop._compat.classes import Tag
-from torchop._schema.forms import Form, form_tags
+from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 from torchop._schema.text import lettered_alias, with_write, write, write_results, written_tensor
@@ -42,16 +41,6 @@ def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Sche
     results = [written_tensor(lettered_alias(index)) for index in range(len(outputs))]
     written = [f"{kind} {output}" for kind, output in zip(results, outputs, strict=True)]
     return _parsed(name, [*arguments, *written], results, Form.OUT)
-
-
-def conventional_tags(form: Form) -> tuple[Tag, ...]:
-    """The tag of a form, if PyTorch handles it correctly.
-
-    Not `torch.Tag.out`: Inductor looks for an overload with this tag, and calls it in place of the
-    functional operator, wrongly for most signatures; see `_compat.planned_outputs`, which makes the
-    right call.
-    """
-    return () if form is Form.OUT else form_tags(form)
 
 
 def _parsed(name: OpName, arguments: Sequence[str], results: Sequence[str], form: Form) -> Schema:

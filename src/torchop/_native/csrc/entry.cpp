@@ -10,6 +10,7 @@
 #include "call.h"
 #include "current_plan.h"
 #include "frames.h"
+#include "operator.h"
 #include "resolution.h"
 #include "thread.h"
 #include "types.h"
@@ -131,7 +132,10 @@ PyObject* dispatch_call(
   }
   PyObject* result = nullptr;
   {
-    const DispatcherCall call(entry.lifetime);
+    // What a packet calls counts itself, and all overloads that it reads.
+    const bool is_counted = Py_TYPE(dispatch) == operator_type || entry.lifetime == nullptr;
+    const DispatcherCall call(
+        is_counted ? c10::ArrayRef<LifetimePointer>() : c10::ArrayRef(entry.lifetime));
     if (C10_LIKELY(!is_gone(entry)))
       result = PyObject_Vectorcall(dispatch, args, nargsf, keywords);
   }

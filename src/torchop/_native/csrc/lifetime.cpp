@@ -119,27 +119,32 @@ bool is_awaited(const LifetimePointer& lifetime) {
   return number.load() > count_here(number);
 }
 
-// Counts a call, once no other thread changes the table. A change counts itself, and then reads the
-// calls. So one of the two sees the other.
-void count(Call& call) {
+void discount(Call& call) {
+  if (call.number != nullptr)
+    std::exchange(call.number, nullptr)->fetch_sub(1);
+}
+
+// Counts the last calls of this thread, once no other thread changes their tables. A change counts
+// itself, and then reads the calls. So one of the two sees the other. While one of them waits, none
+// is counted: a change of two tables would wait for the other one.
+void count_last(size_t calls) {
+  const auto begin = called_here.end() - std::ptrdiff_t(calls), end = called_here.end();
   const auto add = [&] {
-    call.number = call.lifetime->awaited.load();
-    call.number->fetch_add(1);
+    std::for_each(begin, end, [](Call& call) {
+      call.number = call.lifetime->awaited.load();
+      call.number->fetch_add(1);
+    });
   };
+  const auto is_changed = [](const Call& call) { return call.lifetime->changes.load() != 0; };
   const auto is_unchanged = [&] {
     add();
-    if (C10_LIKELY(call.lifetime->changes.load() == 0) || changes_here->load() != 0)
+    if (C10_LIKELY(std::none_of(begin, end, is_changed)) || changes_here->load() != 0)
       return true;
-    std::exchange(call.number, nullptr)->fetch_sub(1);
+    std::for_each(begin, end, discount);
     return false;
   };
   if (!wait_until(2 * patience, is_unchanged))
     add(); // the change waits for this thread, in a way that nobody sees
-}
-
-void discount(Call& call) {
-  if (call.number != nullptr)
-    std::exchange(call.number, nullptr)->fetch_sub(1);
 }
 
 // Waits until no other thread has a call of theirs in the dispatcher.
@@ -153,26 +158,6 @@ void wait_for_calls(const std::vector<LifetimePointer>& all) {
   }
 }
 
-// Those of operators given by name, where calls asked for them.
-std::vector<LifetimePointer> known_lifetimes(PyObject* names) {
-  THPObjectPtr items(PySequence_Tuple(names));
-  if (!items)
-    throw python_error();
-  std::vector<LifetimePointer> found;
-  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(items.get()); ++index) {
-    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(items.get(), index));
-    if (name == nullptr)
-      throw python_error();
-    const auto op = c10::Dispatcher::singleton().findOp(torch::jit::parseName(name));
-    if (!op.has_value())
-      continue;
-    const std::lock_guard<std::mutex> lock(lifetimes().mutex);
-    if (const auto known = lifetimes().all.find(place_of(*op)); known != lifetimes().all.end())
-      found.push_back(known->second);
-  }
-  return found;
-}
-
 // The `__enter__` of the lock, in C, so that an interrupt never leaves it held by nobody.
 PyObject* enter(PyObject* lock, PyObject*) {
   static PyObject* const name = PyUnicode_InternFromString("acquire");
@@ -182,10 +167,7 @@ PyObject* enter(PyObject* lock, PyObject*) {
     return is_held.release();
   std::for_each(called_here.begin(), called_here.end(), discount);
   PyObject* result = PyObject_VectorcallMethod(name, arguments, 1, nullptr);
-  for (Call& call : called_here) {
-    if (call.number == nullptr)
-      count(call);
-  }
+  count_last(called_here.size());
   return result;
 }
 
@@ -211,25 +193,50 @@ LifetimePointer lifetime_of(const c10::OperatorHandle& op) {
   return lifetime;
 }
 
-DispatcherCall::DispatcherCall(const LifetimePointer& lifetime) : lifetime_(lifetime) {
-  if (lifetime_ == nullptr)
-    return;
-  lifetime_->inside.fetch_add(1);
-  count(called_here.emplace_back(Call{lifetime_.get()}));
+std::vector<LifetimePointer> lifetimes_of(PyObject* names, bool all) {
+  THPObjectPtr items(PySequence_Tuple(names));
+  if (!items)
+    throw python_error();
+  std::vector<LifetimePointer> found;
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(items.get()); ++index) {
+    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(items.get(), index));
+    if (name == nullptr)
+      throw python_error();
+    const auto op = c10::Dispatcher::singleton().findOp(torch::jit::parseName(name));
+    if (!op.has_value())
+      continue;
+    if (all) {
+      found.push_back(lifetime_of(*op));
+      continue;
+    }
+    const std::lock_guard<std::mutex> lock(lifetimes().mutex);
+    if (const auto known = lifetimes().all.find(place_of(*op)); known != lifetimes().all.end())
+      found.push_back(known->second);
+  }
+  return found;
+}
+
+DispatcherCall::DispatcherCall(c10::ArrayRef<LifetimePointer> lifetimes)
+    : lifetimes_(lifetimes.begin(), lifetimes.end()) {
+  for (const LifetimePointer& lifetime : lifetimes_) {
+    lifetime->inside.fetch_add(1);
+    called_here.push_back(Call{lifetime.get()});
+  }
+  count_last(lifetimes_.size());
 }
 
 DispatcherCall::~DispatcherCall() {
-  if (lifetime_ == nullptr)
-    return;
-  // Not always the last one: a greenlet may have been switched to inside a kernel.
-  const auto last = std::find_if(called_here.rbegin(), called_here.rend(), [&](const Call& call) {
-    return call.lifetime == lifetime_.get();
-  });
-  if (last != called_here.rend()) {
-    discount(*last);
-    called_here.erase(std::next(last).base());
+  for (const LifetimePointer& lifetime : lifetimes_) {
+    // Not always the last one: a greenlet may have been switched to inside a kernel.
+    const auto last = std::find_if(called_here.rbegin(), called_here.rend(), [&](const Call& call) {
+      return call.lifetime == lifetime.get();
+    });
+    if (last != called_here.rend()) {
+      discount(*last);
+      called_here.erase(std::next(last).base());
+    }
+    lifetime->inside.fetch_sub(1);
   }
-  lifetime_->inside.fetch_sub(1);
 }
 
 Change::Change(std::vector<LifetimePointer> lifetimes)
@@ -255,7 +262,7 @@ PyObject* make_entering(PyObject*, PyObject* lock) {
 
 PyObject* hold_calls(PyObject*, PyObject* names) {
   HANDLE_TH_ERRORS
-  std::vector<LifetimePointer> found = known_lifetimes(names);
+  std::vector<LifetimePointer> found = lifetimes_of(names, false);
   if (found.empty())
     Py_RETURN_NONE;
   auto change = std::make_unique<Change>(std::move(found));
@@ -268,7 +275,7 @@ PyObject* hold_calls(PyObject*, PyObject* names) {
 
 PyObject* end_calls(PyObject*, PyObject* names) {
   HANDLE_TH_ERRORS
-  const std::vector<LifetimePointer> found = known_lifetimes(names);
+  const std::vector<LifetimePointer> found = lifetimes_of(names, false);
   for (const LifetimePointer& lifetime : found)
     lifetime->exists.store(false);
   wait_for_calls(found);

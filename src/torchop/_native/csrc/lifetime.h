@@ -39,17 +39,21 @@ using LifetimePointer = std::shared_ptr<Lifetime>;
 // That of an operator which the dispatcher has; it is made if nobody asked before.
 LifetimePointer lifetime_of(const c10::OperatorHandle& op);
 
-// For as long as a call is in the dispatcher. Before, it waits for changes of the table, with the
-// lock of Python released.
+// Those of operators given by name, which the dispatcher need not have. With `all`, they are made
+// if nobody asked before.
+std::vector<LifetimePointer> lifetimes_of(PyObject* names, bool all);
+
+// For as long as a call is in the dispatcher, where it reads the tables of these operators. Before,
+// it waits for changes of them, with the lock of Python released.
 class DispatcherCall {
  public:
-  explicit DispatcherCall(const LifetimePointer& lifetime);
+  explicit DispatcherCall(c10::ArrayRef<LifetimePointer> lifetimes);
   ~DispatcherCall();
   DispatcherCall(const DispatcherCall&) = delete;
   DispatcherCall& operator=(const DispatcherCall&) = delete;
 
  private:
-  LifetimePointer lifetime_; // nullptr for an operator that does not exist yet
+  c10::SmallVector<LifetimePointer, 1> lifetimes_;
 };
 
 // For as long as the tables of operators change: calls of other threads are kept out of the

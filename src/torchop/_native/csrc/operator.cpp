@@ -7,8 +7,11 @@
 
 #include <structmember.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "entry.h"
 #include "free_threads.h"
@@ -24,10 +27,12 @@ struct Operator {
   PyObject_HEAD
 
       vectorcallfunc call;
-  PyObject* owner; // the object of torch.ops that it was made for: just where that is
-  PyObject* entry;
+  PyObject* owner;    // the object of torch.ops that it was made for: just where that is
+  PyObject* entry;    // nullptr for one that has PyTorch choose an overload of a packet
   PyObject* dispatch; // the C++ function whose place this object took
   PyObject* next;     // for a packet, the Operator of the next overload; nullptr if there is none
+  // Of all overloads that PyTorch reads then. If one has ended, it calls `next`.
+  std::vector<LifetimePointer>* overloads;
 };
 
 Operator& operator_of(PyObject* self) {
@@ -51,33 +56,53 @@ void forget_owner(PyObject* owner) {
     owners.erase(found);
 }
 
+PyObject* choose_overload(
+    const Operator& op, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  {
+    const DispatcherCall call(*op.overloads);
+    if (C10_LIKELY(std::all_of(op.overloads->begin(), op.overloads->end(), [](const auto& each) {
+          return each->exists.load();
+        })))
+      return PyObject_Vectorcall(op.dispatch, args, nargsf, keywords);
+  }
+  return PyObject_Vectorcall(op.next, args, nargsf, keywords);
+}
+
 PyObject* call_operator(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Operator& op = operator_of(self);
+  if (op.entry == nullptr)
+    return choose_overload(op, args, nargsf, keywords);
   return call_entry(
       *reinterpret_cast<Entry*>(op.entry), op.dispatch, op.next, args, nargsf, keywords);
 }
 
 PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   HANDLE_TH_ERRORS
-  static const char* names[] = {"owner", "entry", "dispatch", "next", nullptr};
-  PyObject *owner, *entry, *dispatch, *next = nullptr;
+  static const char* names[] = {"owner", "entry", "dispatch", "next", "overloads", nullptr};
+  PyObject *owner, *entry, *dispatch, *next = nullptr, *overloads = nullptr;
   if (!PyArg_ParseTupleAndKeywords(
           args,
           keywords,
-          "OO!O|O",
+          "OOO|OO",
           const_cast<char**>(names),
           &owner,
-          entry_type,
           &entry,
           &dispatch,
-          &next))
+          &next,
+          &overloads))
     return nullptr;
   if (next == Py_None)
     next = nullptr;
-  if (next != nullptr && Py_TYPE(next) != operator_type) {
-    PyErr_SetString(PyExc_TypeError, "next expects an Operator or None");
+  const bool chooses = entry == Py_None && overloads != nullptr && next != nullptr;
+  const bool calls =
+      Py_TYPE(entry) == entry_type && (next == nullptr || Py_TYPE(next) == operator_type);
+  if (!chooses && !calls) {
+    PyErr_SetString(PyExc_TypeError, "next expects an Operator or None, and entry an Entry");
     return nullptr;
   }
+  std::vector<LifetimePointer> counted;
+  if (chooses)
+    counted = lifetimes_of(overloads, true);
   remember_owner(owner);
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr) {
@@ -87,7 +112,8 @@ PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) 
   Operator& op = operator_of(self);
   op.owner = owner;
   op.call = call_operator;
-  op.entry = Py_NewRef(entry);
+  op.entry = chooses ? nullptr : Py_NewRef(entry);
+  op.overloads = chooses ? new std::vector(std::move(counted)) : nullptr;
   op.dispatch = Py_NewRef(dispatch);
   op.next = Py_XNewRef(next);
   return self;
@@ -111,6 +137,7 @@ void dealloc_operator(PyObject* self) {
   Py_XDECREF(operator_of(self).entry);
   Py_XDECREF(operator_of(self).dispatch);
   Py_XDECREF(operator_of(self).next);
+  delete operator_of(self).overloads;
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -134,7 +161,7 @@ PyObject* operator_attribute(PyObject* self, PyObject* name) {
 PyMemberDef operator_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Operator, call), READONLY, nullptr},
     {"dispatch", T_OBJECT_EX, offsetof(Operator, dispatch), READONLY, nullptr},
-    {"entry", T_OBJECT_EX, offsetof(Operator, entry), READONLY, nullptr},
+    {"entry", T_OBJECT, offsetof(Operator, entry), READONLY, nullptr},
     {"next", T_OBJECT, offsetof(Operator, next), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
