@@ -13,6 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import torchop
 from tests.devices import TYPE
@@ -171,6 +172,25 @@ def test_blocks_are_nested_and_restored_after_exceptions(op):
         with torchop.priority({"other::*": ["nothing"]}):
             assert value(op) == 10
     assert value(op) == 1
+
+
+@pytest.mark.parametrize("has_block", [False, True])
+def test_a_checkpoint_computes_again_in_the_order_of_its_block(namespace, op, has_block):
+    ran = []
+
+    def noting(x):
+        ran.append("ten")
+        return x + 10
+
+    op.register_kernel(TYPE, noting, provider="ten")
+    op.register_autograd(lambda ctx, grad: grad, setup_context=lambda ctx, inputs, output: None)
+    blocks = contextlib.nullcontext(), torchop.priority({op.name: ["ten"]})
+    options = {"context_fn": lambda: blocks} if has_block else {}
+    x = torch.zeros(1, requires_grad=True)
+    with torchop.priority({op.name: ["ten"]}):
+        y = checkpoint(lambda x: op(x).exp(), x, use_reentrant=False, **options)
+    y.backward()
+    assert ran == ["ten"] * (1 + has_block)
 
 
 def test_a_block_decorates_a_function_but_no_generator(op):

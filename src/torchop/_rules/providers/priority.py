@@ -308,7 +308,9 @@ class priority(Block):  # noqa: N801  (called like a function)
     It is for the calls of this thread, or of this asyncio task, and for the functions that you
     decorate. Of nested blocks, the innermost one that names the operator counts. It is also for a
     backward that is called in it, which runs in a thread of PyTorch's own on a GPU; not with
-    PyTorch 2.11, for which you set the order of such operators with `set_priority`. A
+    PyTorch 2.11, for which you set the order of such operators with `set_priority`. A checkpoint
+    computes its forward again in the backward, in the order that is in force there, unless its
+    `context_fn` returns a block for that: `(contextlib.nullcontext(), torchop.priority(...))`. A
     compiled graph calls the operator, which chooses as in eager mode, unless a provider was traced
     into the graph (`compile="inline"`), which it then keeps.
 
