@@ -39,7 +39,7 @@ def loaded_mode() -> type | None:
     return getattr(module, "_FlopCounterMode", None)
 
 
-def standing_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
+def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
     """Makes the rule for this mode of an operator that is called in the place of `op`.
 
     Whose formula counts a call, unless the operator has one of its own; `result_of` tells what `op`

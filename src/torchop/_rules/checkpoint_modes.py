@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,23 +28,20 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
         # before it that have an effect; PyTorch's pass that prevents this leaves them out.
         with checkpointing.saving_in_trace():
             return mode.__torch_dispatch__(op, types, args, kwargs)
-    return _with_policies(mode, op, types, args, kwargs, op)
+    return _with_policies(op, "", mode, op, types, args, kwargs)
 
 
-def standing_for(op: OpOverload, extra: str) -> Callable[..., Any]:
+def asked_for(op: OpOverload, extra: str) -> Callable[..., Any]:
     """Makes the rule for these modes of an operator that is called in the place of `op`.
 
     Policies know `op`, which does not have the keyword-only argument `extra`.
     """
 
-    def in_checkpoint(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _with_policies(mode, called, types, args, kwargs, op, extra)
-
-    return in_checkpoint
+    return functools.partial(_with_policies, op, extra)
 
 
 def _with_policies(
-    mode: Any, called: Any, types: Any, args: Any, kwargs: Any, op: Any, extra: str = ""
+    op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
     """Makes the mode ask the policies of the region and of `op`."""
     rule = get_rule("checkpoint_policy")  # by name, because it is in the ring

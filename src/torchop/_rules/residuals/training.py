@@ -24,7 +24,7 @@ from torchop._errors import GradientError, MissingFormulaError
 from torchop._rules.autograd.formula import Formula
 from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.checkpoint_modes import standing_for
+from torchop._rules.checkpoint_modes import asked_for
 from torchop._rules.companions import define_companion
 from torchop._rules.residuals import vmap
 from torchop._rules.residuals.handover import Request, as_tuple, request, requested
@@ -60,7 +60,7 @@ class TrainingForm:
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
         self.vmap_rule: Any = None  # of the training form, as long as no author gives it another
         vmap.follow(self)
-        hook = standing_for(definition.overload, "")
+        hook = asked_for(definition.overload, "")
         for mode in checkpointing.POLICY_MODES:
             registries.offer_torch_dispatch(str(self.companion), mode, hook)
         self.is_counted = False
@@ -80,7 +80,7 @@ class TrainingForm:
         if not self.is_counted and (mode := flop_counter.loaded_mode()) is not None:
             self.is_counted = True
             op = self.definition.overload
-            count = flop_counter.standing_for(op, lambda made: self.split(made)[0])
+            count = flop_counter.counted_for(op, lambda made: self.split(made)[0])
             registries.offer_torch_dispatch(str(self.companion), mode, count)
         return self.split(self.companion.overload(*args, **kwargs))
 

@@ -33,7 +33,7 @@ from torchop._rules.autograd.derived.replay import (
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors
 from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.checkpoint_modes import standing_for
+from torchop._rules.checkpoint_modes import asked_for
 from torchop._rules.companions import define_companion, free_name
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
@@ -104,7 +104,7 @@ class TrainingForm:
             tags=(Tag.nondeterministic_seeded,),
             error=DerivedFormulaError,
         )
-        hook = standing_for(definition.overload, self.number)
+        hook = asked_for(definition.overload, self.number)
         for mode in checkpointing.POLICY_MODES:
             registries.offer_torch_dispatch(str(self.companion), mode, hook)
 
