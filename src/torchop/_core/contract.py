@@ -221,13 +221,14 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _unknown(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
+def _unknown(*args: Any) -> bool:
     return False
 
 
-# Whether a result is certainly fresh. PyTorch does not tell Python how many tensors share a
-# storage. The native call path can find out, and puts its function here.
-is_evidently_fresh: Callable[[tuple[Any, ...], dict[str, Any], Any], bool] = _unknown
+# Whether a result is certainly fresh, given the arguments, and looks like one more tensor, if that
+# is passed. PyTorch does not tell Python how many tensors share a storage. The native call path can
+# find out, and puts its function here.
+is_evidently_fresh: Callable[..., bool] = _unknown
 
 
 def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:

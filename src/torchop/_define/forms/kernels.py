@@ -244,11 +244,12 @@ class WritingKernels:
             for output in outputs:
                 # Through the module, because the extension has it in C++ once it is there. What
                 # is passed by keyword beside the outputs is no tensor.
-                is_fine = may_be_an_input or contract.is_evidently_fresh(read, {}, output)
-                if output is None or not is_fine:
-                    check_outputs(name, schema, args, kwargs, may_be_an_input=may_be_an_input)
+                if not fits or not contract.is_evidently_fresh(read, {}, output, like):
+                    is_fine = may_be_an_input or contract.is_evidently_fresh(read, {}, output)
+                    if output is None or not is_fine:
+                        check_outputs(name, schema, args, kwargs, may_be_an_input=may_be_an_input)
+                    fits = fits and _look_alike(like, output)
                 read = (*read, output)
-                fits = fits and _look_alike(like, output)
             look = _look(args, kwargs) if place is None else None
             if fits or (look is not None and look == accepted):
                 return

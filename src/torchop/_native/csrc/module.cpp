@@ -80,11 +80,14 @@ PyObject* is_plain_kernel(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* is_evidently_fresh(PyObject*, PyObject* args) {
-  PyObject *inputs, *keywords, *result;
-  if (!PyArg_ParseTuple(args, "O!O!O", &PyTuple_Type, &inputs, &PyDict_Type, &keywords, &result))
+PyObject* is_evidently_fresh(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  if (given < 3 || given > 4 || !PyTuple_Check(args[0]) || !PyDict_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "is_evidently_fresh expects arguments and a result");
     return nullptr;
-  return PyBool_FromLong(torchop::is_evidently_fresh(inputs, keywords, result));
+  }
+  return PyBool_FromLong(
+      torchop::is_evidently_fresh(args[0], args[1], args[2]) &&
+      (given == 3 || look_alike(args[2], args[3])));
 }
 
 PyObject* are_plain(PyObject*, PyObject* const* args, Py_ssize_t given) {
@@ -132,9 +135,9 @@ PyMethodDef functions[] = {
      "Whether the kernel at a key is a Python function of the arguments."},
     {"python_kernel", python_kernel, METH_VARARGS, "The Python kernel at a key, if it is one."},
     {"is_evidently_fresh",
-     is_evidently_fresh,
-     METH_VARARGS,
-     "Whether a result is plainly in memory of its own."},
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(is_evidently_fresh)),
+     METH_FASTCALL,
+     "Whether a result is plainly in memory of its own, and looks like another tensor."},
     {"are_plain",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(are_plain)),
      METH_FASTCALL,

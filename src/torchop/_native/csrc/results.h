@@ -51,6 +51,19 @@ C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
 
 } // namespace detail
 
+// Whether it is plain that two tensors have the same sizes, dtype, layout and device.
+inline bool look_alike(PyObject* one, PyObject* other) {
+  if (!is_plain_tensor(one) || !is_plain_tensor(other))
+    return false;
+  try {
+    const at::TensorImpl &first = *impl_of(one), &second = *impl_of(other);
+    return first.sizes() == second.sizes() && first.dtype() == second.dtype() &&
+        first.layout() == second.layout() && first.device() == second.device();
+  } catch (const c10::Error&) {
+    return false; // sizes that are symbols, or of nested tensors
+  }
+}
+
 // Whether a result is one tensor of which it is plain that it is fresh, whatever the operator.
 inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* result) {
   if (!is_plain_tensor(result) || !impl_of(result)->has_storage())
