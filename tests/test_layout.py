@@ -55,7 +55,7 @@ BUDGETS = {
     "_define": 1948,
     "_inspect": 1079,
     "_native": 1458,
-    "_native/csrc": 5840,
+    "_native/csrc": 5853,
     "_rules": 5442,
     "_rules/autograd": 2037,
     "_rules/residuals": 840,
