@@ -84,6 +84,11 @@ DELIBERATE: tuple[Deliberate, ...] = (
         stock="somebody asked an object",
         when=lambda example: example.operator.autocast,
     ),
+    Deliberate(
+        "Fake calls do not hash objects of the user's own classes, for PyTorch's cache.",
+        stock="somebody asked an object",
+        when=lambda example: "FakeTensorMode" in repr(example),
+    ),
     Deliberate("Gradients flow through lists that hold None.", when=_has_optional_lists),
     Deliberate(
         "Conjugated and negated tensors in lists are written.",
