@@ -38,7 +38,8 @@ def state(op):
         packet._op,
         hash(overload),
         table.get(id(packet._op)),
-        len(table),
+        # Not its length: it keeps functions that are gone, by ids that others get.
+        list(table.values()).count(packet._qualified_op_name),
         torch.library.Library.define,
         list(op._lib._registration_handles),
     )
