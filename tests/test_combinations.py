@@ -31,6 +31,7 @@ def test_a_test_that_was_asked_for_alone_runs() -> None:
     assert pairwise(COMBINATIONS[7:8]) == {0}
 
 
+@pytest.mark.needs_torch("2.13", "Inductor calls in-place operators in place of what it generates")
 def test_a_third_of_what_inductor_compiles_is_cpp(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("from tests.combinations import *")
     pytester.makepyfile(
