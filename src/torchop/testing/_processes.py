@@ -94,6 +94,19 @@ def answers(
         receiver.close()
 
 
+def forks_run_backward() -> bool:
+    """Whether a fork of this program can, as PyTorch refuses where an accelerator's has run."""
+    given = _run_backward, (), iter([60.0]), RuntimeError, Path(os.devnull)
+    with answers("fork", *given) as messages, contextlib.suppress(RuntimeError):
+        return bool(next(messages))
+    return False
+
+
+def _run_backward() -> Iterator[bool]:
+    torch.ones(1, requires_grad=True).sum().backward()
+    yield True
+
+
 def _received(
     process: Any, receiver: Connection, limits: Iterator[float], output: Path | None
 ) -> Iterator[Any]:

@@ -192,6 +192,15 @@ def test_an_operator_that_is_wrong_already(namespace: str) -> None:
     assert "fail without a change, and notice none: memory.given" in str(report)
 
 
+def test_forks_that_cannot_run_a_backward(namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Unable to handle autograd's threading")  # in PyTorch's words
+
+    monkeypatch.setattr(Tensor, "backward", refuse)
+    with pytest.raises(RuntimeError, match=r"refuses to run a backward.*Call mutate before that"):
+        mutate(operators.make_scale(namespace), EXAMPLE, only="memory.given", budget=0)
+
+
 def test_an_operator_that_ends_the_process_already(namespace: str) -> None:
     def crash(x: Tensor) -> Tensor:
         import os

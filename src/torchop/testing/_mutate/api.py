@@ -22,7 +22,7 @@ from torchop.testing._check.run import Budget
 from torchop.testing._mutate.installing import CannotChangeError, Mutant, mutants_of
 from torchop.testing._mutate.judging import Message, judge
 from torchop.testing._mutate.report import MutationReport, Verdict
-from torchop.testing._processes import ChildError, answers
+from torchop.testing._processes import ChildError, answers, forks_run_backward
 from torchop.testing._progress import progress_bar
 
 # Seconds that a check gets with a change, and how often what it takes without one.
@@ -71,7 +71,7 @@ def mutate(
     Raises:
         MissingRuleError: there are no examples, neither passed nor registered.
         RuntimeError: the operator ends the process without a change, or fails all checks; or the
-            platform has no `fork`.
+            platform has no `fork`, or forks in which PyTorch runs no backward.
         TypeError, ValueError: as `check` does.
 
     Example:
@@ -104,6 +104,11 @@ def run(
     Budget(budget, caller="mutate")  # raises if it is no budget
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError("mutate needs os.fork, which this platform lacks: use Linux or macOS.")
+    if not forks_run_backward():
+        raise RuntimeError(
+            "mutate works in forks of this program, where PyTorch refuses to run a backward, "
+            "probably as one ran here on an accelerator. Call mutate before that."
+        )
     operator = Operator(op, "mutate")
     end = time.perf_counter() + (math.inf if budget is None else budget)
     started = time.perf_counter()
