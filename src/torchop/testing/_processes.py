@@ -96,10 +96,11 @@ def answers(
 
 def forks_run_backward() -> bool:
     """Whether a fork of this program can, as PyTorch refuses where an accelerator's has run."""
-    given = _run_backward, (), iter([60.0]), RuntimeError, Path(os.devnull)
-    with answers("fork", *given) as messages, contextlib.suppress(RuntimeError):
-        return bool(next(messages))
-    return False
+    try:
+        with answers("fork", _run_backward, (), iter([60.0]), RuntimeError) as messages:
+            return bool(next(messages))
+    except RuntimeError as error:
+        return isinstance(error, ChildError)  # then something else is wrong, which the checks say
 
 
 def _run_backward() -> Iterator[bool]:
