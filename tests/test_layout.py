@@ -64,7 +64,7 @@ BUDGETS = {
     "cli": 2280,
     "export": 985,
     "files": 764,
-    "testing": 6780,
+    "testing": 6781,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
