@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,21 @@ def test_a_part_that_fails_or_hangs_is_told(
     program: str, status: str, last: str, tmp_path: Path
 ) -> None:
     part = gpu.Part("part", 3, (sys.executable, "-c", program))
-    outcome = gpu.run(part, "cuda:0", tmp_path, 60)
+    outcome = gpu.run(part, "cuda:0", tmp_path, time.monotonic() + 60)
     assert (outcome.status, outcome.last) == (status, last)
+
+
+def test_a_part_is_not_begun_when_the_time_is_over(tmp_path: Path) -> None:
+    part = gpu.Part("part", 3, (sys.executable, "-c", "print('run')"))
+    outcome = gpu.run(part, "cuda:0", tmp_path, time.monotonic() + 5)
+    assert (outcome.status, outcome.last) == ("not run, as the time is over", "")
+
+
+def test_what_measures_runs_alone(tmp_path: Path) -> None:
+    stages = gpu.stages(gpu.parts("cuda:0", tmp_path))
+    alone = {part.name for stage in stages if len(stage) == 1 for part in stage}
+    assert {"build", "benchmark", "anywhere"} <= alone
+    assert {"scenarios", "marked", "page_gpu_kernels"} <= {part.name for part in stages[2]}
 
 
 def test_tensors_of_tests_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

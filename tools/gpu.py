@@ -1,27 +1,32 @@
-"""Everything that needs a GPU, as one command of some 8 minutes: `make gpu`.
+"""Everything that needs a GPU, as one command: `make gpu`.
 
     python tools/gpu.py [--out FOLDER] [--limit SECONDS]
 
 Each part is a command with a limit of its own, and its output is a file in FOLDER, beside
-summary.json and the numbers of the benchmark. Without a GPU the parts run on the CPU, which shows
-that they still work, and what needs a GPU is told to be skipped. It needs no more than PyTorch,
-pytest and torchop's own dependencies: what a part lacks is told in its file.
+summary.json and the numbers of the benchmark. Parts that measure nothing run side by side, as many
+as there are processors. Without a GPU the parts run on the CPU, which shows that they still work,
+and what needs a GPU is told to be skipped. It needs no more than PyTorch, pytest and torchop's own
+dependencies: what a part lacks is told in its file.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+# Each has a context of CUDA, which takes memory of the device, so no more than a dozen.
+PROCESSES = min(12, os.cpu_count() or 1)
 # Folders of tests that are about no device in particular.
 ANYWHERE = ("tests/core", "tests/define", "tests/rules", "tests/accelerate")
 PAGES = (
@@ -44,6 +49,7 @@ class Part(NamedTuple):
     limit: int
     command: Sequence[str]
     on_device: bool = True
+    alone: bool = False
 
 
 class Outcome(NamedTuple):
@@ -75,7 +81,7 @@ def parts(target: str, out: Path) -> list[Part]:
     pytest = (python, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider")
     found = [
         Part("machine", 60, (python, "-c", DESCRIBE)),
-        Part("build", 300, (python, "-c", "import torchop; torchop.native.wait()")),
+        Part("build", 300, (python, "-c", "import torchop; torchop.native.wait()"), alone=True),
         Part("scenarios", 240, (*pytest, "tests/device")),
         Part("marked", 200, (*pytest, "-m", "cuda", *marked()), on_device=False),
     ]
@@ -86,38 +92,57 @@ def parts(target: str, out: Path) -> list[Part]:
         program.write_text("\n".join(blocks), encoding="utf-8")  # Triton reads kernels from a file
         found.append(Part(program.stem, 200, (python, str(program)), on_device=False))
     benchmark = ("benchmarks/device.py", "--json", str(out / "device.json"))
-    found.append(Part("benchmark", 120, (python, *benchmark)))
+    found.append(Part("benchmark", 120, (python, *benchmark), alone=True))
     if target != "cpu":  # where `make test` runs them
-        anywhere = (*pytest, "-p", "tests.on_device", "--tb=line", *ANYWHERE)
-        found.append(Part("anywhere", 600, anywhere))
+        spread = ("-n", str(PROCESSES)) if importlib.util.find_spec("xdist") else ()
+        anywhere = (*pytest, "-p", "tests.on_device", "--tb=short", *spread, *ANYWHERE)
+        found.append(Part("anywhere", 600, anywhere, alone=True))
     return found
 
 
-def run(part: Part, target: str, out: Path, seconds: float) -> Outcome:
-    """Runs a part, at most as long as there is time."""
+def stages(found: Iterable[Part]) -> list[list[Part]]:
+    """Parts in their order, and together those of which none has to be alone."""
+    result: list[list[Part]] = []
+    for part in found:
+        if part.alone or not result or result[-1][0].alone:
+            result.append([])
+        result[-1].append(part)
+    return result
+
+
+def run(part: Part, target: str, out: Path, end: float) -> Outcome:
+    """Runs a part until `end` of the clock at the latest, and prints what became of it."""
     environment = dict(os.environ)
     environment.pop("TORCHOP_TEST_DEVICE", None)
     if part.on_device:
         environment["TORCHOP_TEST_DEVICE"] = target
-    limit = min(part.limit, seconds)
     started = time.monotonic()
+    left = end - started
+    limit = min(part.limit, left)
     file = out / f"{part.name}.txt"
-    with file.open("w") as output:
-        try:
-            code = subprocess.run(
-                part.command,
-                cwd=ROOT,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=limit,
-                check=False,
-            ).returncode
-            status = "passed" if code == 0 else f"failed with exit code {code}"
-        except subprocess.TimeoutExpired:
-            status = f"stopped after {limit:.0f} s"
-    lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
-    return Outcome(part.name, status, time.monotonic() - started, lines[-1] if lines else "")
+    if left < 10:
+        outcome = Outcome(part.name, "not run, as the time is over", 0.0, "")
+    else:
+        with file.open("w") as output:
+            try:
+                code = subprocess.run(
+                    part.command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=limit,
+                    check=False,
+                ).returncode
+                status = "passed" if code == 0 else f"failed with exit code {code}"
+            except subprocess.TimeoutExpired:
+                status = f"stopped after {limit:.0f} s"
+        lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1] if lines else ""
+        outcome = Outcome(part.name, status, time.monotonic() - started, last)
+    name, status, seconds, last = outcome
+    print(f"{name:28} {status:28} {seconds:5.0f} s  {last[:100]}", flush=True)
+    return outcome
 
 
 def main() -> int:
@@ -132,15 +157,10 @@ def main() -> int:
     target = device()
     print(f"Tensors are on {target}; the output of each part is in {out}.", flush=True)
     end = time.monotonic() + options.limit
-    outcomes = []
-    for part in parts(target, out):
-        left = end - time.monotonic()
-        if left < 10:
-            outcomes.append(Outcome(part.name, "not run, as the time is over", 0.0, ""))
-        else:
-            outcomes.append(run(part, target, out, left))
-        name, status, seconds, last = outcomes[-1]
-        print(f"{name:28} {status:28} {seconds:5.0f} s  {last[:100]}", flush=True)
+    outcomes: list[Outcome] = []
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        for stage in stages(parts(target, out)):
+            outcomes += pool.map(lambda part: run(part, target, out, end), stage)
     if target == "cpu":
         print(
             "There is no GPU: what needs one was skipped, and its tests on tensors there not run."
