@@ -52,7 +52,7 @@ BUDGETS = {
     "_accelerate": 605,
     "_compat": 3271,
     "_core": 1593,
-    "_define": 1948,
+    "_define": 1920,
     "_inspect": 1079,
     "_native": 1458,
     "_native/csrc": 5853,

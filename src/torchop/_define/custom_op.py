@@ -33,12 +33,17 @@ R = TypeVar("R")
 MISSING: Any = object()
 
 
-class Options(TypedDict, total=False):
-    """What `custom_op` takes by keyword, for type checkers."""
+class TritonOptions(TypedDict, total=False):
+    """What `triton_op` takes by keyword, for type checkers."""
 
     mutates_args: Required[str | Iterable[str]]
-    device_types: DeviceTypes
     schema: str | None
+
+
+class Options(TritonOptions, total=False):
+    """What `custom_op` takes by keyword, for type checkers."""
+
+    device_types: DeviceTypes
     tags: Tags
     effects: Effect
     compile: Compile
@@ -240,23 +245,13 @@ def check_call(caller: str, name: object, mutates_args: object) -> None:
 
 @overload
 def triton_op(
-    name: str,
-    fn: None = None,
-    /,
-    *,
-    mutates_args: str | Iterable[str],
-    schema: str | None = None,
+    name: str, fn: None = None, /, **options: Unpack[TritonOptions]
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]: ...
 
 
 @overload
 def triton_op(
-    name: str,
-    fn: Callable[P, R],
-    /,
-    *,
-    mutates_args: str | Iterable[str],
-    schema: str | None = None,
+    name: str, fn: Callable[P, R], /, **options: Unpack[TritonOptions]
 ) -> CustomOp[P, R]: ...
 
 

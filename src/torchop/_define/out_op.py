@@ -10,7 +10,7 @@ from typing import Any, Generic, overload
 
 import torch.library
 from torch import Tensor
-from typing_extensions import ParamSpec, TypeVar  # those of Python 3.12 have no defaults
+from typing_extensions import ParamSpec, TypedDict, TypeVar, Unpack  # Python 3.12 lacks some
 
 from torchop._compat import libraries
 from torchop._compat.classes import OpOverload
@@ -48,35 +48,27 @@ P = ParamSpec("P", default=...)
 R = TypeVar("R", default=Any)  # what a kernel returns; its outputs may be one tensor or several
 
 
+class Options(TypedDict, Generic[Function], total=False):
+    """What `out_op` takes by keyword, for type checkers."""
+
+    like: str | None
+    allocate: Function | Lambda | None
+    inplace: bool
+    elementwise: bool
+    device_types: DeviceTypes
+    tags: Tags
+    lib: torch.library.Library | None
+
+
 @overload
 def out_op(
-    name: str,
-    fn: None = None,
-    /,
-    *,
-    like: str | None = None,
-    allocate: Function | Lambda | None = None,
-    inplace: bool = False,
-    elementwise: bool = False,
-    device_types: DeviceTypes = None,
-    tags: Tags = None,
-    lib: torch.library.Library | None = None,
+    name: str, fn: None = None, /, **options: Unpack[Options[Function]]
 ) -> Callable[[Callable[P, R | None]], OperatorFamily[P, R]]: ...
 
 
 @overload
 def out_op(
-    name: str,
-    fn: Callable[P, R | None],
-    /,
-    *,
-    like: str | None = None,
-    allocate: Function | Lambda | None = None,
-    inplace: bool = False,
-    elementwise: bool = False,
-    device_types: DeviceTypes = None,
-    tags: Tags = None,
-    lib: torch.library.Library | None = None,
+    name: str, fn: Callable[P, R | None], /, **options: Unpack[Options[Function]]
 ) -> OperatorFamily[P, R]: ...
 
 
