@@ -70,6 +70,11 @@ struct Generated {
   }
 };
 
+// Not `const_data_ptr<uint8_t>`, whose name in libraries some compilers write as GCC does not.
+const uint8_t* bytes_of(const at::Tensor& tensor) {
+  return static_cast<const uint8_t*>(tensor.const_data_ptr());
+}
+
 // The packed state that was returned last, and what it was made of. The lock of the generator
 // guards it; it is never freed, because no interpreter may be left at the end.
 struct Latest {
@@ -107,7 +112,7 @@ PyObject* remember(PyObject* packed, const Generated& state) {
   before = THPObjectPtr(std::exchange(latest_state->packed, Py_NewRef(packed)));
   latest_state->state = state;
   const at::Tensor& tensor = THPVariable_Unpack(packed);
-  const auto* bytes = tensor.const_data_ptr<uint8_t>();
+  const uint8_t* bytes = bytes_of(tensor);
   latest_state->bytes.assign(bytes, bytes + tensor.nbytes());
   return packed;
 }
@@ -132,19 +137,16 @@ PyObject* pack_on_cpu(PyObject*, PyObject* const* args, Py_ssize_t count) {
   at::Tensor state;
   if (PyObject* same = unchanged(args[1], now, state); C10_LIKELY(same != nullptr))
     return same;
-  const auto* bytes = state.const_data_ptr<uint8_t>();
+  const uint8_t* bytes = bytes_of(state);
   const auto length = size_t(state.numel());
   // As `_pack` in replay.py writes them: the length of each part, and the part. The first is a byte
   // that says whether the state is known, and the state; the second is the settings.
   const int64_t size = 4 + 1 + int64_t(length) + 4 + int64_t(plain_settings.size());
   if (args[1] != Py_None) {
     const at::Tensor& latest = THPVariable_Unpack(args[1]);
-    if (latest.numel() == size &&
-        std::memcmp(latest.const_data_ptr<uint8_t>() + 5, bytes, length) == 0 &&
-        std::memcmp(
-            latest.const_data_ptr<uint8_t>() + 5 + length + 4,
-            plain_settings.data(),
-            plain_settings.size()) == 0)
+    const uint8_t* before = bytes_of(latest) + 5;
+    if (latest.numel() == size && std::memcmp(before, bytes, length) == 0 &&
+        std::memcmp(before + length + 4, plain_settings.data(), plain_settings.size()) == 0)
       return remember(Py_NewRef(args[1]), *now);
   }
   at::Tensor packed = at::detail::empty_cpu({size}, at::kByte);
