@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -359,6 +360,17 @@ class TestLoad:
             files.load(file)
         shutil.copy(built, file)
         assert files.load(file).__file__ == str(file)
+
+    def test_a_library_without_a_module_is_not_taken_for_the_next_one(
+        self, built: Path, tmp_path: Path
+    ) -> None:
+        file, source = tmp_path / "nothing.so", tmp_path / "nothing.c"
+        source.write_text("int nothing;\n")
+        subprocess.run(["cc", "-shared", "-fPIC", source, "-o", file], check=True)
+        with_digest(file)
+        with pytest.raises(files.UnusableFileError, match="does not define module"):
+            files.load(file)
+        assert files.load(built).__file__ == str(built)
 
     def test_file_without_its_digest_is_unusable(self, built: Path, tmp_path: Path) -> None:
         file = tmp_path / "bare.so"

@@ -169,8 +169,9 @@ def load(file: Path, *, cached: bool = False) -> ModuleType:
         loader = ExtensionFileLoader(MODULE, path)
         spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
         assert spec is not None
-        # The dynamic linker knows the library by this path from here on. So the descriptor stays
-        # open: under the same number, another file would be taken for this one.
+        # The dynamic linker knows the library by this path from here on, also one in which Python
+        # finds no module. So the descriptor stays open: under the same number, another file would
+        # be taken for this one.
         is_needed = True
         try:
             module = importlib.util.module_from_spec(spec)
@@ -179,7 +180,6 @@ def load(file: Path, *, cached: bool = False) -> ModuleType:
             # extension itself has none.
             if error.path is None:
                 raise
-            is_needed = False
             raise UnusableFileError(str(error).replace(path, str(file))) from None
         spec.origin = module.__file__ = str(file)
         loader.exec_module(module)
