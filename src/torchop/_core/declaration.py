@@ -15,13 +15,10 @@ from torchop._schema.schema import Schema
 Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
-def _no_residuals(name: OpName, function: Any, types: Any) -> Any:
-    raise RuntimeError(f"{name} cannot declare residuals before torchop is imported.")
-
-
-# Finds the residuals of an operator in its function, or in their types by name, and checks them;
-# None if there are none. `_rules.residuals` puts it here.
-declare_residuals: Callable[[OpName, Callable[..., Any], Any], Any] = _no_residuals
+# Given the name of an operator, its function, and the types of residuals by name (or None), finds
+# the residuals in these types or in the function, and checks them; returns None if there are none.
+# `_rules.residuals` puts it here.
+declare_residuals: Any = None
 
 
 class Site(NamedTuple):

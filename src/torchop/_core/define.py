@@ -19,13 +19,9 @@ from torchop._core.registry import end_older
 Result = TypeVar("Result")
 
 
-def _no_handles(definition: Definition) -> Any:
-    raise RuntimeError(f"{definition} cannot be defined before torchop is imported.")
-
-
 # Makes the handle of a new operator, and its calls native. Handles need all rules, so the module of
 # handles puts its function here.
-make_handle: Callable[[Definition], Any] = _no_handles
+make_handle: Any = None
 
 
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:

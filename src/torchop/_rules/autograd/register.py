@@ -175,12 +175,9 @@ def register_jvp(
     return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
 
 
-def _no_kernels(definition: Any, kernel: Callable[..., Any]) -> Any:
-    raise RuntimeError(f"{definition} can have no backward kernel before torchop is imported.")
-
-
-# The backward and the `setup_context` that call a backward kernel; `_rules.residuals` puts it here.
-formula_of_kernel: Callable[[Any, Callable[..., Any]], tuple[Any, Any]] = _no_kernels
+# Returns the backward and the `setup_context` that call a backward kernel, given the definition and
+# the kernel; `_rules.residuals` puts it here.
+formula_of_kernel: Any = None
 
 
 def register(

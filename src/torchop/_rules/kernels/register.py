@@ -118,14 +118,10 @@ def register_kernel(
     )
 
 
-def _no_providers(*registration: Any) -> None:
-    raise RuntimeError("Kernels of providers can be registered when torchop has been imported.")
-
-
 # Registers the kernel of a provider, given the operator, the device types, the function, the name
 # of the provider, the library, and what is said of the kernel. What chooses between kernels puts
 # its function here, because it needs the rule of kernels.
-register_provider: Callable[..., None] = _no_providers
+register_provider: Any = None
 
 
 def _refuse_options(op: object, options: Mapping[str, Any]) -> None:
