@@ -54,7 +54,7 @@ BUDGETS = {
     "_core": 1589,
     "_define": 1920,
     "_inspect": 1079,
-    "_native": 1458,
+    "_native": 1484,
     "_native/csrc": 5853,
     "_rules": 5433,
     "_rules/autograd": 2035,
