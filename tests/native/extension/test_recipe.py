@@ -6,13 +6,16 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.native.conftest import TINY
 from torchop._errors import NativeUnavailableError
+from torchop._native.extension import api
 from torchop._native.extension import recipe as module
 from torchop._native.extension.recipe import (
     CSRC,
@@ -20,6 +23,7 @@ from torchop._native.extension.recipe import (
     compile_flags,
     find_compiler,
     include_flags,
+    library_flags,
     make_recipe,
     node_fields,
     unknown_nodes,
@@ -380,3 +384,29 @@ def test_finding_the_compiler_starts_no_process(monkeypatch: pytest.MonkeyPatch)
 def test_no_compiler(path: Path) -> None:
     with pytest.raises(NativeUnavailableError, match=r"none of c\+\+, g\+\+, clang\+\+ is in the"):
         find_compiler()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="about how Linux links")
+def test_a_compiler_with_an_archive_of_the_cpp_library_links_that_of_pytorch(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "csrc"
+    source.mkdir()
+    writing = (
+        "#include <sstream>\nstd::string one() { return (std::ostringstream() << 1).str(); }\n"
+    )
+    (source / "module.cpp").write_text(f"{TINY}{writing}")
+    monkeypatch.setenv("CXX", "c++ -static-libstdc++")
+    file = api.build(tmp_path, source=source)
+    assert b"libstdc++.so.6" in file.read_bytes()
+    assert file.stat().st_size < 200_000  # an archive adds two megabytes
+
+
+def test_the_cpp_library_is_not_named_where_the_system_does_not_tell_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert [flag[:2] for flag in library_flags()] == ["-L"]

@@ -211,8 +211,22 @@ def include_flags() -> list[str]:
 
 
 def library_flags() -> list[str]:
-    """Where PyTorch's libraries are."""
-    return [f"-L{Path(torch.__file__).parent / 'lib'}"]
+    """Where PyTorch's libraries are, and the C++ library that they use.
+
+    Some compilers link that from an archive. The extension would then have one of its own, whose
+    streams and exceptions are not those of PyTorch, and calls between the two crash.
+    """
+    return [f"-L{Path(torch.__file__).parent / 'lib'}", *_cpp_library()]
+
+
+def _cpp_library() -> list[str]:
+    """The C++ library that PyTorch has loaded, where the system tells it."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            found = re.search(r" (/.*/libstdc\+\+\.so[.0-9]*)$", maps.read(), re.MULTILINE)
+    except OSError:
+        return []
+    return [found[1]] if found and os.path.exists(found[1]) else []
 
 
 def find_compiler() -> Compiler:
