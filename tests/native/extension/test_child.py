@@ -54,6 +54,30 @@ def test_process_that_crashes_says_how(
         child.wait(child.start(make_recipe(source), files.make_cache_folder()))
 
 
+def test_an_extension_that_crashes_python_is_not_kept(
+    cache_folder: Path, compiler: Compiler
+) -> None:
+    crash = "void* PyInit__call_path(void) { __builtin_trap(); }"
+    compiler(f"echo '{crash}' | gcc -x c -shared -fPIC -o \"$target\" -")
+    with pytest.raises(NativeUnavailableError) as caught:
+        child.wait(child.start(make_recipe(), files.make_cache_folder()))
+    message = str(caught.value)
+    assert message.startswith("Python crashes when it loads the result (signal 4), so this compil")
+    assert "the environment variable CXX can name another one:\n" in message
+    assert "Fatal Python error: Illegal instruction" in message
+    assert {file.suffix for file in cache_folder.iterdir()} == {".failure", ".lock"}
+
+
+def test_an_extension_that_fails_otherwise_is_kept_and_told_when_it_is_loaded(
+    cache_folder: Path, compiler: Compiler
+) -> None:
+    compiler("echo 'int nothing;' | gcc -x c -shared -fPIC -o \"$target\" -")
+    child.wait(child.start(make_recipe(), files.make_cache_folder()))
+    (file,) = cache_folder.glob("*.so")
+    with pytest.raises(files.UnusableFileError, match="does not define module export function"):
+        files.load(file, cached=True)
+
+
 def test_interrupt_ends_the_process(cache_folder: Path, source: Path, compiler: Compiler) -> None:
     compiler("exec sleep 30")
     process = child.start(make_recipe(source), files.make_cache_folder())

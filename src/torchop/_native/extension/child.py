@@ -19,6 +19,7 @@ from typing import Any
 from torchop._errors import NativeUnavailableError, short_repr
 from torchop._native.extension import worker
 from torchop._native.extension.recipe import (
+    CSRC,
     Recipe,
     compile_flags,
     find_compiler,
@@ -107,6 +108,7 @@ def start(
         # The ranks of a training job need not all say so.
         "tells": os.environ.get("LOCAL_RANK") in (None, "", "0")
         and multiprocessing.parent_process() is None,
+        "trial": _trial() if recipe.source == CSRC else None,
     }
     # Without the user's site-packages and settings, which cost time and are not used.
     command = [sys.executable, "-I", "-S", worker.__file__, json.dumps(job)]
@@ -122,6 +124,16 @@ def start(
         raise NativeUnavailableError(
             f"the process that compiles cannot be started: {error}"
         ) from None
+
+
+def _trial() -> list[str]:
+    """A program that loads the extension as this one would, in which a crash says where it was."""
+    folders = [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)]
+    load = (
+        f"import os, sys; sys.path[:] = {folders!r}; os.environ['TORCHOP_NATIVE'] = 'prebuilt'; "
+        "import torchop; torchop.native.wait()"
+    )
+    return [sys.executable, "-X", "faulthandler", "-c", load]
 
 
 def wait(process: subprocess.Popen[bytes], notice: str = NOTICE) -> bool:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +36,8 @@ _LINES_OF_A_MESSAGE = 20
 _BYTES_OF_A_MESSAGE = 8192
 _BYTES_OF_A_COMPILER = 7168  # which leaves room for what is said around it
 _SECONDS_OF_A_FAILURE = 24 * 60 * 60  # after which what failed is tried again
+# How a process ends that runs into a fault of its own, and not because somebody ends it.
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGBUS})
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
 
 
@@ -126,7 +128,8 @@ def main(job: dict[str, Any]) -> int:
             `niceness` is by how much other programs go first. `limit` is how many seconds
             compiling may take, and waiting for another process that compiles. `retry` says
             whether to try although it failed before. `parent` is the process that asks, and
-            `tells` says whether its user is told that another process compiles.
+            `tells` says whether its user is told that another process compiles. `trial` is a
+            command that loads the extension from `TORCHOP_NATIVE_DIR`, if it can be tried.
     """
     target = Path(job["target"])
     try:
@@ -195,7 +198,7 @@ def _build(job: dict[str, Any], target: Path, mode: int) -> None:
         whole.write_text("".join(f'#include "{file}"\n' for file in job["sources"]), "utf-8")
         linked = Path(folder, target.name)
         command = [*job["compiler"], *job["flags"], str(whole), *job["link"], "-o", str(linked)]
-        _run(command, folder, job["limit"])
+        _compile(command, folder, job["limit"])
         linked.chmod(mode)
         with linked.open("rb") as file:
             contents = digest(file.fileno())
@@ -204,6 +207,8 @@ def _build(job: dict[str, Any], target: Path, mode: int) -> None:
         digest_of_linked = digest_file(linked)
         digest_of_linked.write_text(f"{contents}\n", encoding="ascii")
         digest_of_linked.chmod(mode & 0o666)
+        if job["trial"]:
+            _try(job["trial"], folder, job["limit"])
         # The digest first. A program that reads in between finds that they do not fit, and then
         # that the file was replaced.
         os.replace(digest_of_linked, digest_file(target))
@@ -218,8 +223,40 @@ def _remove_old_folders(parent: Path, limit: float) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(command: Sequence[str], folder: str, limit: float) -> None:
-    """Runs the compiler.
+def _compile(command: Sequence[str], folder: str, limit: float) -> None:
+    try:
+        code, said = _run(command, folder, limit)
+    except OSError as error:
+        raise BuildError(f"the compiler {command[0]} cannot be run: {error.strerror}") from None
+    if code == 0:
+        return
+    problem = f"failed with exit code {code}"
+    if code is None:
+        problem = (
+            f"did not finish within {limit:g} seconds, and was stopped; TORCHOP_BUILD_TIMEOUT is "
+            "the limit"
+        )
+    raise BuildError(f"the compiler {command[0]} {problem}:\n{said or '(it said nothing)'}")
+
+
+def _try(command: Sequence[str], folder: str, limit: float) -> None:
+    """Loads the extension in a process of its own, so that no program of the user crashes.
+
+    It does so if the compiler, or what that links, does not go with the one that made PyTorch. All
+    other problems are told where the extension is loaded.
+    """
+    code, said = _run(command, folder, limit, {"TORCHOP_NATIVE_DIR": folder})
+    if code is not None and -code in _CRASHES:
+        raise BuildError(
+            f"Python crashes when it loads the result (signal {-code}), so this compiler does not "
+            f"go with this PyTorch; the environment variable CXX can name another one:\n{said}"
+        )
+
+
+def _run(
+    command: Sequence[str], folder: str, limit: float, environment: Mapping[str, str] = {}
+) -> tuple[int | None, str]:
+    """Runs a program; returns its exit code, None if it took too long, and its last lines.
 
     It works in the folder of the build, because an empty entry in PATH, CPATH or LIBRARY_PATH means
     the working directory, where anybody's files may be; and it keeps its temporary files there.
@@ -231,7 +268,7 @@ def _run(command: Sequence[str], folder: str, limit: float) -> None:
             process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env={**os.environ, "TMPDIR": folder},
+                env={**os.environ, "TMPDIR": folder, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -242,16 +279,8 @@ def _run(command: Sequence[str], folder: str, limit: float) -> None:
         reader = threading.Thread(target=_read_end, args=(process.stdout, said), daemon=True)
         reader.start()
         code = process.wait(limit)
-    except OSError as error:
-        raise BuildError(f"the compiler {command[0]} cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        code = -signal.SIGKILL
-        problem = (
-            f"did not finish within {limit:g} seconds, and was stopped; TORCHOP_BUILD_TIMEOUT is "
-            "the limit"
-        )
-    else:
-        problem = f"failed with exit code {code}"
+        code = None
     finally:
         with _without_signals():
             if process is not None and process.poll() is None:
@@ -259,11 +288,9 @@ def _run(command: Sequence[str], folder: str, limit: float) -> None:
                 process.wait()
     # With a limit: a process that the compiler left behind, such as a server, may hold the pipe.
     reader.join(1)
-    if code != 0:
-        # The last lines: the first ones mostly say what includes what.
-        lines = bytes(said).decode("utf-8", "replace").strip().splitlines()[-_LINES_OF_A_MESSAGE:]
-        text = printable("\n".join(lines), _BYTES_OF_A_COMPILER)
-        raise BuildError(f"the compiler {command[0]} {problem}:\n{text or '(it said nothing)'}")
+    # The last lines: the first ones mostly say what includes what.
+    lines = bytes(said).decode("utf-8", "replace").strip().splitlines()[-_LINES_OF_A_MESSAGE:]
+    return code, printable("\n".join(lines), _BYTES_OF_A_COMPILER)
 
 
 @contextlib.contextmanager
