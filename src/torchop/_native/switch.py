@@ -68,7 +68,7 @@ def obtain() -> None:
 
 
 def _obtain() -> None:
-    api.obtain(_ready)
+    api.extension.obtain(_ready)
     _first_use.end()
 
 
@@ -84,7 +84,7 @@ def _obtain_for_dynamo() -> None:
 
 def wait(timeout: float | None = None) -> bool:
     """Gets the extension, and waits for it if it is compiled; returns whether it is there."""
-    is_there = api.wait(_ready, timeout)
+    is_there = api.extension.wait(_ready, timeout)
     _first_use.end()
     return is_there
 

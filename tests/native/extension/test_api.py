@@ -71,10 +71,10 @@ def test_unsafe_file_in_the_cache_is_not_taken(source: Path, in_cache: Path) -> 
 
 @pytest.mark.usefixtures("in_cache", "ours")
 def test_process_has_one_extension(monkeypatch: pytest.MonkeyPatch, in_cache: Path) -> None:
-    monkeypatch.setattr(api, "_extension", api.Extension())
+    monkeypatch.setattr(api, "extension", api.Extension())
     assert api.status().state == "idle"
     assert api.status().mode == api.mode() == "auto"
     modules: list[object] = []
-    api.obtain(modules.append)
+    api.extension.obtain(modules.append)
     assert len(modules) == 1
     assert api.status() == api.Status("auto", "ready", in_cache, None, None, make_recipe().key)

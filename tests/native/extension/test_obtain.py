@@ -141,7 +141,7 @@ def test_python_without_the_lock_keeps_it_off(
     reason = "this Python runs without the GIL, which native calls still need"
     assert (status.state, status.reason) == ("off", reason)
     assert not extension.wait(receiver, None)
-    monkeypatch.setattr(api, "_extension", extension)
+    monkeypatch.setattr(api, "extension", extension)
     assert why_missing() == f"the native call path is not there ({reason})"
 
 

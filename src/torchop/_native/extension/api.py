@@ -84,7 +84,7 @@ class Extension:
         self._path: Path | None = None
         self._reason: str | None = None
         self._key: str | None = None
-        self._build_started: float | None = None
+        self._build_started = 0.0
         self._build_seconds: float | None = None
         self._chosen_folder_problem: str | None = None
         self._unusable_in_cache: str | None = None
@@ -172,7 +172,7 @@ class Extension:
     def status(self) -> Status:
         """How far this process got."""
         seconds = self._build_seconds
-        if self._state == "building" and self._build_started is not None:
+        if self._state == "building":
             seconds = time.monotonic() - self._build_started
         return Status(mode(), self._state, self._path, self._reason, seconds, self._key)
 
@@ -193,7 +193,6 @@ class Extension:
         stale = None
         misses = []
         for place in files.places(recipe, any_build=wanted == "prebuilt"):
-            miss = None
             if place.file is not None:
                 # Read before the file is tried: what another process puts there afterwards is good.
                 stale = worker.identity(place.file) if place.name == "cache" else None
@@ -205,10 +204,10 @@ class Extension:
                     return
                 except UnusableFileError as error:
                     # Another place may have a better one; the one in the cache is built anew.
-                    miss = f"{place.name}: {error}"
+                    place = place._replace(problem=str(error))
                     if place.name == "cache":
                         self._unusable_in_cache = str(error)
-            misses.append(miss or place.miss())
+            misses.append(place.miss())
             if place.name == "TORCHOP_NATIVE_DIR":
                 self._chosen_folder_problem = (
                     f"{misses[-1]}, but this program needs {recipe.key}. The search continues "
@@ -262,7 +261,6 @@ class Extension:
         is_awaited = mode() == "require" or self._waiters
         notice = child.NOTICE if is_awaited else child.NOTICE_IN_BACKGROUND
         is_told = child.wait(process, notice)
-        assert self._build_started is not None
         self._build_seconds = time.monotonic() - self._build_started
         logs.extension.info("compiled %s in %.0f s", file, self._build_seconds)
         try:
@@ -304,19 +302,9 @@ class Extension:
             )
 
 
-_extension = Extension()
+extension = Extension()
 if hasattr(os, "register_at_fork"):  # there is no forking on Windows
-    os.register_at_fork(after_in_child=_extension.after_fork)
-
-
-def obtain(on_ready: OnReady) -> None:
-    """Gets the native call path for this process: see `Extension.obtain`."""
-    _extension.obtain(on_ready)
-
-
-def wait(on_ready: OnReady, timeout: float | None) -> bool:
-    """Waits until it is known whether the native call path is there: see `Extension.wait`."""
-    return _extension.wait(on_ready, timeout)
+    os.register_at_fork(after_in_child=extension.after_fork)
 
 
 def status() -> Status:
@@ -327,7 +315,7 @@ def status() -> Status:
         >>> torchop.native.status().mode in ("auto", "0", "require", "prebuilt")
         True
     """
-    return _extension.status()
+    return extension.status()
 
 
 def why_missing() -> str:
