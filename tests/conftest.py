@@ -106,6 +106,9 @@ _numbers = itertools.count()
 def pytest_configure(config: pytest.Config) -> None:
     releases.pytest_configure(config)
     combinations.pytest_configure(config)
+    # The first backward starts a thread for each accelerator, after which no fork of the process
+    # can run one. A build for CUDA counts a GPU that is not there after a fake tensor was on it.
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 @pytest.hookimpl(wrapper=True)
