@@ -31,13 +31,14 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
     return _with_policies(op, "", mode, op, types, args, kwargs)
 
 
-def asked_for(op: OpOverload, extra: str) -> Callable[..., Any]:
-    """Makes the rule for these modes of an operator that is called in the place of `op`.
+def offer_to_checkpoints(called: object, op: OpOverload | None = None, extra: str = "") -> None:
+    """Offers the rule for these modes, for calls of an operator, which may stand for `op`.
 
-    Policies know `op`, which does not have the keyword-only argument `extra`.
+    Policies know `op` then, which does not have the keyword-only argument `extra`.
     """
-
-    return functools.partial(_with_policies, op, extra)
+    hook = in_checkpoint if op is None else functools.partial(_with_policies, op, extra)
+    for mode in checkpointing.POLICY_MODES:
+        registries.offer_torch_dispatch(str(called), mode, hook)
 
 
 def _with_policies(

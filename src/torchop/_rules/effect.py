@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
@@ -15,7 +14,7 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
 from torchop._errors import EffectError, MissingEffectError, MissingEffectWarning, short_repr, warn
-from torchop._rules.checkpoint_modes import in_checkpoint
+from torchop._rules.checkpoint_modes import offer_to_checkpoints
 from torchop._schema.convention import Convention
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -89,9 +88,7 @@ class EffectRule(CompiledRule[Declared]):
                 if not definition.is_ours:
                     # The rule of the modes of checkpointing does nothing without an effect, and may
                     # be needed for a policy.
-                    libraries.on_close(
-                        definition.library, functools.partial(_withdraw_guard, str(definition))
-                    )
+                    libraries.on_close(definition.library, self._withdraw_watch)
             self.take_back = take_back
             self.update(self._install, declared=declared)
 
@@ -103,8 +100,7 @@ class EffectRule(CompiledRule[Declared]):
         if _kind(self.declared) is None:
             return
         self.watch()
-        for mode in checkpointing.POLICY_MODES:
-            registries.offer_torch_dispatch(str(definition), mode, in_checkpoint)
+        offer_to_checkpoints(definition)
         if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
             self.take_back_vmap_guard = libraries.implement_for_now(
                 definition.library,
@@ -112,6 +108,11 @@ class EffectRule(CompiledRule[Declared]):
                 "FuncTorchBatched",
                 _vmap_guard(definition),
             )
+
+    def _withdraw_watch(self) -> None:
+        """Ends the guard of calls that would be dropped, unless another library has an effect."""
+        if registries.effect_of(str(self.definition)) is None:
+            registries.withdraw_offers(str(self.definition), FunctionalTensorMode)
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Convention) -> Declared:
@@ -236,12 +237,6 @@ def _vmap_guard(definition: Definition) -> Callable[..., Any]:
         )
 
     return kernel
-
-
-def _withdraw_guard(name: str) -> None:
-    """Ends the guard of calls that would be dropped, unless another library declared an effect."""
-    if registries.effect_of(name) is None:
-        registries.withdraw_offers(name, FunctionalTensorMode)
 
 
 def register_effect(

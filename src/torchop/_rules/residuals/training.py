@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import checkpointing, compilers, flop_counter, functorch, registries
+from torchop._compat import compilers, flop_counter, functorch, registries
 from torchop._core.call import tensors_in
 from torchop._core.contract import storage_of
 from torchop._core.define import all_or_nothing
@@ -24,7 +24,7 @@ from torchop._errors import GradientError, MissingFormulaError
 from torchop._rules.autograd.formula import Formula
 from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.checkpoint_modes import asked_for
+from torchop._rules.checkpoint_modes import offer_to_checkpoints
 from torchop._rules.companions import define_companion
 from torchop._rules.residuals import vmap
 from torchop._rules.residuals.handover import Request, as_tuple, request, requested
@@ -60,9 +60,7 @@ class TrainingForm:
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
         self.vmap_rule: Any = None  # of the training form, as long as no author gives it another
         vmap.follow(self)
-        hook = asked_for(definition.overload, "")
-        for mode in checkpointing.POLICY_MODES:
-            registries.offer_torch_dispatch(str(self.companion), mode, hook)
+        offer_to_checkpoints(self.companion, definition.overload)
         self.is_counted = False
         for cls in definition.rule(TorchDispatchRule).functions:
             follow(self, cls)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torchop._compat import checkpointing, registries
 from torchop._core.user_rule import Rule
 from torchop._errors import ResultError, RuleSignatureError
-from torchop._rules.checkpoint_modes import Decision, Policy, in_checkpoint
+from torchop._rules.checkpoint_modes import Decision, Policy, in_checkpoint, offer_to_checkpoints
 from torchop._schema.callables import Lambda, Registered
 from torchop.extend import OpLike, OpOverload, observer, short_repr
 
@@ -60,8 +60,7 @@ class _CheckpointPolicyRule(Rule[Decision]):
                 f"{op.name()}: selective checkpointing in this release of PyTorch does not ask "
                 "operators for a policy."
             )
-        for mode in checkpointing.POLICY_MODES:
-            registries.offer_torch_dispatch(op.name(), mode, in_checkpoint)
+        offer_to_checkpoints(op.name())
 
     def detach(self, op: OpOverload) -> None:
         if registries.effect_of(op.name()) is None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import autograd, checkpointing, compilers, functorch, registries
+from torchop._compat import autograd, compilers, functorch
 from torchop._compat.classes import Tag
 from torchop._core.call import tensors_in
 from torchop._core.define import all_or_nothing
@@ -33,7 +33,7 @@ from torchop._rules.autograd.derived.replay import (
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors
 from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.checkpoint_modes import asked_for
+from torchop._rules.checkpoint_modes import offer_to_checkpoints
 from torchop._rules.companions import define_companion, free_name
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
@@ -49,7 +49,7 @@ _IN_CUDA_GRAPH = (
 )
 
 
-ForGraphs = tuple["TrainingForm", Definition]
+ForGraphs = tuple["TrainingOperator", Definition]
 
 
 def derived_formula(definition: Definition, strategy: str) -> DerivedFormula:
@@ -65,7 +65,7 @@ def _operators_for_graphs(definition: Definition) -> ForGraphs:
     if "_torchop_for_graphs" not in attributes:
 
         def build() -> None:
-            training = TrainingForm(definition)
+            training = TrainingOperator(definition)
             backward = define_backward(definition)
             for companion in (training.companion, backward):
                 inner = DerivedFormula(companion, "recompute", None)
@@ -77,7 +77,7 @@ def _operators_for_graphs(definition: Definition) -> ForGraphs:
     return for_graphs
 
 
-class TrainingForm:
+class TrainingOperator:
     """The operator `name__training`, and how to call it."""
 
     __slots__ = ("_calls", "_definition", "companion", "number")
@@ -104,9 +104,7 @@ class TrainingForm:
             tags=(Tag.nondeterministic_seeded,),
             error=DerivedFormulaError,
         )
-        hook = asked_for(definition.overload, self.number)
-        for mode in checkpointing.POLICY_MODES:
-            registries.offer_torch_dispatch(str(self.companion), mode, hook)
+        offer_to_checkpoints(self.companion, definition.overload, self.number)
 
     @property
     def draws_numbers(self) -> bool:
