@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import torchop
 from tests.forking import run_forked
 from tests.support import assert_clean
 from tests.terminals import screen, terminal
@@ -66,6 +67,19 @@ def test_an_extension_that_crashes_python_is_not_kept(
     assert "the environment variable CXX can name another one:\n" in message
     assert "Fatal Python error: Illegal instruction" in message
     assert {file.suffix for file in cache_folder.iterdir()} == {".failure", ".lock"}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_trial_loads_the_extension(is_there: bool, tmp_path: Path) -> None:
+    path = torchop.native.status().path
+    assert path is not None
+    environment = {
+        **os.environ,
+        "TORCHOP_CACHE_DIR": str(tmp_path),
+        "TORCHOP_NATIVE_DIR": str(path.parent if is_there else tmp_path),
+    }
+    code = subprocess.run(child._trial(), env=environment, capture_output=True).returncode
+    assert code == (0 if is_there else 1)
 
 
 def test_an_extension_that_fails_otherwise_is_kept_and_told_when_it_is_loaded(

@@ -29,7 +29,7 @@ from torchop._native.extension.recipe import (
 )
 
 _LIMIT = 600.0  # seconds, where TORCHOP_BUILD_TIMEOUT does not say
-_GRACE = 60.0  # what the process may take beyond its own limits
+_GRACE = 120.0  # what the process may take beyond its own limits
 _LONGEST_WAIT = 1e6  # a system refuses to wait for more than some weeks
 _LENGTH_OF_A_MESSAGE = 1 << 16
 _NICENESS = 10  # of a build in the background: the user's program comes first
@@ -131,7 +131,7 @@ def _trial() -> list[str]:
     folders = [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)]
     load = (
         f"import os, sys; sys.path[:] = {folders!r}; os.environ['TORCHOP_NATIVE'] = 'prebuilt'; "
-        "import torchop; torchop.native.wait()"
+        "import torchop; torchop.native.wait(); os._exit(0)"  # other libraries may crash at the end
     )
     return [sys.executable, "-X", "faulthandler", "-c", load]
 

@@ -35,6 +35,7 @@ COMPILING = b"compiling\n"
 _LINES_OF_A_MESSAGE = 20
 _BYTES_OF_A_MESSAGE = 8192
 _BYTES_OF_A_COMPILER = 7168  # which leaves room for what is said around it
+_LONGEST_TRIAL = 60.0  # seconds, after which nothing is known of the extension
 _SECONDS_OF_A_FAILURE = 24 * 60 * 60  # after which what failed is tried again
 # How a process ends that runs into a fault of its own, and not because somebody ends it.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGBUS})
@@ -208,7 +209,7 @@ def _build(job: dict[str, Any], target: Path, mode: int) -> None:
         digest_of_linked.write_text(f"{contents}\n", encoding="ascii")
         digest_of_linked.chmod(mode & 0o666)
         if job["trial"]:
-            _try(job["trial"], folder, job["limit"])
+            _try(job["trial"], folder)
         # The digest first. A program that reads in between finds that they do not fit, and then
         # that the file was replaced.
         os.replace(digest_of_linked, digest_file(target))
@@ -239,13 +240,13 @@ def _compile(command: Sequence[str], folder: str, limit: float) -> None:
     raise BuildError(f"the compiler {command[0]} {problem}:\n{said or '(it said nothing)'}")
 
 
-def _try(command: Sequence[str], folder: str, limit: float) -> None:
+def _try(command: Sequence[str], folder: str) -> None:
     """Loads the extension in a process of its own, so that no program of the user crashes.
 
     It does so if the compiler, or what that links, does not go with the one that made PyTorch. All
     other problems are told where the extension is loaded.
     """
-    code, said = _run(command, folder, limit, {"TORCHOP_NATIVE_DIR": folder})
+    code, said = _run(command, folder, _LONGEST_TRIAL, {"TORCHOP_NATIVE_DIR": folder})
     if code is not None and -code in _CRASHES:
         raise BuildError(
             f"Python crashes when it loads the result (signal {-code}), so this compiler does not "
