@@ -46,8 +46,8 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
                 f"{definition}: register_torch_dispatch expects a subclass of torch.Tensor with "
                 f"__torch_dispatch__, or of TorchDispatchMode, got {short_repr(cls)}."
             )
-        function = definition.convention.torch_dispatch(function)
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
+        function = definition.convention.torch_dispatch(function)
 
         name, hook = str(definition), _hook(definition, cls)
         withdraw = functools.partial(registries.withdraw_torch_dispatch, name, cls, hook)

@@ -65,8 +65,6 @@ class StructuredConvention(Convention):
     def torch_dispatch(self, function: Function, /) -> Function:
         """A rule for a mode or subclass that gets objects, and a `func` that takes them."""
         structure = self.structure
-        names = ("mode_or_cls", "func", "types", "args", "kwargs")
-        check_signature(f"{structure.op}: a torch_dispatch rule", function, names)
 
         def rule(mode_or_cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             objects, keyword_objects = structure.objects(*args, **(kwargs or {}))
