@@ -145,22 +145,26 @@ def dispatch_modes_are_active() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+_NO_KEYS = DispatchKeySet(DispatchKey.Undefined)
+
+
 def without_keys(*names: str) -> contextlib.AbstractContextManager[Any]:
     """Excludes dispatch keys in this thread, as long as the context lasts."""
-    keyset = DispatchKeySet(DispatchKey.Undefined)
+    keyset = _NO_KEYS
     for name in names:
         keyset = keyset.add(_key(name))
     return torch._C._ExcludeDispatchKeyGuard(keyset)
 
 
 def with_overlooked_keys(
-    qualname: str, keyset: DispatchKeySet, tensors: Iterable[torch.Tensor]
+    qualname: str, tensors: Iterable[torch.Tensor], keyset: DispatchKeySet = _NO_KEYS
 ) -> DispatchKeySet:
-    """The keys with which a call goes on from BackendSelect, counting tensors not looked at before.
+    """The keys with which a call goes on from BackendSelect, or from the handler of a mode.
 
-    `keyset` are the keys that the dispatcher computed, and `tensors` those that it overlooked.
+    `keyset` are the keys that the dispatcher computed, of which a mode gets none, and `tensors`
+    those that it did not look at for that.
     """
-    overlooked = DispatchKeySet(DispatchKey.Undefined)
+    overlooked = _NO_KEYS
     for tensor in tensors:
         overlooked = overlooked | torch._C._dispatch_keys(tensor)
     # ADInplaceOrView is on for every thread, so its kernel has run by now.
@@ -177,11 +181,6 @@ def with_overlooked_keys(
         if passes:
             keyset = keyset.remove(key)
     return keyset
-
-
-def backend_keyset_of_call(qualname: str, tensors: Iterable[torch.Tensor]) -> DispatchKeySet:
-    """The keys with which a call with these tensors goes on, in the handler of a mode."""
-    return with_overlooked_keys(qualname, DispatchKeySet(DispatchKey.Undefined), tensors)
 
 
 def registered_key(qualname: str, key: str) -> str | None:

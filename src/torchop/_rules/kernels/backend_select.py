@@ -76,7 +76,7 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
 
     @compilers.never_traced
     def kernel(keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        keyset = dispatch.with_overlooked_keys(str(definition), keyset, overlooked(args, kwargs))
+        keyset = dispatch.with_overlooked_keys(str(definition), overlooked(args, kwargs), keyset)
         return dispatch.redispatch(definition.overload, keyset, args, kwargs)
 
     return kernel

@@ -284,6 +284,6 @@ class RefusingDraws(TorchDispatchMode):
         if func.namespace in _OF_PYTORCH or not tensors:
             return func(*args, **kwargs)
         # The kernel may be Python again. A call would come back here.
-        keyset = dispatch.backend_keyset_of_call(func.name(), tensors)
+        keyset = dispatch.with_overlooked_keys(func.name(), tensors)
         with self:
             return dispatch.redispatch(func, keyset, args, kwargs)
