@@ -37,9 +37,14 @@ def holds_batch(tensor: torch.Tensor) -> bool:
 
 def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """An alias of a tensor that requires grad and is a leaf of this level of the transforms."""
+
+    def make() -> torch.Tensor:
+        # Not detach(), which also drops the tangents of forward mode.
+        leaf: torch.Tensor = torch.ops.aten.alias.default(tensor)
+        return leaf.requires_grad_()
+
     if not (is_active() or tensor.requires_grad):
-        alias: torch.Tensor = torch.ops.aten.alias.default(tensor)
-        return alias.requires_grad_()  # as below, where nothing has to be set for it
+        return make()  # nothing has to be set for it
     functorch: Any = torch._C._functorch
     settings = [
         Setting(torch._C._set_grad_enabled, False, torch.is_grad_enabled()),
@@ -49,12 +54,6 @@ def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
             functorch.get_inplace_requires_grad_allowed(),
         ),
     ]
-
-    def make() -> torch.Tensor:
-        # Not detach(), which also drops the tangents of forward mode.
-        leaf: torch.Tensor = torch.ops.aten.alias.default(tensor)
-        return leaf.requires_grad_()
-
     return run_with(settings, make)
 
 
