@@ -23,7 +23,7 @@ from torchop._compat import (
 )
 from torchop._core.library import process_library
 from torchop._native import low_level
-from torchop._native.plan import Finish, mutated_parameters
+from torchop._native.plan import Finish
 from torchop._schema.schema import OBJECTS
 from torchop._schema.text import results_of, without_aliases, write_results
 from torchop.extend import OpName, OpOverload, Schema
@@ -50,7 +50,7 @@ class Kernels(NamedTuple):
     def returned_parameters(self, schema: Schema) -> tuple[int, ...]:
         """The positions of the parameters that `custom_op` requires a kernel to return."""
         must_return = self.stock and foreign_operators.returns_what_it_writes(self.stock.definition)
-        return mutated_parameters(schema) if must_return else ()
+        return tuple(i for i, _ in schema.mutated_places) if must_return else ()
 
     def finish(
         self, name: OpName, schema: Schema, overload: OpOverload

@@ -106,7 +106,9 @@ class NativeCalls:
         gradient = recipe.unknown_nodes() or gradient
         self.gradient_problem = gradient if isinstance(gradient, str) else None
         if isinstance(gradient, tuple):
-            gradient = self._recording(*gradient)
+            function, *how = gradient
+            take_node = self._native.take_node if self._native.nodes_come_from_apply else None
+            gradient = (autograd.node_maker(function, take_node), *how)
         schema = self._schema
         plan: Plan = self._native.Plan(
             name=self.name.packet,
@@ -123,12 +125,6 @@ class NativeCalls:
             **more,
         )
         return plan
-
-    def _recording(self, function: Any, *how: Any) -> tuple[Any, ...]:
-        """How a plan records a gradient, with what makes the nodes in place of the function."""
-        native = self._native
-        take_node = native.take_node if native.nodes_come_from_apply else None
-        return autograd.node_maker(function, take_node), *how
 
 
 def _log_call(refresh: Callable[[], None], /, *args: Any, **kwargs: Any) -> None:
@@ -202,7 +198,7 @@ class OwnCalls(NativeCalls):
                 dispatched.get("ADInplaceOrView"),
                 dispatched.get("BackendSelect"),
             ),
-            returned_parameters=() if is_plain else mutated_parameters(schema),
+            returned_parameters=() if is_plain else tuple(i for i, _ in schema.mutated_places),
             are_fresh=kernels.outputs_are_fresh and not kernels.returns_arguments,
             gradient=_gradient(definition, plan),
             finish=converting(functools.partial(kernels.finish, definition), schema),
@@ -244,11 +240,6 @@ def converting(function: Callable[..., Any], schema: Schema) -> Callable[..., An
     """A function that returns results, with the conversions that the dispatcher applies to them."""
     convert = _conversion(schema)
     return lambda *args: convert(function(*args))
-
-
-def mutated_parameters(schema: Schema) -> tuple[int, ...]:
-    """The places, among the parameters, of those that the operator mutates."""
-    return tuple(index for index, a in enumerate(schema.arguments) if a.is_mutated)
 
 
 def _conversion(schema: Schema) -> Callable[[Any], Any]:

@@ -37,11 +37,10 @@ class Mutated(NamedTuple):
     """The compiled rule: which arguments of a call are written."""
 
     definition: Definition
-    places: tuple[tuple[int, str], ...]
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
         """The tensors of a call that are written; none for an argument that the call left out."""
-        values = passed(self.places, args, kwargs)
+        values = passed(self.definition.schema.mutated_places, args, kwargs)
         return [(where, tensor) for _, where, tensor in named_tensors(values, "argument")]
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
@@ -82,10 +81,7 @@ class MutationRule(CompiledRule["Mutated | None"]):
             definition.implement(key, _resolving_kernel(definition), with_keyset=True)
 
     def compile(self) -> Mutated | None:
-        schema = self.definition.schema
-        if not schema.is_mutable:
-            return None
-        return Mutated(self.definition, schema.mutated_places)
+        return Mutated(self.definition) if self.definition.schema.is_mutable else None
 
     def repr_text(self) -> str | None:
         mutated = self.definition.schema.mutated
