@@ -164,11 +164,8 @@ def with_overlooked_keys(
     `keyset` are the keys that the dispatcher computed, of which a mode gets none, and `tensors`
     those that it did not look at for that.
     """
-    overlooked = _NO_KEYS
-    for tensor in tensors:
-        overlooked = overlooked | torch._C._dispatch_keys(tensor)
     # ADInplaceOrView is on for every thread, so its kernel has run by now.
-    overlooked = overlooked.remove(DispatchKey.ADInplaceOrView)
+    overlooked = _with_keys_of(tensors, _NO_KEYS).remove(DispatchKey.ADInplaceOrView)
     keyset = (keyset | overlooked) - torch._C._dispatch_tls_local_exclude_set()
     keyset = keyset.remove(DispatchKey.BackendSelect)
     # A redispatch does not skip fallthroughs, as a first dispatch does.
@@ -217,10 +214,14 @@ computed_kernel: Callable[[str, str], Any] = torch._C._dispatch_get_computed_ker
 
 def keyset_of_call(tensors: Iterable[torch.Tensor]) -> DispatchKeySet:
     """The dispatch keys of a call with these tensors in this thread."""
-    keyset = torch._C._dispatch_tls_local_include_set()
+    keyset = _with_keys_of(tensors, torch._C._dispatch_tls_local_include_set())
+    return keyset - torch._C._dispatch_tls_local_exclude_set()
+
+
+def _with_keys_of(tensors: Iterable[torch.Tensor], keyset: DispatchKeySet) -> DispatchKeySet:
     for tensor in tensors:
         keyset = keyset | torch._C._dispatch_keys(tensor)
-    return keyset - torch._C._dispatch_tls_local_exclude_set()
+    return keyset
 
 
 def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:

@@ -129,10 +129,8 @@ class _Trace:
         return {key: self._entry(value, key) for key in keys}
 
     def _entry(self, value: Any, key: Any) -> Any:
-        from torch._dynamo.variables import ConstantVariable  # imports Dynamo
-
         # Not through `operator.getitem`, which Dynamo traces like any function since 2.15.
-        arguments = [ConstantVariable.create(key)]
+        arguments = [self.describe(key)]
         return value.realize().call_method(self._translator, "__getitem__", arguments, {})
 
     def constant(self, value: Any) -> Any:
@@ -162,9 +160,8 @@ class _Trace:
 
     def _call(self, function: Any, value: Any, *constants: Any) -> Any:
         """The result of a builtin function, which Dynamo can describe without a trace."""
-        from torch._dynamo.variables import ConstantVariable  # imports Dynamo
         from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
 
-        arguments = [value.realize(), *map(ConstantVariable.create, constants)]
+        arguments = [value.realize(), *map(self.describe, constants)]
         callee = VariableTracker.build(self._translator, function)
         return callee.call_function(self._translator, arguments, {})
