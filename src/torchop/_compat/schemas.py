@@ -69,11 +69,17 @@ def enumeration(kind: str) -> Mapping[int, Any]:
     return others.get(kind, {})
 
 
+@functools.cache
+def dtypes() -> Mapping[str, torch.dtype]:
+    """All dtypes, by their names, such as "float32"."""
+    values = vars(torch).values()
+    return {str(v).removeprefix("torch."): v for v in values if isinstance(v, torch.dtype)}
+
+
 def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
-    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+    for name, dtype in dtypes().items():
         # Newer dtypes can be made, but not yet written as a default.
         with contextlib.suppress(RuntimeError):
-            name = str(dtype).removeprefix("torch.")
             parsed = parse(f"f(ScalarType d={name}) -> ()")
             yield cast(int, parsed.arguments[0].default_value), dtype
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import compilers, functorch, tracing
+from torchop._compat import compilers, functorch, schemas, tracing
 from torchop._core.call import tensors_in
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
@@ -273,7 +273,7 @@ def _read(
     decoders: dict[str, Callable[[Any], Any]] = {
         "tensor": tensors.__getitem__,
         "integer": integers.__getitem__,
-        "dtype": _dtype,
+        "dtype": lambda name: schemas.dtypes()[name.removeprefix("torch.")],
         "device": torch.device,
         "tuple": tuple,
         "Size": torch.Size,
@@ -285,8 +285,3 @@ def _read(
 
     lengths, attributes, metadata = json.loads(text, object_hook=decoded)
     return SimpleNamespace(**dict(attributes)), lengths, metadata
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return dtype

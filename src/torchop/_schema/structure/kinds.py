@@ -220,11 +220,6 @@ def _expected(choices: tuple[Any, ...]) -> str:
 
 # The types of which a schema has lists, and exported files can hold them.
 _LISTED = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
-_DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
 
 
 class Container(NamedTuple):
@@ -304,11 +299,11 @@ def _encode_dtype(value: Any, where: str) -> str:
 
 
 def _decode_dtype(name: Any, where: str) -> torch.dtype:
-    if name not in _DTYPES:
+    if name not in schemas.dtypes():
         raise ArgumentValueError(
             f"{where}: expected names of dtypes, such as 'float32', got {short_repr(name)}."
         )
-    return _DTYPES[name]
+    return schemas.dtypes()[name]
 
 
 # By name: an exported file has no lists of dtypes.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchop._compat import devices, dispatch
+from torchop._compat import devices, dispatch, schemas
 from torchop._compat.classes import Tag, TorchDispatchMode
 from torchop._compat.settings import Setting, run_with
 from torchop._core.call import tensors_in
@@ -29,12 +29,7 @@ Result = TypeVar("Result")
 
 # A packed state holds the index of a dtype; the first is that of a state that nobody changed. They
 # are sorted because another process may run the graph, in which a set has another order.
-_DTYPES = (
-    torch.float32,
-    *sorted(
-        {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - {torch.float32}, key=str
-    ),
-)
+_DTYPES = (torch.float32, *sorted({*schemas.dtypes().values()} - {torch.float32}, key=str))
 _LENGTH = struct.Struct("<I")
 # How many devices of the accelerator there are states of, the default dtype, the default device.
 # After these come autocast and its dtype for each type of device. `ambient_state.cpp` writes the
