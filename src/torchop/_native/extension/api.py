@@ -240,22 +240,17 @@ class Extension:
             self._finish(process, file, on_ready)
             return
         place = _errors.users_place()
-        threading.Thread(
-            target=self._finish_in_thread,
-            args=(process, file, on_ready, place),
-            name="torchop-build",
-            daemon=True,  # the program may end, and the process that compiles goes on
-        ).start()
 
-    def _finish_in_thread(
-        self, process: subprocess.Popen[bytes], file: Path, on_ready: OnReady, place: _errors.Place
-    ) -> None:
-        try:
-            self._finish(process, file, on_ready)
-        except Exception as error:
-            self._fail(error)
-            with not_exiting:
-                self._warn_of_failure(place)
+        def finish() -> None:
+            try:
+                self._finish(process, file, on_ready)
+            except Exception as error:
+                self._fail(error)
+                with not_exiting:
+                    self._warn_of_failure(place)
+
+        # A daemon: the program may end, and the process that compiles goes on.
+        threading.Thread(target=finish, name="torchop-build", daemon=True).start()
 
     def _finish(self, process: subprocess.Popen[bytes], file: Path, on_ready: OnReady) -> None:
         is_awaited = mode() == "require" or self._waiters
