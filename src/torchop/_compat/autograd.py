@@ -12,7 +12,7 @@ import torch.autograd.forward_ad as _forward_ad
 from torch.autograd.graph import _engine_run_backward
 
 from torchop._compat import functorch
-from torchop._compat.classes import DispatchKey, DispatchKeySet
+from torchop._compat.classes import DispatchKey
 from torchop._compat.settings import Setting, run_with
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -36,14 +36,6 @@ def context_of_backward() -> Context:
     """
     is_there = is_in_backward() and torch._C._is_key_in_tls("context")
     return (torch._C._get_obj_in_tls("context") if is_there else None) or Context()
-
-
-# The keys that `below_autograd` excludes.
-EXCLUDED_BELOW = (
-    DispatchKeySet(DispatchKey.AutogradFunctionality)
-    | DispatchKeySet(DispatchKey.AutogradOther)
-    | DispatchKeySet(DispatchKey.AutogradNestedTensor)
-)
 
 
 def above_autograd() -> contextlib.AbstractContextManager[object]:

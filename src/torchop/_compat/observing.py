@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch._library.autograd import make_autograd_impl
 
-from torchop._compat import autograd, classes, compilers, dispatch, functorch, operators, registries
+from torchop._compat import classes, compilers, dispatch, functorch, operators, registries
 from torchop._compat.classes import (
     CustomOpDef,
     DispatchKey,
@@ -121,8 +121,16 @@ def _excluded_below_kernels(qualname: str, tensors: list[torch.Tensor]) -> Dispa
         if name.startswith("Autocast"):
             excluded = excluded.add(key)
         elif name.startswith("Autograd"):
-            excluded = excluded | autograd.EXCLUDED_BELOW
+            excluded = excluded | _EXCLUDED_BELOW_AUTOGRAD
     return excluded
+
+
+# What `autograd.below_autograd` excludes.
+_EXCLUDED_BELOW_AUTOGRAD = (
+    DispatchKeySet(DispatchKey.AutogradFunctionality)
+    | DispatchKeySet(DispatchKey.AutogradOther)
+    | DispatchKeySet(DispatchKey.AutogradNestedTensor)
+)
 
 
 def _excludes_versions(qualname: str) -> bool:

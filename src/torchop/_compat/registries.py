@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,24 +45,6 @@ def published_function(qualname: str) -> Callable[..., Any] | None:
     """The function that `custom_op`, ours or PyTorch's, made an operator of."""
     handle = published_handle(qualname)
     return None if handle is None else handle._init_fn
-
-
-# Where a handle, ours or PyTorch's, keeps what was registered, and what that is.
-_ROLES = {
-    "_init_fn": "kernel",
-    "_backend_fns": "kernel",
-    "_abstract_fn": "fake kernel",
-    "_backward_fn": "backward",
-    "_setup_context_fn": "setup_context",
-    "_vmap_fn": "vmap rule",
-}
-
-
-def registered_functions(handle: CustomOpDef) -> Iterator[tuple[str, Any]]:
-    """What was registered for an operator of `custom_op`, each with its role."""
-    for attribute, role in _ROLES.items():
-        value = getattr(handle, attribute, None)
-        yield from ((role, each) for each in (value.values() if type(value) is dict else [value]))
 
 
 RegistrationHook = Callable[[], object]

@@ -1,10 +1,10 @@
-"""The kernels that `torch.library.custom_op` registers, recognized: the user's function in them."""
+"""What `torch.library.custom_op` registers: the user's functions, and its kernels, recognized."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -220,3 +220,21 @@ def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callab
         return metadata(inputs, outputs, is_tuple)
 
     return flat, of_result
+
+
+# Where a handle, ours or PyTorch's, keeps what was registered, and what that is.
+_ROLES = {
+    "_init_fn": "kernel",
+    "_backend_fns": "kernel",
+    "_abstract_fn": "fake kernel",
+    "_backward_fn": "backward",
+    "_setup_context_fn": "setup_context",
+    "_vmap_fn": "vmap rule",
+}
+
+
+def registered_functions(handle: CustomOpDef) -> Iterator[tuple[str, Any]]:
+    """What was registered for an operator of `custom_op`, each with its role."""
+    for attribute, role in _ROLES.items():
+        value = getattr(handle, attribute, None)
+        yield from ((role, each) for each in (value.values() if type(value) is dict else [value]))

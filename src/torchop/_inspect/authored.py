@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from torchop._compat import registries
+from torchop._compat import registries, stock_kernels
 from torchop._inspect.registrant import functions_of
 from torchop._rules.providers import providers_of
 from torchop._schema.signatures import closure_of, names_in, package_of
@@ -44,7 +44,7 @@ def _registered(operator: Operator) -> Iterator[tuple[str, Any]]:
     if handle is None:
         yield from (("kernel", function) for function in functions_of(operator.name))
         return
-    yield from registries.registered_functions(handle)
+    yield from stock_kernels.registered_functions(handle)
     definition = getattr(handle, "_definition", None)
     for rule in () if definition is None else definition.rules.values():
         yield from (("rule", part) for part in rule.cache_parts())

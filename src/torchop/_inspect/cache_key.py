@@ -18,7 +18,7 @@ import torch
 
 import torchop
 from torchop import Rule, get_rule
-from torchop._compat import planned_outputs, registries
+from torchop._compat import planned_outputs, registries, stock_kernels
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._core.definition import Definition
 from torchop._core.registry import definitions_of, own_definitions
@@ -96,7 +96,7 @@ class _Digest:
             self._add_definition(qualname, definition)
         # What torch.library's functions registered, for whomever.
         handle = registries.published_handle(qualname)
-        registered = () if handle is None else registries.registered_functions(handle)
+        registered = () if handle is None else stock_kernels.registered_functions(handle)
         functions = [function for role, function in registered if role != "kernel" and function]
         functions += registries.fake_functions(qualname)
         if functions:
