@@ -56,7 +56,7 @@ BUDGETS = {
     "_inspect": 1079,
     "_native": 1484,
     "_native/csrc": 5853,
-    "_rules": 5426,
+    "_rules": 5415,
     "_rules/autograd": 2025,
     "_rules/residuals": 838,
     "_rules/user/sharding": 898,

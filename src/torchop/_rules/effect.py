@@ -103,11 +103,17 @@ class EffectRule(CompiledRule[Declared]):
         offer_to_checkpoints(definition)
         if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
             self.take_back_vmap_guard = libraries.implement_for_now(
-                definition.library,
-                definition.name.local,
-                "FuncTorchBatched",
-                _vmap_guard(definition),
+                definition.library, definition.name.local, "FuncTorchBatched", self._refuse_vmap
             )
+
+    @compilers.never_traced
+    def _refuse_vmap(self, /, *args: Any, **kwargs: Any) -> Any:
+        name = str(self.definition)
+        raise EffectError(
+            f"{name} has an effect, and vmap cannot know how often the effect should happen for a "
+            "batch, and in which order. Register a vmap rule, which decides that "
+            f"(register_vmap({name!r}, ...)), or call the operator outside vmap."
+        )
 
     def _withdraw_watch(self) -> None:
         """Ends the guard of calls that would be dropped, unless another library has an effect."""
@@ -225,18 +231,6 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
 def _effect_is_undeclared(op: OpOverload) -> bool:
     definition = own_definition(op, op_name(op, "torch.compile"))
     return definition is not None and definition.plan[EffectRule] is None
-
-
-def _vmap_guard(definition: Definition) -> Callable[..., Any]:
-    @compilers.never_traced
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise EffectError(
-            f"{definition} has an effect, and vmap cannot know how often the effect should happen "
-            "for a batch, and in which order. Register a vmap rule, which decides that "
-            f"(register_vmap({str(definition)!r}, ...)), or call the operator outside vmap."
-        )
-
-    return kernel
 
 
 def register_effect(

@@ -8,7 +8,7 @@ fails for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -74,11 +74,9 @@ class MutationRule(CompiledRule["Mutated | None"]):
         if definition.schema.is_view:
             libraries.install_view_tracking(definition.library, definition.name.local)
             return
-        definition.implement(
-            "ADInplaceOrView", _version_counter_kernel(definition), with_keyset=True
-        )
+        definition.implement("ADInplaceOrView", self.kernel, with_keyset=True)
         for key in dispatch.MATH_BIT_KEYS:
-            definition.implement(key, _resolving_kernel(definition), with_keyset=True)
+            definition.implement(key, self._resolve_views, with_keyset=True)
 
     def compile(self) -> Mutated | None:
         return Mutated(self.definition) if self.definition.schema.is_mutable else None
@@ -87,10 +85,9 @@ class MutationRule(CompiledRule["Mutated | None"]):
         mutated = self.definition.schema.mutated
         return "mutates " + ", ".join(mutated) if mutated else None
 
-
-def _version_counter_kernel(definition: Definition) -> Callable[..., Any]:
     @compilers.never_traced
-    def kernel(keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
+    def kernel(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
+        definition = self.definition
         mutated = definition.plan[MutationRule]
         assert mutated is not None  # only operators that mutate have this kernel
         written = mutated.written(args, kwargs)
@@ -100,14 +97,9 @@ def _version_counter_kernel(definition: Definition) -> Callable[..., Any]:
         keyset = keyset & dispatch.AFTER_ADINPLACEORVIEW
         return dispatch.redispatch(definition.overload, keyset, args, kwargs)
 
-    return kernel
-
-
-def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
-    schema = definition.schema
-
     @compilers.never_traced
-    def kernel(keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
+    def _resolve_views(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
+        definition, schema = self.definition, self.definition.schema
         # Each view that is written, with the resolved values that the kernel writes into.
         written: list[tuple[Tensor, Tensor]] = []
 
@@ -129,8 +121,6 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
         if schema.form is Form.PLAIN:
             return result
         return returned_result(schema, args, kwargs)
-
-    return kernel
 
 
 def _refuse_shared_memory(

@@ -79,14 +79,36 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
     def _install(self) -> None:
         definition = self.definition
         if "FuncTorchBatched" not in definition.dispatcher_kernels:
-            definition.implement("FuncTorchBatched", _batched_kernel(definition))
+            definition.implement("FuncTorchBatched", self.kernel)
         key = functorch.VMAP_OF_RANDOM_CALLS
         if (
             self.function == SEQUENTIAL
             and key not in definition.dispatcher_kernels
             and torch.Tag.nondeterministic_seeded in definition.overload.tags
         ):
-            definition.implement(key, _random_kernel(definition))
+            definition.implement(key, self._run_random)
+
+    @compilers.never_traced
+    def kernel(self, /, *args: Any, **kwargs: Any) -> Any:
+        definition = self.definition
+        rule = definition.plan[VmapRule]
+        if not callable(rule):  # "sequential": the kernel is installed with the first rule
+            return map_call(definition, args, kwargs)
+        try:
+            return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
+        except Exception as error:
+            if compilers.dynamo_is_tracing():  # which shows no traceback that would tell it
+                add_note(error, f"in the vmap rule of {definition}")
+            raise
+
+    @compilers.never_traced
+    def _run_random(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Also serves the calls of a random operator in which no tensor is mapped over."""
+        definition = self.definition
+        if definition.plan[VmapRule] == SEQUENTIAL:
+            return map_call(definition, args, kwargs)
+        with dispatch.without_keys(functorch.VMAP_OF_RANDOM_CALLS):
+            return definition.overload(*args, **kwargs)
 
 
 def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,35 +151,6 @@ def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: in
     raise ResultError(
         f"{definition}: the vmap rule returned out_dims={short_repr(dims)} for {returned}."
     )
-
-
-def _batched_kernel(definition: Definition) -> Callable[..., Any]:
-    @compilers.never_traced
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        rule = definition.plan[VmapRule]
-        if not callable(rule):  # "sequential": the kernel is installed with the first rule
-            return map_call(definition, args, kwargs)
-        try:
-            return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
-        except Exception as error:
-            if compilers.dynamo_is_tracing():  # which shows no traceback that would tell it
-                add_note(error, f"in the vmap rule of {definition}")
-            raise
-
-    return kernel
-
-
-def _random_kernel(definition: Definition) -> Callable[..., Any]:
-    """Also serves the calls of a random operator in which no tensor is mapped over."""
-
-    @compilers.never_traced
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        if definition.plan[VmapRule] == SEQUENTIAL:
-            return map_call(definition, args, kwargs)
-        with dispatch.without_keys(functorch.VMAP_OF_RANDOM_CALLS):
-            return definition.overload(*args, **kwargs)
-
-    return kernel
 
 
 @overload
