@@ -26,7 +26,8 @@ def compiled() -> Path:
             *recipe.compile_flags(),
             "-O0",  # it compiles in half the time
             *recipe.include_flags(),
-            *("-o", str(unfinished), "-x", "c++", "-"),
+            # The libraries behind the source may be named by their paths, and are no C++.
+            *("-o", str(unfinished), "-x", "c++", "-", "-x", "none"),
             *recipe.library_flags(),
             *recipe.link_flags(),
         ]
