@@ -159,14 +159,17 @@ class _End(_Once):
 
 
 class _Contents(NamedTuple):
-    """What lives in a library. Not the library itself, which could not be collected then."""
+    """What lives in a library, and ends when it is called.
+
+    Not the library itself, which could not be collected then.
+    """
 
     m: Any
     handles: list[Any]
     defined: set[str]
     implemented: set[str]
 
-    def end(self) -> None:
+    def __call__(self) -> None:
         names = [operators.parts(qualname) for qualname in self.defined]
         deregistration.retire_existing(names, gone_with_library)
         for place, handle in enumerate(self.handles):
@@ -193,8 +196,8 @@ def follow(library: torch.library.Library) -> None:
     """Has a library end as `end` does it, also where PyTorch destroys or collects it."""
     handles = library._registration_handles
     if not (handles and isinstance(handles[0], _End)):
-        contents = _Contents(library.m, handles, library._op_defs, library._op_impls)
-        handles.insert(0, cast(Any, _End(contents.end)))
+        contents: Any = _Contents(library.m, handles, library._op_defs, library._op_impls)
+        handles.insert(0, cast(Any, _End(contents)))
 
 
 def end(library: torch.library.Library) -> None:

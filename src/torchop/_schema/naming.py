@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import keyword
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ class OpName(NamedTuple):
                 f"the operators of different packages apart); {_GOOD}."
             )
         name, _, overload = local.partition(".")
-        return OpName(namespace, name, "" if overload == "default" else overload)
+        return OpName(sys.intern(namespace), name, "" if overload == "default" else overload)
 
     @staticmethod
     def parse_new(qualname: object) -> OpName:
@@ -90,8 +91,7 @@ class OpName(NamedTuple):
             ("name", result.name, torch_ops.NAMESPACE_ATTRIBUTES),
             ("overload", result.overload, torch_ops.PACKET_ATTRIBUTES),
         ):
-            problem = _problem(part, text, attributes)
-            if problem is not None:
+            if (problem := _problem(part, text, attributes)) is not None:
                 raise OperatorNameError(
                     f"{short_repr(qualname)}: the {part} {short_repr(text)} {problem}; {_GOOD}."
                 )

@@ -51,7 +51,7 @@ class AutogradRule(CompiledRule[Formula]):
 
     def compile(self) -> Formula:
         # A copy, because plans are never changed, and a later `register_jvp` changes the tangents.
-        formula = copy.copy(self.formula)
+        formula = self.formula if self.tangents is None else copy.copy(self.formula)
         if self.tangents is not None:
             jvp, setup_context = self.tangents
             has_keywords = bool(self.definition.schema.keyword_only)
