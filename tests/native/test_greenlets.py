@@ -24,7 +24,7 @@ T = torch.zeros(2)
 
 def running() -> list[str]:
     """The names of the operators that this thread is calling natively."""
-    return sorted(entry.name for entry in deregistration.native.running())
+    return sorted(str(entry.name) for entry in deregistration.native.running())
 
 
 def switching(namespace: str, name: str, switch: Callable[[], Any]) -> Any:

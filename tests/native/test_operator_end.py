@@ -70,7 +70,8 @@ def assert_is_closed_later(op, library, x):
 @pytest.mark.parametrize(
     "way", [lambda op: op, lambda op: op.overload, lambda op: op.overload.overloadpacket]
 )
-def test_library_is_not_closed_from_inside_a_native_call(namespace, way):
+@pytest.mark.parametrize("local", ["op", "op.other"])
+def test_library_is_not_closed_from_inside_a_native_call(namespace, way, local):
     library = torchop.Library(namespace, "FRAGMENT")
     closing = False
 
@@ -79,7 +80,7 @@ def test_library_is_not_closed_from_inside_a_native_call(namespace, way):
             library._destroy()
         return x + 1
 
-    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), lib=library)
+    op = torchop.custom_op(f"{namespace}::{local}", kernel, mutates_args=(), lib=library)
     way(op)(T)
     closing = True
     assert_closing_is_refused(op, lambda: way(op)(T))

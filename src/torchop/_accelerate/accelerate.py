@@ -268,6 +268,6 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
         reason = _problems.get(name) or "it is gone"
     else:
         calls.outdate()  # because nobody tells of what others register
-        calls.refresh()
+        calls()
         reason = calls.problem
     return AcceleratedOperator(str(name), reason is None, reason or "")

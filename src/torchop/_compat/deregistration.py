@@ -165,7 +165,7 @@ def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
 
 def _called_here() -> set[str]:
     """The operators whose calls are running in this thread."""
-    names = set() if native is None else {str(entry.name) for entry in native.running()}
+    names = set() if native is None else {entry.name.packet for entry in native.running()}
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_filename == _OPS_FILE:
             subject = frame.f_locals.get("self")

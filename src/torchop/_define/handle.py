@@ -363,7 +363,7 @@ _unpickle.__module__ = "torchop"  # which pickles of all versions name
 
 def make_handle(definition: Definition) -> CustomOp[..., Any]:
     """Makes the handle, and stores it in the definition."""
-    make = CustomOp if definition.structure is None else _structured
+    make = switch.new_handle_type() if definition.structure is None else _structured
     handle: CustomOp[..., Any] = make(definition)
     definition.handle = handle
     switch.make_native(definition)

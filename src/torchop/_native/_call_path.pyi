@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from torchop._core.definition import CompiledRule, Definition
+from torchop._schema.naming import OpName
 
 class Plan:
     """What an operator does, compiled for native calls."""
@@ -72,9 +73,9 @@ class Entry:
 
     plan: Plan | None
     dispatch: Callable[..., Any] | None  # what calls the dispatcher; set before the first plan
-    def __new__(cls, name: str, refresh: Callable[[], None]) -> Entry: ...  # sets `plan`
+    def __new__(cls, name: OpName, refresh: Callable[[], None]) -> Entry: ...  # sets `plan`
     @property
-    def name(self) -> str: ...  # without the overload
+    def name(self) -> OpName: ...
     @property
     def counters(self) -> tuple[int, ...]: ...
     def explain(

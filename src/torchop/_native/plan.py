@@ -65,9 +65,9 @@ class NativeCalls:
         # Why no call records a gradient natively, as the latest plan has it.
         self.gradient_problem: str | None = None
         # Where the calls come in.
-        self.entry: Entry = native.Entry(name.packet, self.refresh)
+        self.entry: Entry = native.Entry(name, self)
 
-    def refresh(self) -> None:
+    def __call__(self) -> None:
         """Compiles the plan that calls follow: what a call does that finds none."""
         with registration_lock:
             if self.entry.plan is None:  # no other thread was first
@@ -127,9 +127,9 @@ class NativeCalls:
         return plan
 
 
-def _log_call(refresh: Callable[[], None], /, *args: Any, **kwargs: Any) -> None:
+def _log_call(calls: NativeCalls, /, *args: Any, **kwargs: Any) -> None:
     """Logs why the dispatcher gets a call, the first of its operator for this reason."""
-    name = str(refresh.__self__.name)  # type: ignore[attr-defined]  # of an entry
+    name = str(calls.name)
     found = sys.modules["torchop"].explain(name, *args, **kwargs)  # far above this file
     if not found.native:  # as it is where a graph is captured just now
         logs.calls.info("%s: a call goes through the dispatcher, because %s", name, found.reason)

@@ -138,6 +138,11 @@ class _FirstUse:
 _first_use = _FirstUse()
 
 
+def new_handle_type() -> Any:
+    """The type of handles to be made: the native one, if the extension is there."""
+    return handle_type if _native is None else _native_handle_types[0]
+
+
 def make_native(definition: Definition) -> None:
     """Makes calls of a new operator native, or has that done when the extension is there."""
     if _native is None:

@@ -40,7 +40,7 @@ void refuse_gone(Entry& entry) {
   PyErr_Clear();
   PyErr_Format(
       kind.get(),
-      "%U is gone: the library that defined it was reset. Look it up in torch.ops again.",
+      "%S is gone: the library that defined it was reset. Look it up in torch.ops again.",
       entry.name);
 }
 
@@ -49,7 +49,7 @@ namespace {
 __attribute__((noinline, cold)) PyObject* refuse_depth(const Entry& entry) {
   PyErr_Format(
       PyExc_RecursionError,
-      "maximum recursion depth exceeded while calling %U: its kernel calls it again and again, and "
+      "maximum recursion depth exceeded while calling %S: its kernel calls it again and again, and "
       "the stack of this thread is full",
       entry.name);
   return nullptr;
@@ -216,7 +216,7 @@ PyObject* make_entry(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   static const char* names[] = {"name", "refresh", nullptr};
   PyObject *name, *refresh;
   if (!PyArg_ParseTupleAndKeywords(
-          args, keywords, "UO", const_cast<char**>(names), &name, &refresh))
+          args, keywords, "OO", const_cast<char**>(names), &name, &refresh))
     return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr)
@@ -331,7 +331,7 @@ PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
 }
 
 PyGetSetDef entry_attributes[] = {
-    {"name", get_name, nullptr, "The name of the operator, without its overload.", nullptr},
+    {"name", get_name, nullptr, "The name of the operator.", nullptr},
     {"plan", get_plan, set_plan, "The plan that calls follow; None after a registration.", nullptr},
     {"dispatch", get_dispatch, set_dispatch, "What calls the dispatcher.", nullptr},
     {"counters",

@@ -14,7 +14,7 @@ namespace torchop {
 struct Entry {
   PyObject_HEAD
 
-      PyObject* name;
+      PyObject* name; // an OpName
   PlanPointer plan;   // nullptr after a registration, until the next call
   PyObject* refresh;  // refresh() compiles and installs a plan; raises if the operator is gone
   PyObject* dispatch; // what calls the dispatcher; nullptr before the first plan

@@ -5,7 +5,8 @@
 // and is held by users, before the extension is built, so it must be able to change its type where
 // it stands: the Python class reserves two `__slots__`, in which this type keeps a function pointer
 // and the entry of the operator. The interpreter changes the type, as it does for an assignment to
-// `__class__`: without its lock, it stops all threads for that.
+// `__class__`: without its lock, it stops all threads for that. A change costs a handle a
+// dictionary of its own, so those that are made later have this type from the start.
 #include "handle.h"
 
 #include <structmember.h>
@@ -133,12 +134,12 @@ PyObject* adopt(PyObject*, PyObject* args) {
     PyErr_Format(PyExc_TypeError, "adopt expects a handle, got %s", Py_TYPE(handle)->tp_name);
     return nullptr;
   }
-  if (Py_TYPE(handle) == base_type) {
+  if (Py_TYPE(handle) == base_type || slot(handle, call_offset) == nullptr) {
     THPObjectPtr before(
         __atomic_exchange_n(&slot(handle, entry_offset), Py_NewRef(entry), __ATOMIC_RELEASE));
     slot(handle, call_offset) = reinterpret_cast<PyObject*>(call_handle);
     auto* type = reinterpret_cast<PyObject*>(handle_type);
-    if (PyObject_SetAttrString(handle, "__class__", type) < 0)
+    if (Py_TYPE(handle) == base_type && PyObject_SetAttrString(handle, "__class__", type) < 0)
       return nullptr;
   }
   Py_RETURN_NONE;
