@@ -124,13 +124,6 @@ def is_free(namespace: str, *older: Any) -> None:
             op(T)
 
 
-def test_place_that_the_dispatcher_keeps_is_short_wherever_torchop_is_installed(namespace):
-    torchop.custom_op(
-        f"{namespace}::op", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
-    )
-    assert operators.registration_site(f"{namespace}::op", "") == "<torchop>:1"
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

@@ -24,11 +24,6 @@ Result = TypeVar("Result")
 make_handle: Any = None
 
 
-# PyTorch keeps the name of the file in which a library is made, for the operator and once more for
-# each of its kernels. That of this file is long, where packages are installed, and says no more.
-_make_library: Any = eval(compile("lambda kind, *args: kind(*args)", "<torchop>", "eval"))
-
-
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
     """Defines an operator of which everything was checked, in place of what has the name now.
 
@@ -40,7 +35,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
     def build() -> Definition:
         end_older(name, site)
         deregistration.before_definition(*name)
-        library: OwnLibrary = _make_library(OwnLibrary, name.namespace, "FRAGMENT")
+        library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
         definition = Definition(declaration, library, lib)
         for definitions in _blocks:
             definitions.append(definition)
