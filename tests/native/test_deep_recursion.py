@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.forking import run_forked
@@ -46,13 +48,11 @@ PROGRAM = """
         try:
             again(x)
         except RecursionError as error:
-            assert "stack of this thread is full" in str(error), error
-            assert "deep::" in str(error), error
-            print(depth)
+            print(depth, error)
         depth, limit = 0, 20
         assert again(x).tolist() == [1, 1]  # what is left afterwards is whole
 
-    for stack in (2**20, 2**26):
+    for stack in (2**19, 2**26):
         threading.stack_size(stack)
         for run in range(2):
             thread = threading.Thread(target=call)
@@ -63,14 +63,26 @@ PROGRAM = """
 """
 
 
+# Python 3.12 and 3.13 also count calls of C, up to a limit that a program cannot change. Where the
+# stack is large, that comes first.
+COUNTS_CALLS_OF_C = (3, 12) <= sys.version_info < (3, 14)
+
+
 @pytest.mark.parametrize("way", ["handle", "overload", "theirs", "dispatched"])
 def test_a_kernel_that_calls_itself_without_end_is_told(way):
-    depths = [*map(int, assert_clean(run_forked(PROGRAM, way)).split())]
-    small, again, large, *_ = depths
+    lines = [line.split(maxsplit=1) for line in assert_clean(run_forked(PROGRAM, way)).splitlines()]
+    small, again, large, *rest = [int(depth) for depth, _ in lines]
     assert small > 50
     assert abs(small - again) < 10
-    assert large > 20 * small
-    assert len(depths) == 6
+    assert len(rest) == 3
+    messages = [message for _, message in lines]
+    of_python = messages[2:] if COUNTS_CALLS_OF_C else []
+    assert large > (1 if of_python else 20) * small
+    for message in messages[: len(messages) - len(of_python)]:
+        assert "calling deep::" in message
+        assert "the stack of this thread is full" in message
+    for message in of_python:
+        assert message.startswith("maximum recursion depth exceeded")
 
 
 def test_a_greenlet_has_the_stack_of_its_thread():
