@@ -77,6 +77,12 @@ def without_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def needs_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the extension compiled as on a Python on which nobody has tried it without the lock."""
+    monkeypatch.setattr(recipe, "NEEDS_LOCK", True)
+
+
+@pytest.fixture
 def needs_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the extension compiled as on a Python on which it was tried without the lock."""
     monkeypatch.setattr(recipe, "NEEDS_LOCK", False)

@@ -112,7 +112,7 @@ def test_doctor_of_a_pytorch_whose_caches_have_no_hook(monkeypatch: pytest.Monke
     ]
 
 
-@pytest.mark.usefixtures("without_lock")
+@pytest.mark.usefixtures("needs_lock", "without_lock")
 def test_doctor_of_a_python_without_the_lock(
     in_cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

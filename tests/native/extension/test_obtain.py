@@ -128,7 +128,7 @@ def test_second_call_does_nothing(extension: Extension) -> None:
 
 
 @pytest.mark.parametrize("value", ["auto", "prebuilt"])
-@pytest.mark.usefixtures("in_cache", "no_child", "without_lock")
+@pytest.mark.usefixtures("needs_lock", "in_cache", "no_child", "without_lock")
 def test_python_without_the_lock_keeps_it_off(
     extension: Extension, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +154,7 @@ def test_python_without_the_lock_on_which_it_needs_none(extension: Extension) ->
     assert extension.status().state == "ready"
 
 
-@pytest.mark.usefixtures("in_cache", "no_child", "without_lock")
+@pytest.mark.usefixtures("needs_lock", "in_cache", "no_child", "without_lock")
 def test_require_turns_the_lock_on_and_says_so(
     extension: Extension, monkeypatch: pytest.MonkeyPatch
 ) -> None:
