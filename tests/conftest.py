@@ -32,7 +32,7 @@ import pytest
 import torch
 from torch._library import fake_impl
 
-from tests import combinations, releases
+from tests import combinations, free_threads, releases
 from tests.combinations import pytest_addoption, pytest_runtest_call  # noqa: F401  # hooks
 from tests.forking import leave_guards_untimed
 from tests.support import outcome
@@ -104,6 +104,7 @@ _numbers = itertools.count()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    free_threads.pytest_configure(config)
     releases.pytest_configure(config)
     combinations.pytest_configure(config)
     # The first backward starts a thread for each accelerator, after which no fork of the process
@@ -140,6 +141,7 @@ def _import_in_turns(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    free_threads.pytest_collection_modifyitems(items)
     releases.pytest_collection_modifyitems(items)
     combinations.pytest_collection_modifyitems(config, items)
     places = {FOLDER / name: place for place, name in enumerate((*FIRST, *LONGEST))}

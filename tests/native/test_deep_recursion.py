@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.forking import run_forked
+from tests.free_threads import needs_greenlets
 from tests.support import assert_clean, needs_native
 
 pytestmark = needs_native
@@ -85,6 +86,7 @@ def test_a_kernel_that_calls_itself_without_end_is_told(way):
         assert message.startswith("maximum recursion depth exceeded")
 
 
+@needs_greenlets
 def test_a_greenlet_has_the_stack_of_its_thread():
     program = """
         import sys

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import greenlet
 import pytest
 import torch
 from torch import Tensor
 
 import torchop
 from tests.devices import BACKEND
+from tests.free_threads import needs_greenlets
 from tests.support import needs_native
 from torchop._compat import deregistration
 
-pytestmark = needs_native
+with contextlib.suppress(ImportError):  # where the tests have to fail
+    import greenlet
+
+pytestmark = [needs_native, needs_greenlets]
 
 T = torch.zeros(2)
 

@@ -9,7 +9,6 @@ import inspect
 import pickle
 import pydoc
 import sys
-import sysconfig
 import threading
 import typing
 import weakref
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.free_threads import HAS_GIL
 from tests.support import adding, counting, needs_native
 from torchop._native import switch
 
@@ -239,7 +239,7 @@ def test_handle_is_freed_with_its_last_reference(op):
 
 
 @pytest.mark.skipif(
-    not sysconfig.get_config_var("Py_GIL_DISABLED"),
+    HAS_GIL,
     reason="with a GIL, threads do not wait for each other to count references",
 )
 def test_what_other_threads_call_often_is_counted_no_more(namespace):
