@@ -155,15 +155,16 @@ def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     """
     if take_node is None:
         return context_type(function)
-    # Not of PyTorch's metaclass, which would make a class of nodes for it.
-    attributes = {
-        "_backward_cls": context_type(function),
-        "forward": take_node,
-        "setup_context": _FunctionBase.setup_context,  # by which PyTorch knows that there is none
-        "clear_saved_tensors_on_access": False,
-    }
-    blank: Any = type("Blank", (torch._C._FunctionBase,), attributes)
-    return blank.apply
+    if "_torchop_blank" not in vars(function):  # one for all plans: Python 3.13t frees no class
+        # Not of PyTorch's metaclass, which would make a class of nodes for it.
+        attributes = {
+            "_backward_cls": context_type(function),
+            "forward": take_node,
+            "setup_context": _FunctionBase.setup_context,  # so PyTorch knows that there is none
+            "clear_saved_tensors_on_access": False,
+        }
+        function._torchop_blank = type("Blank", (torch._C._FunctionBase,), attributes)
+    return function._torchop_blank.apply
 
 
 # `ctx.saved_tensors` past any property that hides it.

@@ -109,5 +109,4 @@ def _asks_for_capture(device_type: str, module: Any) -> Callable[[], bool]:
 def _size_of_state(device: torch.device) -> int:
     if device.type == "cuda":  # a program may be traced for CUDA without such a device
         return 16  # the seed and the offset
-    size: int = torch.get_device_module(device.type).get_rng_state(device).numel()
-    return size
+    return int(torch.get_device_module(device.type).get_rng_state(device).numel())
