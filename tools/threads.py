@@ -250,19 +250,15 @@ class Accelerated(Scenario):
 
 
 class Overloads(Scenario):
-    """A packet tries its overloads in turn, whose kernels change.
-
-    They are not defined again: a change waits for calls for a second at most, and a call of a
-    packet that takes longer may meet an internal assertion of PyTorch's, not OperatorGoneError.
-    """
+    """A packet tries its overloads in turn, whose kernels change, and which are defined again."""
 
     def define(self, amount: int) -> None:
-        self.handles = {name: self.overload(name) for name in ("pair", "alone")}
+        self.handles = {name: self.overload(name, 0) for name in ("pair", "alone")}
 
-    def overload(self, name: str) -> Any:
-        return torchop.custom_op(
-            f"{self.namespace}::op.{name}", self.body(name, 0), mutates_args=()
-        )
+    def overload(self, name: str, amount: int) -> Any:
+        """Makes one of the two, in place of the one before."""
+        body = self.body(name, amount)
+        return torchop.custom_op(f"{self.namespace}::op.{name}", body, mutates_args=())
 
     def body(self, overload: str, amount: int) -> Callable[..., Tensor]:
         def pair(x: Tensor, y: Tensor) -> Tensor:
@@ -271,8 +267,11 @@ class Overloads(Scenario):
         return pair if overload == "pair" else adding(amount)
 
     def change(self, chance: random.Random) -> str:
-        name = chance.choice(("pair", "alone"))
-        self.handles[name].register_kernel("cpu", self.body(name, chance.randrange(100)))
+        name, amount = chance.choice(("pair", "alone")), chance.randrange(100)
+        if chance.random() < 0.5:
+            self.handles[name] = self.overload(name, amount)
+            return "defined"
+        self.handles[name].register_kernel("cpu", self.body(name, amount))
         return "registered"
 
     def call(self, chance: random.Random) -> str:

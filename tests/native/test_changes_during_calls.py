@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -113,6 +114,47 @@ def test_other_thread_registers_during_calls(namespace):
         thread.join(30)
     assert unexpected == []
     assert torchop.native.counters(op)["native"] > 100
+
+
+@pytest.mark.parametrize(("fits", "gone"), [(False, True), (True, False)])
+def test_overload_that_ends_while_a_packet_chooses_is_gone(namespace, fits, gone):
+    """What else such a call raises stays as it is."""
+    entered, closed = threading.Event(), threading.Event()
+
+    class Number:
+        def __index__(self):
+            entered.set()
+            assert closed.wait(20)
+            return 1 if fits else "no number"
+
+    def kernel(x: Tensor, n: int) -> Tensor:
+        raise RuntimeError("of the kernel")
+
+    libraries = [torchop.Library(namespace, "FRAGMENT") for _ in range(2)]
+    for library, name, kind in zip(libraries, ("first", "second"), ("int", "str"), strict=True):
+        library.define(f"op.{name}(Tensor x, {kind} n) -> Tensor")
+        library.impl(f"op.{name}", kernel, "CPU")
+    packet = getattr(torch.ops, namespace).op
+    with pytest.raises(RuntimeError):
+        packet(T, 1)  # counts from now on
+    errors: list[Exception] = []
+
+    def call():
+        try:
+            packet(T, Number())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert entered.wait(20)
+    libraries[1].close()  # which waits for the call for a second
+    closed.set()
+    thread.join()
+    (error,) = errors
+    assert isinstance(error, torchop.OperatorGoneError) == gone
+    assert str(error) == (f"An overload of {namespace}::op is gone." if gone else "of the kernel")
+    libraries[0].close()
 
 
 def test_threads_get_their_own_results(namespace):

@@ -47,7 +47,7 @@ def _retire_overload(
             _retire(each, reason)
             yield each
     if packet is not None and not torch_ops.is_retired(packet):
-        raising_packet = torch_ops.GonePacket(hash(packet), f"{namespace}::{name}", reason)
+        raising_packet = torch_ops.GonePacket(hash(packet), reason, f"{namespace}::{name}")
         raising_packet.__module__ = packet._op.__module__
         torch_ops.replace_function(packet, raising_packet)
 

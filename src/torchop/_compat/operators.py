@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.library
@@ -85,8 +85,7 @@ def chosen_overload(
 ) -> OpOverload:
     """The overload that a call of a packet would call; RuntimeError if none takes the arguments."""
     name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
-    overload: OpOverload = getattr(packet, name)
-    return overload
+    return cast(OpOverload, getattr(packet, name))
 
 
 def registration_site(qualname: str, overload: str) -> str:

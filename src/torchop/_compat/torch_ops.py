@@ -88,7 +88,7 @@ def counted(packet: OpOverloadPacket, function: Any, operator: Any) -> Any:
     """
     name = packet._qualified_op_name
     overloads = [f"{name}.{each}".removesuffix(".default") for each in packet.overloads()]
-    again = GonePacket(hash(packet), name, lambda: f"An overload of {name} is gone.")
+    again = GonePacket(hash(packet), lambda: f"An overload of {name} is gone.", name)
     return operator(packet, None, function, again, overloads)
 
 
@@ -115,9 +115,10 @@ def is_retired(op: OpOverload | OpOverloadPacket) -> bool:
 class Gone:
     """Replaces the C++ function of a destroyed operator, and raises when it is called."""
 
-    def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
+    def __init__(self, original_hash: int, reason: Callable[[], str], qualname: str = "") -> None:
         self._hash = original_hash
         self._reason = reason
+        self._qualname = qualname
 
     def __hash__(self) -> int:
         return self._hash
@@ -134,10 +135,6 @@ class Gone:
 class GonePacket(Gone):
     """The same for a packet, which calls the operator that has its name now, if there is one."""
 
-    def __init__(self, original_hash: int, qualname: str, reason: Callable[[], str]) -> None:
-        super().__init__(original_hash, reason)
-        self._qualname = qualname
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         namespace, _, name = self._qualname.partition("::")
         packet: Any = getattr(getattr(torch.ops, namespace), name, None)
@@ -147,3 +144,8 @@ class GonePacket(Gone):
         if function in (None, self) or any(getattr(each, "next", None) is self for each in calls):
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)
+
+    def _explain_refusal(self, error: RuntimeError) -> OperatorGoneError | None:
+        # Native calls ask it, if an overload ended while PyTorch's function chose among them.
+        ended = "schema_.has_value()" in str(error)
+        return OperatorGoneError(self._reason()) if ended else None

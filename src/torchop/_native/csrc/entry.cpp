@@ -44,6 +44,18 @@ void refuse_gone(Entry& entry) {
       entry.name);
 }
 
+void explain_refusal(PyObject* callee) {
+  if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+    return;
+  PyObject *type, *error, *traceback;
+  PyErr_Fetch(&type, &error, &traceback);
+  PyErr_NormalizeException(&type, &error, &traceback);
+  THPObjectPtr explained(PyObject_CallMethod(callee, "_explain_refusal", "O", error));
+  PyErr_Restore(type, error, traceback); // also in place of what the method may have raised
+  if (explained && explained.get() != Py_None)
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(explained.get())), explained.get());
+}
+
 namespace {
 
 __attribute__((noinline, cold)) PyObject* refuse_depth(const Entry& entry) {

@@ -50,6 +50,10 @@ inline bool is_gone(const Entry& entry) {
 // the dispatcher would call freed memory.
 __attribute__((noinline, cold)) void refuse_gone(Entry& entry);
 
+// Asks what was called what to raise in place of PyTorch's RuntimeError. A handle names an argument
+// of the wrong type, and a packet says that an overload ended meanwhile.
+__attribute__((noinline, cold)) void explain_refusal(PyObject* callee);
+
 bool add_entry_type(PyObject* module);
 
 } // namespace torchop

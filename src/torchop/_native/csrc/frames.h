@@ -40,8 +40,7 @@ class WithoutDynamo {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback); // the kernel's exception, if it raised one
     Py_XDECREF(PyObject_CallOneArg(set_eval_frame, previous_));
-    PyErr_Clear();
-    PyErr_Restore(type, value, traceback);
+    PyErr_Restore(type, value, traceback); // also in place of what this may have raised
     Py_DECREF(previous_);
   }
 

@@ -27,24 +27,6 @@ PyObject*& slot(PyObject* handle, Py_ssize_t offset) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(handle) + offset);
 }
 
-// Raises an ArgumentError in place of what the dispatcher raises for an argument of the wrong type.
-__attribute__((noinline, cold)) void explain_refusal(PyObject* handle) {
-  if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
-    return;
-  PyObject *type, *error, *traceback;
-  PyErr_Fetch(&type, &error, &traceback);
-  PyErr_NormalizeException(&type, &error, &traceback);
-  THPObjectPtr explained(PyObject_CallMethod(handle, "_explain_refusal", "O", error));
-  if (explained && explained.get() != Py_None) {
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(explained.get())), explained.get());
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
-  } else {
-    PyErr_Restore(type, error, traceback); // also in place of what the method may have raised
-  }
-}
-
 PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   note_call(self);
   auto& entry =

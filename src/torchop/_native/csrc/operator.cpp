@@ -56,14 +56,20 @@ void forget_owner(PyObject* owner) {
     owners.erase(found);
 }
 
+bool all_exist(const std::vector<LifetimePointer>& overloads) {
+  return std::ranges::all_of(overloads, [](const auto& each) { return each->exists.load(); });
+}
+
 PyObject* choose_overload(
     const Operator& op, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   {
     const DispatcherCall call(*op.overloads);
-    if (C10_LIKELY(std::all_of(op.overloads->begin(), op.overloads->end(), [](const auto& each) {
-          return each->exists.load();
-        })))
-      return PyObject_Vectorcall(op.dispatch, args, nargsf, keywords);
+    if (C10_LIKELY(all_exist(*op.overloads))) {
+      PyObject* result = PyObject_Vectorcall(op.dispatch, args, nargsf, keywords);
+      if (C10_UNLIKELY(result == nullptr) && !all_exist(*op.overloads))
+        explain_refusal(op.next);
+      return result;
+    }
   }
   return PyObject_Vectorcall(op.next, args, nargsf, keywords);
 }
