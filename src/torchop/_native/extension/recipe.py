@@ -42,7 +42,7 @@ _OTHER_FIELDS = (
 _COMPILERS = ("c++", "g++", "clang++")
 # Whether the extension says that it needs the global interpreter lock: on every Python on which it
 # was not tried without, because later ones count references in other ways.
-NEEDS_LOCK = sys.version_info[:2] != (3, 13)
+NEEDS_LOCK = sys.version_info[:2] not in ((3, 13), (3, 14))
 difference: str | None = None  # of nodes that are made here, as the extension found by trying
 
 
