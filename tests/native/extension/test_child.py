@@ -64,8 +64,7 @@ def test_an_extension_that_crashes_python_is_not_kept(
         child.wait(child.start(make_recipe(), files.make_cache_folder()))
     message = str(caught.value)
     assert message.startswith("Python crashes when it loads the result (signal 4), so this compil")
-    assert "the environment variable CXX can name another one:\n" in message
-    assert "Fatal Python error: Illegal instruction" in message
+    assert 'File "' in message.partition("environment variable CXX can name another one:\n")[2]
     assert {file.suffix for file in cache_folder.iterdir()} == {".failure", ".lock"}
 
 
