@@ -107,14 +107,15 @@ def pytest_configure(config: pytest.Config) -> None:
     free_threads.pytest_configure(config)
     releases.pytest_configure(config)
     combinations.pytest_configure(config)
-    # The first backward starts a thread for each accelerator, after which no fork of the process
-    # can run one. A build for CUDA counts a GPU that is not there after a fake tensor was on it.
-    torch.ones(1, requires_grad=True).sum().backward()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Imports all tests without looking for garbage among what stays, a fourth of the time."""
+    # The first backward starts a thread for each accelerator there is, after which no fork of the
+    # process can run one. So it is here, where the stand-in is there and no fake tensor was: after
+    # one on a GPU, a build for CUDA counts that, too.
+    torch.ones(1, requires_grad=True).sum().backward()
     gc.disable()
     try:
         _import_in_turns(session.config)

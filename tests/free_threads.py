@@ -2,12 +2,13 @@
 
     @pytest.mark.needs_gil("classes that end are freed")
 
-On a Python without the GIL the test is not left out: it runs, and has to fail, as those of
-`releases` do.
+On Python 3.13t the test is not left out: it runs, and has to fail, as those of `releases` do. Later
+ones free more of it, but not all, so there it may fail.
 """
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import threading
 from collections.abc import Iterable
@@ -32,7 +33,8 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     for item in items if not HAS_GIL else ():
         for marker in item.iter_markers("needs_gil"):
             reason = f"needs a Python with the GIL: {marker.args[0]}"
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+            is_oldest = sys.version_info[:2] == (3, 13)
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=is_oldest))
 
 
 # The latest is 3.5.6.
