@@ -17,6 +17,7 @@ import pytest
 
 MARKER = "needs_gil(reason): fails on a Python without the GIL, for this reason"
 HAS_GIL = not sysconfig.get_config_var("Py_GIL_DISABLED")
+HAS_TO_FAIL = sys.version_info[:2] == (3, 13)  # where it has no GIL
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,8 +34,7 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     for item in items if not HAS_GIL else ():
         for marker in item.iter_markers("needs_gil"):
             reason = f"needs a Python with the GIL: {marker.args[0]}"
-            is_oldest = sys.version_info[:2] == (3, 13)
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=is_oldest))
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=HAS_TO_FAIL))
 
 
 # The latest is 3.5.6.
