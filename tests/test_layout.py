@@ -50,12 +50,12 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 605,
-    "_compat": 3269,
+    "_compat": 3298,
     "_core": 1589,
     "_define": 1920,
     "_inspect": 1079,
     "_native": 1484,
-    "_native/csrc": 5853,
+    "_native/csrc": 5898,
     "_rules": 5415,
     "_rules/autograd": 2025,
     "_rules/residuals": 838,
