@@ -35,7 +35,11 @@ def test_threads_call_operators_that_others_change() -> None:
 
 def test_wrong_result_is_a_failure() -> None:
     threads = load_tool("threads")
-    wrong = SimpleNamespace(custom_op=lambda *_, **__: lambda x: x - 5)
+
+    def wrong_op(name: str, body: Any, **more: Any) -> Any:
+        return torchop.custom_op(name, lambda x: x - 5, schema="(Tensor x) -> Tensor", **more)
+
+    wrong = SimpleNamespace(custom_op=wrong_op)
     with pytest.raises(RuntimeError, match="a call returned"):
         threads.run("redefined", wrong, 4, 0.5)
     assert threads.check(torch.ones(2)) == "result"

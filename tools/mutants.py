@@ -283,8 +283,16 @@ MUTANTS = {
         "dispatch.h", "if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))"
     ),
     "skipped torch functions": Mutant("dispatch.h", "if (C10_UNLIKELY(skips_torch_functions()))"),
+    "frame of a call without an entry": Mutant(
+        "overloads.cpp", "!has_entry(function.get()) || ", ""
+    ),
+    "first calls of an object": Mutant("overloads.cpp", "prepare_call(self);", "0;"),
+    "first calls after an operator ended": Mutant(
+        "overloads.cpp", "ended != ended_before", "false && ended != ended_before"
+    ),
+    "operator of a function": Mutant("entry.cpp", "entry_of(self).lifetime == nullptr)", "false)"),
     "skipped torch functions of an overload": Mutant(
-        "overloads.cpp", " && !skips_torch_functions()", "", since=(2, 14)
+        "overloads.cpp", " || skips_torch_functions()", "", since=(2, 14)
     ),
     "declared dtypes of gradients": Mutant(
         "autograd.cpp", "||\n      declares_dtypes(node))", ")", since=(2, 14)
@@ -496,11 +504,6 @@ MUTANTS = {
     ),
     "call of an operator that ended": Mutant(
         "entry.cpp", "else if (PyErr_Occurred() == PyExc_RuntimeError)", "else if (false)"
-    ),
-    "first operator of an entry": Mutant(
-        "entry.cpp",
-        "if (plan != nullptr && entry_of(self).lifetime == nullptr)",
-        "if (plan != nullptr)",
     ),
     "end of a thread": Mutant("entry.cpp", "    plan.forget();\n    throw;", "    plan.forget();"),
     "positional defaults": Mutant(

@@ -70,6 +70,14 @@ class Scenario:
         """What the others do."""
         return check(self.handle(torch.ones(2)))
 
+    def callee(self, chance: random.Random) -> Any:
+        """One of the ways to call the operator: its handle, or an object of torch.ops."""
+        try:
+            packet = getattr(torch.ops, self.namespace).op
+            return chance.choice((self.handle, packet, packet.default))
+        except AttributeError as missing:  # while nobody has defined it
+            raise torchop.OperatorGoneError(str(missing)) from None
+
 
 class Plans(Scenario):
     """Registrations make new plans, and operators of others come and go."""
@@ -95,8 +103,7 @@ class Plans(Scenario):
 
     def call(self, chance: random.Random) -> str:
         x = torch.ones(2, requires_grad=chance.random() < 0.3)
-        packet = getattr(torch.ops, self.namespace).op
-        y = chance.choice((self.handle, packet, packet.default))(x)
+        y = self.callee(chance)(x)
         if x.requires_grad:
             y.sum().backward()
         return check(y)
@@ -109,8 +116,11 @@ class Redefined(Scenario):
         self.define(chance.randrange(100))
         return "defined"
 
+    def call(self, chance: random.Random) -> str:
+        return check(self.callee(chance)(torch.ones(2)))
 
-class Closed(Scenario):
+
+class Closed(Redefined):
     """The library of the operator is closed, and another one defines it."""
 
     def define(self, amount: int) -> None:
@@ -122,6 +132,22 @@ class Closed(Scenario):
         self.owner.close()
         self.define(chance.randrange(100))
         return "closed"
+
+
+class Implemented(Closed):
+    """The same, of an operator that was defined by its schema."""
+
+    def define(self, amount: int) -> None:
+        self.owner = torchop.Library(self.namespace, "FRAGMENT")
+        self.owner.define("op(Tensor x) -> Tensor")
+        self.owner.impl("op", adding(amount), "CompositeExplicitAutograd")
+        self.handle = getattr(torch.ops, self.namespace).op.default
+
+    def call(self, chance: random.Random) -> str:
+        try:
+            return super().call(chance)
+        except NotImplementedError:  # there is no kernel yet
+            return "NotImplementedError"
 
 
 class Dispatched(Redefined):
@@ -297,7 +323,7 @@ class Ending(Plans):
 SCENARIOS = {
     kind.__name__.lower(): kind
     for kind in (
-        *(Plans, Redefined, Closed, Dispatched, Kernels, Lists),
+        *(Plans, Redefined, Closed, Implemented, Dispatched, Kernels, Lists),
         *(Chosen, Recorded, Accelerated, Overloads, Ending),
     )
 }

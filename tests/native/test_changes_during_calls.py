@@ -116,6 +116,83 @@ def test_other_thread_registers_during_calls(namespace):
     assert torchop.native.counters(op)["native"] > 100
 
 
+def looked_up(namespace, way):
+    packet = getattr(torch.ops, namespace).op
+    return packet if way == "packet" else packet.default
+
+
+UNARY = "(Tensor x) -> Tensor"
+WAYS = pytest.mark.parametrize("way", ["packet", "default"])
+
+
+@WAYS
+@pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
+@pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
+def test_a_definition_waits_for_the_first_call_of_an_object(namespace, way, again):
+    """PyTorch's own function, which the object has until then, counts nothing."""
+    entered, release, order = threading.Event(), threading.Event(), []
+
+    def blocking(x: Tensor) -> Tensor:
+        entered.set()
+        assert release.wait(20)
+        order.append("left")
+        return x + 1
+
+    if again:  # the object goes on with the next operator
+        define(namespace, lambda x: x + 3)
+        assert looked_up(namespace, way)(T).tolist() == [3, 3]
+    define(namespace, blocking)
+    thread = threading.Thread(target=looked_up(namespace, way), args=(T,))
+    thread.start()
+    assert entered.wait(20)
+    timer = threading.Timer(0.1, release.set)
+    timer.start()
+    define(namespace, lambda x: x + 2)
+    order.append("defined")
+    thread.join()
+    timer.join()
+    assert order == ["left", "defined"]
+    assert looked_up(namespace, way)(T).tolist() == [2, 2]
+
+
+@WAYS
+def test_an_operator_may_not_end_in_the_first_call_of_an_object(namespace, way):
+    def kernel(x: Tensor) -> Tensor:
+        define(namespace, lambda x: x)
+        return x + 1
+
+    define(namespace, kernel)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="cannot be destroyed or replaced from inside"):
+            looked_up(namespace, way)(T)
+
+
+@WAYS
+@pytest.mark.parametrize("defined_again", [False, True])
+def test_an_object_that_torch_ops_does_not_know_any_more(namespace, way, defined_again):
+    """As of two threads that look a name up at once: one of their objects is lost."""
+    library = torchop.Library(namespace, "FRAGMENT")
+    torchop.custom_op(
+        f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema=UNARY, lib=library
+    )
+    called = looked_up(namespace, way)
+    hashed = hash(called)
+    if way == "packet":
+        delattr(getattr(torch.ops, namespace), "op")
+    else:
+        delattr(looked_up(namespace, "packet"), "default")
+    library.close()
+    if defined_again:
+        define(namespace, lambda x: x + 2)
+    for _ in range(2):
+        if defined_again:
+            assert called(T).tolist() == [2, 2]
+        else:
+            with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}.* is gone"):
+                called(T)
+        assert hash(called) == hashed
+
+
 @pytest.mark.parametrize(("fits", "gone"), [(False, True), (True, False)])
 def test_overload_that_ends_while_a_packet_chooses_is_gone(namespace, fits, gone):
     """What else such a call raises stays as it is."""
@@ -135,8 +212,6 @@ def test_overload_that_ends_while_a_packet_chooses_is_gone(namespace, fits, gone
         library.define(f"op.{name}(Tensor x, {kind} n) -> Tensor")
         library.impl(f"op.{name}", kernel, "CPU")
     packet = getattr(torch.ops, namespace).op
-    with pytest.raises(RuntimeError):
-        packet(T, 1)  # counts from now on
     errors: list[Exception] = []
 
     def call():

@@ -19,7 +19,7 @@ from torch._library.simple_registry import SimpleOperatorEntry
 from torch._library.simple_registry import singleton as _rules_registry
 from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 
-from torchop._compat import dtensor, operators, torch_ops
+from torchop._compat import dtensor, operators, overload_functions, torch_ops
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._compat.settings import Setting
 
@@ -68,9 +68,13 @@ def _retire(existing: Any, reason: Callable[[], str]) -> None:
 # never asks for another one, so the next operator of the name has to go on with it.
 _cached: dict[tuple[str, str, str], list[Any]] = {}
 
+# Those in which an operator was defined here.
+namespaces: set[str] = set()
+
 
 def before_definition(namespace: str, name: str, overload: str) -> None:
     """Forgets an earlier operator of the name, whoever defined and ended it."""
+    namespaces.add(namespace)
     _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)  # which FX made
     # Unless the dispatcher may still point to the overload.
     if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
@@ -87,6 +91,7 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
     current: Any = torch_ops.lookup_overload(namespace, name, overload)
     if current is first:
         return
+    count_calls(current)
     attributes: dict[str, Any] = vars(first)
     # Both are overloads of the new operator from now on, with the same tables of kernels. One
     # update, so that no other thread sees a part of it: the function, but not the schema.
@@ -97,6 +102,31 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
     vars(current._overloadpacket)[overload or "default"] = first
     # Another thread may have looked it up in between: it is retired together with the first.
     cached[1:] = [current]
+
+
+def count_calls(op: OpOverload | OpOverloadPacket) -> None:
+    """Has calls of PyTorch's function of an object counted, and refused if its operator ended.
+
+    The function is looked up again: one thread may have made the object while another ended or
+    defined the operator, or two threads may have made one each.
+    """
+    packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
+    qualname, function = packet._qualified_op_name, op._op
+    if native is None or qualname.partition("::")[0] not in namespaces:
+        return
+    if isinstance(function, native.Operator) or not overload_functions.is_cpp_function(function):
+        return
+    names = operators.overload_names(qualname)
+    if isinstance(op, OpOverload):
+        if op._schema.overload_name in names:
+            found, *_ = torch._C._get_operation_overload(qualname, op._schema.overload_name)
+            op._op = torch_ops.counted(op, found, native.Operator)
+        else:
+            _retire(op, lambda: f"{op} is gone.")
+    elif names:
+        torch_ops.refresh(op, native.Operator)
+    else:
+        torch_ops.replace_function(op, torch_ops.gone_packet(op))
 
 
 def kept_packet(namespace: str, name: str) -> Setting:

@@ -24,9 +24,11 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
 
 
 def is_cpp_function(function: Any) -> bool:
-    """Whether PyTorch made this function for an object of `torch.ops`."""
+    """Whether PyTorch made this function for an object of `torch.ops`; its calls may be counted."""
+    is_counted = getattr(function, "entry", function) is None
     # In 2.15, an overload has an object of a class of its own.
-    return isinstance(function, BuiltinFunctionType) or type(function).__module__ == "torch._C"
+    is_pytorchs = type(function).__module__ == "torch._C"
+    return is_counted or is_pytorchs or isinstance(function, BuiltinFunctionType)
 
 
 # The namespaces in which PyTorch takes a number for a tensor. There, a plan that refuses a number
@@ -47,13 +49,13 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     takes_numbers = packet._qualified_op_name.partition("::")[0] in _NUMBERS_AS_TENSORS
     if takes_classes or takes_numbers or not is_cpp_function(function):
         return
-    natives = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
-    if any(isinstance(native, operator) for native in natives):
+    functions = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
+    entries = [each.entry if isinstance(each, operator) else None for each in functions]
+    if any(entries):
         function = torch_ops.counted(packet, function, operator)
     chain = None  # the native functions of the first overloads, each with the next
-    for native in reversed(natives):
-        is_native = isinstance(native, operator)
-        chain = operator(packet, native.entry, function, chain) if is_native else None
+    for entry in reversed(entries):
+        chain = operator(packet, entry, function, chain) if entry else None
     torch_ops.replace_function(packet, function if chain is None else chain)
 
 

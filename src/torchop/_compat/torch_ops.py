@@ -81,15 +81,22 @@ def refresh(packet: OpOverloadPacket, operator: Any) -> None:
             cast(Any, counter).flop_registry[packet] = formula
 
 
-def counted(packet: OpOverloadPacket, function: Any, operator: Any) -> Any:
-    """PyTorch's function of a packet, in an object of the class `operator` that counts its calls.
+def counted(op: OpOverload | OpOverloadPacket, function: Any, operator: Any) -> Any:
+    """A function of PyTorch's, in an object of the class `operator` that counts its calls.
 
-    Another thread may end one of the overloads while the function chooses among them.
+    Another thread may end the operator meanwhile, or an overload of those among which it chooses.
     """
+    if isinstance(op, OpOverload):
+        return operator(op, None, function, Gone(hash(op), lambda: f"{op} is gone."), [op._name])
+    name = op._qualified_op_name
+    overloads = [f"{name}.{each}".removesuffix(".default") for each in op.overloads()]
+    return operator(op, None, function, gone_packet(op), overloads)
+
+
+def gone_packet(packet: OpOverloadPacket) -> GonePacket:
+    """What a packet calls if one of its overloads ended."""
     name = packet._qualified_op_name
-    overloads = [f"{name}.{each}".removesuffix(".default") for each in packet.overloads()]
-    again = GonePacket(hash(packet), lambda: f"An overload of {name} is gone.", name)
-    return operator(packet, None, function, again, overloads)
+    return GonePacket(hash(packet), lambda: f"An overload of {name} is gone.", name)
 
 
 def replace_function(packet: OpOverloadPacket, function: Any) -> None:
@@ -115,16 +122,20 @@ def is_retired(op: OpOverload | OpOverloadPacket) -> bool:
 class Gone:
     """Replaces the C++ function of a destroyed operator, and raises when it is called."""
 
-    def __init__(self, original_hash: int, reason: Callable[[], str], qualname: str = "") -> None:
+    def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
         self._hash = original_hash
         self._reason = reason
-        self._qualname = qualname
 
     def __hash__(self) -> int:
         return self._hash
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise OperatorGoneError(self._reason())
+
+    def _explain_refusal(self, error: RuntimeError) -> OperatorGoneError | None:
+        # Native calls ask it, if an operator ended while PyTorch's function called it.
+        ended = "schema_.has_value()" in str(error)
+        return OperatorGoneError(self._reason()) if ended else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -135,6 +146,10 @@ class Gone:
 class GonePacket(Gone):
     """The same for a packet, which calls the operator that has its name now, if there is one."""
 
+    def __init__(self, original_hash: int, reason: Callable[[], str], qualname: str) -> None:
+        super().__init__(original_hash, reason)
+        self._qualname = qualname
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         namespace, _, name = self._qualname.partition("::")
         packet: Any = getattr(getattr(torch.ops, namespace), name, None)
@@ -144,8 +159,3 @@ class GonePacket(Gone):
         if function in (None, self) or any(getattr(each, "next", None) is self for each in calls):
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)
-
-    def _explain_refusal(self, error: RuntimeError) -> OperatorGoneError | None:
-        # Native calls ask it, if an overload ended while PyTorch's function chose among them.
-        ended = "schema_.has_value()" in str(error)
-        return OperatorGoneError(self._reason()) if ended else None

@@ -19,6 +19,7 @@ from torchop._compat import (
     overload_functions,
     registries,
 )
+from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._core import contract
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
@@ -205,7 +206,7 @@ def _prepare(module: ModuleType) -> None:
         _native_handle_types.extend(map(module.make_handle_type, (handle_type,), (traceable,)))
     dynamo_variables.trace_as_overload(_native_handle_types[0])
     for cls in overload_functions.forwarding_classes():
-        module.shorten_calls(cls)
+        module.shorten_calls(cls, _before_first_call)
     contract.is_evidently_fresh = module.is_evidently_fresh
     gradients.are_plain = module.are_plain
     function.native_backward = module.make_backward
@@ -216,6 +217,16 @@ def _prepare(module: ModuleType) -> None:
         log.warning("Calls that record a gradient go through the dispatcher: %s.", problem)
     type(registration_lock).__enter__ = module.make_entering(registration_lock)
     deregistration.native = module
+
+
+def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:
+    """Has the calls of an object of `torch.ops` counted before a thread first calls it.
+
+    PyTorch's own function does not count them, so whoever ends the operator, in another thread,
+    would not wait for those that are in the dispatcher.
+    """
+    with registration_lock:
+        deregistration.count_calls(op)
 
 
 def _adopt(definition: Definition, native: Any) -> OwnCalls:

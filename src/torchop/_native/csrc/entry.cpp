@@ -288,12 +288,22 @@ PyObject* get_dispatch(PyObject* self, void*) {
 }
 
 int set_dispatch(PyObject* self, PyObject* value, void*) {
+  HANDLE_TH_ERRORS
+  // Now, because the function is of the operator that is there now: until the first plan is made,
+  // another one may have its name.
+  THPObjectPtr name(PyObject_Str(entry_of(self).name));
+  THPObjectPtr names(name ? PyTuple_Pack(1, name.get()) : nullptr);
+  if (!names)
+    return -1;
+  if (const auto found = lifetimes_of(names.get(), true); entry_of(self).lifetime == nullptr)
+    entry_of(self).lifetime = found.empty() ? nullptr : found.front();
   PyObject* before;
   Py_BEGIN_CRITICAL_SECTION(self);
   before = std::exchange(entry_of(self).dispatch, Py_XNewRef(value));
   Py_END_CRITICAL_SECTION();
   Py_XDECREF(before);
   return 0;
+  END_HANDLE_TH_ERRORS_RET(-1)
 }
 
 int set_plan(PyObject* self, PyObject* value, void*) {
@@ -302,8 +312,6 @@ int set_plan(PyObject* self, PyObject* value, void*) {
     return -1;
   }
   PyObject* plan = value == Py_None ? nullptr : Py_NewRef(value);
-  if (plan != nullptr && entry_of(self).lifetime == nullptr)
-    entry_of(self).lifetime = reinterpret_cast<Plan*>(plan)->lifetime;
   release_plan(entry_of(self).plan.exchange(plan));
   return 0;
 }

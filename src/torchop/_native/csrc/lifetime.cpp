@@ -275,6 +275,7 @@ PyObject* hold_calls(PyObject*, PyObject* names) {
 
 PyObject* end_calls(PyObject*, PyObject* names) {
   HANDLE_TH_ERRORS
+  ++ended_operators;
   const std::vector<LifetimePointer> found = lifetimes_of(names, false);
   for (const LifetimePointer& lifetime : found)
     lifetime->exists.store(false);

@@ -36,6 +36,9 @@ struct Lifetime {
 
 using LifetimePointer = std::shared_ptr<Lifetime>;
 
+// How often operators were ended by `end_calls`.
+inline std::atomic<size_t> ended_operators = 0;
+
 // That of an operator which the dispatcher has; it is made if nobody asked before.
 LifetimePointer lifetime_of(const c10::OperatorHandle& op);
 

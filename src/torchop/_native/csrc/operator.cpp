@@ -28,7 +28,7 @@ struct Operator {
 
       vectorcallfunc call;
   PyObject* owner;    // the object of torch.ops that it was made for: just where that is
-  PyObject* entry;    // nullptr for one that has PyTorch choose an overload of a packet
+  PyObject* entry;    // nullptr for one that counts calls of PyTorch's function
   PyObject* dispatch; // the C++ function whose place this object took
   PyObject* next;     // for a packet, the Operator of the next overload; nullptr if there is none
   // Of all overloads that PyTorch reads then. If one has ended, it calls `next`.
@@ -60,7 +60,7 @@ bool all_exist(const std::vector<LifetimePointer>& overloads) {
   return std::ranges::all_of(overloads, [](const auto& each) { return each->exists.load(); });
 }
 
-PyObject* choose_overload(
+PyObject* call_counted(
     const Operator& op, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   {
     const DispatcherCall call(*op.overloads);
@@ -77,7 +77,7 @@ PyObject* choose_overload(
 PyObject* call_operator(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Operator& op = operator_of(self);
   if (op.entry == nullptr)
-    return choose_overload(op, args, nargsf, keywords);
+    return call_counted(op, args, nargsf, keywords);
   return call_entry(
       *reinterpret_cast<Entry*>(op.entry), op.dispatch, op.next, args, nargsf, keywords);
 }
@@ -99,15 +99,15 @@ PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) 
     return nullptr;
   if (next == Py_None)
     next = nullptr;
-  const bool chooses = entry == Py_None && overloads != nullptr && next != nullptr;
+  const bool counts = entry == Py_None && overloads != nullptr && next != nullptr;
   const bool calls =
       Py_TYPE(entry) == entry_type && (next == nullptr || Py_TYPE(next) == operator_type);
-  if (!chooses && !calls) {
+  if (!counts && !calls) {
     PyErr_SetString(PyExc_TypeError, "next expects an Operator or None, and entry an Entry");
     return nullptr;
   }
   std::vector<LifetimePointer> counted;
-  if (chooses)
+  if (counts)
     counted = lifetimes_of(overloads, true);
   remember_owner(owner);
   PyObject* self = type->tp_alloc(type, 0);
@@ -118,8 +118,8 @@ PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) 
   Operator& op = operator_of(self);
   op.owner = owner;
   op.call = call_operator;
-  op.entry = chooses ? nullptr : Py_NewRef(entry);
-  op.overloads = chooses ? new std::vector(std::move(counted)) : nullptr;
+  op.entry = counts ? nullptr : Py_NewRef(entry);
+  op.overloads = counts ? new std::vector(std::move(counted)) : nullptr;
   op.dispatch = Py_NewRef(dispatch);
   op.next = Py_XNewRef(next);
   return self;
@@ -148,9 +148,11 @@ void dealloc_operator(PyObject* self) {
   Py_DECREF(type);
 }
 
-// PyTorch hashes an operator by its function, and reads the function's name and module.
+// PyTorch hashes an operator by its function, and reads the function's name and module. One that
+// just counts may have a newer function, and keeps the hash of the first.
 Py_hash_t hash_operator(PyObject* self) {
-  return PyObject_Hash(operator_of(self).dispatch);
+  const Operator& op = operator_of(self);
+  return PyObject_Hash(op.entry == nullptr ? op.next : op.dispatch);
 }
 
 PyObject* operator_attribute(PyObject* self, PyObject* name) {
@@ -177,6 +179,10 @@ PyMemberDef operator_members[] = {
 bool has_operator(PyObject* owner) {
   // Without the interpreter's lock, calls would wait here for one another, so ask the dictionary.
   return !has_lock || owners.find(owner) != owners.end();
+}
+
+bool has_entry(PyObject* op) {
+  return operator_of(op).entry != nullptr;
 }
 
 bool add_operator_type(PyObject* module) {

@@ -8,11 +8,14 @@
 
 #include <array>
 #include <atomic>
+#include <unordered_set>
 
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "dispatch.h"
+#include "frames.h"
 #include "free_threads.h"
+#include "lifetime.h"
 #include "operator.h"
 
 namespace torchop {
@@ -29,23 +32,60 @@ void after_replacement() {
     std::atomic_thread_fence(std::memory_order_acquire);
 }
 
+// What is called with an object of torch.ops before a thread calls it for the first time.
+PyObject* before_first_call = nullptr;
+
+// PyTorch's own function does not count the calls of an operator of ours, so another thread that
+// ends the operator would not wait for those. Whether this was the first call of the object; -1
+// with an exception.
+int prepare_call(PyObject* self) {
+  static thread_local std::unordered_set<PyObject*> called;
+  static thread_local size_t ended_before = 0;
+  // An object may be that of another operator now, and another one may be where it was.
+  if (const size_t ended = ended_operators.load(); ended != ended_before) {
+    called.clear();
+    ended_before = ended;
+  }
+  if (C10_LIKELY(!called.insert(self).second))
+    return 0;
+  WithoutDynamo frames;
+  if (THPObjectPtr(PyObject_CallOneArg(before_first_call, self)).get() != nullptr)
+    return 1;
+  called.erase(self);
+  return -1;
+}
+
+// The Operator that an object calls; nullptr if it calls something else.
+THPObjectPtr operator_in(PyObject* self) {
+  if (!has_operator(self))
+    return {};
+  static PyObject* name = PyUnicode_InternFromString("_op");
+  THPObjectPtr function(PyObject_GenericGetAttr(self, name)); // it is in the dictionary
+  if (C10_LIKELY(function && Py_TYPE(function.get()) == operator_type))
+    return function;
+  PyErr_Clear();
+  return {};
+}
+
 // One function for each class: a slot gets no more than the object, which may be of a subclass.
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   after_replacement();
-  if (!has_operator(self))
-    return before[Index](self, args, keywords);
-  static PyObject* name = PyUnicode_InternFromString("_op");
-  THPObjectPtr function(PyObject_GenericGetAttr(self, name)); // it is in the dictionary
-  // Since 2.14, `__call__` may have something else to call where torch functions are skipped.
-  if (C10_LIKELY(
-          function && Py_TYPE(function.get()) == operator_type && !skips_torch_functions())) {
-    note_call(self);
-    note_call(function.get());
-    return PyVectorcall_Call(function.get(), args, keywords);
+  THPObjectPtr function;
+  while (C10_UNLIKELY(!(function = operator_in(self)))) {
+    const int was_first = prepare_call(self);
+    if (was_first < 0)
+      return nullptr;
+    if (was_first == 0)
+      break;
   }
-  PyErr_Clear();
-  return before[Index](self, args, keywords);
+  // By its frame, Python finds that a call runs which has no entry. And since 2.14, `__call__` may
+  // have something else to call where torch functions are skipped.
+  if (C10_UNLIKELY(!function || !has_entry(function.get()) || skips_torch_functions()))
+    return before[Index](self, args, keywords);
+  note_call(self);
+  note_call(function.get());
+  return PyVectorcall_Call(function.get(), args, keywords);
 }
 
 // What the slot of CustomOpDef held.
@@ -87,10 +127,12 @@ PyObject* shorten_handle_calls(PyObject*, PyObject* args) {
 }
 
 PyObject* shorten_calls(PyObject*, PyObject* args) {
-  PyObject* object;
-  if (!PyArg_ParseTuple(args, "O!", &PyType_Type, &object))
+  PyObject *object, *callback;
+  if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &object, &callback))
     return nullptr;
   auto* type = reinterpret_cast<PyTypeObject*>(object);
+  if (before_first_call == nullptr)
+    before_first_call = Py_NewRef(callback);
   for (size_t index = 0; index < shortened.size(); ++index) {
     if (shortened[index] == nullptr) {
       before[index] = type->tp_call;
