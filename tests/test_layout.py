@@ -359,7 +359,7 @@ def test_the_core_is_small() -> None:
     count = sum(
         python_lines(path.read_text(encoding="utf-8"))
         for name, path in sources(PACKAGE).items()
-        if name not in rooms
+        if name not in rooms and not room_of_the_ring(name)  # which may import nothing of ours
     )
     assert count <= MOST_CORE_LINES
 
