@@ -57,7 +57,7 @@ BUDGETS = {
     "_native": 1484,
     "_native/csrc": 5898,
     "_rules": 5415,
-    "_rules/autograd": 2025,
+    "_rules/autograd": 2032,
     "_rules/residuals": 838,
     "_rules/user/sharding": 898,
     "_schema": 3380,
