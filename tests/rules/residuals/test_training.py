@@ -714,6 +714,12 @@ def test_forward_mode_is_refused_where_a_residual_would_lose_its_tangent(lse):
     assert_close(tangent, torch.ones(()))
     with pytest.raises(ForwardModeError, match="does not support forward-mode"):
         torch.func.hessian(lse.op)(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.requires_grad_(), torch.ones(3))
+        with pytest.raises(
+            ForwardModeError, match=r"dual tensors that require grad.*residuals, which"
+        ):
+            lse.op(dual)
 
 
 # --------------------------------------------------------------------------------------------------

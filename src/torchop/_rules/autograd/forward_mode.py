@@ -216,3 +216,13 @@ def refuse(definition: Definition) -> ForwardModeError:
         f"one with register_jvp({str(definition)!r}, jvp, setup_context=...), or use reverse "
         "mode, such as torch.func.vjp or jacrev."
     )
+
+
+def refuse_recording(definition: Definition) -> ForwardModeError:
+    """The error for a call with tangents that would save residuals, which have none."""
+    return ForwardModeError(
+        f"{definition} was called with dual tensors that require grad, and its gradient uses "
+        "residuals, which would be saved without tangents. Register a formula with "
+        f"register_jvp('{definition}__with_residuals', jvp) that returns tangents of the results "
+        "and of the residuals, and call torch.func.jvp or hessian in place of dual tensors."
+    )

@@ -129,7 +129,7 @@ class AutogradRule(CompiledRule[Formula]):
             formula = definition.plan[AutogradRule]
             record_body = formula.record_body
             if is_dual and formula.training is not None:
-                raise forward_mode.refuse(definition)
+                raise forward_mode.refuse_recording(definition)
             # With its body recorded, a call is none of the operator for anybody: so not where
             # forward mode, a transform, or a mode or subclass (the key Python) has to see one.
             if (
