@@ -215,7 +215,9 @@ def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.libra
     definition = own_definition(None, name)
     library = registries.published_library(str(name))
     replaceable = definition is not None or (library is not None and library.m is not None)
-    if not replaceable and operators.is_registered(name.packet, name.overload):
+    # Only if there is an entry: TorchScript would read all that was defined since it was asked.
+    is_known = not replaceable and operators.has_entry(*name)
+    if is_known and operators.is_registered(name.packet, name.overload):
         taken_at = operators.registration_site(name.packet, name.overload)
         raise RuntimeError(
             f"{name} cannot be defined at {site}: it exists already, registered at {taken_at}. "

@@ -107,6 +107,7 @@ class _FirstUse:
         """Waits for the first call, through a handle or `torch.ops`, and for Dynamo."""
         if self._first_call is not None or self.is_over:
             return
+        api.mode()  # raises an exception if the environment variable is wrong
         # Its guards hold on to the type of a handle, which must not change during a trace.
         import_hooks.when_imported(compilers.DYNAMO, _obtain_for_dynamo)
         call = self.call = handle_type.__call__
@@ -147,7 +148,6 @@ def new_handle_type() -> Any:
 def make_native(definition: Definition) -> None:
     """Makes calls of a new operator native, or has that done when the extension is there."""
     if _native is None:
-        api.mode()  # raises an exception if the environment variable is wrong
         definition.follower = _first_use
         _first_use.wait()
     if _native is not None and definition.entry is None:
