@@ -75,7 +75,7 @@ class Scenario:
         try:
             packet = getattr(torch.ops, self.namespace).op
             return chance.choice((self.handle, packet, packet.default))
-        except AttributeError as missing:  # while nobody has defined it
+        except (AttributeError, RuntimeError) as missing:  # while nobody has defined it
             raise torchop.OperatorGoneError(str(missing)) from None
 
 
