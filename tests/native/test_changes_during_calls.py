@@ -135,6 +135,8 @@ def test_a_definition_waits_for_the_first_call_of_an_object(namespace, way, agai
     def blocking(x: Tensor) -> Tensor:
         entered.set()
         assert release.wait(20)
+        torch.ops.aten.neg.default(x)  # for the first time in this thread
+        time.sleep(0.05)
         order.append("left")
         return x + 1
 
@@ -191,6 +193,24 @@ def test_an_object_that_torch_ops_does_not_know_any_more(namespace, way, defined
             with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}.* is gone"):
                 called(T)
         assert hash(called) == hashed
+
+
+def test_an_operator_of_others_in_the_namespace_stays_theirs(namespace):
+    """Their overload goes on with the next operator, as long as a kernel keeps the entry."""
+    define(namespace, lambda x: x + 1)
+    kernels = torch.library.Library(namespace, "FRAGMENT")
+    schema = torch.library.Library(namespace, "FRAGMENT")
+    schema.define("theirs(Tensor x) -> Tensor")
+    kernels.impl("theirs", lambda x: x + 2, "CompositeExplicitAutograd")
+    packet = getattr(torch.ops, namespace).theirs
+    called = [packet, packet.default]
+    assert [each(T).tolist() for each in called] == [[2, 2]] * 2
+    schema._destroy()
+    schema = torch.library.Library(namespace, "FRAGMENT")
+    schema.define("theirs(Tensor x) -> Tensor")
+    assert [each(T).tolist() for each in called] == [[2, 2]] * 2
+    kernels._destroy()
+    schema._destroy()
 
 
 @pytest.mark.parametrize(("fits", "gone"), [(False, True), (True, False)])

@@ -68,13 +68,13 @@ def _retire(existing: Any, reason: Callable[[], str]) -> None:
 # never asks for another one, so the next operator of the name has to go on with it.
 _cached: dict[tuple[str, str, str], list[Any]] = {}
 
-# Those in which an operator was defined here.
-namespaces: set[str] = set()
+# The packets of the operators that were defined here.
+defined: set[str] = set()
 
 
 def before_definition(namespace: str, name: str, overload: str) -> None:
     """Forgets an earlier operator of the name, whoever defined and ended it."""
-    namespaces.add(namespace)
+    defined.add(f"{namespace}::{name}")
     _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)  # which FX made
     # Unless the dispatcher may still point to the overload.
     if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
@@ -112,9 +112,9 @@ def count_calls(op: OpOverload | OpOverloadPacket) -> None:
     """
     packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
     qualname, function = packet._qualified_op_name, op._op
-    if native is None or qualname.partition("::")[0] not in namespaces:
+    if native is None or isinstance(function, native.Operator):
         return
-    if isinstance(function, native.Operator) or not overload_functions.is_cpp_function(function):
+    if not overload_functions.is_cpp_function(function):
         return
     names = operators.overload_names(qualname)
     if isinstance(op, OpOverload):

@@ -223,10 +223,13 @@ def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:
     """Has the calls of an object of `torch.ops` counted before a thread first calls it.
 
     PyTorch's own function does not count them, so whoever ends the operator, in another thread,
-    would not wait for those that are in the dispatcher.
+    would not wait for those that are in the dispatcher. A call of another operator does not wait
+    for registrations: these would not wait for the kernel that makes it.
     """
-    with registration_lock:
-        deregistration.count_calls(op)
+    packet = vars(op).get("_overloadpacket", op)
+    if vars(packet).get("_qualified_op_name") in deregistration.defined:
+        with registration_lock:
+            deregistration.count_calls(op)
 
 
 def _adopt(definition: Definition, native: Any) -> OwnCalls:
