@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -10,11 +11,13 @@ import weakref
 import pytest
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 import torchop
 from tests.devices import TYPE
 from tests.native.scenarios import GRAD, T, define, inputs
 from tests.support import counting, needs_native
+from torchop._native import switch
 
 pytestmark = needs_native
 
@@ -56,7 +59,6 @@ def test_setup_context_may_replace_the_formula(namespace):
 
 def test_kernel_may_drop_the_last_reference_to_the_handle_that_calls_it(namespace):
     """The plan and the entry of a call outlive it."""
-    from torchop._native import switch
 
     def kernel(x: Tensor) -> Tensor:
         handles.clear()
@@ -211,6 +213,24 @@ def test_an_operator_of_others_in_the_namespace_stays_theirs(namespace):
     assert [each(T).tolist() for each in called] == [[2, 2]] * 2
     kernels._destroy()
     schema._destroy()
+
+
+def test_an_object_where_another_one_was_is_not_taken_for_that(namespace):
+    other = OpOverload.__new__(OpOverload)
+    with contextlib.suppress(AttributeError):
+        other(T)  # it has no function
+    op = define(namespace, lambda x: x + 1)
+    theirs = torch.library.Library(f"{namespace}_theirs", "FRAGMENT")
+    theirs.define("op() -> ()")
+    theirs._destroy()
+    place = id(other)
+    del other
+    overload = OpOverload.__new__(OpOverload)
+    assert id(overload) == place
+    vars(overload).update(vars(op.overload))
+    overload._op, *_ = torch._C._get_operation_overload(f"{namespace}::op", "")
+    assert overload(T).tolist() == [1, 1]
+    assert isinstance(overload._op, switch.native_module().Operator)
 
 
 @pytest.mark.parametrize(("fits", "gone"), [(False, True), (True, False)])

@@ -83,6 +83,7 @@ class Listener final : public c10::OpRegistrationListener {
  public:
   void onOperatorRegistered(const c10::OperatorHandle&) override {}
   void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    ++ended_operators;
     const std::lock_guard<std::mutex> lock(lifetimes().mutex);
     if (auto found = lifetimes().all.extract(place_of(op)); !found.empty()) {
       found.mapped()->exists.store(false);
@@ -275,7 +276,6 @@ PyObject* hold_calls(PyObject*, PyObject* names) {
 
 PyObject* end_calls(PyObject*, PyObject* names) {
   HANDLE_TH_ERRORS
-  ++ended_operators;
   const std::vector<LifetimePointer> found = lifetimes_of(names, false);
   for (const LifetimePointer& lifetime : found)
     lifetime->exists.store(false);

@@ -36,7 +36,7 @@ struct Lifetime {
 
 using LifetimePointer = std::shared_ptr<Lifetime>;
 
-// How often operators were ended by `end_calls`.
+// How often the dispatcher lost an operator, whoever ended it.
 inline std::atomic<size_t> ended_operators = 0;
 
 // That of an operator which the dispatcher has; it is made if nobody asked before.
