@@ -17,7 +17,7 @@ pytestmark = needs_native
 
 def test_interpreter_ends_with_graphs_and_handles_alive():
     program = """
-    import atexit, sys
+    import atexit, enum, sys
     import torch, torchop
     from torch import Tensor
 
@@ -36,11 +36,15 @@ def test_interpreter_ends_with_graphs_and_handles_alive():
     op.myself = op
 
     class AtTheEnd:
-        def __del__(self, op=op, x=x):
-            op(x)
+        def __init__(self, called=op):
+            self.called = called
+
+        def __del__(self, x=x):
+            self.called(x)
 
     sys.at_the_end = AtTheEnd()
     op.at_the_end = AtTheEnd()
+    enum.at_the_end = AtTheEnd(torch.ops.aten.neg.default)  # never called before; goes last
     atexit.register(lambda: op(x).sum().backward())
 
     assert torchop.native.counters(op)["native"] > 5

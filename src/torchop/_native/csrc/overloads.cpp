@@ -46,7 +46,8 @@ int prepare_call(PyObject* self) {
     called.clear();
     ended_before = ended;
   }
-  if (C10_LIKELY(!called.insert(self).second))
+  // While Python ends, its modules are empty.
+  if (C10_LIKELY(!called.insert(self).second) || !Py_IsInitialized())
     return 0;
   WithoutDynamo frames;
   if (THPObjectPtr(PyObject_CallOneArg(before_first_call, self)).get() != nullptr)
