@@ -20,13 +20,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 import torchop
 from tests import combinations
 from tests.core.operators import inlined, names, of_a_class, on_cpu, plain
+from tests.support import needs_native
 from torchop._compat import deregistration, registries
 from torchop._core import define
 from torchop._core.lock import registration_lock
+from torchop._native import switch
 
 T = torch.zeros(2)
 _PLACES = (str(Path(torchop.__file__).parent), "torch/library.py", "torch/_library", "torch/_ops")
@@ -248,6 +251,29 @@ def test_an_interrupted_registration_is_there_or_not(namespace, rule):
         register(op)
         assert outcome() is None
         assert op(T).tolist() == [1, 1]
+
+
+@needs_native
+def test_an_interrupted_first_call_can_be_repeated(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    numbers = itertools.count()
+    packet: Any = None
+
+    def fresh() -> Callable[[], Any]:
+        nonlocal packet
+        name = f"op{next(numbers)}"
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, torch.neg, "CompositeExplicitAutograd")
+        packet = getattr(getattr(torch.ops, namespace), name)
+        flop_registry[packet] = len
+        return lambda: switch._before_first_call(packet)
+
+    for _ in interrupts(fresh, 1):
+        assert flop_registry.pop(packet) is len
+        assert packet(T + 1).tolist() == [-1, -1]
+        assert isinstance(packet._op, switch.native_module().Operator)
+    del flop_registry[packet]
+    library.close()
 
 
 def test_an_interrupt_is_raised_where_it_is_asked_for():

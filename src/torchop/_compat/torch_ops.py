@@ -67,9 +67,10 @@ def refresh_packet(namespace: str, name: str, operator: Any) -> None:
 def refresh(packet: OpOverloadPacket, operator: Any) -> None:
     """Updates the overloads of a packet, and keeps it in the registry of FLOP formulas.
 
-    Where native calls are there, an object of the class `operator` counts its calls.
+    Where native calls are there, an object of the class `operator` counts its calls. It also keeps
+    the hash, so the registry stays as it is, for other threads and if an interrupt comes.
     """
-    counter = sys.modules.get("torch.utils.flop_counter")
+    counter = None if operator else sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
     try:
         # Not PyTorch's `_refresh_packet`: a call might find the function before it is counted.
