@@ -97,6 +97,10 @@ class Listener final : public c10::OpRegistrationListener {
   }
 };
 
+// From when this file is loaded: threads have to hear of what ends before anything is counted.
+[[maybe_unused]] const auto* const listening = new c10::RegistrationHandleRAII(
+    c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
+
 // Waits with the lock of Python released; false if the condition does not hold in time.
 template <class Condition>
 bool wait_until(milliseconds limit, Condition&& holds) {
@@ -184,9 +188,6 @@ void end_change(PyObject* capsule) {
 } // namespace
 
 LifetimePointer lifetime_of(const c10::OperatorHandle& op) {
-  static auto* listening = new c10::RegistrationHandleRAII(
-      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
-  (void)listening;
   const std::lock_guard<std::mutex> lock(lifetimes().mutex);
   LifetimePointer& lifetime = lifetimes().all[place_of(op)];
   if (lifetime == nullptr)
