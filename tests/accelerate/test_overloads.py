@@ -97,6 +97,24 @@ def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated, 
     assert packet._op is function
 
 
+def test_a_packet_keeps_its_hash_when_an_acceleration_is_undone(namespace):
+    """Its function is newer than that by which it was hashed, as its calls are counted."""
+    theirs = torch.library.Library(namespace, "FRAGMENT")
+    theirs.define("op(Tensor x) -> Tensor")
+    theirs.impl("op", torch.neg, "CompositeExplicitAutograd")
+    ours = torchop.Library(namespace, "FRAGMENT")
+    ours.define("op.two(Tensor x, Tensor y) -> Tensor")
+    packet = getattr(torch.ops, namespace).op
+    known = {packet: "known"}
+    packet(T)
+    acceleration = torchop.accelerate(f"{namespace}::op")
+    packet(T)
+    acceleration.undo()
+    assert known[packet] == "known"
+    ours.close()
+    theirs._destroy()
+
+
 VALUES = (T, None, True, 3, 0.5, "a", [1, 2], (0.5,), [T], torch.float32, np.float32(2), 2**70, 1j)
 KINDS = (
     "Tensor",

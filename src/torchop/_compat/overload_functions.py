@@ -51,7 +51,8 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
         return
     functions = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
     entries = [each.entry if isinstance(each, operator) else None for each in functions]
-    if any(entries):
+    # Its function may be newer than the one by whose hash the packet is found.
+    if any(entries) or hash(function) != hash(packet):
         function = torch_ops.counted(packet, function, operator)
     chain = None  # the native functions of the first overloads, each with the next
     for entry in reversed(entries):
