@@ -286,6 +286,7 @@ MUTANTS = {
     "frame of a call without an entry": Mutant(
         "overloads.cpp", "!has_entry(function.get()) || ", ""
     ),
+    "trace of a call": Mutant("overloads.cpp", "is_traced() || ", ""),
     "first calls of an object": Mutant("overloads.cpp", "prepare_call(self);", "0;"),
     "first calls after an operator ended": Mutant(
         "overloads.cpp", "ended != ended_before", "false && ended != ended_before"

@@ -184,6 +184,23 @@ def test_the_first_call_of_a_packet_counts_when_an_overload_was_defined_again(na
             assert [packet(x)[0], packet(x, x)[0]] == [5, 10]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
+@pytest.mark.parametrize("defined_by", ["custom_op", "Library"])
+@pytest.mark.parametrize("way", ["packet", "default"])
+def test_a_first_call_may_be_in_a_trace(namespace, defined_by, way):
+    """TorchScript runs it twice, and the operator becomes native in between."""
+    library = torchop.Library(namespace, "FRAGMENT")
+    if defined_by == "custom_op":
+        overload(namespace, "", 1, 1)
+    else:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x + 1, "CompositeExplicitAutograd")
+    packet = getattr(torch.ops, namespace).op
+    called = packet if way == "packet" else packet.default
+    assert torch.jit.trace(lambda x: called(x), T)(T).tolist() == [2, 2]
+    library.close()
+
+
 def test_a_packet_of_which_an_overload_ended_without_a_word_refuses(namespace):
     overload(namespace, "", 1, 1)
     library = torch.library.Library(namespace, "FRAGMENT")

@@ -125,6 +125,11 @@ bool skips_torch_functions() {
     return false;
 }
 
+// Whether TorchScript traces what this thread calls.
+inline bool is_traced() {
+  return c10::impl::tls_local_dispatch_key_set().included_.has(DispatchKey::Tracer);
+}
+
 // Conditions of the thread, which no table knows.
 inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   // BackendSelect and ADInplaceOrView are on for every thread; anything else is somebody who wants

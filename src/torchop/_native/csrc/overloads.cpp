@@ -80,9 +80,11 @@ PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
     if (was_first == 0)
       break;
   }
-  // By its frame, Python finds that a call runs which has no entry. And since 2.14, `__call__` may
-  // have something else to call where torch functions are skipped.
-  if (C10_UNLIKELY(!function || !has_entry(function.get()) || skips_torch_functions()))
+  // By its frame, Python finds that a call runs which has no entry. TorchScript traces a function
+  // twice, and compares the frames, while the first call may become native in between. And since
+  // 2.14, `__call__` may have something else to call where torch functions are skipped.
+  if (C10_UNLIKELY(
+          !function || !has_entry(function.get()) || is_traced() || skips_torch_functions()))
     return before[Index](self, args, keywords);
   note_call(self);
   note_call(function.get());
