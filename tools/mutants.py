@@ -289,7 +289,7 @@ MUTANTS = {
     "trace of a call": Mutant("overloads.cpp", "is_traced() || ", ""),
     "first calls of an object": Mutant("overloads.cpp", "prepare_call(self);", "0;"),
     "first calls after an operator ended": Mutant(
-        "overloads.cpp", "ended != ended_before", "false && ended != ended_before"
+        "overloads.cpp", "if (called.ended != ended)", "if (false)"
     ),
     "operator of a function": Mutant("entry.cpp", "entry_of(self).lifetime == nullptr)", "false)"),
     "skipped torch functions of an overload": Mutant(

@@ -32,28 +32,39 @@ void after_replacement() {
     std::atomic_thread_fence(std::memory_order_acquire);
 }
 
-// What is called with an object of torch.ops before a thread calls it for the first time.
+// What is called with an object of torch.ops before it is called for the first time.
 PyObject* before_first_call = nullptr;
+
+// The objects for which that was done, and how many operators had ended by then.
+struct Called {
+  std::unordered_set<PyObject*> objects;
+  size_t ended = 0;
+};
+
+#ifdef Py_GIL_DISABLED
+thread_local Called called; // no other thread may read it
+#else
+auto& called = *new Called();
+#endif
 
 // PyTorch's own function does not count the calls of an operator of ours, so another thread that
 // ends the operator would not wait for those. Whether this was the first call of the object; -1
 // with an exception.
 int prepare_call(PyObject* self) {
-  static thread_local std::unordered_set<PyObject*> called;
-  static thread_local size_t ended_before = 0;
+  const size_t ended = ended_operators.load();
   // An object may be that of another operator now, and another one may be where it was.
-  if (const size_t ended = ended_operators.load(); ended != ended_before) {
-    called.clear();
-    ended_before = ended;
-  }
+  if (called.ended != ended)
+    called = {{}, ended};
   // While Python ends, its modules are empty.
-  if (C10_LIKELY(!called.insert(self).second) || !Py_IsInitialized())
+  if (C10_LIKELY(called.objects.count(self) != 0) || !Py_IsInitialized())
     return 0;
   WithoutDynamo frames;
-  if (THPObjectPtr(PyObject_CallOneArg(before_first_call, self)).get() != nullptr)
-    return 1;
-  called.erase(self);
-  return -1;
+  if (THPObjectPtr(PyObject_CallOneArg(before_first_call, self)).get() == nullptr)
+    return -1;
+  // Not before that: another thread may call the object meanwhile.
+  if (called.ended == ended)
+    called.objects.insert(self);
+  return 1;
 }
 
 // The Operator that an object calls; nullptr if it calls something else.
