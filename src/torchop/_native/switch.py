@@ -220,7 +220,7 @@ def _prepare(module: ModuleType) -> None:
 
 
 def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:
-    """Has the calls of an object of `torch.ops` counted before a thread first calls it.
+    """Has the calls of an object of `torch.ops` counted before it is first called.
 
     PyTorch's own function does not count them, so whoever ends the operator, in another thread,
     would not wait for those that are in the dispatcher. A call of another operator does not wait
