@@ -78,7 +78,8 @@ def marked() -> list[str]:
 def parts(target: str, out: Path) -> list[Part]:
     """What is run, the most telling first."""
     python = sys.executable
-    pytest = (python, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider")
+    # Plug-ins that may be there, and are not ours: that of benchmarks warns of processes.
+    pytest = (python, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "-p", "no:benchmark")
     found = [
         Part("machine", 60, (python, "-c", DESCRIBE)),
         Part("build", 300, (python, "-c", "import torchop; torchop.native.wait()"), alone=True),

@@ -92,4 +92,4 @@ def host_waits() -> Iterator[list[str]]:
             yield waits
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    waits += [str(each.message) for each in caught if "synchroniz" in str(each.message)]
+    waits += [str(each.message) for each in caught if "called a synchroniz" in str(each.message)]

@@ -103,7 +103,7 @@ def a_number_on_the_host(define: Define) -> Any:
 def the_current_device_and_stream(define: Define) -> Any:
     op = scale(define)
     x = ones(requires_grad=True)
-    with target.module().device(1), target.module().stream(side_stream()):
+    with target.module().device(SECOND), target.module().stream(side_stream()):
         y = op(x)
         y.register_hook(lambda grad: target.note(f"hook at {target.current_place()}"))
     target.note(f"after at {target.current_place()}")

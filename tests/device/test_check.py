@@ -21,7 +21,10 @@ from torchop.testing._check.subsystems.accelerator import captured
 from torchop.testing._contents import check_outputs
 from torchop.testing.process_state import process_state, restored
 
-needs_graphs = pytest.mark.needs_torch("2.12", "torch.accelerator.Graph")
+# Those of CUDA are older.
+needs_graphs = pytest.mark.needs_torch(
+    "2.0" if target.TYPE == "cuda" else "2.12", "torch.accelerator.Graph"
+)
 needs_two_devices = pytest.mark.skipif(target.COUNT < 2, reason="needs two devices")
 
 

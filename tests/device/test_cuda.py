@@ -25,7 +25,7 @@ def ones(**options: Any) -> Tensor:
 
 def with_fake(namespace: str, **options: Any) -> Any:
     op = product(namespace, **options)
-    op.register_fake(lambda x, y: torch.empty_like(x))
+    op.register_fake(lambda x, y: torch.empty_like(x * y))
     return op
 
 
@@ -45,6 +45,8 @@ def test_a_captured_call_is_native_and_replays(namespace: str) -> None:
     assert calls == {"native": 1}
 
 
+# PyTorch keeps the graph of its last warm-up call alive.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("derived", [False, True])
 def test_a_captured_training_step_replays(namespace: str, derived: bool) -> None:
     op = product(namespace, derived=derived)
@@ -66,6 +68,8 @@ def test_a_captured_training_step_replays(namespace: str, derived: bool) -> None
         assert module.weight.grad.tolist() == [number] * 4
 
 
+# Inductor captures an empty graph, to have memory for those to come.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("derived", [False, True])
 def test_reduce_overhead_captures_the_operator(namespace: str, derived: bool) -> None:
     from torch._dynamo.utils import counters  # starts Dynamo, which only this test needs
@@ -87,21 +91,23 @@ def test_reduce_overhead_captures_the_operator(namespace: str, derived: bool) ->
 
 
 def test_the_peak_of_memory_is_not_above_that_of_stock(namespace: str) -> None:
-    peaks = {}
-    for name, library in (("ours", torchop), ("stock", torch.library)):
-        op = product(f"{namespace}_{name}", library=library)
-        x = torch.ones(1 << 22, device="cuda", requires_grad=True)
-        op(x, x).sum().backward()
-        x.grad = None
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        y = x
-        for _ in range(8):
-            y = op(y, x)
-        y.sum().backward()
-        peaks[name] = torch.cuda.max_memory_allocated() - before
-    assert peaks["ours"] <= peaks["stock"]
+    ours, stock = product(f"{namespace}_ours"), product(f"{namespace}_stock", library=torch.library)
+    assert _peak(ours) <= _peak(stock)
+
+
+def _peak(op: Any) -> int:
+    """How many bytes more a program of calls takes at one time, whose tensors end with it."""
+    x = torch.ones(1 << 22, device="cuda", requires_grad=True)
+    op(x, x).sum().backward()
+    x.grad = None
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = x
+    for _ in range(8):
+        y = op(y, x)
+    y.sum().backward()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def test_inductor_compiles_the_operator_into_a_program(namespace: str) -> None:

@@ -137,7 +137,7 @@ def a_graph_across_streams(define: Define) -> Any:
     results = []
     for _ in range(2):
         x = ones(requires_grad=True)
-        with target.module().device(1), target.module().stream(side_stream()):
+        with target.module().device(SECOND), target.module().stream(side_stream()):
             y = op(x)
         op(y).sum().backward()
         results += [y, x.grad]
