@@ -107,8 +107,7 @@ def run(
     if not forks_run_backward():
         raise RuntimeError(
             "mutate works in forks of this program, where PyTorch refuses to run a backward, "
-            "perhaps after work, or fake tensors, on an accelerator. Call mutate before that, with "
-            "tensors on the CPU."
+            "perhaps after work, or fake tensors, on an accelerator. Call it before, on the CPU."
         )
     operator = Operator(op, "mutate")
     end = time.perf_counter() + (math.inf if budget is None else budget)
