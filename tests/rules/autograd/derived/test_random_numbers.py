@@ -130,8 +130,10 @@ def test_what_a_checkpoint_saved_knows_its_random_numbers(namespace, strategy, c
         if compiled:
             torch._dynamo.reset()
             function = torch.compile(function, backend="aot_eager", fullgraph=True)
-        assert torch.equal(train(function), train(region))
-        train(function)
+        # On CUDA, compiled checkpoints draw other numbers than eager ones, unless told otherwise.
+        with torch._inductor.config.patch(fallback_random=True):
+            assert torch.equal(train(function), train(region))
+            train(function)
         return len(calls)
 
     # For the gradients of two calls; nothing else runs again, unless it is not saved.
