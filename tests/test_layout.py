@@ -55,7 +55,7 @@ BUDGETS = {
     "_define": 1920,
     "_inspect": 1079,
     "_native": 1484,
-    "_native/csrc": 5908,
+    "_native/csrc": 5953,
     "_rules": 5415,
     "_rules/autograd": 2032,
     "_rules/residuals": 838,
