@@ -369,7 +369,7 @@ MUTANTS = {
     ),
     "settings of a derived formula": Mutant(
         "ambient_state.cpp",
-        " || !settings_are_plain())\n    Py_RETURN_NONE",
+        " || !settings_are_plain(accelerators))\n    Py_RETURN_NONE",
         ")\n    Py_RETURN_NONE",
     ),
     "anomaly, without a formula": Mutant(
@@ -528,7 +528,9 @@ MUTANTS = {
         "return nullptr;\n      result = checked(compute());\n      seen = look(gradient, values);",
     ),
     "ambient state: other devices": Mutant(
-        "ambient_state.cpp", "return THPVariable_Unpack(value).is_cpu();", "return true;"
+        "ambient_state.cpp",
+        "return tensor.is_cpu() || accelerators.have(tensor.device());",
+        "return true;",
     ),
     "ambient state: subclasses": Mutant(
         "ambient_state.cpp", "if (is_plain_tensor(value))", "if (THPVariable_Check(value))"
@@ -540,7 +542,7 @@ MUTANTS = {
         "ambient_state.cpp", "at::impl::PythonTorchFunctionTLS::stack_len() == 0", "true"
     ),
     "ambient state: autocast": Mutant(
-        "ambient_state.cpp", "!at::autocast::is_autocast_enabled(at::kCPU)", "true"
+        "ambient_state.cpp", "!autocast::is_autocast_enabled(at::kCPU)", "true"
     ),
     "backward: gradient of no tensor": Mutant(
         "backward.cpp", "PyTuple_GET_ITEM(hold_tensors, index) == Py_True ||", "true ||"

@@ -11,7 +11,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torchop
 from tests.device import standin
 from tests.rules.autograd.derived.support import derived, each_strategy
+from tests.support import needs_native
 from torchop import DerivedFormulaError
+from torchop._compat import devices
+from torchop._rules.autograd.derived import replay
+from torchop._rules.autograd.derived.replay import ambient_state
 
 
 def draws_elsewhere(x: Tensor) -> Tensor:
@@ -46,6 +50,54 @@ def test_random_numbers_of_every_device_are_those_of_the_forward(
         gradient = torch.autograd.grad(result, x, torch.ones(8, device=device))[0]
         assert torch.equal(gradient.cpu(), result.detach().cpu())
         assert torch.equal(torch.standin.get_rng_state("standin:1"), state)
+
+
+@needs_native
+def test_a_plain_state_holds_those_of_all_devices():
+    values = torch.ones(2), torch.ones(2, device="standin:1")
+    packed = replay.pack_plain(values, None, 2)
+    assert torch.equal(packed, replay._of_all_devices(values, 2, False).packed)
+    assert replay.pack_plain(values, packed, 2) is packed
+    assert replay.pack_plain(values[:1], packed, 2) is packed  # whatever the arguments
+    for device in ("cpu", "standin:0", "standin:1"):
+        torch.rand(1, device=device)
+        again = replay.pack_plain(values, packed, 2)
+        assert torch.equal(again, replay._of_all_devices(values, 2, False).packed)
+        assert not torch.equal(again, packed)
+        packed = again
+
+
+@needs_native
+def test_a_state_that_is_not_plain_is_left_to_python(side_stream, monkeypatch):
+    values = (torch.ones(2, device="standin:1"),)
+    assert replay.pack_plain(values, None, 1) is None  # the second device is not in use
+    assert replay.pack_plain(values, None, 0) is None
+    with torch.autocast("standin", torch.bfloat16):
+        assert replay.pack_plain(values, None, 2) is None
+    with standin.capture():
+        assert replay.pack_plain(values, None, 2) is None
+    state = ambient_state(values)
+    lacking = devices.traits("standin")._replace(get_rng_state=None)
+    monkeypatch.setattr(devices, "traits", lambda device_type: lacking)
+    assert ambient_state(values) is not state
+    assert replay.replayed(None, state.packed[:0], values, lambda: 3) == 3
+
+
+@needs_native
+@pytest.mark.parametrize("body", [draws_elsewhere, draws])
+def test_a_replay_in_the_present_state_puts_back_what_it_draws(namespace, body, monkeypatch):
+    op = derived(f"{namespace}::f", body)
+    x = torch.ones(8, device="standin:0").requires_grad_()
+    op(x)
+    monkeypatch.setattr(replay, "_of_all_devices", None)  # plain states are packed natively
+    torch.manual_seed(0)
+    result = op(x)
+    torch.manual_seed(0)
+    states = [torch.standin.get_rng_state(device) for device in ("standin:0", "standin:1")]
+    (gradient,) = torch.autograd.grad(result, x, torch.ones_like(x))
+    assert torch.equal(gradient.cpu(), result.detach().cpu())
+    for device, state in zip(("standin:0", "standin:1"), states, strict=True):
+        assert torch.equal(torch.standin.get_rng_state(device), state)
 
 
 def draws_where_it_is_told(x: Tensor, device: torch.device) -> Tensor:

@@ -152,8 +152,8 @@ def make_backward(
     /,
 ) -> tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]]]: ...
 
-# See `replay.pack_on_cpu`.
-def pack_on_cpu(values: Sequence[Any], latest: Tensor | None, /) -> Tensor | None: ...
+# See `replay.pack_plain`.
+def pack_plain(values: Sequence[Any], latest: Tensor | None, count: int, /) -> Tensor | None: ...
 
 # Whether a node comes from applying a function, and what that function does with its `ctx`;
 # otherwise a node comes from calling its class.

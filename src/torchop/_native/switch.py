@@ -210,7 +210,7 @@ def _prepare(module: ModuleType) -> None:
     contract.is_evidently_fresh = module.is_evidently_fresh
     gradients.are_plain = module.are_plain
     function.native_backward = module.make_backward
-    replay.pack_on_cpu = module.pack_on_cpu
+    replay.pack_plain = module.pack_plain
     rule.native_choice = module.Choice
     recipe.difference = module.try_nodes(autograd.make_autograd_function, autograd.node_maker)
     if (problem := recipe.unknown_nodes()) is not None:

@@ -197,7 +197,9 @@ def test_forks_that_cannot_run_a_backward(namespace: str, monkeypatch: pytest.Mo
         raise RuntimeError("Unable to handle autograd's threading")  # in PyTorch's words
 
     monkeypatch.setattr(Tensor, "backward", refuse)
-    with pytest.raises(RuntimeError, match=r"refuses to run a backward.*Call it before, on the CPU"):
+    with pytest.raises(
+        RuntimeError, match=r"refuses to run a backward.*Call it before, on the CPU"
+    ):
         mutate(operators.make_scale(namespace), EXAMPLE, only="memory.given", budget=0)
 
 

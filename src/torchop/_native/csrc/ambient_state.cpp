@@ -1,15 +1,17 @@
-// ambient_state.cpp: reading the random number generator of the CPU, for derived formulas.
+// ambient_state.cpp: reading the random number generators of devices, for derived formulas.
 #include "ambient_state.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
@@ -18,6 +20,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/utils/python_numbers.h>
 
 #include "dispatch.h"
 
@@ -25,33 +28,80 @@ namespace torchop {
 
 namespace {
 
-// Whether a value is, or holds, no generator and no device but the CPU. Subclasses of Tensor may
-// hold anything.
-bool is_evidently_on_cpu(PyObject* value) {
-  if (is_plain_tensor(value))
-    return THPVariable_Unpack(value).is_cpu();
+using Bytes = std::vector<uint8_t>;
+
+// The accelerators that the program uses: how many, and of which type.
+struct Accelerators {
+  int64_t count;
+  at::DeviceType type;
+
+  bool have(const at::Device& device) const {
+    return device.type() == type && device.index() < count;
+  }
+};
+
+// Whether a value is, or holds, no generator, and no device but the CPU and these. Subclasses of
+// Tensor may hold anything.
+bool is_plain(PyObject* value, const Accelerators& accelerators) {
+  if (is_plain_tensor(value)) {
+    const at::Tensor& tensor = THPVariable_Unpack(value);
+    return tensor.is_cpu() || accelerators.have(tensor.device());
+  }
   return value == Py_None || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
       PyBool_Check(value) || PyUnicode_CheckExact(value) || PyComplex_CheckExact(value) ||
       THPDtype_Check(value);
 }
 
-// No other devices, the default dtype and device of a new process, and no autocast.
-constexpr std::array<uint8_t, 1 + 1 + 24 + 2> plain_settings{};
-
-bool settings_are_plain() {
-  return !at::autocast::is_autocast_enabled(at::kCPU) &&
+// The default dtype and device of a new process, and no autocast.
+bool settings_are_plain(const Accelerators& accelerators) {
+  namespace autocast = at::autocast;
+  return !autocast::is_autocast_enabled(at::kCPU) &&
+      (accelerators.count == 0 || !autocast::is_autocast_available(accelerators.type) ||
+       !autocast::is_autocast_enabled(accelerators.type)) &&
       c10::get_default_dtype_as_scalartype() == at::kFloat &&
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// The length of a part, in the order of bytes of "<I".
-uint8_t* write_length(uint8_t* to, uint32_t length) {
-  for (int byte = 0; byte < 4; ++byte)
-    *to++ = uint8_t(length >> (8 * byte));
-  return to;
+// Such settings, as `_SETTINGS` in replay.py and what follows it.
+Bytes packed_settings(const Accelerators& accelerators) {
+  Bytes settings(1 + 1 + 24 + (accelerators.count > 0 ? 4 : 2));
+  settings[0] = uint8_t(accelerators.count);
+  return settings;
 }
 
-// All that the state of a generator consists of. PyTorch's `get_state` takes ten times as long.
+// Appends a part, after its length in the order of bytes of "<I".
+void append(Bytes& to, const uint8_t* part, size_t size) {
+  for (int byte = 0; byte < 4; ++byte)
+    to.push_back(uint8_t(size >> (8 * byte)));
+  to.insert(to.end(), part, part + size);
+}
+
+// Not `const_data_ptr<uint8_t>`, whose name in libraries some compilers write as GCC does not.
+const uint8_t* bytes_of(const at::Tensor& tensor) {
+  return static_cast<const uint8_t*>(tensor.const_data_ptr());
+}
+
+// Appends the state of a generator, after a byte that says that it is known.
+void append_state(Bytes& to, const at::Tensor& state) {
+  Bytes part{1};
+  part.insert(part.end(), bytes_of(state), bytes_of(state) + state.numel());
+  append(to, part.data(), part.size());
+}
+
+// The states of the generators of accelerators. Raises while a graph is captured on one of them.
+Bytes packed_states(const Accelerators& accelerators) {
+  Bytes states;
+  for (int64_t index = 0; index < accelerators.count; ++index) {
+    at::Generator generator =
+        at::globalContext().defaultGenerator(at::Device(accelerators.type, at::DeviceIndex(index)));
+    std::scoped_lock lock(generator.mutex());
+    append_state(states, generator.get_state());
+  }
+  return states;
+}
+
+// All that the state of the CPU's generator consists of. PyTorch's `get_state` takes ten times as
+// long.
 struct Generated {
   at::mt19937_data_pod engine;
   std::optional<float> next_float;
@@ -70,17 +120,18 @@ struct Generated {
   }
 };
 
-// Not `const_data_ptr<uint8_t>`, whose name in libraries some compilers write as GCC does not.
-const uint8_t* bytes_of(const at::Tensor& tensor) {
-  return static_cast<const uint8_t*>(tensor.const_data_ptr());
-}
+// What a packed state is made of, of which it is told whether it is still the state.
+struct State {
+  Generated of_cpu;
+  Bytes of_accelerators;
+};
 
-// The packed state that was returned last, and what it was made of. The lock of the generator
+// The packed state that was returned last, and what it was made of. The lock of the CPU's generator
 // guards it; it is never freed, because no interpreter may be left at the end.
 struct Latest {
   PyObject* packed;
-  Generated state;
-  std::vector<uint8_t> bytes; // of `packed`: a graph that saved it may reuse its memory
+  State state;
+  Bytes bytes; // of `packed`: a graph that saved it may reuse its memory
 
   bool is_whole() const {
     const at::Tensor& tensor = THPVariable_Unpack(packed);
@@ -90,74 +141,80 @@ struct Latest {
 };
 Latest* latest_state = nullptr;
 
-// What was packed, if it is still the state, and otherwise the state.
-PyObject* unchanged(PyObject* packed, std::optional<Generated>& now, at::Tensor& state) {
+// What was packed, if it is still the state; and otherwise null, the state, and that of the CPU as
+// a tensor.
+PyObject* unchanged(
+    PyObject* packed, Bytes&& of_accelerators, std::optional<State>& now, at::Tensor& of_cpu) {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
-  auto& of_cpu = *generator.get<at::CPUGeneratorImpl>();
+  auto& implementation = *generator.get<at::CPUGeneratorImpl>();
   std::scoped_lock lock(generator.mutex());
-  now.emplace(of_cpu);
-  if (latest_state != nullptr && latest_state->packed == packed && latest_state->state == *now &&
-      latest_state->is_whole())
+  now.emplace(State{Generated(implementation), std::move(of_accelerators)});
+  if (latest_state != nullptr && latest_state->packed == packed &&
+      latest_state->state.of_cpu == now->of_cpu &&
+      latest_state->state.of_accelerators == now->of_accelerators && latest_state->is_whole())
     return Py_NewRef(packed);
-  state = at::Tensor(of_cpu.get_state());
+  of_cpu = at::Tensor(implementation.get_state());
   return nullptr;
 }
 
-PyObject* remember(PyObject* packed, const Generated& state) {
+PyObject* remember(PyObject* packed, State&& state, Bytes&& bytes) {
   THPObjectPtr before; // is dropped without the lock, because anything may run then
+  auto latest =
+      std::make_unique<Latest>(Latest{Py_NewRef(packed), std::move(state), std::move(bytes)});
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   std::scoped_lock lock(generator.mutex());
-  if (latest_state == nullptr)
-    latest_state = new Latest{nullptr, state, {}};
-  before = THPObjectPtr(std::exchange(latest_state->packed, Py_NewRef(packed)));
-  latest_state->state = state;
-  const at::Tensor& tensor = THPVariable_Unpack(packed);
-  const uint8_t* bytes = bytes_of(tensor);
-  latest_state->bytes.assign(bytes, bytes + tensor.nbytes());
+  latest.reset(std::exchange(latest_state, latest.release()));
+  if (latest != nullptr)
+    before = THPObjectPtr(latest->packed);
   return packed;
 }
 
 } // namespace
 
-PyObject* pack_on_cpu(PyObject*, PyObject* const* args, Py_ssize_t count) {
+PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(
-      count == 2 && (args[1] == Py_None || is_plain_tensor(args[1])),
-      "pack_on_cpu expects a sequence, and a tensor or None");
-  PyObject* values = args[0];
-  THPObjectPtr fast(PySequence_Fast(values, "pack_on_cpu expects a sequence"));
+      count == 3 && (args[1] == Py_None || is_plain_tensor(args[1])) && PyLong_Check(args[2]),
+      "pack_plain expects a sequence, a tensor or None, and a number of accelerators");
+  THPObjectPtr fast(PySequence_Fast(args[0], "pack_plain expects a sequence"));
   if (!fast)
     return nullptr;
+  Accelerators accelerators{THPUtils_unpackLong(args[2]), at::kCPU};
+  if (accelerators.count > 0)
+    accelerators.type = at::getAccelerator(true).value();
   PyObject** items = PySequence_Fast_ITEMS(fast.get());
   PyObject** end = items + PySequence_Fast_GET_SIZE(fast.get());
-  if (!std::all_of(items, end, is_evidently_on_cpu) || !settings_are_plain())
+  const auto plain = [&](PyObject* item) { return is_plain(item, accelerators); };
+  if (!std::all_of(items, end, plain) || !settings_are_plain(accelerators))
     Py_RETURN_NONE;
   // No operator is dispatched here: the modes and transforms around the call would intercept it.
-  std::optional<Generated> now;
-  at::Tensor state;
-  if (PyObject* same = unchanged(args[1], now, state); C10_LIKELY(same != nullptr))
+  Bytes of_accelerators;
+  try {
+    of_accelerators = packed_states(accelerators);
+  } catch (const c10::Error&) { // a graph is captured
+    Py_RETURN_NONE;
+  }
+  std::optional<State> now;
+  at::Tensor of_cpu;
+  if (PyObject* same = unchanged(args[1], std::move(of_accelerators), now, of_cpu);
+      C10_LIKELY(same != nullptr))
     return same;
-  const uint8_t* bytes = bytes_of(state);
-  const auto length = size_t(state.numel());
-  // As `_pack` in replay.py writes them: the length of each part, and the part. The first is a byte
-  // that says whether the state is known, and the state; the second is the settings.
-  const int64_t size = 4 + 1 + int64_t(length) + 4 + int64_t(plain_settings.size());
+  // As `_pack` in replay.py writes them: the states of the generators, and then the settings.
+  Bytes bytes;
+  append_state(bytes, of_cpu);
+  bytes.insert(bytes.end(), now->of_accelerators.begin(), now->of_accelerators.end());
+  const Bytes settings = packed_settings(accelerators);
+  append(bytes, settings.data(), settings.size());
   if (args[1] != Py_None) {
     const at::Tensor& latest = THPVariable_Unpack(args[1]);
-    const uint8_t* before = bytes_of(latest) + 5;
-    if (latest.numel() == size && std::memcmp(before, bytes, length) == 0 &&
-        std::memcmp(before + length + 4, plain_settings.data(), plain_settings.size()) == 0)
-      return remember(Py_NewRef(args[1]), *now);
+    if (latest.nbytes() == bytes.size() &&
+        std::memcmp(latest.const_data_ptr(), bytes.data(), bytes.size()) == 0)
+      return remember(Py_NewRef(args[1]), std::move(*now), std::move(bytes));
   }
-  at::Tensor packed = at::detail::empty_cpu({size}, at::kByte);
-  uint8_t* to = packed.mutable_data_ptr<uint8_t>();
-  to = write_length(to, uint32_t(1 + length));
-  *to++ = 1; // the state is known
-  std::memcpy(to, bytes, length);
-  to = write_length(to + length, uint32_t(plain_settings.size()));
-  std::memcpy(to, plain_settings.data(), plain_settings.size());
+  at::Tensor packed = at::detail::empty_cpu({int64_t(bytes.size())}, at::kByte);
+  std::memcpy(packed.mutable_data_ptr<uint8_t>(), bytes.data(), bytes.size());
   PyObject* made = THPVariable_Wrap(packed);
-  return made == nullptr ? nullptr : remember(made, *now);
+  return made == nullptr ? nullptr : remember(made, std::move(*now), std::move(bytes));
   END_HANDLE_TH_ERRORS
 }
 

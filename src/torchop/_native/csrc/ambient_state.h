@@ -5,7 +5,7 @@
 
 namespace torchop {
 
-// pack_on_cpu(values, latest): as in `_rules/autograd/derived/replay.py`, which unpacks them.
-PyObject* pack_on_cpu(PyObject*, PyObject* const* args, Py_ssize_t count);
+// pack_plain(values, latest, count): see `_rules/autograd/derived/replay.py`, which unpacks them.
+PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count);
 
 } // namespace torchop

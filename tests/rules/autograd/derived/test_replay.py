@@ -10,6 +10,7 @@ from torch import Tensor
 import torchop
 from tests.rules.autograd.derived.support import derived, each_strategy
 from tests.support import needs_native
+from torchop._compat import devices
 from torchop._native.switch import native_module
 from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.replay import ambient_state, packed_size
@@ -118,7 +119,8 @@ def test_the_size_is_known_without_running_anything():
         assert packed_size([fake]) == packed_size([X])
         on_cuda = torch.empty(2, device="cuda")
         # A seed and an offset, that they are known, their length, a flag and dtype of autocast.
-        assert packed_size([fake, on_cuda]) == packed_size([X]) + 16 + 1 + 4 + 2
+        on_cpu = torch.empty(2, device="cpu")
+        assert packed_size([on_cpu, on_cuda]) == packed_size([on_cpu]) + 16 + 1 + 4 + 2
 
 
 @pytest.mark.cuda
@@ -275,6 +277,29 @@ class _Elsewhere(torch.Tensor):
         (),
         (torch.ones(2), 1, 1.0, True, "a", 1j, None, torch.float32),
         [torch.nn.Parameter(torch.ones(2))],
+    ],
+    ids=["nothing", "plain values", "a parameter"],
+)
+def test_a_plain_state_is_packed_as_in_python(values, autocast):
+    with torch.autocast(X.device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
+        packed = _pack_plain(values)
+        if autocast:
+            assert packed is None
+            return
+        assert packed.dtype is torch.uint8
+        for _ in range(2):
+            expected = replay._of_all_devices(values, devices.accelerator_count(), False).packed
+            assert torch.equal(packed.cpu(), expected.cpu())
+            assert _pack_plain(values, expected) is expected
+            torch.rand(1)
+            packed = _pack_plain(values, expected)
+            assert packed is not expected
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "values",
+    [
         (torch.ones(2), torch.Generator()),
         (torch.ones(2), torch.device("cpu")),
         (torch.ones(2), [1, 2]),
@@ -283,9 +308,6 @@ class _Elsewhere(torch.Tensor):
         (torch.ones(2).as_subclass(_Elsewhere),),
     ],
     ids=[
-        "nothing",
-        "plain values",
-        "a parameter",
         "a generator",
         "a device",
         "numbers in a list",
@@ -294,50 +316,39 @@ class _Elsewhere(torch.Tensor):
         "a subclass",
     ],
 )
-def test_the_ambient_state_is_packed_as_in_python(values, autocast):
-    native = native_module()
-    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-        packed = native.pack_on_cpu(values, None)
-        expected = replay._pack_on_cpu(values, None)
-        assert replay.pack_on_cpu is native.pack_on_cpu
-    if packed is None:  # then `ambient_state` asks for each generator and device
-        assert expected is None
-    else:
-        assert torch.equal(packed, expected)
-        assert packed.dtype is torch.uint8
-        assert native.pack_on_cpu(values, expected) is expected
-        assert replay._pack_on_cpu(values, packed) is packed
-        torch.rand(1)
-        assert native.pack_on_cpu(values, expected) is not expected
-        assert replay._pack_on_cpu(values, packed) is not packed
-        assert torch.equal(native.pack_on_cpu(values, None), replay._pack_on_cpu(values, None))
+def test_what_may_hold_other_devices_is_left_to_python(values):
+    assert _pack_plain(values) is None
+
+
+def _pack_plain(values, latest=None):
+    assert replay.pack_plain is native_module().pack_plain
+    return replay.pack_plain(values, latest, devices.accelerator_count())
 
 
 @needs_native
 def test_a_packed_state_whose_memory_was_reused_is_packed_again():
-    packed = native_module().pack_on_cpu([X], None)
-    assert native_module().pack_on_cpu([X], packed) is packed
+    packed = _pack_plain([X])
+    assert _pack_plain([X], packed) is packed
     expected = packed.clone()
     packed.zero_()
-    again = native_module().pack_on_cpu([X], packed)
+    again = _pack_plain([X], packed)
     assert again is not packed
     assert torch.equal(again, expected)
 
 
 @needs_native
 def test_the_ambient_state_is_packed_of_sequences_only():
-    with pytest.raises(TypeError, match="pack_on_cpu expects a sequence"):
-        native_module().pack_on_cpu(1, None)
-    for arguments in ((), ([],), ([], 1), ([], None, None)):
-        with pytest.raises(TypeError, match="a sequence, and a tensor or None"):
-            native_module().pack_on_cpu(*arguments)
+    with pytest.raises(TypeError, match="pack_plain expects a sequence"):
+        native_module().pack_plain(1, None, 0)
+    for arguments in ((), ([], None), ([], 1, 0), ([], None, None), ([], None, 0, 0)):
+        with pytest.raises(TypeError, match="a sequence, a tensor or None, and a number"):
+            native_module().pack_plain(*arguments)
 
 
 @needs_native
 def test_settings_that_are_not_plain_are_left_to_python():
     for setting in (torch.device("meta"), default_dtype(torch.float64)):
         with setting:
-            assert native_module().pack_on_cpu([X], None) is None
-            assert replay._pack_on_cpu([X], None) is None
+            assert _pack_plain([X]) is None
             assert not ambient_state([X]).are_plain
     assert ambient_state([X]).are_plain

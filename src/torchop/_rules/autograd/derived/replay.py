@@ -33,12 +33,10 @@ _DTYPES = (torch.float32, *sorted({*schemas.dtypes().values()} - {torch.float32}
 _LENGTH = struct.Struct("<I")
 # How many devices of the accelerator there are states of, the default dtype, the default device.
 # After these come autocast and its dtype for each type of device. `ambient_state.cpp` writes the
-# same bytes.
+# same bytes of a plain state.
 _SETTINGS = struct.Struct("<BB24s")
 _PLAIN = _SETTINGS.pack(0, 0, b"")
 _UNREADABLE = b"\0"  # in place of a state; others begin with another byte
-# Types of arguments that hold no tensors, devices or generators.
-_WITHOUT_DEVICE = frozenset({int, float, bool, str, complex, type(None), torch.dtype})
 
 
 class AmbientState(NamedTuple):
@@ -63,7 +61,7 @@ def ambient_state(values: Sequence[Any], *, in_graph: bool = False) -> AmbientSt
     """
     global _latest
     state, count = _latest, 0 if in_graph else devices.accelerator_count()
-    packed = None if count else pack_on_cpu(values, state and state.packed)
+    packed = _packed_if_plain(values, state and state.packed, count)
     if packed is None:
         state = _latest = _of_all_devices(values, count, in_graph)
     elif state is None or packed is not state.packed:
@@ -100,34 +98,26 @@ def have_changed(state: AmbientState, values: Sequence[Any]) -> bool:
     return _bytes(state.packed) != _bytes(ambient_state(values).packed)
 
 
-def _pack_on_cpu(values: Sequence[Any], latest: Tensor | None) -> Tensor | None:
-    if (
-        not _are_on_cpu(values)
-        or torch.is_autocast_enabled("cpu")
-        or torch.get_default_dtype() is not torch.float32
-        or dispatch.function_modes_are_active()
-    ):
-        return None
-    generator = b"\1" + _bytes(torch.default_generator.get_state())
-    return _shared(_pack((generator, _PLAIN + bytes(2))), latest)
+def _pack_plain(values: Sequence[Any], latest: Tensor | None, count: int) -> Tensor | None:
+    return None
 
 
-# Packs the state of a call if it is plain and its arguments certainly hold no generator
-# and no device but the CPU; otherwise returns None. Returns `latest` if that is the same. It runs
-# in every call that records a gradient, so the native call path puts a function in C++ here.
-pack_on_cpu: Callable[[Sequence[Any], Tensor | None], Tensor | None] = _pack_on_cpu
+# Packs the state of a call if it is plain, and its arguments certainly hold no generator and no
+# device but the CPU and the `count` accelerators; otherwise returns None. Returns `latest` if that
+# is the same. It runs in every call that records a gradient, and so it is a function in C++, which
+# the native call path puts here. Without one, the states are read one by one.
+pack_plain: Callable[[Sequence[Any], Tensor | None, int], Tensor | None] = _pack_plain
+
+
+def _packed_if_plain(values: Sequence[Any], latest: Tensor | None, count: int) -> Tensor | None:
+    accelerator = devices.accelerator() if count else None
+    if accelerator is not None and accelerator.get_rng_state is None:
+        return None  # because PyTorch may have states that nobody could put back
+    return pack_plain(values, latest, count)
 
 
 def _shared(packed: Tensor, latest: Tensor | None) -> Tensor:
     return packed if latest is None or _bytes(packed) != _bytes(latest) else latest
-
-
-def _are_on_cpu(values: Sequence[Any]) -> bool:
-    """Whether the arguments certainly hold no generator and no device but the CPU."""
-    return all(
-        value.is_cpu if isinstance(value, Tensor) else type(value) in _WITHOUT_DEVICE
-        for value in values
-    )
 
 
 def _pack(parts: Sequence[bytes | bytearray]) -> Tensor:
@@ -151,13 +141,21 @@ def replayed(
     An empty tensor stands for those of a body that ran without autocast and draws no random
     numbers, and None for such ones of which more is not known.
     """
-    if type(packed) is Tensor and _is_readable(packed) and pack_on_cpu(values, packed) is packed:
+    count = devices.accelerator_count()
+    if (
+        type(packed) is Tensor
+        and _is_readable(packed)
+        and _packed_if_plain(values, packed, count) is packed
+    ):
         # The present state is that of the call, so only what the body draws has to be put back.
         try:
             return run()
         finally:
-            if pack_on_cpu(values, packed) is not packed:
-                _put(next(generators_of(())), _unpack(packed)[0][0])
+            if _packed_if_plain(values, packed, count) is not packed:
+                for generator, state in zip(
+                    generators_of(values, count), _unpack(packed)[0], strict=True
+                ):
+                    _put(generator, state)
     states, settings = _unpack(packed)
     count, dtype, device = _SETTINGS.unpack_from(settings)
     changes: list[Setting] = []
