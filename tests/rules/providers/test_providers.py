@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import DEVICE, TYPE
+from tests.devices import DEVICE, TYPE, needs_context_in_backward
 from tests.forking import run_forked
 from tests.rules.support import adding_one as define
 from tests.support import assert_clean, needs_native
@@ -439,6 +439,7 @@ def test_the_flop_formula(ruled):
     assert counter.get_total_flops() == 42
 
 
+@needs_context_in_backward
 @pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
 def test_a_backward_kernel_of_each_provider(namespace):
     ran = []
