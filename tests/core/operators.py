@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import TYPE
 
 
 def plain(namespace: str, **options: Any) -> Any:
@@ -19,8 +20,8 @@ def plain(namespace: str, **options: Any) -> Any:
     return op
 
 
-def on_cpu(namespace: str) -> Any:
-    return plain(namespace, device_types="cpu")
+def on_one_device(namespace: str) -> Any:
+    return plain(namespace, device_types=TYPE)
 
 
 def inlined(namespace: str) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import BACKEND, TYPE
 from tests.support import counting, needs_native
 from torchop._core import checking
 from torchop._rules.kernels.rule import KernelRule
@@ -126,15 +127,15 @@ def test_place_in_a_list_is_named(namespace: str) -> None:
 
 def test_kernels_of_every_device_and_of_others_operators_are_looked_at(namespace: str) -> None:
     op = define(namespace, keeps)
-    op.register_kernel("cpu", adds)
+    op.register_kernel(TYPE, adds)
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("other(Tensor x) -> Tensor")
-        torchop.register_kernel(f"{namespace}::other", "cpu", adds, lib=library)
+        torchop.register_kernel(f"{namespace}::other", TYPE, adds, lib=library)
         with torchop.checking():
             for called in (op, getattr(torch.ops, namespace).other):
                 with pytest.raises(torchop.UndeclaredMutationError, match=MUTATED):
                     called(torch.zeros(2))
-            with op.set_kernel_enabled("cpu", enabled=False):
+            with op.set_kernel_enabled(TYPE, enabled=False):
                 op(torch.zeros(2))
 
 
@@ -146,7 +147,7 @@ def test_kernels_of_a_library_are_looked_at(
     kernel = (lambda keyset, x: adds(x)) if with_keyset else adds
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
-        library.impl("op", kernel, "CPU", with_keyset=with_keyset)
+        library.impl("op", kernel, BACKEND, with_keyset=with_keyset)
         op = getattr(torch.ops, namespace).op
         for _ in range(3 * called_before):
             op(torch.zeros(2))

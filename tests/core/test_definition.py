@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import BACKEND, TYPE
 from torchop._core.declaration import Site
 from torchop._core.definition import Definition
 from torchop._rules import RULES
@@ -70,7 +71,7 @@ def test_operator_of_others_gets_a_kernel_when_a_rule_needs_it(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         registrations = {
-            "CPU": lambda: torchop.register_kernel(f"{namespace}::op", "cpu", abs, lib=library),
+            BACKEND: lambda: torchop.register_kernel(f"{namespace}::op", TYPE, abs, lib=library),
             "Meta": lambda: torchop.register_fake(f"{namespace}::op", abs, lib=library),
             "Autograd": lambda: torchop.register_autograd(
                 f"{namespace}::op", lambda ctx, grad: grad, lib=library
@@ -78,8 +79,8 @@ def test_operator_of_others_gets_a_kernel_when_a_rule_needs_it(namespace):
             "FuncTorchBatched": lambda: torchop.register_vmap(
                 f"{namespace}::op", lambda info, in_dims, x: (x, 0), lib=library
             ),
-            "AutocastCPU": lambda: torchop.register_autocast(
-                f"{namespace}::op", "cpu", torch.bfloat16, lib=library
+            f"Autocast{BACKEND}": lambda: torchop.register_autocast(
+                f"{namespace}::op", TYPE, torch.bfloat16, lib=library
             ),
         }
         for key, register in registrations.items():
@@ -105,7 +106,7 @@ def test_definition_of_a_closed_library_refuses(namespace):
     library = torchop.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x) -> Tensor")
     rule = KernelRule
-    torchop.register_kernel(f"{namespace}::op", "cpu", lambda x: x + 5, lib=library)
+    torchop.register_kernel(f"{namespace}::op", TYPE, lambda x: x + 5, lib=library)
     (definition,) = library._torchop_definitions.values()
     assert isinstance(definition, Definition)
     library.close()
@@ -125,7 +126,7 @@ def test_definition_does_not_keep_the_library_of_others_alive(namespace):
 
 def test_registrations_from_several_threads_all_count(namespace):
     op = define(namespace)
-    devices = ["cpu", "cuda", "xpu", "hpu", "mps", "xla", "lazy", "mtia"]
+    devices = {TYPE, "cpu", "cuda", "xpu", "hpu", "mps", "xla", "lazy", "mtia"}
     barrier = threading.Barrier(len(devices))
     errors = []
 
@@ -154,8 +155,8 @@ def test_calls_run_while_another_thread_registers(namespace):
 
     def register():
         for _ in range(200):
-            op.register_kernel("cpu")(lambda x: x + 1)
-            with op.set_kernel_enabled("cpu", enabled=False):
+            op.register_kernel(TYPE)(lambda x: x + 1)
+            with op.set_kernel_enabled(TYPE, enabled=False):
                 op.register_fake(lambda x: torch.empty_like(x))
         done.set()
 

@@ -19,6 +19,7 @@ from torch.fx.operator_schemas import normalize_function
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 import torchop
+from tests.devices import BACKEND, TYPE
 from tests.forking import run_forked
 from tests.support import on_both
 
@@ -142,7 +143,7 @@ def compiled_with_lists(library: Any, namespace: str) -> list[Tensor]:
 
     first_library = library.Library(namespace, "FRAGMENT")
     first_library.define("op(Tensor(a!) x, float a) -> ()")
-    first_library.impl("op", add, "CPU")
+    first_library.impl("op", add, BACKEND)
     library.register_fake(f"{namespace}::op", lambda x, a: None, lib=first_library)
     first = torch.ones(2)
     torch.compile(lambda x: packet(namespace)(x, 2.0), fullgraph=True)(first)
@@ -155,7 +156,7 @@ def compiled_with_lists(library: Any, namespace: str) -> list[Tensor]:
 
     lists = library.Library(namespace, "FRAGMENT")
     lists.define("op(Tensor x, Tensor(a!)[] ys, Tensor(b!) z) -> ()")
-    lists.impl("op", kernel, "CPU")
+    lists.impl("op", kernel, BACKEND)
     library.register_fake(f"{namespace}::op", lambda x, ys, z: None, lib=lists)
     y, z = torch.zeros(2), torch.zeros(2)
     try:
@@ -181,11 +182,11 @@ def test_operators_of_two_libraries_compile_one_after_another(namespace):
 def with_rules(namespace: str, held: dict[str, Any], schema: str = SCHEMA) -> None:
     custom_op(namespace, held, schema)
     op = held["op"]
-    op.register_kernel("cpu", lambda x: x + 2)
+    op.register_kernel(TYPE, lambda x: x + 2)
     op.register_fake(lambda x: torch.empty_like(x))
     op.register_autograd(lambda ctx, grad: grad)
     op.register_vmap(lambda info, in_dims, x: (op(x), in_dims[0]))
-    op.register_autocast("cpu", torch.bfloat16)
+    op.register_autocast(TYPE, torch.bfloat16)
     op.register_torch_dispatch(FakeTensorMode, lambda mode, func, types, args, kwargs: args[0] + 1)
     op.register_flop_formula(lambda x: 1)
 
@@ -221,7 +222,7 @@ def mutating(namespace: str, held: dict[str, Any]) -> None:
 def low_level(namespace: str, held: dict[str, Any]) -> None:
     define(namespace, held, SCHEMA)
     kernel = held["op"] = lambda x: x + 1
-    held["library"].impl("op", kernel, "CPU")
+    held["library"].impl("op", kernel, BACKEND)
     torchop.register_fake(f"{namespace}::op", lambda x: torch.empty_like(x), lib=held["library"])
 
 
@@ -338,8 +339,8 @@ def test_kernel_of_another_library_stays_under_modes(namespace):
     other = torchop.Library(namespace, "IMPL")
     held = {"library": torchop.Library(namespace, "FRAGMENT")}
     define(namespace, held, SCHEMA)
-    held["library"].impl("op", lambda x: x + 1, "CPU")
-    quietly(lambda: other.impl("op", lambda x: x + 5, "CPU"))
+    held["library"].impl("op", lambda x: x + 1, BACKEND)
+    quietly(lambda: other.impl("op", lambda x: x + 5, BACKEND))
     close(held)
     held["library"] = torchop.Library(namespace, "FRAGMENT")
     define(namespace, held, SCHEMA)
@@ -353,7 +354,7 @@ def test_kernel_of_the_next_operator_runs_under_modes(namespace):
     for amount in (1, 5):
         held = {"library": torchop.Library(namespace, "FRAGMENT")}
         define(namespace, held, SCHEMA)
-        held["library"].impl("op", lambda x, amount=amount: x + amount, "CPU")
+        held["library"].impl("op", lambda x, amount=amount: x + amount, BACKEND)
         with FlopCounterMode(display=False):
             assert packet(namespace)(T).tolist() == [1 + amount] * 2
         close(held)
@@ -417,7 +418,7 @@ def test_flop_formula_ends_with_the_operator(namespace):
 def test_flop_formula_stays_with_another_overload(namespace):
     with torchop.Library(namespace, "FRAGMENT") as home:
         home.define(f"op{SCHEMA}")
-        home.impl("op", lambda x: x + 1, "CPU")
+        home.impl("op", lambda x: x + 1, BACKEND)
         with torchop.Library(namespace, "FRAGMENT") as library:
             library.define("op.two(Tensor x, Tensor y) -> Tensor")
             register_flop_formula(packet(namespace))(lambda *args, **kwargs: 7)
@@ -445,7 +446,7 @@ def test_overload_that_the_next_operator_goes_on_with_is_not_taken_for_the_first
             library.define(f"op{schema}")
             # It keeps the entry of the dispatcher.
             kernel = (lambda x: x + 1) if is_functional else (lambda x: None)
-            quietly(lambda kernel=kernel: other.impl("op", kernel, "CPU"))
+            quietly(lambda kernel=kernel: other.impl("op", kernel, BACKEND))
             overloads.append(overload(namespace))
             with FlopCounterMode(display=False):
                 packet(namespace)(T)

@@ -24,7 +24,8 @@ from torch.utils.flop_counter import flop_registry
 
 import torchop
 from tests import combinations
-from tests.core.operators import inlined, names, of_a_class, on_cpu, plain
+from tests.core.operators import inlined, names, of_a_class, on_one_device, plain
+from tests.devices import BACKEND, TYPE
 from tests.support import needs_native
 from torchop._compat import deregistration, registries
 from torchop._core import define
@@ -107,7 +108,7 @@ def stock(namespace: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"), [(plain, 29), (on_cpu, 7), (inlined, 31), (of_a_class, 331)]
+    ("kind", "step"), [(plain, 29), (on_one_device, 7), (inlined, 31), (of_a_class, 331)]
 )
 def test_an_interrupted_definition_leaves_a_free_name_or_the_operator(namespace, kind, step):
     numbers = itertools.count()
@@ -161,7 +162,7 @@ def test_an_interrupted_library_knows_what_it_defined(namespace):
     for _ in interrupts(fresh, 2):
         if not names(namespace):
             library.define("op(Tensor x) -> Tensor")
-        library.impl("op", lambda x: x + 1, "CPU")
+        library.impl("op", lambda x: x + 1, BACKEND)
         overload = getattr(torch.ops, namespace).op.default
         works(overload, namespace)
         library.close()
@@ -176,7 +177,7 @@ def test_an_interrupted_closing_can_be_repeated(namespace, places):
         nonlocal held
         library = torchop.Library(namespace, "FRAGMENT")
         library.define("low(Tensor x) -> Tensor")
-        library.impl("low", lambda x: x + 1, "CPU")
+        library.impl("low", lambda x: x + 1, BACKEND)
         torch.library.register_fake(f"{namespace}::low", torch.empty_like, lib=library)
         low = getattr(torch.ops, namespace).low.default
         op = plain(namespace, lib=library)
@@ -204,7 +205,7 @@ class Registration:
 X = torch.ones(2, requires_grad=True)
 REGISTRATIONS = {
     "kernel": Registration(
-        lambda op: torchop.register_kernel(op, "cpu", lambda x: x + 1), lambda op: op(T)
+        lambda op: torchop.register_kernel(op, TYPE, lambda x: x + 1), lambda op: op(T)
     ),
     "fake": Registration(
         lambda op: torchop.register_fake(op, torch.empty_like),

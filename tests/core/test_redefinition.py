@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import BACKEND, TYPE
 from tests.support import on_both
 
 T = torch.zeros(2)
@@ -110,7 +111,7 @@ def test_replaced_overload_says_so_and_the_packet_finds_the_new_one(namespace):
 def test_rules_of_a_replaced_operator_are_gone(namespace):
     old = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     old.register_fake(lambda x: x.new_empty(7))
-    old.register_kernel("cpu")(lambda x: x + 5)
+    old.register_kernel(TYPE)(lambda x: x + 5)
     old.register_effect(torchop.EffectType.ORDERED)
     with pytest.warns(torchop.RedefinitionWarning):
         new = torchop.custom_op(f"{namespace}::op", second, mutates_args=())
@@ -168,7 +169,7 @@ def test_operator_replaced_by_pytorch_custom_op_says_so(namespace):
 def test_operator_that_was_not_made_by_custom_op_is_not_replaced(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define(f"op{SCHEMA}")
-        library.impl("op", first, "CPU")
+        library.impl("op", first, BACKEND)
         with pytest.raises(RuntimeError, match="it exists already, registered at") as caught:
             torchop.custom_op(f"{namespace}::op", second, mutates_args=())
         assert f"{namespace}::op cannot be defined at {line_of(second)}" in str(caught.value)
@@ -198,10 +199,10 @@ def test_operator_is_not_replaced_from_inside_a_call_of_it(namespace):
         return x + 5
 
     op = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
-    op.register_kernel("cpu")(kernel)
+    op.register_kernel(TYPE)(kernel)
     with pytest.raises(RuntimeError, match=f"{namespace}::op cannot be .* inside a call of it"):
         op(T)
-    op.register_kernel("cpu")(first)
+    op.register_kernel(TYPE)(first)
     assert op(T).tolist() == [1, 1]
     assert packet(namespace)(T).tolist() == [1, 1]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.devices import BACKEND, TYPE
 from tests.releases import needs_tags
 from torchop._core.registry import find_schema, op_name, own_definition, resolve
 from torchop._schema.forms import Form
@@ -51,11 +52,11 @@ def test_every_way_has_the_same_name_and_definition(namespace, way):
 def test_every_rule_is_registered_in_every_way(namespace, way):
     handle = define(namespace)
     op = way(namespace)
-    torchop.register_kernel(op, "cpu", lambda x: x + 2)
+    torchop.register_kernel(op, TYPE, lambda x: x + 2)
     torchop.register_fake(op, lambda x: x.new_empty(7))
     torchop.register_autograd(op, lambda ctx, grad: grad * 3)
     torchop.register_vmap(op, lambda info, in_dims, x: (x + 4, in_dims[0]))
-    torchop.register_autocast(op, "cpu", torch.bfloat16)
+    torchop.register_autocast(op, TYPE, torch.bfloat16)
     torchop.register_torch_dispatch(op, Mode, lambda *args: torch.full((1,), 5.0))
     torchop.register_effect(op, None)
     assert torchop.opcheck(op, (T,), test_utils="test_schema") == {"test_schema": "SUCCESS"}
@@ -65,7 +66,7 @@ def test_every_rule_is_registered_in_every_way(namespace, way):
     assert handle(T.to("meta")).shape == (7,)
     assert x.grad.tolist() == [3, 3]
     assert torch.vmap(handle)(T).tolist() == [4, 4]
-    with torch.autocast("cpu"):
+    with torch.autocast(TYPE):
         assert handle(T).dtype is torch.bfloat16
     with Mode():
         assert handle(T).tolist() == [5]
@@ -110,15 +111,15 @@ def test_name_of_another_form_is_refused(name):
 
 
 REGISTRATIONS = {
-    "register_kernel": lambda op: torchop.register_kernel(op, "cpu", lambda x: x),
+    "register_kernel": lambda op: torchop.register_kernel(op, TYPE, lambda x: x),
     "register_fake": lambda op: torchop.register_fake(op, lambda x: x),
     "register_autograd": lambda op: torchop.register_autograd(op, lambda ctx, grad: grad),
     "register_vmap": lambda op: torchop.register_vmap(op, lambda info, in_dims, x: x),
-    "register_autocast": lambda op: torchop.register_autocast(op, "cpu", torch.float16),
+    "register_autocast": lambda op: torchop.register_autocast(op, TYPE, torch.float16),
     "register_torch_dispatch": lambda op: torchop.register_torch_dispatch(op, Mode, print),
     "register_effect": lambda op: torchop.register_effect(op, None),
     "opcheck": lambda op: torchop.opcheck(op, (T,)),
-    "get_kernel": lambda op: torchop.get_kernel(op, "CPU"),
+    "get_kernel": lambda op: torchop.get_kernel(op, BACKEND),
 }
 
 
@@ -164,7 +165,7 @@ def test_registration_through_another_library_ends_with_it(namespace):
     op.register_fake(lambda x: x.new_empty(7))
     with torchop.Library(namespace, "FRAGMENT") as library:
         torchop.register_fake(op, lambda x: x.new_empty(9), lib=library)
-        torchop.register_kernel(op, "cpu", lambda x: x + 5, lib=library)
+        torchop.register_kernel(op, TYPE, lambda x: x + 5, lib=library)
         assert op(T).tolist() == [5, 5]
         with torch._subclasses.fake_tensor.FakeTensorMode():
             assert op(torch.zeros(2)).shape == (9,)
@@ -189,7 +190,7 @@ def test_library_in_which_an_operator_lives_is_no_other_library(namespace):
 def test_registration_for_others_without_a_library_stays(namespace, module):
     with module._scoped_library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
-        torchop.register_kernel(f"{namespace}::op", "cpu", lambda x: x + 5)
+        torchop.register_kernel(f"{namespace}::op", TYPE, lambda x: x + 5)
         assert packet(namespace)(T).tolist() == [5, 5]
     with module._scoped_library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
@@ -206,7 +207,7 @@ def test_definition_follows_an_operator_that_is_defined_with_another_schema(name
         after = resolve(f"{namespace}::op", "caller", guest)
         assert after is not before
         assert len(after.schema.arguments) == 2
-        torchop.register_kernel(f"{namespace}::op", "cpu", lambda x, y: x + 5, lib=guest)
+        torchop.register_kernel(f"{namespace}::op", TYPE, lambda x, y: x + 5, lib=guest)
         assert packet(namespace)(T, T).tolist() == [5, 5]
     guest.close()
 

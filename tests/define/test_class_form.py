@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import TYPE
 from tests.support import needs_native
 from torchop import CustomOp
 
@@ -191,12 +192,12 @@ def test_kernels_of_devices_with_a_schema(namespace: str) -> None:
     @torchop.operator(f"{namespace}::negate")
     class negate:
         schema = "(Tensor x, int n=2) -> Tensor"
-        cpu = staticmethod(lambda x, n=2: -x * n)
+        vars()[TYPE] = staticmethod(lambda x, n=2: -x * n)
 
     assert torch.equal(negate(torch.ones(1)), torch.tensor([-2.0]))
     assert negate._definition.declaration.site is not None
     assert negate._definition.declaration.site.file == __file__
-    assert repr(negate).endswith("; kernels for cpu>"), "and for nothing else"
+    assert repr(negate).endswith(f"; kernels for {TYPE}>"), "and for nothing else"
 
 
 def test_a_kernel_of_a_device_beside_the_default_one(namespace: str) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torchop
+from tests.devices import AUTOGRAD, BACKEND, TYPE
 
 T = torch.zeros(2)
 LIBRARIES = pytest.mark.parametrize("make", [torchop.Library, torch.library.Library])
@@ -38,7 +39,7 @@ def test_fragments_share_a_namespace(namespace):
     ):
         one.define("first(Tensor x) -> Tensor")
         two.define("second(Tensor x) -> Tensor")
-        one.impl("second", lambda x: x + 1, "CPU")
+        one.impl("second", lambda x: x + 1, BACKEND)
         assert packet(namespace, "second")(T).tolist() == [1, 1]
     assert not is_defined(namespace, "first")
     assert not is_defined(namespace, "second")
@@ -74,7 +75,7 @@ def test_wrong_library_is_refused(arguments, words):
 def test_library_of_a_key_implements_at_that_key(namespace):
     with (
         torchop.Library(namespace, "FRAGMENT") as home,
-        torchop.Library(namespace, "IMPL", "CPU") as library,
+        torchop.Library(namespace, "IMPL", BACKEND) as library,
     ):
         home.define("op(Tensor x) -> Tensor")
         library.impl("op", lambda x: x + 1)
@@ -97,11 +98,11 @@ def test_closing_twice_is_closing_once(namespace):
     "use",
     [
         lambda library: library.define("op(Tensor x) -> Tensor"),
-        lambda library: library.impl("op", lambda x: x, "CPU"),
+        lambda library: library.impl("op", lambda x: x, BACKEND),
         lambda library: library.fallback(torchop.fallthrough_kernel, "CPU"),
         lambda library: library.__enter__(),
         lambda library: torchop.define(f"{library.ns}::op", "(Tensor x) -> Tensor", lib=library),
-        lambda library: torchop.impl(f"{library.ns}::op", "cpu", lambda x: x, lib=library),
+        lambda library: torchop.impl(f"{library.ns}::op", TYPE, lambda x: x, lib=library),
     ],
     ids=["define", "impl", "fallback", "with", "torchop.define", "torchop.impl"],
 )
@@ -129,8 +130,8 @@ def test_overload_appears_on_a_packet_that_exists(namespace):
         op = packet(namespace)
         assert op.overloads() == ["default"]
         library.define("op.two(Tensor x, Tensor y) -> Tensor")
-        library.impl("op", lambda x: x + 1, "CPU")
-        library.impl("op.two", lambda x, y: x + 2, "CPU")
+        library.impl("op", lambda x: x + 1, BACKEND)
+        library.impl("op.two", lambda x, y: x + 2, BACKEND)
         assert op(T).tolist() == [1, 1]
         assert op(T, T).tolist() == [2, 2]
         assert op.two(T, T).tolist() == [2, 2]
@@ -197,7 +198,7 @@ def test_definition_lives_as_long_as_the_library_it_is_given(namespace, make):
 
 def test_definition_without_a_library_stays(namespace):
     torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
-    torchop.impl(f"{namespace}::op", "cpu", lambda x: x + 1)
+    torchop.impl(f"{namespace}::op", TYPE, lambda x: x + 1)
     assert packet(namespace)(T).tolist() == [1, 1]
 
 
@@ -228,8 +229,8 @@ def test_older_form_of_define_defines_and_implements(namespace, make):
 def test_fallthrough_passes_on_to_the_next_key(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
-        library.impl("op", torchop.fallthrough_kernel, "AutogradCPU")
-        library.impl("op", lambda x: x + 1, "CPU")
+        library.impl("op", torchop.fallthrough_kernel, AUTOGRAD)
+        library.impl("op", lambda x: x + 1, BACKEND)
         assert packet(namespace)(torch.zeros(2, requires_grad=True)).tolist() == [1, 1]
 
 
@@ -282,13 +283,13 @@ def test_wrong_number_of_results_under_a_library_of_pytorch_does_not_crash(names
     # PyTorch reads past the end of a result that is too long.
     library = torch.library.Library(namespace, "FRAGMENT")
     torchop.define(f"{namespace}::op", "(Tensor x) -> (Tensor, Tensor)", lib=library)
-    torchop.impl(f"{namespace}::op", "cpu", lambda x: (x, x, x), lib=library)
+    torchop.impl(f"{namespace}::op", TYPE, lambda x: (x, x, x), lib=library)
     with pytest.raises(torchop.ResultError, match="a tuple of 3"):
         packet(namespace)(T)
     torchop.define(library, "other(Tensor x) -> (Tensor, Tensor)")(lambda x: (x, x, x))
     with pytest.raises(torchop.ResultError, match="a tuple of 3"):
         packet(namespace, "other")(T)
-    torchop.impl(library, "op", "AutogradCPU")(lambda x: x)
+    torchop.impl(library, "op", AUTOGRAD)(lambda x: x)
     with pytest.raises(torchop.ResultError, match="must return 2 values"):
         packet(namespace)(T.clone().requires_grad_())
     library._destroy()

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import AUTOGRAD, BACKEND, OTHER, TYPE
 from tests.support import on_both
 
 T = torch.zeros(2)
@@ -34,14 +35,14 @@ def test_operator_may_be_given_in_every_way(library, namespace):
     ways = ("op", f"{namespace}::op", f"{namespace}::op.default", packet(namespace).default)
     for way in ways:
         with torchop.Library(namespace, "IMPL") as guest:
-            guest.impl(way, plus(5), "CPU")
+            guest.impl(way, plus(5), BACKEND)
             assert packet(namespace)(T).tolist() == [5, 5]
         with torchop.Library(namespace, "IMPL") as guest:
-            torchop.impl(guest, way, "CPU")(plus(6))
+            torchop.impl(guest, way, BACKEND)(plus(6))
             assert packet(namespace)(T).tolist() == [6, 6]
     for way in (*ways[1:], packet(namespace)):
         with torchop.Library(namespace, "IMPL") as guest:
-            torchop.impl(way, "cpu", plus(7), lib=guest)
+            torchop.impl(way, TYPE, plus(7), lib=guest)
             assert packet(namespace)(T).tolist() == [7, 7]
 
 
@@ -51,20 +52,20 @@ def test_handle_stands_for_its_operator(namespace):
         return x + 1
 
     with torchop.Library(namespace, "IMPL") as guest:
-        guest.impl(op, plus(5), "CPU")
+        guest.impl(op, plus(5), BACKEND)
         assert op(T).tolist() == [5, 5]
     assert op(T).tolist() == [1, 1]
 
 
 def test_overload_is_implemented_on_its_own(library, namespace):
     library.define("op.two(Tensor x, Tensor y) -> Tensor")
-    library.impl("op.two", lambda x, y: x + 2, "CPU")
+    library.impl("op.two", lambda x, y: x + 2, BACKEND)
     assert packet(namespace)(T, T).tolist() == [2, 2]
     with pytest.raises(NotImplementedError):
         packet(namespace)(T)
 
 
-@pytest.mark.parametrize("types", ["cpu", "CPU", "default", ["cpu", "cuda"], ("CPU", "cpu")])
+@pytest.mark.parametrize("types", [TYPE, BACKEND, "default", [TYPE, OTHER], (BACKEND, TYPE)])
 def test_types_are_device_types_or_keys(library, namespace, types):
     torchop.impl(f"{namespace}::op", types, plus(1), lib=library)
     assert packet(namespace)(T).tolist() == [1, 1]
@@ -75,7 +76,7 @@ def test_decorators_return_the_function(library, namespace):
         home = module.Library(namespace, "FRAGMENT")
         home.define("op(Tensor x) -> Tensor")
         kernel = plus(1)
-        result = module.impl(f"{namespace}::op", "cpu", lib=home)(kernel) is kernel
+        result = module.impl(f"{namespace}::op", TYPE, lib=home)(kernel) is kernel
         home._destroy()
         return result
 
@@ -83,7 +84,7 @@ def test_decorators_return_the_function(library, namespace):
     assert both.ours is True
     assert both.stock is False
     kernel = plus(1)
-    assert torchop.impl(f"{namespace}::op", "cpu", kernel, lib=library) is kernel
+    assert torchop.impl(f"{namespace}::op", TYPE, kernel, lib=library) is kernel
     assert torchop.impl(library, "op", "CUDA")(kernel) is kernel
 
 
@@ -91,18 +92,18 @@ def test_decorators_return_the_function(library, namespace):
 def test_kernel_may_be_registered_before_the_operator(namespace, form):
     with torchop.Library(namespace, "FRAGMENT") as library:
         if form == "method":
-            library.impl("op", lambda x: (x, x), "CPU")
+            library.impl("op", lambda x: (x, x), BACKEND)
         else:
-            torchop.impl(f"{namespace}::op", "cpu", lambda x: (x, x), lib=library)
+            torchop.impl(f"{namespace}::op", TYPE, lambda x: (x, x), lib=library)
         library.define("op(Tensor x) -> (Tensor, Tensor)")
         assert len(packet(namespace)(T)) == 2
 
 
 def test_what_is_no_function_is_refused(library, namespace):
     with pytest.raises(TypeError, match=r"is required to be a callable; got 3 of type int"):
-        library.impl("op", 3, "CPU")
+        library.impl("op", 3, BACKEND)
     with pytest.raises(TypeError, match="Input function is required to be a callable"):
-        torchop.impl(f"{namespace}::op", "cpu", lib=library)(3)
+        torchop.impl(f"{namespace}::op", TYPE, lib=library)(3)
 
 
 class Endless:
@@ -133,8 +134,8 @@ def test_a_dispatch_key_that_is_no_string_is_refused(library, namespace, key):
 def test_letters_that_pytorch_cannot_show_are_in_the_message(library, namespace):
     calls = [
         lambda: library.define("größe(Tensor x) -> Tensor"),
-        lambda: library.impl(f"{namespace}::größe", plus(1), "CPU"),
-        lambda: torchop.get_kernel(f"{namespace}::größe", "CPU"),
+        lambda: library.impl(f"{namespace}::größe", plus(1), BACKEND),
+        lambda: torchop.get_kernel(f"{namespace}::größe", BACKEND),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match=r"gr.* <--- HERE"):
@@ -143,7 +144,7 @@ def test_letters_that_pytorch_cannot_show_are_in_the_message(library, namespace)
 
 def test_operator_of_another_namespace_is_refused(library, namespace):
     with pytest.raises(RuntimeError, match=rf"\(aten::sin\): .* not match namespace '{namespace}'"):
-        library.impl("aten::sin", plus(1), "CPU")
+        library.impl("aten::sin", plus(1), BACKEND)
 
 
 @pytest.mark.parametrize("key", ["cpu", "Toaster"])
@@ -160,9 +161,9 @@ def test_unknown_device_type_is_refused_and_nothing_is_registered(library, names
 
 
 def test_kernel_may_be_kept_from_being_replaced(library, namespace):
-    library.impl("op", plus(1), "CPU")
+    library.impl("op", plus(1), BACKEND)
     with pytest.raises(RuntimeError, match="already a kernel registered"):
-        library.impl("op", plus(2), "CPU", allow_override=False)
+        library.impl("op", plus(2), BACKEND, allow_override=False)
     assert packet(namespace)(T).tolist() == [1, 1]
     with torchop.Library(namespace, "IMPL") as guest:
         guest.impl("op", plus(2), "Meta", allow_override=False)
@@ -171,11 +172,11 @@ def test_kernel_may_be_kept_from_being_replaced(library, namespace):
 
 def test_kernel_with_a_keyset_can_redispatch(library, namespace):
     def kernel(keyset, x):
-        assert keyset.has(torch._C.DispatchKey.AutogradCPU)
+        assert keyset.has(getattr(torch._C.DispatchKey, AUTOGRAD))
         return packet(namespace).default.redispatch(keyset & torch._C._after_autograd_keyset, x) * 2
 
-    library.impl("op", plus(1), "CPU")
-    library.impl("op", kernel, "AutogradCPU", with_keyset=True)
+    library.impl("op", plus(1), BACKEND)
+    library.impl("op", kernel, AUTOGRAD, with_keyset=True)
     assert packet(namespace)(T).tolist() == [2, 2]
 
 
@@ -183,7 +184,7 @@ def test_exception_of_a_kernel_passes_through(library, namespace):
     def kernel(x):
         raise ZeroDivisionError("in the kernel")
 
-    library.impl("op", kernel, "CPU")
+    library.impl("op", kernel, BACKEND)
     with pytest.raises(ZeroDivisionError, match="in the kernel"):
         packet(namespace)(T)
 
@@ -196,7 +197,7 @@ def test_exception_of_a_kernel_passes_through(library, namespace):
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_operator_of_pytorch_has_another_kernel_inside_the_block_only(way):
     with torchop.Library("aten", "IMPL") as library:
-        library.impl(way, lambda x: torch.full_like(x, 5), "CPU")
+        library.impl(way, lambda x: torch.full_like(x, 5), BACKEND)
         assert torch.sin(T).tolist() == [5, 5]
     assert torch.sin(T).tolist() == [0, 0]
 
@@ -212,7 +213,7 @@ def test_meta_kernel_of_pytorch_is_replaced_inside_the_block_only():
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_result_of_a_kernel_for_pytorch_is_checked():
     with torchop.Library("aten", "IMPL") as library:
-        library.impl("frexp.Tensor", lambda x: (x, x, x), "CPU")
+        library.impl("frexp.Tensor", lambda x: (x, x, x), BACKEND)
         with pytest.raises(torchop.ResultError, match=r"aten::frexp\.Tensor: .* a tuple of 3"):
             torch.frexp(T)
     assert len(torch.frexp(T)) == 2
@@ -229,10 +230,10 @@ def test_kernel_of_pytorch_that_decomposes_takes_no_meta_kernel():
 # --------------------------------------------------------------------------------------------------
 # get_kernel
 
-KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+KEYS = torch._C.DispatchKeySet(BACKEND)
 
 
-@pytest.mark.parametrize("key", ["CPU", torch._C.DispatchKey.CPU])
+@pytest.mark.parametrize("key", [BACKEND, getattr(torch._C.DispatchKey, BACKEND)])
 def test_kernel_is_found_in_every_way_of_naming_an_operator(namespace, key):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
@@ -247,7 +248,7 @@ def test_handle_is_refused_by_get_kernel_of_pytorch(namespace):
         op = library.custom_op(
             f"{namespace}::op", plus(1), mutates_args=(), schema="(Tensor x) -> Tensor"
         )
-        return library.get_kernel(op, "CPU").call_boxed(KEYS, T).tolist()
+        return library.get_kernel(op, BACKEND).call_boxed(KEYS, T).tolist()
 
     both = on_both(scenario, namespace)
     assert both.ours == [1, 1]
@@ -256,9 +257,9 @@ def test_handle_is_refused_by_get_kernel_of_pytorch(namespace):
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_kernel_calls_what_was_there_when_it_was_found():
-    kernel = torchop.get_kernel("aten::sin", "CPU")
+    kernel = torchop.get_kernel("aten::sin", BACKEND)
     with torchop.Library("aten", "IMPL") as library:
-        library.impl("sin", lambda x: kernel.call_boxed(KEYS, x) + 5, "CPU")
+        library.impl("sin", lambda x: kernel.call_boxed(KEYS, x) + 5, BACKEND)
         assert torch.sin(T).tolist() == [5, 5]
         assert kernel.op_handle is not None
 

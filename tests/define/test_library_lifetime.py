@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import BACKEND, TYPE
 
 T = torch.zeros(2)
 LIBRARIES = pytest.mark.parametrize("make", [torchop.Library, torch.library.Library])
@@ -30,7 +31,7 @@ def collect(library):
 
 def define_in(library, namespace):
     torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor", lib=library)
-    torchop.impl(f"{namespace}::op", "cpu", lambda x: x + 1, lib=library)
+    torchop.impl(f"{namespace}::op", TYPE, lambda x: x + 1, lib=library)
 
 
 def custom_op_in(library, namespace):
@@ -80,7 +81,7 @@ def test_operator_of_a_closed_library_is_no_longer_in_torch_ops(namespace, make,
 @EVERY_END
 def test_held_overload_does_nothing_else_either(namespace, make, define, end):
     overload = gone(namespace, make, define, end)[1]
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    keys = torch._C.DispatchKeySet(BACKEND)
     with pytest.raises(torchop.OperatorGoneError):
         overload.redispatch(keys, T)
     with pytest.raises(torchop.OperatorGoneError):
@@ -94,7 +95,7 @@ def test_name_is_free_again(namespace, end):
     gone(namespace, torchop.Library, custom_op_in, end)
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x, Tensor y) -> Tensor")
-        library.impl("op", lambda x, y: x + 5, "CPU")
+        library.impl("op", lambda x, y: x + 5, BACKEND)
         assert packet(namespace)(T, T).tolist() == [5, 5]
 
 
@@ -116,7 +117,7 @@ def test_held_packet_is_a_name_and_finds_what_has_it_now(namespace):
     held, overload, _ = gone(namespace, torchop.Library, custom_op_in, close)
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
-        library.impl("op", lambda x: x + 5, "CPU")
+        library.impl("op", lambda x: x + 5, BACKEND)
         assert held(T).tolist() == [5, 5]
         with pytest.raises(torchop.OperatorGoneError):
             overload(T)
@@ -126,16 +127,16 @@ def test_held_packet_is_a_name_and_finds_what_has_it_now(namespace):
 def test_handle_of_a_closed_library_registers_nothing(namespace, end):
     handle = gone(namespace, torchop.Library, custom_op_in, end)[2]
     registrations = [
-        lambda: handle.register_kernel("cpu"),
+        lambda: handle.register_kernel(TYPE),
         lambda: handle.register_fake(lambda x: x),
         lambda: handle.register_autograd(lambda ctx, grad: grad),
         lambda: handle.register_vmap(lambda info, in_dims, x: (x, 0)),
-        lambda: handle.register_autocast("cpu", torch.bfloat16),
+        lambda: handle.register_autocast(TYPE, torch.bfloat16),
         lambda: handle.register_torch_dispatch(Tensor, lambda *args: None),
         lambda: handle.register_effect(None),
-        lambda: handle.set_kernel_enabled("cpu"),
+        lambda: handle.set_kernel_enabled(TYPE),
         lambda: torchop.register_fake(handle, lambda x: x),
-        lambda: torchop.get_kernel(handle, "CPU"),
+        lambda: torchop.get_kernel(handle, BACKEND),
         lambda: handle.overload,
         lambda: handle.schema,
         lambda: handle.tags,
@@ -155,7 +156,7 @@ def test_operator_of_a_library_outlives_its_handle(namespace):
     custom_op_in(library, namespace)
     gc.collect()
     assert packet(namespace)(T).tolist() == [1, 1]
-    torchop.register_kernel(f"{namespace}::op", "cpu", lambda x: x + 5)
+    torchop.register_kernel(f"{namespace}::op", TYPE, lambda x: x + 5)
     assert packet(namespace)(T).tolist() == [5, 5]
     close(library)
 
@@ -176,7 +177,7 @@ def test_operator_of_another_library_is_not_touched(namespace, make):
     library = make(namespace, "FRAGMENT")
     with torchop.Library(namespace, "FRAGMENT") as home:
         home.define("op(Tensor x) -> Tensor")
-        home.impl("op", lambda x: x + 1, "CPU")
+        home.impl("op", lambda x: x + 1, BACKEND)
         library.define("other(Tensor x) -> Tensor")
         held = packet(namespace).default
         close(library)
@@ -186,10 +187,10 @@ def test_operator_of_another_library_is_not_touched(namespace, make):
 def test_one_overload_goes_and_the_other_stays(namespace):
     with torchop.Library(namespace, "FRAGMENT") as home:
         home.define("op(Tensor x) -> Tensor")
-        home.impl("op", lambda x: x + 1, "CPU")
+        home.impl("op", lambda x: x + 1, BACKEND)
         with torchop.Library(namespace, "FRAGMENT") as library:
             library.define("op.two(Tensor x, Tensor y) -> Tensor")
-            library.impl("op.two", lambda x, y: x + 2, "CPU")
+            library.impl("op.two", lambda x, y: x + 2, BACKEND)
             held, overload = packet(namespace), packet(namespace).two
             assert held(T, T).tolist() == [2, 2]
         assert held(T).tolist() == [1, 1]
@@ -201,9 +202,9 @@ def test_one_overload_goes_and_the_other_stays(namespace):
 def test_kernel_found_before_is_told_too(namespace):
     library = torchop.Library(namespace, "FRAGMENT")
     define_in(library, namespace)
-    kernel = torchop.get_kernel(f"{namespace}::op", "CPU")
+    kernel = torchop.get_kernel(f"{namespace}::op", BACKEND)
     close(library)
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    keys = torch._C.DispatchKeySet(BACKEND)
     with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op, which was destroyed"):
         kernel.call_boxed(keys, T)
     with pytest.raises(torchop.OperatorGoneError):

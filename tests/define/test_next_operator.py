@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.devices import BACKEND, OTHER, TYPE
 from torchop._compat import deregistration
 
 T = torch.ones(2)
@@ -42,14 +43,14 @@ def recorded(namespace, *args):
 def defined_in_ours(namespace, schema, kernel):
     library = torchop.Library(namespace, "FRAGMENT")
     library.define(schema)
-    library.impl("op", kernel, "CPU")
+    library.impl("op", kernel, BACKEND)
     return library
 
 
 def defined_in_stock(namespace, schema, kernel):
     library = torch.library.Library(namespace, "FRAGMENT")
     torchop.define(f"{namespace}::op", schema.removeprefix("op"), lib=library)
-    torchop.impl(f"{namespace}::op", "cpu", kernel, lib=library)
+    torchop.impl(f"{namespace}::op", TYPE, kernel, lib=library)
     return library
 
 
@@ -65,22 +66,22 @@ DEFINITIONS = pytest.mark.parametrize("define", [defined_in_ours, defined_in_sto
 def kept_entry(namespace):
     """Another library with a kernel for the operator."""
     library = torch.library.Library(namespace, "IMPL")
-    library.impl("op", lambda x: x, "CUDA")
+    library.impl("op", lambda x: x, torch._C._dispatch_key_for_device(OTHER))
     return library
 
 
 RULES = {
-    "kernel": lambda name: torchop.register_kernel(name, "cuda", lambda x: x),
-    "impl": lambda name: torchop.impl(name, "cuda", lambda x: x),
+    "kernel": lambda name: torchop.register_kernel(name, OTHER, lambda x: x),
+    "impl": lambda name: torchop.impl(name, OTHER, lambda x: x),
     "fake": lambda name: torchop.register_fake(name, torch.empty_like),
     "vmap": lambda name: torchop.register_vmap(name, lambda info, dims, x: (x, dims[0])),
     "autograd": lambda name: torchop.register_autograd(name, lambda ctx, grad: grad),
-    "autocast": lambda name: torchop.register_autocast(name, "cpu", torch.bfloat16),
+    "autocast": lambda name: torchop.register_autocast(name, TYPE, torch.bfloat16),
     "effect": lambda name: torchop.register_effect(name, "ordered"),
 }
 
 
-# A second kernel for CUDA replaces the first, of which PyTorch warns, as for any other.
+# A second kernel for a device replaces the first, of which PyTorch warns, as for any other.
 @pytest.mark.filterwarnings("ignore:Warning only once")
 @pytest.mark.parametrize("register", RULES.values(), ids=RULES)
 def test_rule_without_a_library_stays_and_modes_call_the_next_operator(namespace, register):
@@ -126,7 +127,7 @@ def test_modes_get_the_overload_of_the_next_operator(namespace, define):
 
 def test_results_are_checked_against_the_schema_of_the_next_operator(namespace):
     with torchop.Library(namespace, "IMPL") as guest:
-        guest.impl("op", lambda x: x + 1, "CPU")
+        guest.impl("op", lambda x: x + 1, BACKEND)
         with torchop.Library(namespace, "FRAGMENT") as first:
             first.define(SCHEMA)
             held = packet(namespace).default
@@ -146,7 +147,7 @@ def test_held_overload_is_that_of_the_next_operator_if_the_dispatcher_has_it(nam
     with defined_in_ours(namespace, "op(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y):
         assert held is packet(namespace).default
         assert held(T, T).tolist() == [2, 2]
-        assert held.redispatch(torch._C.DispatchKeySet("CPU"), T, T).tolist() == [2, 2]
+        assert held.redispatch(torch._C.DispatchKeySet(BACKEND), T, T).tolist() == [2, 2]
         with pytest.raises(RuntimeError, match="missing value for argument 'y'"):
             held(T)
     with pytest.raises(torchop.OperatorGoneError):

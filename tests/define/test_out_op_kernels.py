@@ -16,15 +16,16 @@ from tests.define.families import (
     sine_backward,
     write_sine,
 )
+from tests.devices import OTHER, TYPE
 
 
 def test_kernel_for_a_device_serves_all_forms(namespace: str) -> None:
-    family = sine(namespace, device_types="cuda")
+    family = sine(namespace, device_types=OTHER)
     x = torch.randn(3)
     for op in forms_of(family):
-        with pytest.raises(NotImplementedError, match="kernels for: cuda"):
+        with pytest.raises(NotImplementedError, match=f"kernels for: {OTHER}"):
             op(x, **({"out": torch.empty(3)} if op is family.out else {}))
-    assert family.register_kernel("cpu")(write_sine) is write_sine
+    assert family.register_kernel(TYPE)(write_sine) is write_sine
     assert family.inplace is not None
     results = family(x), family(x, out=torch.empty(3)), family.inplace(x.clone())
     assert all(torch.allclose(result, x.sin()) for result in results)
@@ -33,7 +34,7 @@ def test_kernel_for_a_device_serves_all_forms(namespace: str) -> None:
 def test_kernel_without_the_defaults_is_told_them(namespace: str) -> None:
     family = bounds(namespace)
 
-    @family.register_kernel("cpu")
+    @family.register_kernel(TYPE)
     def _(x, margin, *, scale, low, high):
         low.fill_(margin)
         high.fill_(scale)

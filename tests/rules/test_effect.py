@@ -8,6 +8,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchop
+from tests.devices import BACKEND, TYPE
 from tests.rules.support import cloning
 from tests.support import on_both
 from torchop._compat import registries
@@ -55,7 +56,7 @@ def test_calls_with_an_effect_stay_in_a_traced_graph(namespace):
     op = define(namespace)
     op.register_effect(ORDERED)
     calls = []
-    op.register_kernel("cpu")(lambda x: calls.append(x) or x.clone())
+    op.register_kernel(TYPE)(lambda x: calls.append(x) or x.clone())
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def function(x):
@@ -191,7 +192,7 @@ def test_effect_of_a_low_level_operator_is_kept_or_refused_too(namespace):
     calls = []
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> ()")
-        library.impl("op", calls.append, "CPU")
+        library.impl("op", calls.append, BACKEND)
         library.impl("op", lambda x: None, "Meta")
         op = getattr(torch.ops, namespace).op
         torchop.register_effect(op, "ordered", lib=library)

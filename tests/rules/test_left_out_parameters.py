@@ -12,15 +12,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchop
+from tests.devices import OTHER, TYPE
 from tests.support import on_both
 
 X = torch.ones(2, 3)
 
 
 def define(namespace, library):
-    @library.custom_op(f"{namespace}::op", mutates_args=(), device_types="cuda")
+    @library.custom_op(f"{namespace}::op", mutates_args=(), device_types=OTHER)
     def op(x: Tensor, n: int = 2, y: Optional[Tensor] = None, *, scale: float = 0.5) -> Tensor:
-        raise AssertionError("there is no CUDA here")
+        raise AssertionError("there is no such device here")
 
     return op
 
@@ -53,7 +54,7 @@ def short_fake(op):
 
 
 def short_kernel(op):
-    op.register_kernel("cpu", lambda x: x + 1)
+    op.register_kernel(TYPE, lambda x: x + 1)
 
 
 def short_vmap_rule(op):
@@ -61,11 +62,11 @@ def short_vmap_rule(op):
 
 
 def up_to_n(op):
-    op.register_kernel("cpu", lambda x, n=7: x + n)
+    op.register_kernel(TYPE, lambda x, n=7: x + n)
 
 
 def keyword_alone(op):
-    op.register_kernel("cpu", lambda x, *, scale: x + scale)
+    op.register_kernel(TYPE, lambda x, *, scale: x + scale)
 
 
 CASES = {
@@ -151,7 +152,7 @@ def test_what_no_call_can_use_is_refused_at_registration(namespace, short, metho
     op = define(namespace, torchop)
     register = getattr(op, method)
     with pytest.raises(torchop.RuleSignatureError, match=r"is called with \(x, n, y, \*, scale\)"):
-        register(*(("cpu",) if method == "register_kernel" else ()), short)
+        register(*((TYPE,) if method == "register_kernel" else ()), short)
 
 
 def test_an_operator_of_a_library(namespace):

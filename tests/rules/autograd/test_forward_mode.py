@@ -11,6 +11,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import torchop
+from tests.devices import BACKEND
 from tests.rules.support import save_inputs
 from tests.support import on_both
 
@@ -343,7 +344,7 @@ def test_a_formula_with_its_own_context(namespace):
 def test_operator_of_somebody_else(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
-        library.impl("op", lambda x: x.sin(), "CPU")
+        library.impl("op", lambda x: x.sin(), BACKEND)
         op = torch.ops.__getattr__(namespace).op
         torchop.register_jvp(
             f"{namespace}::op",
@@ -451,7 +452,7 @@ def test_gradients_of_somebody_else_are_not_lost(namespace, key):
             name, lambda ctx, g: g * 3, jvp=lambda ctx, dx: dx * 3, lib=library
         )
         torchop.register_jvp(name, lambda ctx, dx: dx * 5, lib=library)
-        library.impl("op", lambda x: x.sin(), "CPU")
+        library.impl("op", lambda x: x.sin(), BACKEND)
         assert torch.equal(jvp(torch.ops.__getattr__(namespace).op, (X,), (Y,))[1], Y * 5)
 
 

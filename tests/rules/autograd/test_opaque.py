@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests.devices import BACKEND
 from tests.rules.support import leaf_of
 from tests.support import counting, needs_native
 from torchop import (
@@ -258,7 +259,7 @@ def test_the_formula_can_be_replaced(namespace):
 def test_for_an_operator_of_somebody_else(namespace):
     with torch.library._scoped_library(namespace, "DEF") as library:
         library.define("g(Tensor x) -> Tensor")
-        library.impl("g", lambda x: x.sin(), "CPU")
+        library.impl("g", lambda x: x.sin(), BACKEND)
         torchop.register_fake(f"{namespace}::g", torch.empty_like, lib=library)
 
         def backward(ctx, grad):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
+from tests.devices import AUTOGRAD, OTHER, TYPE
 from tests.support import on_both
 
 # --------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def test_factory_for_some_devices_needs_a_device_argument(namespace, function):
         torchop.custom_op(f"{namespace}::op", function, mutates_args=(), device_types="cpu")
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
     with pytest.raises(ValueError, match=expected):
-        op.register_kernel("cpu")(function)
+        op.register_kernel(TYPE)(function)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def define_lists(namespace, function, library=torchop, **options):
 def test_optional_list_reaches_the_kernel_of_its_device(namespace, function):
     def scenario(library, namespace):
         op = define_lists(namespace, function, library)
-        op.register_kernel("cpu")(lambda xs: xs[0] * 10)
+        op.register_kernel(TYPE)(lambda xs: xs[0] * 10)
         return op([torch.ones(1)]).item()
 
     both = on_both(scenario, namespace)
@@ -210,8 +211,8 @@ def doubling(namespace, schema):
 def test_optional_list_under_autocast(namespace, schema, has_rule):
     op, args = doubling(namespace, schema)
     if has_rule:
-        op.register_autocast("cpu", torch.bfloat16)
-    with torch.autocast("cpu"):
+        op.register_autocast(TYPE, torch.bfloat16)
+    with torch.autocast(TYPE):
         assert op(*args).dtype is (torch.bfloat16 if has_rule else torch.float32)
         with torchop.native.disabled():
             assert op(*args).dtype is (torch.bfloat16 if has_rule else torch.float32)
@@ -232,7 +233,7 @@ def test_optional_list_of_a_device_whose_keys_have_no_names_in_python(namespace)
 
 
 @ALONE_OR_NOT
-@pytest.mark.parametrize("key", ["Autograd", "AutogradCPU"])
+@pytest.mark.parametrize("key", ["Autograd", AUTOGRAD])
 def test_optional_list_where_autograd_falls_through(namespace, schema, key):
     op, args = doubling(namespace, schema)
     library = torchop.Library(namespace, "IMPL")
@@ -245,8 +246,10 @@ def test_optional_list_where_autograd_falls_through(namespace, schema, key):
 
 @LISTS
 def test_optional_list_names_the_device_that_has_no_kernel(namespace, function):
-    op = define_lists(namespace, function, device_types="cuda")
-    with pytest.raises(NotImplementedError, match=r"kernel registered for cpu; it has .*: cuda"):
+    op = define_lists(namespace, function, device_types=OTHER)
+    with pytest.raises(
+        NotImplementedError, match=rf"kernel registered for {TYPE}; it has .*: {OTHER}"
+    ):
         op([torch.ones(1)])
 
 
@@ -313,7 +316,7 @@ def test_optional_list_that_is_absent_or_empty_runs_the_kernel_for_every_device(
     namespace, function, arguments
 ):
     op = define_lists(namespace, function)
-    op.register_kernel("cpu")(lambda xs: xs[0] * 10)
+    op.register_kernel(TYPE)(lambda xs: xs[0] * 10)
     assert op(*arguments).item() == 0
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import BACKEND, TYPE
 from tests.rules.support import adding_one as define
 
 
@@ -15,14 +16,21 @@ def missing(call) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("device", ["cuda", "privateuseone", "xpu"])
+OTHERS = [
+    device
+    for device in ("cuda", "privateuseone", "xpu")
+    if torch._C._dispatch_key_for_device(device) != BACKEND
+]
+
+
+@pytest.mark.parametrize("device", OTHERS)
 def test_missing_kernel_names_both_devices_and_the_remedy(namespace, device):
     op = define(namespace, device_types=device)
     message = missing(lambda: op(torch.zeros(1)))
-    assert f"{namespace}::op does not have a kernel registered for cpu" in message
+    assert f"{namespace}::op does not have a kernel registered for {TYPE}" in message
     assert f"it has kernels for: {device}" in message
-    assert "@op.register_kernel('cpu')" in message
-    op.register_kernel("cpu")(lambda x: x + 10)
+    assert f"@op.register_kernel('{TYPE}')" in message
+    op.register_kernel(TYPE)(lambda x: x + 10)
     assert op(torch.zeros(1)).item() == 10
 
 
@@ -36,33 +44,35 @@ def test_missing_kernel_is_named_for_a_factory_of_another_device(namespace):
 
 
 @pytest.mark.parametrize(
-    ("convert", "layout"),
+    ("convert", "layout", "device"),
     [
-        (lambda x: x.to_sparse(), "torch.sparse_coo"),
-        (lambda x: x.to_mkldnn(), "torch._mkldnn"),
-        (lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8), "quantized"),
+        (lambda x: x.to_sparse(), "torch.sparse_coo", TYPE),
+        (lambda x: x.to_mkldnn(), "torch._mkldnn", "cpu"),
+        (lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8), "quantized", "cpu"),
     ],
     ids=["sparse", "mkldnn", "quantized"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, on quantized tensors
-def test_missing_kernel_for_a_tensor_that_is_not_dense_names_the_layout(namespace, convert, layout):
-    op = define(namespace, device_types="cpu")
-    tensor = convert(torch.zeros(1))
+def test_missing_kernel_for_a_tensor_that_is_not_dense_names_the_layout(
+    namespace, convert, layout, device
+):
+    op = define(namespace, device_types=device)
+    tensor = convert(torch.zeros(1, device=device))
     message = missing(lambda: op(tensor))
-    assert f"does not have a kernel registered for cpu with the layout {layout}" in message
-    assert "it has kernels for: cpu, which are for dense tensors" in message
+    assert f"does not have a kernel registered for {device} with the layout {layout}" in message
+    assert f"it has kernels for: {device}, which are for dense tensors" in message
     assert "register_kernel(None)" in message
 
 
 @pytest.mark.parametrize("arguments", [(None, []), (None, [None])])
 def test_call_without_any_tensor_says_that_there_is_no_device(namespace, arguments):
-    @torchop.custom_op(f"{namespace}::op", mutates_args=(), device_types="cpu")
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), device_types=TYPE)
     def op(x: Tensor | None, xs: list[Tensor | None]) -> Tensor:
         return torch.zeros(1)
 
     message = missing(lambda: op(*arguments))
     assert "was called without a tensor" in message
-    assert "it has kernels for: cpu" in message
+    assert f"it has kernels for: {TYPE}" in message
     assert "register_kernel(None)" in message
     assert op(torch.zeros(1), []).item() == 0
 

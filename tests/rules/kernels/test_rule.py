@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 import torchop
+from tests.devices import BACKEND, OTHER, TYPE
 from tests.rules.support import adding_one as define
 from tests.rules.support import assert_only_ours_refuses
 from tests.support import on_both
@@ -25,8 +26,8 @@ def value(op) -> float:
 
 def test_kernel_registered_again_for_one_of_several_devices_is_the_one_that_runs(namespace):
     def scenario(library, namespace):
-        op = define(namespace, library, device_types=["cpu", "cuda"])
-        op.register_kernel("cpu")(adding(10))
+        op = define(namespace, library, device_types=[TYPE, OTHER])
+        op.register_kernel(TYPE)(adding(10))
         return value(op)
 
     both = on_both(scenario, namespace)
@@ -37,8 +38,8 @@ def test_kernel_registered_again_for_one_of_several_devices_is_the_one_that_runs
 def test_switching_off_one_of_several_devices_runs_the_original_function(namespace):
     def scenario(library, namespace):
         op = define(namespace, library)
-        op.register_kernel(["cpu", "cuda"])(adding(10))
-        with op.set_kernel_enabled("cpu", enabled=False):
+        op.register_kernel([TYPE, OTHER])(adding(10))
+        with op.set_kernel_enabled(TYPE, enabled=False):
             inside = value(op)
         return inside, value(op)
 
@@ -50,8 +51,8 @@ def test_switching_off_one_of_several_devices_runs_the_original_function(namespa
 def test_switching_off_another_device_leaves_this_one_alone(namespace):
     def scenario(library, namespace):
         op = define(namespace, library)
-        op.register_kernel(["cpu", "cuda"])(adding(10))
-        with op.set_kernel_enabled("cuda", enabled=False):
+        op.register_kernel([TYPE, OTHER])(adding(10))
+        with op.set_kernel_enabled(OTHER, enabled=False):
             return value(op)
 
     both = on_both(scenario, namespace)
@@ -61,12 +62,12 @@ def test_switching_off_another_device_leaves_this_one_alone(namespace):
 
 def test_nested_switches_restore_the_state_they_found(namespace):
     op = define(namespace)
-    op.register_kernel("cpu")(adding(10))
-    with op.set_kernel_enabled("cpu", enabled=False):
-        with op.set_kernel_enabled("cpu", enabled=True):
+    op.register_kernel(TYPE)(adding(10))
+    with op.set_kernel_enabled(TYPE, enabled=False):
+        with op.set_kernel_enabled(TYPE, enabled=True):
             assert value(op) == 10
         assert value(op) == 1
-        with pytest.raises(ZeroDivisionError), op.set_kernel_enabled("cpu", enabled=True):
+        with pytest.raises(ZeroDivisionError), op.set_kernel_enabled(TYPE, enabled=True):
             raise ZeroDivisionError
         assert value(op) == 1
     assert value(op) == 10
@@ -74,18 +75,18 @@ def test_nested_switches_restore_the_state_they_found(namespace):
 
 def test_kernel_registered_while_switched_off_stays_off(namespace):
     op = define(namespace)
-    op.register_kernel("cpu")(adding(10))
-    with op.set_kernel_enabled("cpu", enabled=False):
-        op.register_kernel("cpu")(adding(20))
+    op.register_kernel(TYPE)(adding(10))
+    with op.set_kernel_enabled(TYPE, enabled=False):
+        op.register_kernel(TYPE)(adding(20))
         assert value(op) == 1
     assert value(op) == 20
 
 
 def test_switch_is_for_the_whole_process(namespace):
     op = define(namespace)
-    op.register_kernel("cpu")(adding(10))
+    op.register_kernel(TYPE)(adding(10))
     seen = []
-    with op.set_kernel_enabled("cpu", enabled=False):
+    with op.set_kernel_enabled(TYPE, enabled=False):
         thread = threading.Thread(target=lambda: seen.append(value(op)))
         thread.start()
         thread.join()
@@ -95,13 +96,13 @@ def test_switch_is_for_the_whole_process(namespace):
 @pytest.mark.parametrize(
     ("device", "enabled", "words"),
     [
-        ("cuda", False, "no kernel was registered for this device type"),
-        ("cpu", True, "already enabled"),
+        (OTHER, False, "no kernel was registered for this device type"),
+        (TYPE, True, "already enabled"),
     ],
 )
 def test_switch_without_effect_is_logged(namespace, caplog, device, enabled, words):
     op = define(namespace)
-    op.register_kernel("cpu")(adding(10))
+    op.register_kernel(TYPE)(adding(10))
     logger = logging.getLogger("torch._library.custom_ops")
     logger.addHandler(caplog.handler)
     try:
@@ -115,7 +116,7 @@ def test_switch_without_effect_is_logged(namespace, caplog, device, enabled, wor
 
 def test_kernel_of_a_device_goes_before_the_one_for_every_device(namespace):
     op = define(namespace)
-    op.register_kernel("cpu")(adding(10))
+    op.register_kernel(TYPE)(adding(10))
     assert value(op) == 10
     op.register_kernel(None)(adding(20))
     assert value(op) == 10
@@ -128,13 +129,13 @@ def test_last_kernel_for_every_device_runs(namespace):
 
 
 def test_none_among_device_types_stands_for_every_other_device(namespace):
-    op = define(namespace, device_types="cuda")
-    op.register_kernel(["cuda", None])(adding(10))
+    op = define(namespace, device_types=OTHER)
+    op.register_kernel([OTHER, None])(adding(10))
     assert value(op) == 10
 
 
 def test_every_device_has_a_name_too(namespace):
-    op = define(namespace, device_types="cuda")
+    op = define(namespace, device_types=OTHER)
     op.register_kernel("default")(adding(10))
     assert value(op) == 10
     op.register_kernel(None)(adding(20))
@@ -147,10 +148,10 @@ def test_registration_returns_the_function_in_both_forms(namespace):
     def kernel(x):
         return x + 10
 
-    assert op.register_kernel("cpu", kernel) is kernel
-    assert op.register_kernel("cpu")(kernel) is kernel
-    assert torchop.register_kernel(op, "cpu", kernel) is kernel
-    assert torchop.register_kernel(op, "cpu")(kernel) is kernel
+    assert op.register_kernel(TYPE, kernel) is kernel
+    assert op.register_kernel(TYPE)(kernel) is kernel
+    assert torchop.register_kernel(op, TYPE, kernel) is kernel
+    assert torchop.register_kernel(op, TYPE)(kernel) is kernel
 
 
 @pytest.mark.parametrize("device_types", ["CPU", "cuda:0", "toaster", ["cpu", "toaster"]])
@@ -175,7 +176,7 @@ def test_device_object_is_refused_with_the_spelling_that_works(namespace):
 def test_function_without_the_parameters_of_the_operator_is_refused(namespace):
     def scenario(library, namespace):
         op = define(namespace, library)
-        op.register_kernel("cpu")(lambda x, y: x + y)
+        op.register_kernel(TYPE)(lambda x, y: x + y)
 
     assert_only_ours_refuses(
         namespace,
@@ -190,7 +191,7 @@ def test_function_without_the_parameters_of_the_operator_is_refused(namespace):
 def test_kernel_that_is_no_function_is_refused(namespace):
     assert_only_ours_refuses(
         namespace,
-        lambda library, namespace: define(namespace, library).register_kernel("cpu")(
+        lambda library, namespace: define(namespace, library).register_kernel(TYPE)(
             "not a function"
         ),
         TypeError,
@@ -206,7 +207,7 @@ def test_kernel_sees_the_default_of_the_schema(namespace):
             mutates_args=(),
             schema="(Tensor x, int n=3) -> Tensor",
         )
-        op.register_kernel("cpu")(lambda x, n=5: x + n)
+        op.register_kernel(TYPE)(lambda x, n=5: x + n)
         return op(torch.zeros(1)).item(), op(torch.zeros(1), 3).item()
 
     both = on_both(scenario, namespace)
@@ -223,7 +224,7 @@ def test_kernel_sees_the_defaults_of_dtype_and_device_as_objects(namespace):
     ) -> Tensor:
         return x.to(dtype)
 
-    @op.register_kernel("cpu")
+    @op.register_kernel(TYPE)
     def _(x, *, dtype, device):
         seen.append((dtype, device))
         return x.to(dtype)
@@ -263,13 +264,13 @@ def test_exception_of_a_kernel_passes_through_and_the_operator_stays_usable(name
 def test_kernel_for_an_operator_of_a_library(namespace):
     with torch.library._scoped_library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x, int n=3) -> Tensor")
-        torchop.register_kernel(f"{namespace}::op", ["cpu", "cuda"], lambda x, n=5: x + n)
+        torchop.register_kernel(f"{namespace}::op", [TYPE, OTHER], lambda x, n=5: x + n)
         assert getattr(torch.ops, namespace).op(torch.zeros(1)).item() == 3
-        torchop.register_kernel(f"{namespace}::op", "cpu", lambda x, n: x + 2 * n)
+        torchop.register_kernel(f"{namespace}::op", TYPE, lambda x, n: x + 2 * n)
         assert getattr(torch.ops, namespace).op(torch.zeros(1)).item() == 6
 
 
-@pytest.mark.parametrize(("first", "second"), [("cpu", "CPU"), ("CPU", "cpu")])
+@pytest.mark.parametrize(("first", "second"), [(TYPE, BACKEND), (BACKEND, TYPE)])
 def test_device_type_and_its_dispatch_key_are_one_place(namespace, first, second):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
@@ -283,7 +284,7 @@ def test_dispatch_key_without_a_device_type_has_a_kernel_of_its_own(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         op = getattr(torch.ops, namespace).op
-        torchop.register_kernel(op, "SparseCPU", lambda x: x * 2, lib=library)
+        torchop.register_kernel(op, f"Sparse{BACKEND}", lambda x: x * 2, lib=library)
         assert op(torch.ones(1).to_sparse()).to_dense().item() == 2
 
 
@@ -316,7 +317,7 @@ def test_kernel_for_an_operator_that_nobody_defined_is_refused(namespace):
 def test_each_device_runs_its_own_kernel(namespace):
     op = define(namespace, device_types="cpu")
     op.register_kernel("cuda")(adding(10))
-    assert value(op) == 1
+    assert op(torch.zeros(1, device="cpu")).item() == 1
     assert op(torch.zeros(1, device="cuda")).item() == 10
 
 

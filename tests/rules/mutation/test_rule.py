@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import BACKEND
 from tests.support import on_both
 
 
@@ -103,7 +104,7 @@ def test_operator_of_a_library_counts_nothing(namespace):
     def scenario(library, namespace):
         home = library.Library(namespace, "FRAGMENT")
         home.define("op(Tensor(a!) x) -> ()")
-        home.impl("op", lambda x: None, "CPU")
+        home.impl("op", lambda x: None, BACKEND)
         x = torch.zeros(2)
         getattr(torch.ops, namespace).op(x)
         home._destroy()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchop
-from tests.devices import TYPE
+from tests.devices import OTHER, TYPE
 from tests.forking import run_forked
 from tests.rules.support import adding_one as define
 from tests.support import assert_clean
@@ -59,9 +59,9 @@ def test_the_authors_order(op):
 
 
 def test_the_authors_order_is_for_device_types(op):
-    op.set_priority(["ten"], device_types="cuda")
+    op.set_priority(["ten"], device_types=OTHER)
     assert value(op) == 1
-    op.set_priority(["twenty"], device_types=["cuda", TYPE])
+    op.set_priority(["twenty"], device_types=[OTHER, TYPE])
     assert value(op) == 20
 
 
@@ -73,7 +73,7 @@ def test_an_order_for_one_device_holds_for_kernels_for_every_device(namespace):
     assert value(op) == 20
     assert op(torch.zeros(1, device="meta")).is_meta
     op.set_priority([], device_types=TYPE)
-    op.set_priority(["twenty"], device_types="cuda")
+    op.set_priority(["twenty"], device_types=OTHER)
     assert value(op) == 1
 
 
@@ -449,7 +449,7 @@ def test_strict_makes_falling_back_an_error(namespace):
 
 
 def test_a_device_without_a_reference(namespace):
-    op = torchop.custom_op(f"{namespace}::op", adding(1), mutates_args=(), device_types="cuda",
+    op = torchop.custom_op(f"{namespace}::op", adding(1), mutates_args=(), device_types=OTHER,
                            schema="(Tensor x) -> Tensor")  # fmt: skip
     op.register_kernel(TYPE, adding(10), provider="ten", supports=lambda x: x.ndim == 1)
     with pytest.raises(torchop.MissingKernelError, match=r"no order asks for: ten\. Ask for one"):
@@ -636,7 +636,7 @@ def test_explain_names_the_provider_and_why_others_are_passed_by(namespace):
     op.register_kernel(TYPE, adding(30), provider="any")
     op.register_kernel(TYPE, adding(40), provider="last")
     op.register_kernel(TYPE, adding(50), provider="unasked")
-    op.register_kernel("cuda", adding(60), provider="gpu")
+    op.register_kernel(OTHER, adding(60), provider="gpu")
     with torchop.priority({op: ["gpu", "absent", "flat", "any", "last"]}):
         found = torchop.explain(op, torch.zeros(1, 1))
     assert found.provider == "any"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import TYPE
 from torchop import CustomOp
 
 VALUES = {"examples": lambda: [(torch.ones(2),)]}
@@ -72,7 +73,7 @@ def test_what_makes_examples_is_a_function_of_nothing(scale: Any) -> None:
 
 def test_examples_of_an_operator_of_somebody_else(namespace: str) -> None:
     torchop.define(f"{namespace}::copy", "(Tensor x) -> Tensor")
-    torchop.impl(f"{namespace}::copy", "cpu", torch.clone)
+    torchop.impl(f"{namespace}::copy", TYPE, torch.clone)
     torchop.get_rule("examples").register(f"{namespace}::copy", lambda: [(torch.ones(1),)])
     assert torchop.opcheck(f"{namespace}::copy", test_utils="test_schema") == {
         "test_schema": "SUCCESS"

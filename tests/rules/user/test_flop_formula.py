@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torchop
+from tests.devices import TYPE
 from tests.forking import run_forked
 from torchop import CustomOp
 
@@ -147,9 +148,9 @@ def test_overloads_have_formulas_of_their_own(namespace: str) -> None:
     torchop.define(f"{namespace}::sum", "(Tensor x) -> Tensor")
     torchop.define(f"{namespace}::sum.dim", "(Tensor x, int dim) -> Tensor")
     torchop.define(f"{namespace}::sum.keep", "(Tensor x, *, bool keep) -> Tensor")
-    torchop.impl(f"{namespace}::sum", "cpu", lambda x: x.sum())
-    torchop.impl(f"{namespace}::sum.dim", "cpu", lambda x, dim: x.sum(dim))
-    torchop.impl(f"{namespace}::sum.keep", "cpu", lambda x, *, keep: x.sum(0, keep))
+    torchop.impl(f"{namespace}::sum", TYPE, lambda x: x.sum())
+    torchop.impl(f"{namespace}::sum.dim", TYPE, lambda x, dim: x.sum(dim))
+    torchop.impl(f"{namespace}::sum.keep", TYPE, lambda x, *, keep: x.sum(0, keep))
     rule = torchop.get_rule("flop_formula")
     rule.register(f"{namespace}::sum", lambda x: 1)
     rule.register(f"{namespace}::sum.dim", lambda x, dim: 2)

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.func import grad, jacrev
 
 import torchop
+from tests.devices import BACKEND
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -59,7 +60,7 @@ def test_an_operator_that_returns_views_is_refused(namespace):
 def test_operator_of_somebody_else(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x, *, Tensor y) -> Tensor")
-        library.impl("op", lambda x, *, y: x * y.sum(), "CPU")
+        library.impl("op", lambda x, *, y: x * y.sum(), BACKEND)
         op = torch.ops.__getattr__(namespace).op
         torchop.register_vmap(op, "sequential", lib=library)
         torchop.register_fake(op, like="x", lib=library)
