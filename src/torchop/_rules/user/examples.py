@@ -11,7 +11,6 @@ import torch.library
 from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError
 from torchop._rules.user import preconditions as preconditions  # for the table of registrations
-from torchop._rules.user.preconditions.base import Unfit
 from torchop._schema.callables import Function, Lambda, check_signature
 from torchop.extend import Operator, OpLike, OpOverload, short_repr
 
@@ -29,6 +28,8 @@ class _ExamplesRule(Rule[Callable[[], Iterable[Any]]]):
     def missing(self, op: OpOverload) -> Callable[[], Iterable[Any]]:
         problem = ""
         if preconditions.PRECONDITIONS.has(op) and not Operator(op, "examples").takes_structures:
+            from torchop._rules.user.preconditions.base import Unfit  # few declare any
+
             try:
                 examples = preconditions.PRECONDITIONS.lookup(op).generated()
             except Unfit as error:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.library
 
 from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError
-from torchop._rules.user.preconditions.declared import Preconditions
 from torchop._schema.callables import Registered
 from torchop.extend import Operator, OpLike, OpOverload, short_repr
 
+if TYPE_CHECKING:
+    from torchop._rules.user.preconditions.declared import Preconditions
 
-class _PreconditionsRule(Rule[Preconditions]):
+
+class _PreconditionsRule(Rule["Preconditions"]):
     """What is valid, by argument of the schema."""
 
     def validate(self, op: OpOverload, value: Any) -> Preconditions:
@@ -24,6 +26,8 @@ class _PreconditionsRule(Rule[Preconditions]):
                 "is valid, such as {'index': torchop.preconditions.Indices('table')}; got "
                 f"{short_repr(value)}."
             )
+        from torchop._rules.user.preconditions.declared import Preconditions  # few declare any
+
         return Preconditions(op.name(), Operator(op, self.name).schema, value)
 
     def missing(self, op: OpOverload) -> Preconditions:
