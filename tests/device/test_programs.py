@@ -63,9 +63,10 @@ def a_captured_call(define: Define) -> Any:
     op = scale(define)
     x = ones(FIRST)
     op(x)
-    with torch.standin.stream(first_side_stream()), standin.capture() as graph:
-        y = op(op(x), 3.0)
-        refused = error_of(lambda: y.sum().item())
+    with torch.standin.stream(first_side_stream()):
+        with standin.capture() as graph:
+            y = op(op(x), 3.0)
+        refused = error_of(standin.capture()(lambda: op(x).sum().item()))
     results = [y.clone(), refused]
     x.fill_(5)
     for _ in range(2):

@@ -45,6 +45,7 @@ class Capture {
     unjoined_.clear();
     work_.clear();
     number_ += 1;
+    is_capture_broken = false;
     is_capturing = true;
   }
 
@@ -54,6 +55,8 @@ class Capture {
     TORCH_CHECK(is_capturing, "standin: no graph is being captured");
     is_capturing = false;
     streams_.clear();
+    TORCH_CHECK(
+        !is_capture_broken, "standin: operation failed due to a previous error during capture");
     TORCH_CHECK(current == origin_, "standin: a capture has to end on the stream it began on");
     TORCH_CHECK(
         unjoined_.empty(),

@@ -48,8 +48,11 @@ inline Trace& trace() {
 
 // Whether a graph is being captured. What CUDA refuses then is refused here.
 inline std::atomic<bool> is_capturing{false};
+// Whether something was refused meanwhile, which ends what is captured.
+inline std::atomic<bool> is_capture_broken{false};
 
 inline void refuse_in_capture(const std::string& what) {
+  is_capture_broken = is_capturing.load();
   TORCH_CHECK(
       !is_capturing, "standin: operation not permitted when stream is capturing (", what, ")");
 }
