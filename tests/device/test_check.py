@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -195,6 +196,10 @@ def _elsewhere(streams: list[torch.Stream]) -> Callable[[Tensor], Tensor]:
     return kernel
 
 
+# Not what the graph says of itself in the end, which is that there was an error before.
+READS = r"\w+\(.*operation not permitted when stream is capturing"
+
+
 def _reads(x: Tensor) -> Tensor:
     return x * 2 if x.sum().item() > 0 else x * 3
 
@@ -208,7 +213,7 @@ def _reads(x: Tensor) -> Tensor:
             _grows([]), "memory that was given back", marks=target.only_on_the_standin
         ),  # elsewhere something else may be there by then, or not
         (_elsewhere([]), "a replay of the kernel with other values"),
-        (_reads, "no graph can be captured of the kernel"),
+        (_reads, f"no graph can be captured of the kernel: {READS}"),
     ],
 )
 def test_a_kernel_that_a_graph_breaks(
@@ -216,7 +221,7 @@ def test_a_kernel_that_a_graph_breaks(
 ) -> None:
     report = run(define(namespace, kernel), "capture", "repeated", device=FIRST)
     assert failed(report).keys() == {"subsystems.capture"}
-    assert said in failed(report)["subsystems.capture"]
+    assert re.search(said, failed(report)["subsystems.capture"])
 
 
 def _backward_grows(kept: list[Tensor]) -> Callable[[Any, Tensor], Tensor]:
@@ -251,7 +256,7 @@ def _backward_reads(ctx: Any, grad: Tensor) -> Tensor:
         ),
         # From a gradient that a device may not have computed by then, so with any values.
         (_backward_elsewhere([]), "a replay of the formula with"),
-        (_backward_reads, "no graph can be captured of the formula"),
+        (_backward_reads, f"no graph can be captured of the formula: {READS}"),
     ],
 )
 def test_a_formula_that_a_graph_breaks(
@@ -263,7 +268,7 @@ def test_a_formula_that_a_graph_breaks(
     )
     report = run(op, "capture", device=FIRST)
     assert failed(report).keys() == {"subsystems.capture"}
-    assert said in failed(report)["subsystems.capture"]
+    assert re.search(said, failed(report)["subsystems.capture"])
 
 
 @target.needs_accelerator

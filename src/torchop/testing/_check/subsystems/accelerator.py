@@ -58,9 +58,11 @@ def replays_as_captured(
             with captured(device_type) as replay:
                 results = run(op, *static)
         except Exception as error:
+            # What is refused breaks the graph, which raises another error in the end.
+            cause = error.__context__ if "due to a previous error" in str(error) else None
             raise AssertionError(
-                f"no graph can be captured of the {what}: {error!r}. Wait for nothing there, and "
-                "read no values of tensors; or define the operator with the tag "
+                f"no graph can be captured of the {what}: {cause or error!r}. Wait for nothing "
+                "there, and read no values of tensors; or define the operator with the tag "
                 "torch.Tag.cudagraph_unsafe, so that compilers leave it out of graphs."
             ) from None
         for call in others:
@@ -101,9 +103,8 @@ def captured(device_type: str) -> Iterator[Callable[[], None]]:
 
 def _graph_type(device_type: str) -> Any:
     """The class of graphs: of the module of the device, or, since 2.13, of every accelerator."""
-    module: Any = torch.get_device_module(device_type)
-    own = getattr(module, f"{device_type.upper()}Graph", None)
-    return own if own is not None else getattr(torch.accelerator, "Graph", None)
+    of_module = getattr(torch.get_device_module(device_type), f"{device_type.upper()}Graph", None)
+    return of_module or getattr(torch.accelerator, "Graph", None)
 
 
 def _accelerator_of(subject: Subject) -> str:
