@@ -179,7 +179,6 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         STANDIN: ("test_missing_kernel_names_both_devices_and_the_remedy",),
     },
     "rules/kernels/test_rule.py": {
-        CPU: ("test_kernel_for_an_operator_of_pytorch_lives_as_long_as_its_library",),
         LACKING: ("test_dispatch_key_without_a_device_type_has_a_kernel_of_its_own",),
     },
     "rules/providers/test_donating.py": {

@@ -296,7 +296,7 @@ def test_kernel_for_an_operator_of_pytorch_lives_as_long_as_its_library():
         raise ReachedError
 
     with torchop.Library("aten", "IMPL") as library:
-        torchop.register_kernel("aten::special_i0e", "cpu", kernel, lib=library)
+        torchop.register_kernel("aten::special_i0e", TYPE, kernel, lib=library)
         with pytest.raises(ReachedError):
             torch.special.i0e(torch.zeros(1))
     assert torch.special.i0e(torch.zeros(1)).item() == pytest.approx(1)
