@@ -112,9 +112,8 @@ def count_calls(op: OpOverload | OpOverloadPacket) -> None:
     """
     packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
     qualname, function = packet._qualified_op_name, op._op
-    if native is None or isinstance(function, native.Operator):
-        return
-    if not overload_functions.is_cpp_function(function):
+    is_counted = native is None or isinstance(function, native.Operator)
+    if is_counted or not overload_functions.is_cpp_function(function):
         return
     names = operators.overload_names(qualname)
     if isinstance(op, OpOverload):

@@ -61,14 +61,17 @@ def implement(
     Without `replaces`, the operator must be new.
     """
     assert library.m is not None
-    with contextlib.ExitStack() as blocks:
-        if replaces and dispatch.has_kernel(f"{library.ns}::{name}", key):
-            # PyTorch warns once per process when a kernel is replaced, which is meant here.
-            blocks.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
-        if replaces:  # the operator is not new, so there may be calls
-            blocks.enter_context(calls_held([f"{library.ns}::{name}"]))
+    qualname = f"{library.ns}::{name}"
+    if not replaces:
         library.m.impl(name, key, kernel, with_keyset)
+    else:
+        with contextlib.ExitStack() as blocks:
+            if dispatch.has_kernel(qualname, key):
+                # PyTorch warns once per process when a kernel is replaced, which is meant here.
+                blocks.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
+            blocks.enter_context(calls_held([qualname]))  # as the operator is not new
+            library.m.impl(name, key, kernel, with_keyset)
     record = f"{library.ns}/{name}/{key}"
     torch.library._impls.add(record)
     library._op_impls.add(record)

@@ -270,9 +270,11 @@ class Definition:
 
     def rule(self, kind: type[AnyRule]) -> AnyRule:
         """This operator's rule of one kind."""
-        while not (found := [rule for rule in self._rules if type(rule) is kind]):
-            self._rules.append(kind(self))
-        return found[0]  # another thread may have made a second one
+        for rule in self._rules:
+            if type(rule) is kind:
+                return rule
+        self._rules.append(kind(self))
+        return self.rule(kind)  # another thread may have made one before
 
     def installed_rules(self) -> list[CompiledRule[Any]]:
         """The rules that do something when an operator of ours is defined."""
