@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.devices import TYPE
 from torchop._core.definition import NOTHING, CallPlan, CompiledRule
 from torchop._rules import RULES
 from torchop._rules.kernels.rule import KernelRule
@@ -25,11 +26,11 @@ def define(namespace):
 
 # One registration of each kind, and the rule that it changes.
 REGISTRATIONS = {
-    "kernel": ("KernelRule", lambda op: op.register_kernel("cpu")(lambda x: x + 2)),
+    "kernel": ("KernelRule", lambda op: op.register_kernel(TYPE)(lambda x: x + 2)),
     "fake": ("FakeRule", lambda op: op.register_fake(lambda x: torch.empty_like(x))),
     "autograd": ("AutogradRule", lambda op: op.register_autograd(lambda ctx, grad: grad)),
     "vmap": ("VmapRule", lambda op: op.register_vmap(lambda info, in_dims, x: (x, 0))),
-    "autocast": ("AutocastRule", lambda op: op.register_autocast("cpu", torch.float16)),
+    "autocast": ("AutocastRule", lambda op: op.register_autocast(TYPE, torch.float16)),
     "torch_dispatch": (
         "TorchDispatchRule",
         lambda op: op.register_torch_dispatch(Mode, lambda *args: None),
@@ -56,21 +57,21 @@ def test_registration_makes_a_new_plan_and_leaves_the_old_one(namespace, changed
 
 def test_switch_makes_a_new_plan_and_takes_it_back(namespace):
     op = define(namespace)
-    op.register_kernel("cpu")(lambda x: x + 2)
+    op.register_kernel(TYPE)(lambda x: x + 2)
     before = op._definition.plan[KernelRule].functions
-    with op.set_kernel_enabled("cpu", enabled=False):
+    with op.set_kernel_enabled(TYPE, enabled=False):
         assert op._definition.plan[KernelRule].functions != before
     assert op._definition.plan[KernelRule].functions == before
 
 
 FAILURES = {
-    "kernel": lambda op: op.register_kernel("cpu")(lambda: None),
+    "kernel": lambda op: op.register_kernel(TYPE)(lambda: None),
     "device": lambda op: op.register_kernel("toaster")(lambda x: x),
     "fake": lambda op: op.register_fake(lambda: None),
     "autograd": lambda op: op.register_autograd(lambda: None),
     "setup_context": lambda op: op.register_autograd(lambda ctx, grad: None, setup_context=3),
     "vmap": lambda op: op.register_vmap(lambda: None),
-    "autocast": lambda op: op.register_autocast("cpu", torch.int8),
+    "autocast": lambda op: op.register_autocast(TYPE, torch.int8),
     "torch_dispatch": lambda op: op.register_torch_dispatch(int, print),
     "effect": lambda op: op.register_effect("ORDERED"),
 }
@@ -97,10 +98,10 @@ def test_call_in_progress_keeps_the_plan_that_it_began_with(namespace):
     op = define(namespace)
 
     def kernel(x):
-        op.register_kernel("cpu")(lambda x: x + 7)
+        op.register_kernel(TYPE)(lambda x: x + 7)
         return x + 2
 
-    op.register_kernel("cpu")(kernel)
+    op.register_kernel(TYPE)(kernel)
     assert op(torch.zeros(1)).item() == 2
     assert op(torch.zeros(1)).item() == 7
 
@@ -123,5 +124,5 @@ def test_compiled_kernels_are_a_picture_too(namespace):
     op = define(namespace)
     kernels = op._definition.plan[KernelRule]
     assert set(kernels.functions) == {None}
-    op.register_kernel("cpu")(lambda x: x)
+    op.register_kernel(TYPE)(lambda x: x)
     assert set(kernels.functions) == {None}

@@ -167,9 +167,7 @@ def test_kernels_of_devices_with_a_signature(namespace: str) -> None:
             """Negate."""
             raise AssertionError("a signature is not run")
 
-        @staticmethod
-        def cpu(x: Tensor, *, twice: bool) -> Tensor:
-            return x.clone() if twice else -x
+        vars()[TYPE] = staticmethod(lambda x, *, twice: x.clone() if twice else -x)
 
         @staticmethod
         def meta(x: Tensor, *, twice: bool) -> Tensor:
@@ -182,8 +180,8 @@ def test_kernels_of_devices_with_a_signature(namespace: str) -> None:
     assert negate(torch.ones(1, device="meta")).is_meta
     assert torchop.explain(negate, torch.ones(1)).native
     with (
-        negate.set_kernel_enabled("cpu", False),
-        pytest.raises(torchop.MissingKernelError, match=r"kernels for cpu, meta only"),
+        negate.set_kernel_enabled(TYPE, False),
+        pytest.raises(torchop.MissingKernelError, match=rf"kernels for {TYPE}, meta only"),
     ):
         negate(torch.ones(1))
 
@@ -207,12 +205,10 @@ def test_a_kernel_of_a_device_beside_the_default_one(namespace: str) -> None:
         def forward(x: Tensor) -> Tensor:
             return x + 1
 
-        @staticmethod
-        def cpu(x: Tensor) -> Tensor:
-            return x + 2
+        vars()[TYPE] = staticmethod(lambda x: x + 2)
 
     assert torch.equal(which(torch.zeros(1)), torch.tensor([2.0]))
-    with which.set_kernel_enabled("cpu", False):
+    with which.set_kernel_enabled(TYPE, False):
         assert torch.equal(which(torch.zeros(1)), torch.tensor([1.0]))
 
 

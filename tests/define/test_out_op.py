@@ -14,6 +14,7 @@ from torchgen.model import FunctionSchema, SchemaKind
 
 import torchop
 from tests.define.families import SAMPLES, bounds, forms_of, sine, write_sine
+from tests.devices import DEVICE
 from tests.releases import INPLACE
 from tests.support import counting, needs_native
 
@@ -164,9 +165,9 @@ def test_factory_without_tensors(namespace: str) -> None:
     def ramp(n: int, device: torch.device, *, out: Tensor) -> None:
         out.copy_(torch.arange(n))
 
-    assert ramp(3, torch.device("cpu")).tolist() == [0, 1, 2]
-    assert ramp(2, torch.device("cpu"), out=torch.empty(2)).tolist() == [0, 1]
-    with pytest.raises(torchop.MutationError, match="device meta, but got cpu"):
+    assert ramp(3, DEVICE).tolist() == [0, 1, 2]
+    assert ramp(2, DEVICE, out=torch.empty(2)).tolist() == [0, 1]
+    with pytest.raises(torchop.MutationError, match=f"device meta, but got {DEVICE}"):
         ramp(2, torch.device("meta"), out=torch.empty(2))
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import TYPE
 from tests.subsystems.graphs import fresh_compiler, operators
 
 needs_triton = pytest.mark.skipif(
@@ -111,7 +112,7 @@ def test_all_registrations(namespace):
     assert torch.autograd.gradcheck(op, (x,), check_forward_ad=True)
     torch.testing.assert_close(torch.vmap(op)(X), X.sin() * 2)
     torchop.opcheck(op, (X.clone().requires_grad_(),))
-    op.register_kernel("cpu", lambda x, scale=2.0: x * 0)
+    op.register_kernel(TYPE, lambda x, scale=2.0: x * 0)
     assert not op(X).any()
 
 
@@ -122,12 +123,12 @@ def test_compiled_calls_run_the_kernel_that_a_device_has(namespace):
         a_kernel[(1,)](x, out)  # type: ignore[name-defined]  # noqa: F821  (without Triton)
         return out
 
-    op.register_kernel("cpu", lambda x: x + 1)
+    op.register_kernel(TYPE, lambda x: x + 1)
     compiled = torch.compile(lambda x: op(x) * 2, backend="aot_eager", fullgraph=True)
     with pytest.raises(
         Exception,
-        match=rf"{namespace}::op: register a fake kernel for compiled calls of the kernel for cpu: "
-        r"the function raised NameError: ",
+        match=rf"{namespace}::op: register a fake kernel for compiled calls of the kernel for "
+        rf"{TYPE}: the function raised NameError: ",
     ) as caught:
         compiled(X)
     assert "InliningError" in str(caught.value)

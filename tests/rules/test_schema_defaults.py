@@ -6,6 +6,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
+from tests.devices import TYPE
 from tests.support import on_both
 
 SCHEMA = (
@@ -76,7 +77,7 @@ def backward(ctx, grad):
 
 
 REGISTRATIONS = {
-    "kernel": (lambda op, r: op.register_kernel("cpu")(r.kernel), call),
+    "kernel": (lambda op, r: op.register_kernel(TYPE)(r.kernel), call),
     "fake kernel on meta": (lambda op, r: op.register_fake(r.kernel), call_meta),
     "fake kernel": (lambda op, r: op.register_fake(r.kernel), call_fake),
     "vmap rule": (lambda op, r: op.register_vmap(r.vmap), lambda op: torch.vmap(op)(torch.ones(2))),

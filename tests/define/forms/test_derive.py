@@ -99,10 +99,10 @@ def test_overloads_keep_their_names(namespace: str) -> None:
 
 def test_kernels_of_later_are_honoured(scale: Any) -> None:
     inplace, out = scale.derive_inplace(), scale.derive_out()
-    scale.register_kernel("cpu", lambda x, factor, *, offset: torch.full_like(x, 7))
+    scale.register_kernel(TYPE, lambda x, factor, *, offset: torch.full_like(x, 7))
     assert inplace(torch.ones(2)).tolist() == [7, 7]
     assert out(torch.ones(2), out=torch.empty(2)).tolist() == [7, 7]
-    with scale.set_kernel_enabled("cpu", False):
+    with scale.set_kernel_enabled(TYPE, False):
         assert inplace(torch.ones(2)).tolist() == [2, 2]
 
 

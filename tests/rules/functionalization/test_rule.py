@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import torchop
 import torchop.export
+from tests.devices import TYPE
 from tests.subsystems.graphs import fresh_compiler
 from torchop._schema.text import arguments_of, results_of, write, write_results
 
@@ -137,7 +138,7 @@ def test_a_compiled_program_runs_a_kernel_that_was_registered_later(namespace):
 
     out = torch.zeros(2)
     function(torch.ones(2), out)
-    scale.register_kernel("cpu", lambda x, *, out: torch.mul(x, 5, out=out))
+    scale.register_kernel(TYPE, lambda x, *, out: torch.mul(x, 5, out=out))
     function(torch.ones(2), out)
     assert out.tolist() == [5.0, 5.0]
 

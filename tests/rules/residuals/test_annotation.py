@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import TYPE
 
 Cube = Annotated[Tensor, "of x", torchop.Residuals(slope=Tensor)]
 
@@ -81,7 +82,7 @@ def test_the_signature_of_kernels_for_devices(namespace):
     @torchop.operator(f"{namespace}::op")
     class op:
         signature = staticmethod(written)
-        cpu = staticmethod(evaluated)
+        vars()[TYPE] = staticmethod(evaluated)
 
     train(op)
 

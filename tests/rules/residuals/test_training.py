@@ -527,17 +527,17 @@ def test_forms_of_a_family(namespace):
 
 
 def test_an_operator_for_one_device(namespace):
-    lse = LogSumExp(f"{namespace}::cpu", device_types="cpu")
+    lse = LogSumExp(f"{namespace}::one", device_types=TYPE)
     x = leaf_of([1.0, 2.0])
     for _ in range(2):
         assert_close(gradient_of(lse.op, x), x.softmax(-1))
     assert lse.taken() == [True] * 2
-    lse.op.register_kernel("cpu", lse.op.__wrapped__)  # a kernel that hands over already
+    lse.op.register_kernel(TYPE, lse.op.__wrapped__)  # a kernel that hands over already
     assert_close(gradient_of(lse.op, x), x.softmax(-1))
 
 
 def test_a_kernel_for_a_device_returns_residuals_too(lse):
-    @lse.op.register_kernel("cpu")
+    @lse.op.register_kernel(TYPE)
     def kernel(x, scale):
         return torchop.residuals((x * scale).logsumexp(-1), (x * scale).softmax(-1))
 
@@ -904,7 +904,7 @@ def test_a_handle_in_a_pickle_and_in_a_checking_block(lse):
 
 
 def test_a_provider_without_residuals_is_refused_where_they_are_wanted(lse):
-    lse.op.register_kernel("cpu", lambda x, scale: x.logsumexp(-1), provider="bare")
+    lse.op.register_kernel(TYPE, lambda x, scale: x.logsumexp(-1), provider="bare")
     lse.op.set_priority(["bare"])
     lse.op(torch.ones(2))
     with pytest.raises(ResultError, match="every kernel and fake kernel must return"):

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
+from tests.devices import TYPE
 from tests.rules.autograd.derived.support import derived, each_strategy, sine
 from tests.rules.support import leaf_of
 from tests.support import counting, needs_native
@@ -162,11 +163,11 @@ def test_the_operator_ends_with_its_library(namespace):
 
 def test_the_kernel_of_the_device_is_differentiated(namespace):
     op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
-    op.register_kernel("cpu", lambda x: x.sin() * 2)
+    op.register_kernel(TYPE, lambda x: x.sin() * 2)
     op.derive_autograd()
     x = leaf_of(0.5)
     assert_close(torch.autograd.grad(op(x), x)[0], 2 * x.cos())
-    with op.set_kernel_enabled("cpu", enabled=False):
+    with op.set_kernel_enabled(TYPE, enabled=False):
         assert_close(torch.autograd.grad(op(x), x)[0], x.cos())
     op.derive_autograd("save")
     assert_close(torch.autograd.grad(op(x), x)[0], 2 * x.cos())
