@@ -32,11 +32,9 @@ native: $(STAMP)
 
 # With DEVICE=standin:1, or that of a GPU, the tests of some rooms with their tensors there.
 DEVICE ?=
-ON_DEVICE := $(addprefix tests/,core define accelerate rules schema inspect export compat native subsystems) \
-	$(addprefix tests/,test_native.py $(addprefix testing/test_,contents.py inputs.py opcheck.py samples.py saved.py))
 test: native
 ifdef DEVICE
-	TORCHOP_TEST_DEVICE=$(DEVICE) $(PYTEST) -p tests.on_device $(ON_DEVICE)
+	TORCHOP_TEST_DEVICE=$(DEVICE) $(PYTEST) -p tests.on_device
 else
 	$(PYTEST) -m "not project"
 endif

@@ -1,6 +1,7 @@
 """A pytest plug-in: tensors that the tests make without a device are on `TORCHOP_TEST_DEVICE`.
 
     make test DEVICE=standin:1
+    TORCHOP_TEST_DEVICE=cuda:0 python -m pytest -p tests.on_device  # the rooms that are listed here
     TORCHOP_TEST_DEVICE=cuda:0 python -m pytest -p tests.on_device tests/rules tests/define
 
 So tests that are about no device in particular hold on that one, too. A test that says "cpu" keeps
@@ -26,6 +27,21 @@ from tests import about_the_cpu
 TESTS = str(Path(__file__).parent)
 # Not from `tests.devices`: PyTorch knows the device only when its plug-in is there.
 DEVICE_TYPE = os.environ.get("TORCHOP_TEST_DEVICE", "cpu").partition(":")[0]
+# Those with tests that are about no device in particular.
+ROOMS = (
+    "core",
+    "define",
+    "accelerate",
+    "rules",
+    "schema",
+    "inspect",
+    "export",
+    "compat",
+    "native",
+    "subsystems",
+    "test_native.py",
+    *(f"testing/test_{name}.py" for name in ("contents", "inputs", "opcheck", "samples", "saved")),
+)
 FACTORIES = (
     "arange",
     "empty",
@@ -46,6 +62,8 @@ FACTORIES = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Loads the stand-in, if it is the device, once `tests/conftest.py` has prepared torchop."""
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args[:] = [os.path.join(TESTS, room) for room in ROOMS]
     if DEVICE_TYPE == "standin":
         importlib.import_module("tests.device.standin").load()
     device = importlib.import_module("tests.devices").DEVICE  # which exists from here on

@@ -27,8 +27,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 # Each has a context of CUDA, which takes memory of the device, so no more than a dozen.
 PROCESSES = min(12, os.cpu_count() or 1)
-# Folders of tests that are about no device in particular.
-ANYWHERE = ("tests/core", "tests/define", "tests/rules", "tests/accelerate")
 PAGES = (
     "docs/tutorials/getting-started.md",
     "docs/tutorials/gpu-kernels.md",
@@ -96,7 +94,7 @@ def parts(target: str, out: Path) -> list[Part]:
     found.append(Part("benchmark", 120, (python, *benchmark), alone=True))
     if target != "cpu":  # where `make test` runs them
         spread = ("-n", str(PROCESSES)) if importlib.util.find_spec("xdist") else ()
-        anywhere = (*pytest, "-p", "tests.on_device", "--tb=short", *spread, *ANYWHERE)
+        anywhere = (*pytest, "-p", "tests.on_device", "--tb=short", *spread)
         found.append(Part("anywhere", 600, anywhere, alone=True))
     return found
 
