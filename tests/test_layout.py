@@ -60,7 +60,7 @@ BUDGETS = {
     "_rules/autograd": 2031,
     "_rules/residuals": 838,
     "_rules/user/sharding": 897,
-    "_schema": 3380,
+    "_schema": 3392,
     "cli": 2280,
     "export": 985,
     "files": 762,
