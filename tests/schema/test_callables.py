@@ -1,6 +1,8 @@
 """Whether a function can be called as PyTorch will call it."""
 
 import functools
+import inspect
+import itertools
 
 import pytest
 
@@ -64,6 +66,22 @@ def test_function_that_does_not_take_the_arguments_is_refused(function):
 )
 def test_keywords_must_have_their_names(function, expected):
     assert accepts(function, ("x",), ("k",)) is expected
+
+
+PARAMETERS = ("", "a", "a, b", "b, a", "a, /, b", "a, b=1", "a=1, b=2", "a, *, b", "a, *b", "**b")
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_what_is_accepted_is_what_python_binds(parameters):
+    function = eval(f"lambda {parameters}: None")
+    for count, names in itertools.product(range(4), ((), ("a",), ("b",), ("a", "b"), ("b", "c"))):
+        positional = ("value",) * count
+        try:
+            inspect.signature(function).bind(*positional, **dict.fromkeys(names))
+        except TypeError:
+            assert not accepts(function, positional, names), (count, names)
+        else:
+            assert accepts(function, positional, names), (count, names)
 
 
 def test_message_shows_both_signatures_and_the_function():

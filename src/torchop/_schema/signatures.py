@@ -84,21 +84,31 @@ def readable_signature(function: Callable[..., Any]) -> inspect.Signature:
     `inspect.signature` looks for what a function may wrap, and checks that its parameters are in a
     possible order.
     """
-    if not is_ordinary(function) or function.__kwdefaults__:
+    names = names_of_plain(function)
+    if names is None:
         return signature(function)
-    code, defaults = function.__code__, function.__defaults__ or ()
-    unusual = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-    first = code.co_argcount - len(defaults)  # of those with a default
-    if code.co_posonlyargcount or code.co_kwonlyargcount or code.co_flags & unusual or first < 0:
-        return signature(function)
+    defaults = function.__defaults__ or ()
+    first = len(names) - len(defaults)  # of those with a default
     namespace, annotations, empty = _Namespace(function), function.__annotations__, _Parameter.empty
     parameters = {}
-    for index, name in enumerate(code.co_varnames[: code.co_argcount]):
+    for index, name in enumerate(names):
         annotation = namespace.resolve(annotations.get(name, empty), name)
         default = empty if index < first else defaults[index - first]
         parameters[name] = _Parameter(name, annotation, default)
     returned = namespace.resolve(annotations.get("return", empty), None)
     return cast(inspect.Signature, _Signature(parameters, returned))
+
+
+def names_of_plain(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The parameters of an ordinary function, if each takes an argument by position or by name."""
+    if not is_ordinary(function) or function.__kwdefaults__:
+        return None
+    code = function.__code__
+    unusual = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    if code.co_posonlyargcount or code.co_kwonlyargcount or code.co_flags & unusual:
+        return None
+    names = code.co_varnames[: code.co_argcount]
+    return names if len(names) >= len(function.__defaults__ or ()) else None
 
 
 def is_ordinary(function: Callable[..., Any]) -> TypeGuard[types.FunctionType]:
