@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND, TYPE
+from tests.devices import BACKEND, TYPE, needs_context_in_backward
 from tests.support import counting, needs_native
 from torchop._core import checking
 from torchop._rules.kernels.rule import KernelRule
@@ -166,6 +166,7 @@ def test_calls_from_kernels_are_looked_at(namespace: str) -> None:
         outer(torch.zeros(2))
 
 
+@needs_context_in_backward
 def test_calls_from_backward_are_looked_at(namespace: str) -> None:
     inner = define(namespace, adds, "inner")
     outer = define(namespace, keeps, "outer")
