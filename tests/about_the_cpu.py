@@ -34,29 +34,6 @@ FILES = {
     "rules/user/test_sharding.py": RANKS,
 }
 TESTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "accelerate/test_arguments.py": {
-        CPU: ("test_forty_arguments_of_which_eight_are_written",),
-    },
-    "accelerate/test_gradients.py": {
-        CPU: (
-            "test_a_formula_registered_later_is_used",
-            "test_a_kernel_that_returns_its_inputs_leaves_them_alone",
-            "test_a_library_with_a_formula",
-            "test_gradients_without_setup_context_and_of_higher_order",
-        ),
-    },
-    "accelerate/test_kernels.py": {
-        CPU: ("test_kernels_of_a_library",),
-    },
-    "accelerate/test_operator.py": {
-        CPU: ("test_versions_are_counted",),
-    },
-    "accelerate/test_overloads.py": {
-        CPU: (
-            "test_a_packet_calls_the_overload_that_pytorch_would",
-            "test_a_scripted_function_calls_a_packet_of_several_overloads",
-        ),
-    },
     "core/test_checking.py": {
         LACKING: ("test_to_read_a_compressed_tensor_is_not_to_write_it",),
     },

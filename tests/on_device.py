@@ -61,9 +61,17 @@ FACTORIES = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Loads the stand-in, if it is the device, once `tests/conftest.py` has prepared torchop."""
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args[:] = [os.path.join(TESTS, room) for room in ROOMS]
+
+
+def pytest_plugin_registered(plugin: object) -> None:
+    """Loads the stand-in, if it is the device, once `tests/conftest.py` has prepared torchop.
+
+    So tensors that are made while pytest imports other files of that name are on the device, too.
+    """
+    if getattr(plugin, "__name__", None) != "tests.conftest":
+        return
     if DEVICE_TYPE == "standin":
         importlib.import_module("tests.device.standin").load()
     device = importlib.import_module("tests.devices").DEVICE  # which exists from here on

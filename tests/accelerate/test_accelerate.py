@@ -13,6 +13,7 @@ from torch import Tensor
 
 import torchop
 from tests.accelerate.support import T
+from tests.devices import BACKEND, TYPE
 from tests.forking import run_forked
 from tests.support import needs_native
 from torchop._accelerate import patterns
@@ -141,7 +142,7 @@ def test_what_is_registered_later_is_accelerated(namespace):
         return x + 1
 
     torch.library.define(f"{namespace}::late_low", "(Tensor x) -> Tensor")
-    torch.library.impl(f"{namespace}::late_low", "cpu", lambda x: x + 2)
+    torch.library.impl(f"{namespace}::late_low", TYPE, lambda x: x + 2)
     low = getattr(torch.ops, namespace).late_low
     assert is_native(later)
     assert is_native(low)
@@ -206,7 +207,7 @@ def test_operators_of_cpp_are_left_alone_with_the_reason():
 def test_a_pattern_may_name_overloads(namespace, library):
     for overload in ("op", "op.one", "op.two"):
         library.define(f"{overload}(Tensor x) -> Tensor")
-        library.impl(overload, lambda x: x + 1, "CPU")
+        library.impl(overload, lambda x: x + 1, BACKEND)
     ops = getattr(torch.ops, namespace).op
     with torchop.accelerate(f"{namespace}::op.*") as acceleration:
         assert [row.op for row in acceleration.operators] == [
@@ -284,7 +285,7 @@ def test_a_package_that_is_imported_later_is_no_mistake():
 
 def test_a_refusal_names_the_argument_and_its_type(namespace, library):
     library.define("op(Tensor x, *, Stream? stream=None) -> Tensor")
-    library.impl("op", lambda x, stream=None: x + 1, "CPU")
+    library.impl("op", lambda x, stream=None: x + 1, BACKEND)
     with torchop.accelerate(f"{namespace}::op") as acceleration:
         assert acceleration.operators[0].reason == (
             "argument 'Stream? stream=None' has a type that only the dispatcher can convert"
@@ -374,7 +375,7 @@ def test_a_process_without_acceleration_changes_nothing():
 
 def test_the_end_of_a_library_is_noticed_while_the_collector_is_frozen(namespace, library):
     library.define("scale(Tensor x) -> Tensor")
-    library.impl("scale", lambda x: x * 2, "CPU")
+    library.impl("scale", lambda x: x * 2, BACKEND)
     scale = getattr(torch.ops, namespace).scale
     scale(T)
     function = scale.default._op

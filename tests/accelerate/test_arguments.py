@@ -11,6 +11,7 @@ from torch import Tensor
 
 import torchop
 from tests.accelerate.support import T, assert_same, counts_versions_once, stock
+from tests.devices import BACKEND
 from tests.support import needs_native, outcome
 from torchop._accelerate.gradients import _has_simple_defaults
 from torchop._compat import schemas
@@ -78,7 +79,9 @@ def test_an_int_for_a_float_reaches_the_kernel_as_a_float(namespace, accelerated
         "op(Tensor x, float a, float? b=None, float c=0., float[] d=[], int e=0, *, float f=2.0) "
         "-> Tensor"
     )
-    library.impl("op", lambda *args, **kwargs: seen.append((args[1:], kwargs)) or T.clone(), "CPU")
+    library.impl(
+        "op", lambda *args, **kwargs: seen.append((args[1:], kwargs)) or T.clone(), BACKEND
+    )
     op = getattr(torch.ops, namespace).op
     numbers = [2, 1, 2, 3]
     calls = [

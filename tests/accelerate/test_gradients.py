@@ -14,6 +14,7 @@ from torch import Tensor
 
 import torchop
 from tests.accelerate.support import T, counts_versions_once, stock, with_formula
+from tests.devices import BACKEND
 from tests.support import needs_native, outcome
 
 pytestmark = needs_native
@@ -21,7 +22,7 @@ pytestmark = needs_native
 
 def test_without_a_formula_pytorch_says_so_in_backward(namespace, accelerated, library):
     library.define("op(Tensor x) -> Tensor")
-    library.impl("op", lambda x: x.detach() * 2, "CPU")
+    library.impl("op", lambda x: x.detach() * 2, BACKEND)
     op = getattr(torch.ops, namespace).op
     accelerated()
     assert not op(T).requires_grad
@@ -335,7 +336,7 @@ def test_a_kernel_that_returns_its_inputs_leaves_them_alone(
     def kernel(x, y):
         return y if count == 1 else (y, x[0] if isinstance(x, list) else x)
 
-    library.impl("op", kernel, "CPU")
+    library.impl("op", kernel, BACKEND)
     op = getattr(torch.ops, namespace).op.default
 
     def backward(ctx, *grads):
@@ -386,7 +387,7 @@ def test_a_formula_sees_defaults_as_the_schema_keeps_them(namespace, accelerated
         "op(Tensor x, int[] sizes=[1, 2], Device? device='cpu', float f=0.5, ScalarType? type=int, "
         "*, MemoryFormat layout=contiguous_format, float[] scales=[1.0]) -> Tensor"
     )
-    library.impl("op", lambda x, *args, **kwargs: x * len(args), "CPU")
+    library.impl("op", lambda x, *args, **kwargs: x * len(args), BACKEND)
 
     def setup_context(ctx, inputs, keyword_only_inputs, output):
         seen.append((ctx.needs_input_grad, inputs[1:], keyword_only_inputs))
@@ -426,7 +427,7 @@ def test_a_formula_sees_defaults_as_the_schema_keeps_them(namespace, accelerated
 
 def test_a_library_with_a_formula(namespace, accelerated, library):
     library.define("op(Tensor x) -> Tensor")
-    library.impl("op", lambda x: x * 2, "CPU")
+    library.impl("op", lambda x: x * 2, BACKEND)
     torch.library.register_autograd(f"{namespace}::op", lambda ctx, g: g * 2, lib=library)
     accelerated()
     x = T.clone().requires_grad_()

@@ -11,7 +11,9 @@ from torch import Tensor
 
 import torchop
 from tests.accelerate.support import T, stock
+from tests.devices import AUTOGRAD, BACKEND, OTHER, TYPE
 from tests.support import needs_native
+from torchop._compat.dispatch import spelled_key
 
 pytestmark = needs_native
 
@@ -19,19 +21,19 @@ pytestmark = needs_native
 def test_a_kernel_that_was_registered_later_runs(accelerated, op):
     accelerated()
     assert torch.equal(op(T), T + 1)
-    op.register_kernel("cpu")(lambda x: x + 2)
+    op.register_kernel(TYPE)(lambda x: x + 2)
     assert torch.equal(op(T), T + 2)
-    op.register_kernel("cpu")(lambda x: x + 3)  # PyTorch's table does not change for this one
+    op.register_kernel(TYPE)(lambda x: x + 3)  # PyTorch's table does not change for this one
     assert torch.equal(op(T), T + 3)
     assert torch.equal(op(T), T + 3)
     assert torchop.native.counters(op) == {"native": 3, "kernel": 1}
 
 
 def test_a_disabled_kernel_does_not_run(accelerated, op):
-    op.register_kernel("cpu")(lambda x: x + 2)
+    op.register_kernel(TYPE)(lambda x: x + 2)
     accelerated()
     assert torch.equal(op(T), T + 2)
-    with op.set_kernel_enabled("cpu", enabled=False):
+    with op.set_kernel_enabled(TYPE, enabled=False):
         assert torch.equal(op(T), T + 1)
     assert torch.equal(op(T), T + 2)
     assert torchop.native.counters(op) == {"native": 3}
@@ -41,31 +43,31 @@ def test_a_list_of_devices_keeps_what_torch_library_makes_of_it(namespace, accel
     def op(x: Tensor) -> Tensor:
         return x + 1
 
-    # The kernel of the CPU looks up that of the device which came last.
-    handle = stock(namespace, op, device_types=["cpu", "cuda"])
-    handle.register_kernel("cpu")(lambda x: x + 2)
+    # The kernel of one device looks up that of the device which came last.
+    handle = stock(namespace, op, device_types=[TYPE, OTHER])
+    handle.register_kernel(TYPE)(lambda x: x + 2)
     before = handle(T)
     accelerated()
     assert torch.equal(handle(T), before)
     assert torchop.native.counters(handle) == {"native": 1}
-    handle.register_kernel("cuda")(lambda x: x + 3)
+    handle.register_kernel(OTHER)(lambda x: x + 3)
     assert torch.equal(handle(T), T + 3)
 
 
 def test_a_device_that_is_more_than_a_str_is_left_to_the_dispatcher(namespace, accelerated):
     class Device(str, enum.Enum):
-        CPU = "cpu"
+        TESTED = TYPE
 
     def op(x: Tensor) -> Tensor:
         return x + 1
 
-    handle = stock(namespace, op, device_types=Device.CPU)
+    handle = stock(namespace, op, device_types=Device.TESTED)
     acceleration = accelerated()
     assert torch.equal(handle(T), T + 1)
     (row,) = acceleration.operators
     assert (row.accelerated, row.reason) == (
         False,
-        "its kernel for CPU is not the one that custom_op registered",
+        f"its kernel for {spelled_key(BACKEND)} is not the one that custom_op registered",
     )
 
 
@@ -75,7 +77,7 @@ def test_an_override_runs_whenever_it_was_made(namespace, accelerated, op, is_ol
         accelerated()
         assert torch.equal(op(T), T + 1)
     library = torch.library.Library(namespace, "FRAGMENT")
-    library.impl("op", lambda x: x, "CPU")  # no check of aliases for this one
+    library.impl("op", lambda x: x, BACKEND)  # no check of aliases for this one
     accelerated()
     assert op(T) is T
     assert op(T) is T
@@ -85,10 +87,13 @@ def test_an_override_runs_whenever_it_was_made(namespace, accelerated, op, is_ol
     assert torchop.native.counters(op)["native"] >= 2
 
 
-@pytest.mark.parametrize("key", ["AutogradCPU", "ADInplaceOrView", "AutocastCPU", "BackendSelect"])
+AUTOCAST = f"Autocast{BACKEND}"
+
+
+@pytest.mark.parametrize("key", [AUTOGRAD, "ADInplaceOrView", AUTOCAST, "BackendSelect"])
 def test_a_kernel_that_takes_keys_is_left_to_the_dispatcher(accelerated, library, op, key):
     library.impl("op", lambda keys, x: x + 5, key, with_keyset=True)
-    with torch.autocast("cpu", enabled=key == "AutocastCPU"):
+    with torch.autocast(TYPE, enabled=key == AUTOCAST):
         before = op(T)
         accelerated()
         assert torch.equal(op(T), before)
@@ -101,10 +106,10 @@ def test_kernels_of_a_library(namespace, accelerated, library):
     library.define("with_keys(Tensor x, int y=2) -> Tensor")
     library.define("composite(Tensor x) -> Tensor")
     library.define("empty(Tensor x) -> Tensor")
-    library.impl("op", lambda x, y=2: x + y, "CPU")
-    library.impl("op.two", lambda x, y: x - y, "CPU")
+    library.impl("op", lambda x, y=2: x + y, BACKEND)
+    library.impl("op.two", lambda x, y: x - y, BACKEND)
     # With its default, the arguments alone would fit too.
-    library.impl("with_keys", lambda keys, x=None, y=2: x * y, "CPU", with_keyset=True)
+    library.impl("with_keys", lambda keys, x=None, y=2: x * y, BACKEND, with_keyset=True)
     library.impl("composite", lambda x: x * 3, "CompositeImplicitAutograd")
     acceleration = accelerated()
     ops = getattr(torch.ops, namespace)
@@ -121,7 +126,10 @@ def test_kernels_of_a_library(namespace, accelerated, library):
     assert torchop.native.counters(ops.op.two) == {"native": 1}
     assert torchop.native.counters(ops.composite) == {"native": 1}
     rows = {row.op: row for row in acceleration.operators}
-    assert rows[f"{namespace}::with_keys"].reason == "its kernel for CPU takes dispatch keys"
+    assert (
+        rows[f"{namespace}::with_keys"].reason
+        == f"its kernel for {spelled_key(BACKEND)} takes dispatch keys"
+    )
     assert rows[f"{namespace}::empty"].reason == "none of its kernels is a Python function"
     assert rows[f"{namespace}::op.two"] == (f"{namespace}::op.two", True, "")
 
@@ -152,7 +160,7 @@ def test_a_kernel_of_a_library_that_comes_later_runs(namespace, accelerated, lib
     op = getattr(torch.ops, namespace).op
     with pytest.raises(NotImplementedError):
         op(T)
-    library.impl("op", lambda x: x + 1, "CPU")
+    library.impl("op", lambda x: x + 1, BACKEND)
     assert torch.equal(op(T), T + 1)
     assert torch.equal(op(T), T + 1)
     assert torchop.native.counters(op) == {"operator": 1, "native": 2}
@@ -165,9 +173,10 @@ def test_a_fallback_for_all_operators_is_no_kernel_of_this_one(namespace, accele
     everywhere.fallback(lambda op, x: x + 9, "CPU")
     try:
         op = getattr(torch.ops, namespace).op
-        before = op(T)
+        x = torch.arange(4.0, device="cpu")
+        before = op(x)
         acceleration = accelerated()
-        assert torch.equal(op(T), before)
+        assert torch.equal(op(x), before)
         assert acceleration.operators[0].reason.startswith("a fallback for all operators")
     finally:
         everywhere._destroy()

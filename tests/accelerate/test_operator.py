@@ -21,6 +21,7 @@ from tests.accelerate.support import (
     stock,
     with_formula,
 )
+from tests.devices import BACKEND, TYPE
 from tests.support import needs_native
 from torchop._accelerate import operator
 from torchop._schema.naming import OpName
@@ -51,7 +52,7 @@ def test_four_threads(namespace, accelerated):
     for thread in threads:
         thread.start()
     for _ in range(50):
-        handle.register_kernel("cpu")(lambda x, k=2: x * k)
+        handle.register_kernel(TYPE)(lambda x, k=2: x * k)
         acceleration = torchop.accelerate(f"{namespace}::*")
         acceleration.undo()
     for thread in threads:
@@ -138,7 +139,7 @@ def test_rules_keep_their_meaning(namespace, accelerated, seen):
     handle = stock(namespace, op)
     handle.register_fake(lambda x: torch.empty_like(x))
     handle.register_vmap(lambda info, in_dims, x: (handle(x), in_dims[0]))
-    torch.library.register_autocast(handle, "cpu", torch.bfloat16)
+    torch.library.register_autocast(handle, TYPE, torch.bfloat16)
 
     class Mode(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -148,7 +149,7 @@ def test_rules_keep_their_meaning(namespace, accelerated, seen):
     accelerated()
     assert handle(T.to("meta")).device.type == "meta"
     assert torch.equal(torch.vmap(handle)(torch.ones(2, 3)), torch.full((2, 3), 2.0))
-    with torch.autocast("cpu"):
+    with torch.autocast(TYPE):
         assert handle(T).dtype is torch.bfloat16
     with Mode():
         handle(T)
@@ -208,7 +209,7 @@ def test_an_operator_of_torchop_keeps_its_own_native_calls(namespace, accelerate
 
     library = torchop.Library(namespace, "FRAGMENT")
     library.define("low(Tensor x) -> Tensor")
-    library.impl("low", lambda x: x + 2, "CPU")
+    library.impl("low", lambda x: x + 2, BACKEND)
     low = getattr(torch.ops, namespace).low
     acceleration = accelerated()
     low(T), low(T), ours(T)
@@ -223,7 +224,7 @@ def test_an_operator_of_torchop_keeps_its_own_native_calls(namespace, accelerate
 def test_a_later_kernel_of_torchops_takes_the_operator_over(namespace, accelerated, library):
     library.define("op(Tensor x) -> Tensor")
     acceleration = accelerated()
-    torchop.impl(f"{namespace}::op", "CPU", lambda x: x + 2, lib=library)
+    torchop.impl(f"{namespace}::op", BACKEND, lambda x: x + 2, lib=library)
     op = getattr(torch.ops, namespace).op
     assert torch.equal(op(T), T + 2)
     assert torch.equal(op(T), T + 2)
@@ -234,7 +235,7 @@ def test_a_later_kernel_of_torchops_takes_the_operator_over(namespace, accelerat
 def test_an_operator_that_is_destroyed_is_let_go(namespace, accelerated):
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x) -> Tensor")
-    library.impl("op", lambda x: x + 1, "CPU")
+    library.impl("op", lambda x: x + 1, BACKEND)
     overload = getattr(torch.ops, namespace).op.default
     acceleration = accelerated()
     overload(T)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import torchop
 from tests.accelerate.support import T, holds_tensors
+from tests.devices import BACKEND
 from tests.support import needs_native, outcome
 
 pytestmark = needs_native
@@ -22,8 +23,8 @@ def test_a_packet_takes_an_int_for_the_float_of_its_first_overload(
 ):
     library.define("op(Tensor x, float y) -> Tensor")
     library.define("op.int(Tensor x, int y) -> Tensor")
-    library.impl("op", lambda x, y: seen.append(repr(y)) or x + 1, "CPU")
-    library.impl("op.int", lambda x, y: seen.append("int") or x + 2, "CPU")
+    library.impl("op", lambda x, y: seen.append(repr(y)) or x + 1, BACKEND)
+    library.impl("op.int", lambda x, y: seen.append("int") or x + 2, BACKEND)
     packet = getattr(torch.ops, namespace).op
     packet(T, 3)
     accelerated()
@@ -48,7 +49,7 @@ def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated, 
             seen.append(f"{name} {args[1:]} {sorted(kwargs)}")
             return kwargs["out"].copy_(args[0]) if "out" in kwargs else args[0] + 1
 
-        library.impl(name, kernel, "CPU")
+        library.impl(name, kernel, BACKEND)
     packet = getattr(torch.ops, namespace).op
     out = torch.zeros(4)
     calls = [
@@ -143,7 +144,7 @@ def test_an_overload_is_passed_by_where_pytorch_would(namespace, accelerated, li
         for number, overload in enumerate((kind, other)):
             qualified = f"op{name}.n{number}"
             library.define(f"{qualified}(Tensor x, {overload} y) -> Tensor")
-            library.impl(qualified, functools.partial(kernel, number), "CPU")
+            library.impl(qualified, functools.partial(kernel, number), BACKEND)
         packets.append(getattr(getattr(torch.ops, namespace), f"op{name}"))
 
     def called() -> list[Any]:
@@ -165,7 +166,7 @@ def test_a_number_is_a_tensor_where_pytorch_takes_it_for_one(namespace, numbers_
     for factor, kind in enumerate(("Tensor", "float"), 2):
         name = f"{namespace}.with_{kind}"
         library.define(f"{name}(Tensor x, {kind} y) -> Tensor")
-        library.impl(name, lambda x, y, factor=factor: x * factor, "CPU")
+        library.impl(name, lambda x, y, factor=factor: x * factor, BACKEND)
     packet = getattr(getattr(torch.ops, numbers_as_tensors), namespace)
     before = str(outcome(lambda: packet(T, 2.0)))
     with torchop.accelerate(f"{numbers_as_tensors}::{namespace}") as acceleration:
@@ -176,12 +177,12 @@ def test_a_number_is_a_tensor_where_pytorch_takes_it_for_one(namespace, numbers_
 
 def test_an_overload_that_comes_later_is_seen_by_the_packet(namespace, accelerated, library):
     library.define("op(Tensor x) -> Tensor")
-    library.impl("op", lambda x: x + 1, "CPU")
+    library.impl("op", lambda x: x + 1, BACKEND)
     accelerated()
     packet = getattr(torch.ops, namespace).op
     assert torch.equal(packet(T), T + 1)
     library.define("op.two(Tensor x, Tensor y) -> Tensor")
-    library.impl("op.two", lambda x, y: x - y, "CPU")
+    library.impl("op.two", lambda x, y: x - y, BACKEND)
     assert torch.equal(packet(T), T + 1)
     assert torch.equal(packet(T, T), T - T)
     assert torchop.native.counters(packet.default) == {"native": 2}
@@ -191,8 +192,8 @@ def test_an_overload_that_comes_later_is_seen_by_the_packet(namespace, accelerat
 def test_overloads_are_released_one_by_one(namespace, library):
     library.define("op(Tensor x) -> Tensor")
     library.define("op.two(Tensor x, Tensor y) -> Tensor")
-    library.impl("op", lambda x: x + 1, "CPU")
-    library.impl("op.two", lambda x, y: x - y, "CPU")
+    library.impl("op", lambda x: x + 1, BACKEND)
+    library.impl("op.two", lambda x, y: x - y, BACKEND)
     packet = getattr(torch.ops, namespace).op
     function = packet._op
     # A name without overload stands for all of them.
@@ -211,8 +212,8 @@ def test_overloads_are_released_one_by_one(namespace, library):
 def test_a_scripted_function_calls_a_packet_of_several_overloads(namespace, accelerated, library):
     library.define("op(Tensor x) -> Tensor")
     library.define("op.two(Tensor x, Tensor y) -> Tensor")
-    library.impl("op", lambda x: x + 1, "CPU")
-    library.impl("op.two", lambda x, y: x - y, "CPU")
+    library.impl("op", lambda x: x + 1, BACKEND)
+    library.impl("op.two", lambda x, y: x - y, BACKEND)
     accelerated()
     packet = getattr(torch.ops, namespace).op
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import torchop
 from tests.accelerate.support import T, assert_same, counts_versions_once, stock
+from tests.devices import BACKEND
 from tests.releases import needs_tags
 from tests.support import needs_native, outcome
 
@@ -62,7 +63,7 @@ def test_results_are_converted_and_checked_as_before(
         op = torch.library.custom_op(f"{namespace}::op", made, mutates_args=(), schema=schema)
     else:
         library.define("op" + schema)
-        library.impl("op", made, "CPU")
+        library.impl("op", made, BACKEND)
         op = getattr(torch.ops, namespace).op
     assert_same(accelerated, op, lambda: op(T))
 
@@ -75,7 +76,7 @@ def test_a_tensor_is_the_very_one_that_the_kernel_returned(namespace, accelerate
         made.append((x + 1, [x + 2]))
         return made[-1]
 
-    library.impl("op", kernel, "CPU")
+    library.impl("op", kernel, BACKEND)
     accelerated()
     first, rest = getattr(torch.ops, namespace).op(T)
     assert first is made[0][0]
