@@ -56,9 +56,8 @@ def accepts(
 ) -> bool:
     """Whether `function` can be called with these arguments; True where nobody can tell."""
     positional, keywords = tuple(positional), tuple(keywords)
-    names = names_of_plain(function) or ()
-    count = len(positional)
-    if count <= len(names) and sorted(names[count:]) == sorted(keywords):
+    names, count = names_of_plain(function), len(positional)
+    if names is not None and count <= len(names) and sorted(names[count:]) == sorted(keywords):
         return True  # as most functions do, for which inspect takes ten times as long
     try:
         signature = inspect.signature(function)
