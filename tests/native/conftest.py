@@ -71,6 +71,20 @@ def ours(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def python_without_trial(tmp_path: Path) -> Path:
+    """A Python for `sys.executable`, which loads no extension on trial.
+
+    That starts a process that imports PyTorch, for each build. `extension/test_child.py` tests it.
+    """
+    script = tmp_path / "python"
+    script.write_text(
+        f'#!/bin/sh\n[ "$1 $2" = "-X faulthandler" ] || exec "{sys.executable}" "$@"\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture
 def without_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes Python say that it runs without the global interpreter lock."""
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)

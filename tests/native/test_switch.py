@@ -33,6 +33,7 @@ PREAMBLE = """
     import torch, torchop
     from torch import Tensor
 
+    sys.executable = sys.argv[2]
     T = torch.zeros(2)
 
     def finish_build():
@@ -53,7 +54,7 @@ PREAMBLE = """
 
 
 @pytest.fixture
-def switching(tmp_path: Path):
+def switching(tmp_path: Path, python_without_trial: Path):
     """Runs a program that begins without the extension, and decides itself when it is there."""
     signal, compiler = tmp_path / "signal", tmp_path / "fake-c++"
     compiler.write_text(
@@ -67,6 +68,7 @@ def switching(tmp_path: Path):
         done = run_forked(
             PREAMBLE + body,
             str(signal),
+            str(python_without_trial),
             TORCHOP_NATIVE="auto",
             TORCHOP_CACHE_DIR=str(tmp_path / "cache"),
             TORCHOP_NATIVE_DIR="",
