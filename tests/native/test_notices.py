@@ -24,8 +24,11 @@ COLUMNS = 200
 READY = re.compile(r"torchop: native calls are ready, after \d+ s\.")
 # It writes parts of lines, as a progress bar does.
 PROGRAM = """
+import os
 import sys
 import time
+
+sys.executable = os.environ.get("PYTHON_OF_BUILDS", sys.executable)
 
 import torch
 import torchop
@@ -45,7 +48,7 @@ SHOWN = [*(f"step {step} loss 0.5" for step in range(10)), "True"]
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def with_trial(tmp_path: Path) -> dict[str, str]:
     """A compiler that takes a moment to hand out the extension that the tests run with."""
     compiler = tmp_path / "fake-c++"
     compiler.write_text(
@@ -61,6 +64,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.fixture
+def environment(with_trial: dict[str, str], python_without_trial: Path) -> dict[str, str]:
+    """The same, and what is handed out is not tried."""
+    return with_trial | {"PYTHON_OF_BUILDS": str(python_without_trial)}
+
+
 def run_on_a_terminal(environment: dict[str, str]) -> list[str]:
     """What is on the screen in the end."""
     with terminal(COLUMNS) as (written, file):
@@ -72,8 +81,8 @@ def run_on_a_terminal(environment: dict[str, str]) -> list[str]:
         return screen(without_notes_of_pytorch(written()), COLUMNS)
 
 
-def test_on_a_terminal(environment: dict[str, str]) -> None:
-    shown = run_on_a_terminal(environment)
+def test_on_a_terminal(with_trial: dict[str, str]) -> None:
+    shown = run_on_a_terminal(with_trial)
     notice, ready = [line for line in shown if "torchop" in line]
     assert notice == child.NOTICE_IN_BACKGROUND
     assert READY.fullmatch(ready)
@@ -81,7 +90,7 @@ def test_on_a_terminal(environment: dict[str, str]) -> None:
     assert "".join(line for line in shown if "torchop" not in line).replace(" ", "") == (
         "".join(SHOWN).replace(" ", "")
     )
-    assert run_on_a_terminal(environment) == SHOWN
+    assert run_on_a_terminal(with_trial) == SHOWN
 
 
 def test_in_a_log(environment: dict[str, str]) -> None:
@@ -132,8 +141,11 @@ def test_a_process_that_fails_to_compile_says_so_once(environment: dict[str, str
 
 def test_what_is_timed_is_native_from_the_first_call(environment: dict[str, str]) -> None:
     program = """
+    import os, sys
     import torch, torchop
     from torchop.testing._timing import Way, timed
+
+    sys.executable = os.environ["PYTHON_OF_BUILDS"]
 
     calls = []
 
@@ -154,8 +166,10 @@ def test_what_is_timed_is_native_from_the_first_call(environment: dict[str, str]
 
 def test_forked_processes_wait_for_themselves(environment: dict[str, str]) -> None:
     program = """
-    import json, os, signal
+    import json, os, signal, sys
     import torch, torchop
+
+    sys.executable = os.environ["PYTHON_OF_BUILDS"]
 
     @torchop.custom_op("noticed::op", mutates_args=())
     def op(x: torch.Tensor) -> torch.Tensor:
