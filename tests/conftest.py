@@ -96,6 +96,10 @@ LONGEST = (
     "cli/test_main.py",
 )
 
+# What a compiler makes lives until it has compiled. Python would look for garbage among it after
+# every 700 objects, which takes a twentieth of the time of such tests.
+gc.set_threshold(10_000, 20, 10)
+
 # pytest listens to all loggers that do not propagate. PyTorch writes each graph of a compile as
 # text, which is a tenth of the compile, as soon as somebody listens to this one.
 logging.getLogger("torch.__trace").propagate = True
