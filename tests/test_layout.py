@@ -50,7 +50,7 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 605,
-    "_compat": 3300,
+    "_compat": 3302,
     "_core": 1591,
     "_define": 1920,
     "_inspect": 1079,
@@ -60,11 +60,11 @@ BUDGETS = {
     "_rules/autograd": 2031,
     "_rules/residuals": 838,
     "_rules/user/sharding": 897,
-    "_schema": 3392,
+    "_schema": 3391,
     "cli": 2280,
     "export": 985,
     "files": 762,
-    "testing": 6781,
+    "testing": 6794,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
