@@ -22,6 +22,7 @@ class DeviceTraits(NamedTuple):
     Attributes:
         type: its name, such as `"cuda"`.
         is_in_use: whether the program has used it; to ask one more than that would start it.
+        is_in_bad_fork: whether this process was forked from one that used it, so that it cannot.
         device_count: how many there are; 0 until it is in use.
         names: those of the devices, for people.
         is_capturing: whether the current stream is captured into a graph, so that nothing may wait.
@@ -32,6 +33,7 @@ class DeviceTraits(NamedTuple):
 
     type: str
     is_in_use: Callable[[], bool]
+    is_in_bad_fork: Callable[[], bool]
     device_count: Callable[[], int]
     names: Callable[[], list[str]]
     is_capturing: Callable[[], bool]
@@ -56,6 +58,7 @@ def traits(device_type: str) -> DeviceTraits:
     return DeviceTraits(
         device_type,
         is_in_use,
+        getattr(module, "_is_in_bad_fork", lambda: False),
         device_count,
         names,
         _asks_for_capture(device_type, module),

@@ -2,8 +2,11 @@
 
 The process is forked from a server that has only imported the modules which register the operators.
 Unlike a fork of the program, it can use threads and accelerators, and holds none of the program's
-locks. An operator that the program itself registers can be called only in a fork of the program,
-and with one thread: OpenMP would wait forever for threads that a fork does not have.
+locks. Where such a module has used CUDA, or has only asked whether there is any, no fork of the
+server can use it. Then the process is a new one, which imports the modules itself.
+
+An operator that the program itself registers can be called only in a fork of the program, and with
+one thread: OpenMP would wait forever for threads that a fork does not have.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import multiprocessing
 import os
 import signal
@@ -24,6 +28,7 @@ from typing import Any, Literal
 
 import torch
 
+from torchop._compat import devices
 from torchop.testing.process_state import set_environment
 
 # Bytes of the output of a child: more is thrown away, as a kernel that prints is called often.
@@ -54,7 +59,8 @@ def answers(
     The iterator leaves out strings: such a string tells what the function does next, for errors.
 
     Args:
-        method: whether the process is a fork of the server, or of this program.
+        method: whether the process is a fork of the server, or of this program. It is a new one in
+            place of a fork of the server that could not use accelerators.
         function: the generator function, which the server finds by its name.
         args: its arguments, which the server gets pickled.
         limits: the seconds until it has to yield, for each time.
@@ -65,7 +71,9 @@ def answers(
     Raises:
         ChildError: no process can be started; it ended, or has yielded nothing for too long.
     """
-    context: Any = multiprocessing.get_context(method)
+    is_new = method == "forkserver" and function is not _uses_accelerators
+    is_new = is_new and not _forks_of_server_use_accelerators()
+    context: Any = multiprocessing.get_context("spawn" if is_new else method)
     receiver, sender = context.Pipe(duplex=False)
     threads = 1 if method == "fork" else torch.get_num_threads()
     start = sender, function, args, errors, threads, dict(os.environ), output
@@ -92,6 +100,19 @@ def answers(
         process.kill()
         process.join()
         receiver.close()
+
+
+@functools.cache
+def _forks_of_server_use_accelerators() -> bool:
+    if devices.accelerator() is None:
+        return True
+    with answers("forkserver", _uses_accelerators, (), iter([600.0]), Exception) as messages:
+        return bool(next(messages))
+
+
+def _uses_accelerators() -> Iterator[bool]:
+    accelerator = devices.accelerator()
+    yield accelerator is None or not accelerator.is_in_bad_fork()
 
 
 def forks_run_backward() -> bool:
