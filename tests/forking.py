@@ -1,20 +1,23 @@
 """Programs in processes of their own, forked from one that has imported PyTorch.
 
 Importing PyTorch takes longer than most of these programs, and its compilers longer still. What is
-not of torchop is imported once for all programs of a test process. A program is otherwise as if it
-had been started: it has its own `__main__`, arguments, folder, environment and PYTHONPATH, and ends
-as Python does. Only what is read when PyTorch is imported, such as OMP_NUM_THREADS, is that of the
-server. So tests of that, and of what is imported, start a process (`support.run_program`).
+not of torchop is imported once for all programs of a test run, whose processes share the server
+that one of them starts. A program is otherwise as if it had been started: it has its own
+`__main__`, arguments, folder, environment and PYTHONPATH, and ends as Python does. Only what is
+read when PyTorch is imported, such as OMP_NUM_THREADS, is that of the server. So tests of that, and
+of what is imported, start a process (`support.run_program`).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,27 +27,45 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The forked process leaves the loop, and runs its program where Python would have run it: what is
-# left to do when the interpreter ends is done by the interpreter.
+# It forks a process for each process of the tests, and that one for each program. The last leaves
+# the loops, and runs its program where Python would have run it: what is left to do when the
+# interpreter ends is done by the interpreter. The server ends with its standard input.
 _SERVER = """
-import gc, importlib, json, os, sys
+import gc, importlib, json, os, select, socket, sys
 
-for module in sys.argv[1:]:
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+os.write(1, b"listening\\n")
+for module in sys.argv[2:]:
     importlib.import_module(module)
 if "torch._dynamo.guards" in sys.modules:
     sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *arguments: 0.0
 gc.collect()
 gc.freeze()  # or each program would copy the memory of all these objects when it looks for garbage
-for line in iter(sys.stdin.readline, ""):
+while True:
+    if 0 in select.select([0, listener], [], [])[0]:
+        os.unlink(sys.argv[1])
+        sys.exit()
+    connection, _ = listener.accept()
+    if os.fork() == 0:
+        break
+    connection.close()
+listener.close()
+connection.sendall(b"0\\n")
+jobs = connection.makefile()
+for line in iter(jobs.readline, ""):
     job = json.loads(line)
     child = os.fork()
     if child == 0:
         break
-    os.write(1, b"%d\\n" % child)
-    os.write(1, b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    connection.sendall(b"%d\\n" % child)
+    connection.sendall(b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 else:
     sys.exit()
 
+jobs.close()
+connection.close()
 for number, (name, flags) in enumerate(zip(job["files"], (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY))):
     file = os.open(name, flags)
     os.dup2(file, number)
@@ -73,15 +94,27 @@ exec(compile(job["source"], job["file"] or "<string>", "exec"), vars(main))
 class _Server:
     """A process that has imported some modules, and forks a process for each program."""
 
-    def __init__(self, options: tuple[str, ...], modules: tuple[str, ...]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *options, "-c", _SERVER, *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        atexit.register(self._end)
+    def __init__(self, name: str, options: tuple[str, ...], modules: tuple[str, ...]) -> None:
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))[:16]  # names are short
+        place = f"{tempfile.gettempdir()}/torchop-{run}-{name}"
+        with _locked():
+            if not self._reach(place):
+                _start(place, options, modules)
+                assert self._reach(place)
+
+    def _reach(self, place: str) -> bool:
+        """Connects with the server; False if there is none yet, or none any more."""
+        self._connection = socket.socket(socket.AF_UNIX)
+        try:
+            self._connection.connect(place)
+        except OSError:
+            self._connection.close()
+            return False
+        self._answers = self._connection.makefile()
+        assert self._number() == 0
+        atexit.register(self._answers.close)
+        atexit.register(self._connection.close)
+        return True
 
     def run(
         self, timeout: float, *, stdout: str | None = None, **job: Any
@@ -89,8 +122,7 @@ class _Server:
         """Runs a program, and returns what it wrote and how it ended."""
         with _file() as out, _file() as err:
             job["files"] = [os.devnull, stdout or out, err]
-            assert self._process.stdin is not None
-            self._process.stdin.write(f"{json.dumps(job)}\n")
+            self._connection.sendall(f"{json.dumps(job)}\n".encode())
             is_late = threading.Event()
             child = self._number()
 
@@ -108,11 +140,32 @@ class _Server:
         return subprocess.CompletedProcess(job["arguments"], code, *written)
 
     def _number(self) -> int:
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
+        return int(self._answers.readline())
 
-    def _end(self) -> None:
-        self._process.communicate()
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """A block in which no other process starts a server, ends one or connects with it."""
+    with open(__file__) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _start(place: str, options: tuple[str, ...], modules: tuple[str, ...]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *options, "-c", _SERVER, place, *modules],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    with process.stdout as output:
+        assert output.readline() == b"listening\n"
+
+    def end() -> None:
+        with _locked(), process:
+            pass  # which closes its standard input, and waits for its end
+
+    atexit.register(end)
 
 
 @contextlib.contextmanager
@@ -217,8 +270,8 @@ def run_script(
 
 
 def _torch() -> _Server:
-    return _server(("-W", "error::UserWarning"), ("torch",))
+    return _server("torch", ("-W", "error::UserWarning"), ("torch",))
 
 
 def _compilers() -> _Server:
-    return _server((), ("torch", "torch._dynamo", "torch._inductor.compile_fx"))
+    return _server("compilers", (), ("torch", "torch._dynamo", "torch._inductor.compile_fx"))
