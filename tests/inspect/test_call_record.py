@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
-from tests.devices import DEVICE
+from tests.devices import DEVICE, TYPE
 from torchop import CallRecord, TensorRecord, TypeRecord
 
 
@@ -133,7 +133,7 @@ def test_gradients_are_recorded_where_the_call_records_them(namespace, make, con
     name = f"{namespace}::op"
     if make == "low level":
         torch.library.define(name, "(Tensor x) -> Tensor")
-        torch.library.impl(name, "cpu", lambda x: x * 2)
+        torch.library.impl(name, TYPE, lambda x: x * 2)
         op = getattr(torch.ops, namespace).op
     elif make == "list":
         op = torch.library.custom_op(

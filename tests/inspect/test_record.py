@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.devices import DEVICE
+from tests.devices import BACKEND, DEVICE, TYPE
 from tests.support import in_threads
 from torchop import CallRecord, TensorRecord
 from torchop._inspect.record import KINDS_KEPT
@@ -128,7 +128,7 @@ def test_a_pattern_means_what_it_means_for_accelerate(namespace):
     library = torch.library.Library(namespace, "DEF")
     for overload in ("op", "op.scaled"):
         library.define(f"{overload}(Tensor x) -> Tensor")
-        library.impl(overload, lambda x: x * 2, "CPU")
+        library.impl(overload, lambda x: x * 2, BACKEND)
     packet = getattr(torch.ops, namespace).op
     with torchop.record(f"{namespace}::op") as by_name, torchop.record("*") as everything:
         packet(T)
@@ -146,7 +146,7 @@ def test_what_a_kernel_calls_is_recorded(namespace, inner, how):
         outer.register_autograd(lambda ctx, g: g)
     else:
         torch.library.define(f"{namespace}::outer", "(Tensor x) -> Tensor")
-        torch.library.impl(f"{namespace}::outer", "cpu", lambda x: inner(x) * 1)
+        torch.library.impl(f"{namespace}::outer", TYPE, lambda x: inner(x) * 1)
         outer = getattr(torch.ops, namespace).outer
     x = T.clone().requires_grad_()
     with torchop.record(f"{namespace}::*") as recorded:
@@ -164,14 +164,14 @@ def test_what_a_kernel_without_tensors_calls_is_recorded(namespace, inner):
         schema="(int n, Device device) -> Tensor",
     )
     with torchop.record(f"{namespace}::*") as recorded:
-        assert make(2, torch.device("cpu")).tolist() == [2, 2]
+        assert make(2, torch.device(TYPE)).tolist() == [2, 2]
     assert counts(recorded) == {"make": 1, "inner": 1}
 
 
 # How an operator that runs `kernel` may be made, in the given namespace.
 def _low(namespace, kernel):
     torch.library.define(f"{namespace}::op", "(Tensor x) -> Tensor")
-    torch.library.impl(f"{namespace}::op", "cpu", kernel)
+    torch.library.impl(f"{namespace}::op", TYPE, kernel)
     return getattr(torch.ops, namespace).op
 
 
@@ -188,7 +188,7 @@ def _formula(library, namespace, kernel):
 
 def _autocast(library, namespace, kernel):
     op = _formula(library, namespace, kernel)
-    op.register_autocast("cpu", torch.bfloat16)
+    op.register_autocast(TYPE, torch.bfloat16)
     return op
 
 
@@ -209,7 +209,7 @@ CONTEXTS = {
     "grad": torch.enable_grad,
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
-    "autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16),
+    "autocast": functools.partial(torch.autocast, TYPE, torch.bfloat16),
 }
 
 
@@ -328,7 +328,7 @@ def test_a_kernel_runs_in_a_later_mode_as_without_a_recording(namespace, maker):
 
     def call():
         seen.clear()
-        with torch.autocast("cpu", torch.bfloat16), PlainMode():
+        with torch.autocast(TYPE, torch.bfloat16), PlainMode():
             result = op(x)
         return list(seen), result is None or result.dtype, result is None or str(result.grad_fn)[:9]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torchop
+from tests.devices import BACKEND
 from tests.support import needs_native
 from torchop._native import switch
 
@@ -30,11 +31,11 @@ def op(x: torch.Tensor) -> torch.Tensor:
     "library": """
 library = torch.library.Library("NAME".partition("::")[0], "FRAGMENT")
 library.define("op(Tensor x) -> Tensor")
-library.impl("op", torch.sin, "CPU")
+library.impl("op", torch.sin, "BACKEND")
 """,
     "fake kernel": """
 torch.library.define("NAME", "(Tensor x) -> Tensor")
-torch.library.impl("NAME", "cpu", torch.sin)
+torch.library.impl("NAME", "BACKEND", torch.sin)
 torch.library.register_fake("NAME", torch.empty_like)
 """,
 }
@@ -42,7 +43,7 @@ torch.library.register_fake("NAME", torch.empty_like)
 NATIVE_WAYS = {
     "kernel": """
 torch.library.define("NAME", "(Tensor x) -> Tensor")
-@torch.library.impl("NAME", "cpu")
+@torch.library.impl("NAME", "BACKEND")
 def kernel(x):
     return x * 2
 """,
@@ -51,11 +52,11 @@ import functools
 def kernel(k, x):
     return x * k
 torch.library.define("NAME", "(Tensor x) -> Tensor")
-torch.library.impl("NAME", "cpu", functools.partial(kernel, 2))
+torch.library.impl("NAME", "BACKEND", functools.partial(kernel, 2))
 """,
     "low level of torchop": """
 torchop.define("NAME", "(Tensor x) -> Tensor")
-@torchop.impl("NAME", "cpu")
+@torchop.impl("NAME", "BACKEND")
 def kernel(x):
     return x * 2
 """,
@@ -74,7 +75,8 @@ def make_module(tmp_path, monkeypatch, namespace):
             (tmp_path / top).mkdir(exist_ok=True)
             (tmp_path / top / "__init__.py").touch()
         path = tmp_path / f"{name.replace('.', '/')}.py"
-        path.write_text(f"import torch, torchop\n{source.replace('NAME', f'{namespace}::op')}")
+        text = source.replace("NAME", f"{namespace}::op").replace("BACKEND", BACKEND)
+        path.write_text(f"import torch, torchop\n{text}")
         importlib.invalidate_caches()
         made.extend((top, name))
         return importlib.import_module(name)

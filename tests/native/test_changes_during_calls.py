@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 import torchop
-from tests.devices import TYPE
+from tests.devices import BACKEND, TYPE
 from tests.native.scenarios import GRAD, T, define, inputs
 from tests.support import counting, needs_native
 from torchop._native import switch
@@ -247,7 +247,7 @@ def test_overload_that_ends_while_a_packet_chooses_is_gone(namespace, fits, gone
     libraries = [torchop.Library(namespace, "FRAGMENT") for _ in range(2)]
     for library, name, kind in zip(libraries, ("first", "second"), ("int", "str"), strict=True):
         library.define(f"op.{name}(Tensor x, {kind} n) -> Tensor")
-        library.impl(f"op.{name}", kernel, "CPU")
+        library.impl(f"op.{name}", kernel, BACKEND)
     packet = getattr(torch.ops, namespace).op
     errors: list[Exception] = []
 

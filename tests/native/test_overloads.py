@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 import torchop
+from tests.devices import BACKEND
 from tests.forking import run_forked
 from tests.support import assert_clean, needs_native
 from torchop._compat import overload_functions
@@ -205,7 +206,7 @@ def test_a_packet_of_which_an_overload_ended_without_a_word_refuses(namespace):
     overload(namespace, "", 1, 1)
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op.two(Tensor x, Tensor y) -> Tensor")
-    library.impl("op.two", lambda x, y: x + 2, "CPU")
+    library.impl("op.two", lambda x, y: x + 2, BACKEND)
     packet, x = getattr(torch.ops, namespace).op, torch.zeros(2)
     assert [packet(x)[0], packet(x, x)[0]] == [1, 2]
     library.m.reset()

@@ -147,7 +147,7 @@ def test_compiled_equals_eager(inplace_op: Any, out_op: Any, backend: str) -> No
     torch._dynamo.reset()
 
     def function(x: Tensor, out: Tensor) -> Tensor:
-        inplace_op(x, torch.ones(3))
+        inplace_op(x, torch.ones_like(x))
         return out_op(x * 2, out=out) + x
 
     eager, compiled = [torch.zeros(3), torch.empty(3)], [torch.zeros(3), torch.empty(3)]

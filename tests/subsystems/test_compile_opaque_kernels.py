@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests.devices import TYPE
+from tests.devices import BACKEND, TYPE
 from tests.subsystems.cases import define_cube
 from tests.subsystems.graphs import Recorder
 
@@ -163,7 +163,7 @@ def test_a_kernel_that_nobody_protects_is_traced(namespace):
     """The test above can fail: this is what Dynamo does below a frame, if it may."""
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("bare(Tensor x) -> Tensor")
-    library.impl("bare", lambda x: torch.erfinv(x), "CPU")
+    library.impl("bare", lambda x: torch.erfinv(x), BACKEND)
     recorder = Recorder()
     op = getattr(torch.ops, namespace).bare.default
     torch.compile(lambda x: _a_frame_left_to_python(op, x), backend=recorder)(torch.zeros(2))
@@ -173,7 +173,7 @@ def test_a_kernel_that_nobody_protects_is_traced(namespace):
 def test_a_kernel_of_a_library_is_not_traced_either(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("protected(Tensor x) -> Tensor")
-        library.impl("protected", lambda x: torch.erfinv(x), "CPU")
+        library.impl("protected", lambda x: torch.erfinv(x), BACKEND)
         recorder = Recorder()
         op = getattr(torch.ops, namespace).protected.default
         torch.compile(lambda x: _a_frame_left_to_python(op, x), backend=recorder)(torch.zeros(2))

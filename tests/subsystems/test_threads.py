@@ -126,7 +126,7 @@ def test_rules_for_pytorchs_own_operators_can_be_registered_from_many_threads(na
         def register_some(thread: int) -> None:
             for number in range(thread, 64, THREADS):
                 name = f"{namespace}::op{number}"
-                torchop.register_kernel(name, "cpu", lambda x, n=number: x + n, lib=library)
+                torchop.register_kernel(name, TYPE, lambda x, n=number: x + n, lib=library)
                 torchop.register_autograd(name, lambda ctx, g, n=number: g * n, lib=library)
 
         in_threads(register_some)

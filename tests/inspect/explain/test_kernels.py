@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchop
-from tests.devices import TYPE
+from tests.devices import AUTOGRAD, BACKEND, OTHER, TYPE
 from tests.inspect.explain.checking import T, check
 from tests.support import counting, needs_native
 from torchop._native.reasons import Reason
@@ -43,14 +43,14 @@ def test_kernel_that_is_missing(namespace):
         lambda x: x + 1,
         mutates_args=(),
         schema="(Tensor x) -> Tensor",
-        device_types="cuda",
+        device_types=OTHER,
     )
-    assert check(op, Reason.KERNEL, T).reason == "it has no kernel for CPU"
+    assert check(op, Reason.KERNEL, T).reason == f"it has no kernel for {BACKEND}"
 
 
 def test_kernel_that_takes_dispatch_keys(op):
     with torchop.Library(op.name.split("::")[0], "IMPL") as guest:
-        guest.impl("op", lambda keys, x, n=1: x + 7, "CUDA", with_keyset=True)
+        guest.impl("op", lambda keys, x, n=1: x + 7, ELSEWHERE, with_keyset=True)
         check(op, Reason.NATIVE, T)
         guest.impl("op", lambda keys, x, n=1: x + 7, "BackendSelect", with_keyset=True)
         reason = check(op, Reason.KERNEL, T).reason
@@ -81,28 +81,33 @@ def test_kernel_for_views(namespace):
         check(op, Reason.NATIVE, torch.zeros(2))
 
 
+ELSEWHERE = torch._C._dispatch_key_for_device(OTHER)
 # By the keys of the kernels, and whether these take the keys of a call: what is counted and said of
-# a call with a tensor on the CPU.
+# a call with a tensor on the device.
 LOW_LEVEL = {
-    "with keys": ({"CPU": True}, "operator", "its kernel for CPU takes dispatch keys"),
+    "with keys": ({BACKEND: True}, "operator", f"its kernel for {BACKEND} takes dispatch keys"),
     "with keys, for every device": (
         {"CompositeExplicitAutograd": True},
         "operator",
-        "its kernel for CPU takes dispatch keys",
+        f"its kernel for {BACKEND} takes dispatch keys",
     ),
     "none for a device": (
         {"Meta": False},
         "operator",
         "it has no kernel for a device whose tensors native calls take",
     ),
-    "for another device": ({"CUDA": False, "Meta": False}, "kernel", "it has no kernel for CPU"),
-    "at Autograd, with keys": (
-        {"CPU": False, "Autograd": True},
+    "for another device": (
+        {ELSEWHERE: False, "Meta": False},
         "kernel",
-        "the dispatcher would first run the kernel at AutogradCPU",
+        f"it has no kernel for {BACKEND}",
+    ),
+    "at Autograd, with keys": (
+        {BACKEND: False, "Autograd": True},
+        "kernel",
+        f"the dispatcher would first run the kernel at {AUTOGRAD}",
     ),
     "at BackendSelect, with keys": (
-        {"CPU": False, "BackendSelect": True},
+        {BACKEND: False, "BackendSelect": True},
         "kernel",
         "the dispatcher would first run the kernel at BackendSelect",
     ),
@@ -130,13 +135,18 @@ def test_kernel_of_the_low_level(namespace, kernels):
     assert calls == {counted: 1}
 
 
-@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+@pytest.mark.parametrize("device", [BACKEND, ELSEWHERE])
 def test_kernel_of_somebody_else(namespace, device):
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x) -> Tensor")
-    library.impl("op", kernel_of(device == "CPU"), device, with_keyset=device == "CPU")
+    library.impl("op", kernel_of(device == BACKEND), device, with_keyset=device == BACKEND)
     with torchop.accelerate(f"{namespace}::*"):
         reason = torchop.explain(f"{namespace}::op", T).reason
     library._destroy()
-    expected = {"CPU": "its kernel for CPU takes dispatch keys", "CUDA": "it has no kernel for CPU"}
-    assert reason == expected[device]
+    assert (
+        reason
+        == {
+            BACKEND: f"its kernel for {BACKEND} takes dispatch keys",
+            ELSEWHERE: f"it has no kernel for {BACKEND}",
+        }[device]
+    )

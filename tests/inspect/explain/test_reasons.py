@@ -142,12 +142,12 @@ def test_tangent_that_a_view_has_of_what_was_written_later(op):
 
 
 KEYS = {
-    "sparse": (lambda: T.to_sparse(), "SparseCPU"),
+    "sparse": (lambda: T.to_sparse(), "Sparse"),
     "meta": (lambda: T.to("meta"), "Meta"),
     "conjugated": (lambda: torch.zeros(2, dtype=torch.complex64).conj(), "Conjugate"),
     "negated": (lambda: torch.zeros(2, dtype=torch.complex64).conj().imag, "Negative"),
-    "quantized": (lambda: torch.quantize_per_tensor(T, 1.0, 0, torch.qint8), "QuantizedCPU"),
-    "nested": (lambda: torch.nested.nested_tensor([T, T]), "NestedTensorCPU"),
+    "quantized": (lambda: torch.quantize_per_tensor(T, 1.0, 0, torch.qint8), "Quantized"),
+    "nested": (lambda: torch.nested.nested_tensor([T, T]), "NestedTensor"),
 }
 
 
@@ -156,7 +156,7 @@ KEYS = {
 @pytest.mark.filterwarnings("ignore:.*quantize.*")
 def test_keys(op, kind):
     make, key = KEYS[kind]
-    assert key in check(op, Reason.KEYS, make()).keys
+    assert any(each.startswith(key) for each in check(op, Reason.KEYS, make()).keys)
 
 
 @pytest.mark.parametrize("made_of", ["nothing", "two devices"])

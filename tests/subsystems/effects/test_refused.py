@@ -36,7 +36,7 @@ def _in_a_scan(log: Any, x: Tensor) -> Tensor:
         log(x, 1)
         return carry + x, carry * x
 
-    return torch._higher_order_ops.scan(body, torch.zeros(()), x)[1]
+    return torch._higher_order_ops.scan(body, x.new_zeros(()), x)[1]
 
 
 def _in_a_map(log: Any, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import torchop
+from tests.devices import BACKEND
 from tests.subsystems.effects.calls import CALLS
 from torchop._compat.registries import effect_of
 
@@ -64,7 +65,7 @@ def test_an_effect_is_removed_after_the_operator_was_compiled(namespace: str) ->
 def test_a_graph_keeps_its_calls_after_the_effect_is_removed(namespace: str) -> None:
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
-        library.impl("op", lambda x: CALLS.append(x) or x.clone(), "CPU")
+        library.impl("op", lambda x: CALLS.append(x) or x.clone(), BACKEND)
         torchop.register_fake(f"{namespace}::op", torch.empty_like, lib=library)
         torchop._register_effectful_op(f"{namespace}::op", torchop.EffectType.ORDERED)
         op, graphs = getattr(torch.ops, namespace).op, []
