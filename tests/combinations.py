@@ -91,14 +91,15 @@ def pairwise(combinations: Sequence[dict[str, Any]]) -> set[int]:
         combinations: the values of all parameters, in the order of the tests.
     """
     chosen: set[int] = set()
-    covered: set[Any] = set()
+    missing = [pairs(combination) for combination in combinations]
     while True:
-        gains = [len(pairs(combination) - covered) for combination in combinations]
+        gains = [len(each) for each in missing]
         best = max(gains, default=0)
         if best == 0:
             return chosen
         chosen.add(gains.index(best))
-        covered |= pairs(combinations[gains.index(best)])
+        covered = missing[gains.index(best)]
+        missing = [each - covered for each in missing]
 
 
 def pairs(combination: dict[str, Any]) -> set[Any]:
