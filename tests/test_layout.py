@@ -413,6 +413,7 @@ def room_of(path: Path) -> str:
     return next((room for room in rooms if room in BUDGETS), "files")
 
 
+@functools.cache
 def code_lines() -> Counter[str]:
     """The code lines of every room."""
     found: Counter[str] = Counter()
