@@ -6,10 +6,10 @@ import os
 import signal
 
 import pytest
+import torch
 
-from tests.devices import TYPE
 from tests.forking import run_forked
-from tests.native.scenarios import T, define, inputs
+from tests.native.scenarios import define
 from tests.support import assert_clean, counting, needs_native, run_program
 
 pytestmark = needs_native
@@ -59,7 +59,8 @@ def test_interpreter_ends_with_graphs_and_handles_alive():
 def test_child_of_a_fork_calls_natively(namespace):
     op = define(namespace, lambda x: x + 1)
     op.register_autograd(lambda ctx, grad: grad * 5)
-    x = inputs(True)
+    t = torch.zeros(2, device="cpu")  # no fork can use a GPU
+    x = t.clone().requires_grad_()
     op(x)
     op(x)
     child = os.fork()
@@ -68,11 +69,11 @@ def test_child_of_a_fork_calls_natively(namespace):
         try:
             signal.alarm(20)
             with counting(op) as calls:
-                right = op(T).tolist() == [1, 1] and op(x).tolist() == [1, 1]
-            op.register_kernel(TYPE, lambda x: x + 2)
-            right = right and op(T).tolist() == [2, 2]
+                right = op(t).tolist() == [1, 1] and op(x).tolist() == [1, 1]
+            op.register_kernel("cpu", lambda x: x + 2)
+            right = right and op(t).tolist() == [2, 2]
             other = define(f"{namespace}_child", lambda x: x + 3)
-            right = right and other(T).tolist() == [3, 3]
+            right = right and other(t).tolist() == [3, 3]
             status = 0 if right and calls == {"native": 2} else 2
         finally:
             os._exit(status)
