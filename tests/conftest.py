@@ -94,6 +94,8 @@ LONGEST = (
     "rules/providers/test_choice.py",
     "testing/check/test_custom_op_db.py",
     "cli/test_main.py",
+    "test_threads.py",
+    "export/test_c_functions.py",
 )
 
 # What a compiler makes lives until it has compiled. Python would look for garbage among it after
