@@ -17,10 +17,10 @@ def test_the_parts_name_what_there_is(tmp_path: Path) -> None:
     parts = {part.name: part for part in gpu.parts("cuda:0", tmp_path)}
     assert {"scenarios", "marked", "anywhere", "benchmark", "page_gpu_kernels"} <= set(parts)
     assert set(parts) - {"anywhere"} == {part.name for part in gpu.parts("cpu", tmp_path)}
-    paths = [
-        a for part in parts.values() for a in part.command if a.startswith(("tests/", "bench"))
-    ]
-    assert len(paths) > 8
+    named = [each for part in parts.values() for each in part.command]
+    paths = [path for path in named if path.startswith(("tests/", "bench"))]
+    paths += [f"tests/{room}" for room in on_device.ROOMS]
+    assert len(paths) > 20
     assert [path for path in paths if not (gpu.ROOT / path).exists()] == []
     assert "import torchop" in (tmp_path / "page_gpu_kernels.py").read_text()
 
