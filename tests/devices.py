@@ -12,6 +12,7 @@ TYPE = DEVICE.type
 OTHER = "xpu" if TYPE == "cuda" else "cuda"
 # Its dispatch key, and the one of its autograd.
 BACKEND = torch._C._dispatch_key_for_device(DEVICE.type)
+OTHER_BACKEND = torch._C._dispatch_key_for_device(OTHER)
 AUTOGRAD = f"Autograd{BACKEND}"
 # Whether torch.library registers autocast for every device; in 2.11, for the CPU and CUDA alone.
 STOCK_AUTOCASTS_ALL = "_autocast_dtype" in CustomOpDef.__init__.__code__.co_names

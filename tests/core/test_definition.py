@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND, TYPE
+from tests.devices import BACKEND, OTHER, TYPE
 from torchop._core.declaration import Site
 from torchop._core.definition import Definition
 from torchop._rules import RULES
@@ -111,7 +111,7 @@ def test_definition_of_a_closed_library_refuses(namespace):
     assert isinstance(definition, Definition)
     library.close()
     with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op"):
-        definition.rule(rule).register("cuda", lambda x: x)
+        definition.rule(rule).register(OTHER, lambda x: x)
 
 
 def test_definition_does_not_keep_the_library_of_others_alive(namespace):

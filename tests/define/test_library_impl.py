@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, OTHER, TYPE
+from tests.devices import AUTOGRAD, BACKEND, OTHER, OTHER_BACKEND, TYPE
 from tests.support import on_both
 
 T = torch.zeros(2)
@@ -85,7 +85,7 @@ def test_decorators_return_the_function(library, namespace):
     assert both.stock is False
     kernel = plus(1)
     assert torchop.impl(f"{namespace}::op", TYPE, kernel, lib=library) is kernel
-    assert torchop.impl(library, "op", "CUDA")(kernel) is kernel
+    assert torchop.impl(library, "op", OTHER_BACKEND)(kernel) is kernel
 
 
 @pytest.mark.parametrize("form", ["method", "function"])

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.devices import BACKEND, OTHER, TYPE
+from tests.devices import BACKEND, OTHER, OTHER_BACKEND, TYPE
 from torchop._compat import deregistration
 
 T = torch.ones(2)
@@ -66,7 +66,7 @@ DEFINITIONS = pytest.mark.parametrize("define", [defined_in_ours, defined_in_sto
 def kept_entry(namespace):
     """Another library with a kernel for the operator."""
     library = torch.library.Library(namespace, "IMPL")
-    library.impl("op", lambda x: x, torch._C._dispatch_key_for_device(OTHER))
+    library.impl("op", lambda x: x, OTHER_BACKEND)
     return library
 
 

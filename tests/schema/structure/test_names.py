@@ -127,7 +127,8 @@ def a_registered_class(name: str, fields: list[str], is_named_by_itself: bool) -
 def an_enum(name: str, fields: list[str], is_other: bool) -> Made:
     try:
         cls: Any = enum.Enum("E", {f"{field}": number for number, field in enumerate(fields)})
-    except (TypeError, ValueError):  # an Enum has rules of its own
+        next(iter(cls))
+    except (TypeError, ValueError, StopIteration):  # an Enum has rules of its own
         cls = enum.Enum("E", {"size": 1})
     return Made(renamed(cls, name), next(iter(cls)))
 
