@@ -77,6 +77,8 @@ def pytest_plugin_registered(plugin: object) -> None:
     device = importlib.import_module("tests.devices").DEVICE  # which exists from here on
     # PyTorch compiles this module from its source, where the functions have to be its own.
     importlib.import_module("torch._decomp.decompositions_for_jvp")
+    # Dynamo lists the functions of PyTorch, which it leaves alone. It is to look into those here.
+    importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
     for name in FACTORIES:
         setattr(torch, name, _on_device(getattr(torch, name), device))
 
