@@ -74,7 +74,6 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_kernel_of_somebody_else",
             "test_kernel_of_the_low_level[for another device]",
             "test_kernel_of_the_low_level[with keys]",
-            "test_kernel_of_the_low_level[with keys, for every device]",
             "test_kernel_of_the_low_level[none for a device]",
             "test_kernel_that_is_missing",
         ),
