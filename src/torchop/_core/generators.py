@@ -28,7 +28,9 @@ def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     """
     # Not torch.get_rng_state and torch.set_rng_state, which modes would trace.
     yield _of_generator(torch.default_generator)
-    for device in sorted({*devices_of(values), *devices.accelerators(count)}, key=str):
+    found = {*devices_of(values), *devices.accelerators(count)}
+    # By number, as the native `pack_plain` has them: the text "cuda:10" would come before "cuda:2".
+    for device in sorted(found, key=lambda device: (len(str(device)), str(device))):
         if device.type not in ("cpu", "meta"):
             traits = devices.traits(device.type)
             if traits.get_rng_state is not None:
@@ -45,9 +47,8 @@ def devices_of(values: Sequence[Any]) -> Iterator[torch.device]:
 
 
 def _of_generator(generator: torch.Generator) -> Generator:
-    return Generator(
-        generator.get_state, generator.set_state, lambda: generator.get_state().numel()
-    )
+    get = generator.get_state
+    return Generator(get, generator.set_state, lambda: get().numel())
 
 
 def _of_device(traits: devices.DeviceTraits, device: torch.device) -> Generator:

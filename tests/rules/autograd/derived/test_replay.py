@@ -11,6 +11,7 @@ import torchop
 from tests.rules.autograd.derived.support import derived, each_strategy
 from tests.support import needs_native
 from torchop._compat import devices
+from torchop._core import generators
 from torchop._native.switch import native_module
 from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.replay import ambient_state, packed_size
@@ -318,6 +319,13 @@ def test_a_plain_state_is_packed_as_in_python(values, autocast):
 )
 def test_what_may_hold_other_devices_is_left_to_python(values):
     assert _pack_plain(values) is None
+
+
+def test_generators_are_in_the_order_in_which_they_are_packed(monkeypatch):
+    monkeypatch.setattr(devices, "_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(generators, "_of_device", lambda traits, device: device)
+    _, *found = generators.generators_of((), 12)
+    assert found == [torch.device("cuda", index) for index in range(12)]
 
 
 def _pack_plain(values, latest=None):
