@@ -16,6 +16,7 @@ import fcntl
 import functools
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -31,8 +32,10 @@ from typing import Any
 # the loops, and runs its program where Python would have run it: what is left to do when the
 # interpreter ends is done by the interpreter. The server ends with its standard input.
 _SERVER = """
-import gc, importlib, json, os, select, socket, sys
+import gc, importlib, json, os, select, signal, socket, sys
 
+# Ctrl-C is for the tests, with which the server ends, and for the programs.
+interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1])
 listener.listen()
@@ -66,6 +69,7 @@ else:
 
 jobs.close()
 connection.close()
+signal.signal(signal.SIGINT, interrupted)
 for number, (name, flags) in enumerate(zip(job["files"], (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY))):
     file = os.open(name, flags)
     os.dup2(file, number)
@@ -95,8 +99,8 @@ class _Server:
     """A process that has imported some modules, and forks a process for each program."""
 
     def __init__(self, name: str, options: tuple[str, ...], modules: tuple[str, ...]) -> None:
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))[:16]  # names are short
-        place = f"{tempfile.gettempdir()}/torchop-{run}-{name}"
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or secrets.token_hex(8)
+        place = f"{_folder()}/torchop-{run[:16]}-{name}"
         with _locked():
             if not self._reach(place):
                 _start(place, options, modules)
@@ -105,13 +109,16 @@ class _Server:
     def _reach(self, place: str) -> bool:
         """Connects with the server; False if there is none yet, or none any more."""
         self._connection = socket.socket(socket.AF_UNIX)
+        self._answers = self._connection.makefile()
         try:
             self._connection.connect(place)
+            is_there = self._answers.readline() == "0\n"
         except OSError:
+            is_there = False
+        if not is_there:
+            self._answers.close()
             self._connection.close()
             return False
-        self._answers = self._connection.makefile()
-        assert self._number() == 0
         atexit.register(self._answers.close)
         atexit.register(self._connection.close)
         return True
@@ -132,8 +139,14 @@ class _Server:
 
             timer = threading.Timer(timeout, stop)
             timer.start()
-            code = self._number()
-            timer.cancel()
+            try:
+                code = self._number()
+            except KeyboardInterrupt:  # after which nobody would stop it
+                stop()
+                self._number()  # or the next program would get it
+                raise
+            finally:
+                timer.cancel()
             written = Path(out).read_text(), Path(err).read_text()
         if is_late.is_set():
             raise subprocess.TimeoutExpired(job["source"], timeout, *written)
@@ -141,6 +154,12 @@ class _Server:
 
     def _number(self) -> int:
         return int(self._answers.readline())
+
+
+def _folder() -> str:
+    """Where sockets are: the path of one has at most 103 bytes on some systems."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) < 60 else "/tmp"
 
 
 @contextlib.contextmanager
@@ -152,6 +171,7 @@ def _locked() -> Iterator[None]:
 
 
 def _start(place: str, options: tuple[str, ...], modules: tuple[str, ...]) -> None:
+    Path(place).unlink(missing_ok=True)  # of a server that was killed
     process = subprocess.Popen(
         [sys.executable, *options, "-c", _SERVER, place, *modules],
         stdin=subprocess.PIPE,
