@@ -112,8 +112,8 @@ def count_calls(op: OpOverload | OpOverloadPacket) -> None:
     """
     packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
     qualname, function = packet._qualified_op_name, op._op
-    is_counted = native is None or isinstance(function, native.Operator)
-    if is_counted or not overload_functions.is_cpp_function(function):
+    is_left_alone = native is None or isinstance(function, native.Operator)
+    if is_left_alone or not overload_functions.is_cpp_function(function):
         return
     names = operators.overload_names(qualname)
     if isinstance(op, OpOverload):
