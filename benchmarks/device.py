@@ -6,9 +6,10 @@ handle, and through `torch.ops`), `torch.library.custom_op`, the same accelerate
 Each table is one kind of work: an allocation and no launch, one launch, a formula that saves one
 tensor, its forward and backward, and a derived formula.
 
-The first number is microseconds of processor time of the calling thread, which is what an operator
-can add; the second is time on the clock until the device has finished. Both are medians of rounds
-in which all ways take turns. Without an accelerator, the tensors are on the CPU.
+The first number is microseconds of processor time of the calling thread, so without a backward on
+an accelerator, which has a thread of its own; the second is time on the clock until the device has
+finished. Both are medians of rounds in which all ways take turns. Without an accelerator, the
+tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def ways(
 def measure(
     calls: Mapping[str, Callable[[], object]], rounds: int, times: int
 ) -> dict[str, dict[str, float]]:
-    """Microseconds of one call: of the processor, and on the clock until the device is done."""
+    """Microseconds of one call: of this thread, and on the clock until the device is done."""
     wait = (lambda: None) if device().type == "cpu" else torch.accelerator.synchronize
     for call in calls.values():
         for _ in range(WARM_UP):
