@@ -120,7 +120,7 @@ struct Generated {
   }
 };
 
-// What a packed state is made of, of which it is told whether it is still the state.
+// The states of all generators, by which a packed state is told from the present one.
 struct State {
   Generated of_cpu;
   Bytes of_accelerators;
