@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.devices import AUTOGRAD, BACKEND, OTHER, TYPE
+from tests.devices import AUTOGRAD, BACKEND, OTHER_BACKEND, TYPE
 from tests.support import counting, needs_native
 
 pytestmark = needs_native
@@ -72,7 +72,7 @@ def test_override_at_autograd_meets_gradients_only_where_they_are_asked_for(op):
 
 def test_override_of_another_device_is_none(op):
     op(T)
-    guest = override(op, torch._C._dispatch_key_for_device(OTHER))
+    guest = override(op, OTHER_BACKEND)
     with counting(op) as calls:
         assert op(T).tolist() == [1, 1]
     assert calls == {"native": 1}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, OTHER, TYPE
+from tests.devices import AUTOGRAD, BACKEND, OTHER, OTHER_BACKEND, TYPE
 from tests.inspect.explain.checking import T, check
 from tests.support import counting, needs_native
 from torchop._native.reasons import Reason
@@ -50,7 +50,7 @@ def test_kernel_that_is_missing(namespace):
 
 def test_kernel_that_takes_dispatch_keys(op):
     with torchop.Library(op.name.split("::")[0], "IMPL") as guest:
-        guest.impl("op", lambda keys, x, n=1: x + 7, ELSEWHERE, with_keyset=True)
+        guest.impl("op", lambda keys, x, n=1: x + 7, OTHER_BACKEND, with_keyset=True)
         check(op, Reason.NATIVE, T)
         guest.impl("op", lambda keys, x, n=1: x + 7, "BackendSelect", with_keyset=True)
         reason = check(op, Reason.KERNEL, T).reason
@@ -81,7 +81,6 @@ def test_kernel_for_views(namespace):
         check(op, Reason.NATIVE, torch.zeros(2))
 
 
-ELSEWHERE = torch._C._dispatch_key_for_device(OTHER)
 # By the keys of the kernels, and whether these take the keys of a call: what is counted and said of
 # a call with a tensor on the device.
 LOW_LEVEL = {
@@ -97,7 +96,7 @@ LOW_LEVEL = {
         "it has no kernel for a device whose tensors native calls take",
     ),
     "for another device": (
-        {ELSEWHERE: False, "Meta": False},
+        {OTHER_BACKEND: False, "Meta": False},
         "kernel",
         f"it has no kernel for {BACKEND}",
     ),
@@ -135,7 +134,7 @@ def test_kernel_of_the_low_level(namespace, kernels):
     assert calls == {counted: 1}
 
 
-@pytest.mark.parametrize("device", [BACKEND, ELSEWHERE])
+@pytest.mark.parametrize("device", [BACKEND, OTHER_BACKEND])
 def test_kernel_of_somebody_else(namespace, device):
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x) -> Tensor")
@@ -147,6 +146,6 @@ def test_kernel_of_somebody_else(namespace, device):
         reason
         == {
             BACKEND: f"its kernel for {BACKEND} takes dispatch keys",
-            ELSEWHERE: f"it has no kernel for {BACKEND}",
+            OTHER_BACKEND: f"it has no kernel for {BACKEND}",
         }[device]
     )
