@@ -15,8 +15,8 @@ importing it left due would be charged to whoever comes next.
 Take-away: an operator of torchop takes a fifth of the time and half of the memory of one of
 `torch.library.custom_op`, and twice the time of `define`, which infers and checks nothing. With a
 fake kernel and a formula, define + impl is as slow as `torch.library.custom_op`, and torchop takes
-a third of either. The first call of an operator costs what its definition put off: reading the
-schema and compiling the rules.
+less than half of either. The first call of an operator costs what its definition put off: reading
+the schema and compiling the rules.
 A user feels the first call of all: `torch.library.custom_op` imports the compiler's frontend for
 it, which takes as long as importing torch. torchop loads its call path, in 3 ms, and nothing before
 that: programs define operators that they never call.
