@@ -5,11 +5,11 @@
 // would pass all overloads before it by.
 #include "operator.h"
 
+#include <c10/util/flat_hash_map.h>
 #include <structmember.h>
 
 #include <algorithm>
 #include <mutex>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -41,7 +41,7 @@ Operator& operator_of(PyObject* self) {
 
 // How many there are for each object. Nothing destroys it: the last of them may go when Python
 // does.
-auto& owners = *new std::unordered_map<PyObject*, size_t>();
+auto& owners = *new ska::flat_hash_map<PyObject*, size_t>();
 auto& owners_mutex = *new std::mutex();
 
 void remember_owner(PyObject* owner) {

@@ -8,8 +8,8 @@
 
 #include <array>
 #include <atomic>
-#include <unordered_set>
 
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "dispatch.h"
@@ -37,7 +37,7 @@ PyObject* before_first_call = nullptr;
 
 // The objects for which that was done, and how many operators had ended by then.
 struct Called {
-  std::unordered_set<PyObject*> objects;
+  ska::flat_hash_set<PyObject*> objects;
   size_t ended = 0;
 };
 
@@ -79,10 +79,15 @@ THPObjectPtr operator_in(PyObject* self) {
   return {};
 }
 
-// One function for each class: a slot gets no more than the object, which may be of a subclass.
+// Whether it is known that PyTorch's function is all there is to call.
+bool is_of_others(PyObject* self) {
+  return !has_operator(self) && called.ended == ended_operators.load() &&
+      called.objects.count(self) != 0;
+}
+
 template <size_t Index>
-PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
-  after_replacement();
+__attribute__((noinline)) PyObject* call_ours_or_new(
+    PyObject* self, PyObject* args, PyObject* keywords) {
   THPObjectPtr function;
   while (C10_UNLIKELY(!(function = operator_in(self)))) {
     const int was_first = prepare_call(self);
@@ -100,6 +105,16 @@ PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   note_call(self);
   note_call(function.get());
   return PyVectorcall_Call(function.get(), args, keywords);
+}
+
+// One function for each class: a slot gets no more than the object, which may be of a subclass. The
+// calls of others are handed over by a jump: to return through a frame here costs as much again.
+template <size_t Index>
+PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
+  after_replacement();
+  if (C10_LIKELY(is_of_others(self)))
+    return before[Index](self, args, keywords);
+  return call_ours_or_new<Index>(self, args, keywords);
 }
 
 // What the slot of CustomOpDef held.
