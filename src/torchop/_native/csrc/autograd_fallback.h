@@ -24,7 +24,8 @@ class FallbackOperator {
   explicit FallbackOperator(const c10::OperatorHandle& op);
 
   // Runs `compute` inside the fallback. Returns what that returned, or nullptr with an exception.
-  PyObject* call(const Values& values, c10::function_ref<PyObject*()> compute) const;
+  __attribute__((noinline)) PyObject* call(
+      const Values& values, c10::function_ref<PyObject*()> compute) const;
 
  private:
   using Definition = std::remove_pointer_t<std::remove_cvref_t<decltype(member_of(

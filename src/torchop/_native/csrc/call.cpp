@@ -63,7 +63,8 @@ bool is_alone(size_t written, const Plan& plan, const Values& values) {
 }
 
 // `grad` is whether a tensor of the call requires grad, and that counts.
-bool mutation_is_plain(const Plan& plan, const Values& values, const Route& route, bool grad) {
+__attribute__((noinline)) bool mutation_is_plain(
+    const Plan& plan, const Values& values, const Route& route, bool grad) {
   bool plain = true;
   // What custom_op of torch.library mutates keeps the history that it has, whatever that is worth.
   const bool keeps_history = grad && route.through_autograd && !plan.is_foreign;
@@ -111,7 +112,7 @@ __attribute__((noinline, cold)) PyObject* convert(const Plan& plan, PyObject* ma
 }
 
 // The graph of the body is the gradient of the call.
-PyObject* record_body(const Plan& plan, const Values& values) {
+__attribute__((noinline)) PyObject* record_body(const Plan& plan, const Values& values) {
   THPObjectPtr args = values.positional(), keywords = values.keyword_only();
   if (!args || !keywords)
     return nullptr;
@@ -121,7 +122,7 @@ PyObject* record_body(const Plan& plan, const Values& values) {
 }
 
 // Makes it for the first call that needs it.
-const FallbackOperator& fallback_of(const Plan& plan) {
+__attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) {
   FallbackOperator* found = plan.fallback_operator.load(std::memory_order_acquire);
   if (C10_LIKELY(found != nullptr))
     return *found;

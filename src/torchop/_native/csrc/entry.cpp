@@ -133,7 +133,7 @@ __attribute__((noinline, cold)) void refuse_ended(Entry& entry) {
 }
 
 // Has the dispatcher make a call.
-PyObject* dispatch_call(
+__attribute__((noinline)) PyObject* dispatch_call(
     Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   THPObjectPtr callee;
   if (dispatch == nullptr) {
@@ -163,8 +163,11 @@ PyObject* dispatch_call(
 
 } // namespace
 
+// All of a native call is one function (flatten) but for what few calls need (noinline): after a
+// kernel has run, the processor no longer knows where to return to, and each frame costs again.
+//
 // A forced unwind has no object, and the sanitizer would not let its handler refer to that.
-__attribute__((no_sanitize("null"))) PyObject* call_entry(
+__attribute__((flatten, no_sanitize("null"))) PyObject* call_entry(
     Entry& entry,
     PyObject* dispatch,
     PyObject* next,
