@@ -55,7 +55,7 @@ BUDGETS = {
     "_define": 1920,
     "_inspect": 1079,
     "_native": 1476,
-    "_native/csrc": 5953,
+    "_native/csrc": 5966,
     "_rules": 5417,
     "_rules/autograd": 2031,
     "_rules/residuals": 838,
