@@ -85,6 +85,14 @@ DELIBERATE: tuple[Deliberate, ...] = (
         when=lambda example: example.operator.autocast,
     ),
     Deliberate(
+        "Autocast rules do not cast what is written, so that the caller's tensor is.",
+        when=lambda example: (
+            example.operator.autocast
+            and bool(example.operator.mutates_args)
+            and "autocast" in example.situation
+        ),
+    ),
+    Deliberate(
         "Fake calls do not hash objects of the user's own classes, for PyTorch's cache.",
         stock="somebody asked an object",
         when=lambda example: "FakeTensorMode" in repr(example),
