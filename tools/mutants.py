@@ -291,6 +291,10 @@ MUTANTS = {
     "first calls after an operator ended": Mutant(
         "overloads.cpp", "if (called.ended != ended)", "if (false)"
     ),
+    "object of ours": Mutant("overloads.cpp", "!has_operator(self) && ", ""),
+    "calls handed over after an operator ended": Mutant(
+        "overloads.cpp", "called.ended == ended_operators.load() &&", ""
+    ),
     "operator of a function": Mutant("entry.cpp", "entry_of(self).lifetime == nullptr)", "false)"),
     "skipped torch functions of an overload": Mutant(
         "overloads.cpp", " || skips_torch_functions()", "", since=(2, 14)

@@ -28,7 +28,7 @@ def frames():
 
 
 @pytest.fixture
-def op(namespace, frames):
+def uncalled(namespace, frames):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor, *, amount: float = 1.0) -> Tensor:
         frames[:] = []
@@ -38,8 +38,13 @@ def op(namespace, frames):
             frame = frame.f_back
         return x + amount
 
-    op(T)
     return op
+
+
+@pytest.fixture
+def op(uncalled):
+    uncalled(T)
+    return uncalled
 
 
 @pytest.fixture
@@ -55,6 +60,14 @@ CLASSES = (OpOverload, OpOverloadPacket)
 def test_there_is_no_frame_between_a_call_and_the_kernel(cls, calls, frames):
     assert torch.equal(calls[cls](T, amount=2.0), T + 2)
     assert frames[0].endswith("test_there_is_no_frame_between_a_call_and_the_kernel")
+    assert not any("OpOverload" in name for name in frames)
+
+
+@pytest.mark.parametrize("first", ["overload", "overloadpacket"])
+def test_nor_is_there_one_after_a_first_call_that_was_not_native(first, uncalled, frames):
+    call = getattr(uncalled.overload, first, uncalled.overload)
+    call(T)
+    call(T)
     assert not any("OpOverload" in name for name in frames)
 
 
