@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from tests.devices import BACKEND, TYPE
+from tests.forking import run_forked
 from tests.releases import needs_tags
 from torchop._core.registry import find_schema, op_name, own_definition, resolve
 from torchop._schema.forms import Form
@@ -102,6 +103,28 @@ def test_what_is_no_operator_is_refused_with_its_type(op):
     ) as caught:
         torchop.register_fake(op, lambda x: x)
     assert type(op).__name__ in str(caught.value)
+
+
+STRANGE_NAMES = """
+    import torch, torchop
+    try:
+        torch.library.custom_op("::op", lambda x: x, mutates_args=(), schema="(Tensor x) -> Tensor")
+    except RuntimeError:
+        pass
+    assert "::op" in torch._C._dispatch_get_all_op_names()
+    try:
+        torchop.register_fake("missing::op", lambda x: x)
+    except torchop.OperatorNotFoundError as error:
+        print(error)
+    with torchop.accelerate("*") as acceleration:
+        print(any(row.op.startswith(":") for row in acceleration.operators))
+"""
+
+
+def test_names_that_a_failed_definition_left_to_pytorch_are_passed_over():
+    lines = run_forked(STRANGE_NAMES).stdout.splitlines()
+    assert lines[0].startswith("the operator missing::op does not exist.")
+    assert lines[1:] == ["False"]
 
 
 @pytest.mark.parametrize("name", ["op", "::op", "ns::", "ns::op::op", ""])

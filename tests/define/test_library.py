@@ -59,6 +59,7 @@ def test_impl_defines_nothing(namespace):
         (("ns", "NEW"), "Unsupported kind: 'NEW'"),
         (("", "DEF"), "needs the name of a namespace, got ''"),
         ((" ns", "DEF"), "needs the name of a namespace"),
+        (("ns::op", "DEF"), "needs the name of a namespace, got 'ns::op'"),
         ((None, "DEF"), "needs the name of a namespace, got None"),
         (("prim", "DEF"), "'prim' is the reserved namespace"),
         (("prim", "FRAGMENT"), "'prim' is the reserved namespace"),

@@ -58,7 +58,8 @@ def _has_schema(qualname: str) -> bool:
         torch._C._dispatch_find_schema_or_throw(name, overload)
     except RuntimeError:
         return False
-    return True
+    # A definition that failed leaves names behind that cannot be split, such as "::op".
+    return name.count("::") == 1 and not name.startswith(":")
 
 
 def is_defined_in_python(qualname: str) -> bool:

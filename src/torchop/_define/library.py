@@ -74,7 +74,7 @@ class Library(OwnLibrary):
             raise ValueError(
                 f"Unsupported kind: {short_repr(kind)}; a library is one of {', '.join(_KINDS)}."
             )
-        if not isinstance(ns, str) or not (ns == "_" or ns.strip() == ns != ""):
+        if not isinstance(ns, str) or ns.strip() != ns or ns == "" or ":" in ns:
             raise OperatorNameError(
                 f"a library needs the name of a namespace, got {short_repr(ns)}."
             )
