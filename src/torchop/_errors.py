@@ -126,12 +126,18 @@ class _ShortErrors:
 short_errors = _ShortErrors()
 
 
-class OperatorNameError(ValueError):
-    """The name of an operator breaks a rule of PyTorch's namespaces."""
+class OperatorNameError(ValueError, RuntimeError):
+    """The name of an operator breaks a rule of PyTorch's namespaces.
+
+    `torch.library` raises one or the other for it, depending on the rule.
+    """
 
 
-class SchemaError(ValueError):
-    """A schema cannot be inferred, does not parse, or contradicts the function."""
+class SchemaError(ValueError, RuntimeError):
+    """A schema cannot be inferred, does not parse, or contradicts the function.
+
+    `torch.library` raises a `RuntimeError` for one that does not parse, a `ValueError` otherwise.
+    """
 
 
 class RuleSignatureError(TypeError):

@@ -118,8 +118,8 @@ FAILURES = {
     "a device object": (None, first, {"device_types": torch.device("cpu")}, TypeError),
     "no device argument": (None, without_tensors, {"device_types": "cpu"}, ValueError),
     "a keyword-only tensor": (None, keyword_tensor, {}, NotImplementedError),
-    "tags as a string": (None, first, {"tags": "pointwise"}, ValueError),
-    "tags that are none": (None, first, {"tags": [3]}, ValueError),
+    "tags as a string": (None, first, {"tags": "pointwise"}, TypeError),
+    "tags that are none": (None, first, {"tags": [3]}, TypeError),
     "a library that is none": (None, first, {"lib": "library"}, TypeError),
 }
 
@@ -278,3 +278,29 @@ def test_an_error_of_a_kernel_is_no_argument_error(namespace):
     with pytest.raises(RuntimeError, match=f"{namespace}::inner") as raised:
         outer(torch.ones(1))
     assert type(raised.value) is RuntimeError
+
+
+MISTAKES = {
+    "no name": lambda library, space: define(library, f"{space}::"),
+    "a keyword": lambda library, space: define(library, f"{space}::class"),
+    "no schema": lambda library, space: define(library, f"{space}::op", schema="Tensor x"),
+    "an unknown type": lambda library, space: define(
+        library, f"{space}::op", schema="(Foo x) -> Tensor"
+    ),
+    "a wrong default": lambda library, space: define(
+        library, f"{space}::op", schema="(Tensor x=3) -> Tensor"
+    ),
+    "no tag": lambda library, space: define(library, f"{space}::op", tags=["core"]),
+    "several overloads": lambda library, space: library.opcheck(torch.ops.aten.sin, (T,)),
+}
+
+
+def define(library, name, schema=SCHEMA, tags=()):
+    library.custom_op(name, first, mutates_args=(), schema=schema, tags=tags)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_the_exception_that_it_is_in_pytorch(namespace, mistake):
+    ours, stock = on_both(mistake, namespace)
+    assert isinstance(stock, (RuntimeError, TypeError))
+    assert isinstance(ours, type(stock))

@@ -63,7 +63,6 @@ def test_impl_defines_nothing(namespace):
         ((None, "DEF"), "needs the name of a namespace, got None"),
         (("prim", "DEF"), "'prim' is the reserved namespace"),
         (("prim", "FRAGMENT"), "'prim' is the reserved namespace"),
-        (("ns", "IMPL", "cpu"), "'cpu' is not a dispatch key; they are written like 'CPU'"),
         (("ns", "FRAGMENT", "CPU"), "dispatch_key='CPU' is for libraries of the kind 'IMPL' only"),
         (("ns", "DEF", "CPU"), "dispatch_key='CPU' is for libraries of the kind 'IMPL' only"),
     ],
@@ -71,6 +70,13 @@ def test_impl_defines_nothing(namespace):
 def test_wrong_library_is_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         torchop.Library(*arguments)
+
+
+def test_an_unknown_key_of_a_library_is_the_error_that_it_is_in_pytorch():
+    with pytest.raises(RuntimeError, match=r"'cpu' is not a dispatch key; .* like 'CPU'"):
+        torchop.Library("ns", "IMPL", "cpu")
+    with pytest.raises(RuntimeError, match="dispatch key"):
+        torch.library.Library("ns", "IMPL", "cpu")
 
 
 def test_library_of_a_key_implements_at_that_key(namespace):

@@ -20,6 +20,7 @@ from torchop._core.library import (
 from torchop._core.lock import completed, registration_lock
 from torchop._errors import (
     OperatorGoneError,
+    OperatorNameError,
     OperatorNotFoundError,
     RedefinitionWarning,
     nearest,
@@ -79,7 +80,7 @@ def op_name(op: OpLike, caller: str) -> OpName:
     if isinstance(op, OpOverloadPacket):
         overloads = op.overloads()
         if len(overloads) != 1:
-            raise ValueError(
+            raise OperatorNameError(
                 f"{caller}({op}): the packet has the overloads {', '.join(overloads)}; pass one of "
                 f"them, such as {op}.{overloads[0] if overloads else 'default'}."
             )
@@ -87,14 +88,14 @@ def op_name(op: OpLike, caller: str) -> OpName:
     raise _no_operator(op, caller)
 
 
-def _no_operator(value: object, caller: str) -> ValueError:
+def _no_operator(value: object, caller: str) -> OperatorNameError:
     if inspect.isroutine(value):
-        return ValueError(
+        return OperatorNameError(
             f"{caller}({spell_function(value)}): got unexpected type for op: "
             f"{type(value).__name__}; expected an operator. Pass its name, its OpOverload, or the "
             f"handle that custom_op returned, as the first argument: {caller}('mylib::crop', ...)."
         )
-    return ValueError(
+    return OperatorNameError(
         f"{caller}({short_repr(value)}): got unexpected type for op: {type(value).__name__}; "
         "expected a handle, a name such as 'mylib::crop', an OpOverload, or an OpOverloadPacket "
         "with one overload."
@@ -150,12 +151,9 @@ def find_schema(name: OpName) -> Schema:
 
 def _nearest(name: OpName) -> str:
     names = set(map(OpName.parse, operators.all_operators()))
-    namespaces = {other.namespace for other in names}
-    if name.namespace not in namespaces:
-        namespaces -= naming.RESERVED_NAMESPACES
-    else:
-        namespaces = {name.namespace}
-    return nearest(name, (str(other) for other in names if other.namespace in namespaces))
+    known = {other.namespace for other in names}
+    meant = known & {name.namespace} or known - naming.RESERVED_NAMESPACES
+    return nearest(name, (str(other) for other in names if other.namespace in meant))
 
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:

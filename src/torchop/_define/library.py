@@ -53,8 +53,9 @@ class Library(OwnLibrary):
         dispatch_key: with the kind `"IMPL"`, the key that `impl` registers to if it names none.
 
     Raises:
-        ValueError: a kind, a namespace or a dispatch key that PyTorch does not have.
-        RuntimeError: the namespace has a `"DEF"` library already.
+        ValueError: a kind or a namespace that PyTorch does not have.
+        RuntimeError: PyTorch does not have the dispatch key, or the namespace has a `"DEF"` library
+            already.
 
     Example:
         >>> import torch, torchop
@@ -83,7 +84,7 @@ class Library(OwnLibrary):
                 "'prim' is the reserved namespace of TorchScript; use the name of your package."
             )
         if dispatch_key and dispatch.parse_dispatch_key(dispatch_key) is None:
-            raise ValueError(
+            raise RuntimeError(
                 f"{short_repr(dispatch_key)} is not a dispatch key; they are written like 'CPU', "
                 "'CUDA', 'Meta' or 'Autograd'."
             )

@@ -110,10 +110,8 @@ def make_schema(
 def checked_tags(name: OpName, tags: Tags) -> tuple[Tag, ...]:
     if tags is None:
         return _CONTRACT
-    if not isinstance(tags, (Tag, Iterable)):
-        raise TypeError(f"{name}: tags expects torch.Tag members, got {short_repr(tags)}.")
-    members = (tags,) if isinstance(tags, Tag) else tuple(tags)
+    members = tuple(tags) if isinstance(tags, Iterable) else (tags,)
     for tag in members:
         if not isinstance(tag, Tag):
-            raise ValueError(f"{name}: tags expects torch.Tag members, got {short_repr(tag)}.")
+            raise TypeError(f"{name}: tags expects torch.Tag members, got {short_repr(tag)}.")
     return tuple(dict.fromkeys((*_CONTRACT, *members)))
