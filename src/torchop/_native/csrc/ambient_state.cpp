@@ -62,18 +62,18 @@ bool settings_are_plain(const Accelerators& accelerators) {
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Such settings, as `_SETTINGS` in replay.py and what follows it.
-Bytes packed_settings(const Accelerators& accelerators) {
-  Bytes settings(1 + 1 + 24 + (accelerators.count > 0 ? 4 : 2));
-  settings[0] = uint8_t(accelerators.count);
-  return settings;
-}
-
-// Appends a part, after its length in the order of bytes of "<I".
-void append(Bytes& to, const uint8_t* part, size_t size) {
+// Begins a part: its length in the order of bytes of "<I", and its first byte.
+void begin(Bytes& to, size_t size, uint8_t first) {
   for (int byte = 0; byte < 4; ++byte)
     to.push_back(uint8_t(size >> (8 * byte)));
-  to.insert(to.end(), part, part + size);
+  to.push_back(first);
+}
+
+// Appends such settings, as `_SETTINGS` in replay.py and what follows it.
+void append_settings(Bytes& to, const Accelerators& accelerators) {
+  const size_t size = 1 + 1 + 24 + (accelerators.count > 0 ? 4 : 2);
+  begin(to, size, uint8_t(accelerators.count));
+  to.resize(to.size() + size - 1);
 }
 
 // Not `const_data_ptr<uint8_t>`, whose name in libraries some compilers write as GCC does not.
@@ -83,9 +83,9 @@ const uint8_t* bytes_of(const at::Tensor& tensor) {
 
 // Appends the state of a generator, after a byte that says that it is known.
 void append_state(Bytes& to, const at::Tensor& state) {
-  Bytes part{1};
-  part.insert(part.end(), bytes_of(state), bytes_of(state) + state.numel());
-  append(to, part.data(), part.size());
+  const size_t size = state.numel();
+  begin(to, 1 + size, 1);
+  to.insert(to.end(), bytes_of(state), bytes_of(state) + size);
 }
 
 // The states of the generators of accelerators. Raises while a graph is captured on one of them.
@@ -203,8 +203,7 @@ PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Bytes bytes;
   append_state(bytes, of_cpu);
   bytes.insert(bytes.end(), now->of_accelerators.begin(), now->of_accelerators.end());
-  const Bytes settings = packed_settings(accelerators);
-  append(bytes, settings.data(), settings.size());
+  append_settings(bytes, accelerators);
   if (args[1] != Py_None) {
     const at::Tensor& latest = THPVariable_Unpack(args[1]);
     if (latest.nbytes() == bytes.size() &&
