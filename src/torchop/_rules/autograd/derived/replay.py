@@ -152,10 +152,7 @@ def replayed(
             return run()
         finally:
             if _packed_if_plain(values, packed, count) is not packed:
-                for generator, state in zip(
-                    generators_of(values, count), _unpack(packed)[0], strict=True
-                ):
-                    _put(generator, state)
+                _put(values, count, _unpack(packed)[0])
     states, settings = _unpack(packed)
     count, dtype, device = _SETTINGS.unpack_from(settings)
     changes: list[Setting] = []
@@ -171,18 +168,18 @@ def replayed(
     ):
         if enabled or _autocasts(device_type):
             changes += _autocast_settings(device_type, bool(enabled), _DTYPES[of_autocast])
-    generators = generators_of(values, count) if states else ()
-    for generator, state in zip(generators, states, strict=True):
-        if state[0] and (now := _read(generator))[0]:
-            changes.append(Setting(functools.partial(_put, generator), state, now))
+    if states:
+        now = [_read(generator) for generator in generators_of(values, count)]
+        changes.append(Setting(functools.partial(_put, values, count), states, now))
     with repeatable(definition, ambient_state(values)):
         return run_with(changes, run)
 
 
-def _put(generator: Generator, state: bytes) -> None:
-    # A generator that nobody drew from is left alone, because other threads may use it.
-    if state != _read(generator):
-        generator.set(torch.frombuffer(bytearray(state[1:]), dtype=torch.uint8))
+def _put(values: Sequence[Any], count: int, states: Sequence[bytes]) -> None:
+    for generator, state in zip(generators_of(values, count), states, strict=True):
+        # A generator that nobody drew from is left alone, because other threads may use it.
+        if state[0] and state != (now := _read(generator)) and now[0]:
+            generator.set(torch.frombuffer(bytearray(state[1:]), dtype=torch.uint8))
 
 
 def _autocast_settings(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[Setting]:
