@@ -98,21 +98,17 @@ def have_changed(state: AmbientState, values: Sequence[Any]) -> bool:
     return _bytes(state.packed) != _bytes(ambient_state(values).packed)
 
 
-def _pack_plain(values: Sequence[Any], latest: Tensor | None, count: int) -> Tensor | None:
-    return None
-
-
 # Packs the state of a call if it is plain, and its arguments certainly hold no generator and no
 # device but the CPU and the `count` accelerators; otherwise returns None. Returns `latest` if that
 # is the same. It runs in every call that records a gradient, and so it is a function in C++, which
 # the native call path puts here. Without one, the states are read one by one.
-pack_plain: Callable[[Sequence[Any], Tensor | None, int], Tensor | None] = _pack_plain
+pack_plain: Callable[[Sequence[Any], Tensor | None, int], Tensor | None] | None = None
 
 
 def _packed_if_plain(values: Sequence[Any], latest: Tensor | None, count: int) -> Tensor | None:
     accelerator = devices.accelerator() if count else None
-    if accelerator is not None and accelerator.get_rng_state is None:
-        return None  # because PyTorch may have states that nobody could put back
+    if pack_plain is None or (accelerator is not None and accelerator.get_rng_state is None):
+        return None  # in the second case, PyTorch may have states that nobody could put back
     return pack_plain(values, latest, count)
 
 
