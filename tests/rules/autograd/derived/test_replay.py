@@ -32,6 +32,7 @@ def test_random_numbers_are_drawn_again_and_the_stream_goes_on():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@needs_native
 def test_the_present_state_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     state = ambient_state([X])
     assert ambient_state([X]) is state
