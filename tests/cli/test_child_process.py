@@ -16,7 +16,7 @@ def answers_nothing() -> Iterator[int]:
 
 def test_a_module_that_cannot_be_imported_is_told() -> None:
     with (
-        answers_of("forkserver", answers_nothing, (), 60, ["no_such_module_at_all"]) as messages,
+        answers_of(answers_nothing, (), 60, ["no_such_module_at_all"]) as messages,
         pytest.raises(click.ClickException, match="no_such_module_at_all cannot be imported: Mod"),
     ):
         next(messages)

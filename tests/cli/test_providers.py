@@ -86,7 +86,7 @@ alone.register_examples(lambda: [(torch.ones(2),)])
 def quick(monkeypatch):
     """Measures in this process, and not for long."""
 
-    def answers_of(method, function, args, limit, modules):
+    def answers_of(function, args, limit, modules):
         found = (each for each in function(*args) if not isinstance(each, str))
         return contextlib.nullcontext(pickle.loads(pickle.dumps(each)) for each in found)
 

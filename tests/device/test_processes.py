@@ -32,7 +32,7 @@ if __name__ == "__main__":
     from torchop.cli.child_process import answers_of, preload
 
     preload(["module"])
-    with answers_of("forkserver", answers, (), 60, ["module"]) as messages:
+    with answers_of(answers, (), 60, ["module"]) as messages:
         print(list(messages))
 """
 

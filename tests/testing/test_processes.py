@@ -139,3 +139,22 @@ def test_an_error_that_is_asked_for_is_raised_here_and_others_end_the_process() 
         with pytest.raises(ChildError, match="ended the process, with exit code 1") as caught:
             next(messages)
     assert not caught.value.is_late
+
+
+def test_a_fork_that_cannot_tell_whether_it_uses_accelerators_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def cannot_be_started(method: str, *args: object) -> None:
+        asked.append(method)
+        raise ChildError("no process", "can be started for it")
+
+    monkeypatch.setattr(_processes, "answers", cannot_be_started)
+    monkeypatch.setattr(_processes.devices, "accelerator", lambda: "one")
+    _processes.method_for_modules.cache_clear()
+    try:
+        assert [_processes.method_for_modules() for _ in range(3)] == ["spawn"] * 3
+    finally:
+        _processes.method_for_modules.cache_clear()
+    assert asked == ["forkserver"]

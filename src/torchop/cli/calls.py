@@ -204,7 +204,7 @@ def bench(
     for op in selection.operators:
         function, args = (_comparisons, (op, text, sizes)) if providers else (_costs, (op, text))
         try:
-            with answers_of("forkserver", function, args, _LIMIT, selection.modules) as messages:
+            with answers_of(function, args, _LIMIT, selection.modules) as messages:
                 for result in messages:
                     results.append(result)
                     if not as_json:

@@ -244,9 +244,8 @@ def _check_operator(op: str, request: Request, progress: _Progress) -> CheckRepo
             args = op, request, tuple(results), spent, folder
             output = folder / "output"
             try:
-                with answers_of(
-                    "forkserver", _messages, args, request.timeout, request.modules, output
-                ) as messages:
+                modules, limit = request.modules, request.timeout
+                with answers_of(_messages, args, limit, modules, output) as messages:
                     for kind, value in messages:
                         match kind:
                             case "planned":

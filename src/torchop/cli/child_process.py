@@ -27,18 +27,19 @@ def preload(modules: Iterable[str]) -> None:
 
 
 def answers_of(
-    method: Literal["forkserver", "fork"],
     function: Callable[..., Iterable[Any]],
     args: tuple[Any, ...],
     limit: float,
     modules: Iterable[str] = (),
     output: Path | None = None,
+    method: Literal["forkserver", "fork"] = "forkserver",
 ) -> contextlib.AbstractContextManager[Iterator[Any]]:
     """What a generator function yields in another process, once that has imported modules.
 
     Args:
         limit: the seconds until it has to yield again, after the first time.
         modules: what the process imports first.
+        method: whether the process is a fork of the program; others can use accelerators.
 
     The others are those of `testing._processes.answers`.
 
@@ -48,7 +49,8 @@ def answers_of(
     """
     limits = itertools.chain([START_LIMIT], itertools.repeat(limit))
     started = tuple(modules), function, args
-    return _processes.answers(method, _after_imports, started, limits, click.ClickException, output)
+    start = _processes.method_for_modules() if method == "forkserver" else method
+    return _processes.answers(start, _after_imports, started, limits, click.ClickException, output)
 
 
 def _after_imports(

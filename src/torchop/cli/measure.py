@@ -79,7 +79,7 @@ def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
             break
         measurement = Measurement()
         try:
-            with answers_of(method, measurements, (op, kinds), _LIMIT, modules) as messages:
+            with answers_of(measurements, (op, kinds), _LIMIT, modules, method=method) as messages:
                 for answer in messages:
                     measurement = answer
         except (ChildError, click.ClickException) as error:

@@ -47,7 +47,7 @@ class ChildError(RuntimeError):
 
 @contextlib.contextmanager
 def answers(
-    method: Literal["forkserver", "fork"],
+    method: Literal["forkserver", "spawn", "fork"],
     function: Callable[..., Iterable[Any]],
     args: tuple[Any, ...],
     limits: Iterator[float],
@@ -59,8 +59,7 @@ def answers(
     The iterator leaves out strings: such a string tells what the function does next, for errors.
 
     Args:
-        method: whether the process is a fork of the server, or of this program. It is a new one in
-            place of a fork of the server that could not use accelerators.
+        method: whether the process is a fork of the server, a new one, or a fork of this program.
         function: the generator function, which the server finds by its name.
         args: its arguments, which the server gets pickled.
         limits: the seconds until it has to yield, for each time.
@@ -71,20 +70,14 @@ def answers(
     Raises:
         ChildError: no process can be started; it ended, or has yielded nothing for too long.
     """
-    is_new = method == "forkserver" and function is not _uses_accelerators
-    is_new = is_new and not _forks_of_server_use_accelerators()
-    context: Any = multiprocessing.get_context("spawn" if is_new else method)
+    context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     threads = 1 if method == "fork" else torch.get_num_threads()
     start = sender, function, args, errors, threads, dict(os.environ), output
     process = context.Process(target=_run, args=start)
-    with contextlib.ExitStack() as stack:
-        if method == "forkserver":
-            stack.enter_context(_environment_of_server())
-        else:
-            stack.enter_context(warnings.catch_warnings())
-            # Python 3.12 warns of threads.
-            warnings.simplefilter("ignore", DeprecationWarning)
+    around = contextlib.nullcontext() if method == "fork" else _environment_of_server()
+    with warnings.catch_warnings(), around:
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, for forks and threads
         try:
             process.start()
         except (OSError, EOFError) as error:  # EOFError: the server ended
@@ -103,16 +96,24 @@ def answers(
 
 
 @functools.cache
-def _forks_of_server_use_accelerators() -> bool:
+def method_for_modules() -> Literal["forkserver", "spawn"]:
+    """How to start a process that imports modules: as a fork of the server if that is of use.
+
+    One fork is asked whether it could use accelerators. Its failure is an answer as well, so that
+    no other has to be waited for.
+    """
     if devices.accelerator() is None:
-        return True
-    with answers("forkserver", _uses_accelerators, (), iter([600.0]), Exception) as messages:
-        return bool(next(messages))
+        return "forkserver"
+    try:
+        with answers("forkserver", _is_in_bad_fork, (), iter([600.0]), Exception) as messages:
+            return "spawn" if next(messages) else "forkserver"
+    except Exception:
+        return "spawn"
 
 
-def _uses_accelerators() -> Iterator[bool]:
+def _is_in_bad_fork() -> Iterator[bool]:
     accelerator = devices.accelerator()
-    yield accelerator is None or not accelerator.is_in_bad_fork()
+    yield accelerator is not None and accelerator.is_in_bad_fork()
 
 
 def forks_run_backward() -> bool:
