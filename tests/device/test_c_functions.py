@@ -11,7 +11,9 @@ import torch
 import torchop
 import torchop.export
 from tests.device import target
-from tests.export.test_c_functions import build, stand_in
+from tests.export.support import build, stand_in
+
+pytest.importorskip("tvm_ffi")
 
 FUNCTIONS = """
 #include <tvm/ffi/container/tensor.h>
