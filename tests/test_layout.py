@@ -57,14 +57,14 @@ BUDGETS = {
     "_native": 1476,
     "_native/csrc": 5966,
     "_rules": 5417,
-    "_rules/autograd": 2031,
+    "_rules/autograd": 2026,
     "_rules/residuals": 838,
     "_rules/user/sharding": 897,
     "_schema": 3391,
     "cli": 2280,
     "export": 985,
     "files": 762,
-    "testing": 6794,
+    "testing": 6792,
 }
 MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
