@@ -79,7 +79,11 @@ class Odd:
 
 
 WRONG = {
-    "an int for a tensor": (one, 3, "must return a Tensor, as its schema says, but returned a int"),
+    "an int for a tensor": (
+        one,
+        3,
+        "must return a Tensor, as its schema says, but returned an int",
+    ),
     "None for a tensor": (one, None, "must return a Tensor, .* returned None"),
     "a tuple for a tensor": (one, (T,), r"must return a Tensor, .* a tuple of 1 \(torch.Tensor\)"),
     "a list for a tensor": (one, [T, T], "must return a Tensor, .* a list of 2"),

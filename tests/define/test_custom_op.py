@@ -268,6 +268,21 @@ def test_an_argument_of_the_wrong_type_is_an_argument_error(namespace, name, arg
         assert isinstance(ours, type(stock))
 
 
+@pytest.mark.parametrize("parameter", ["SymInt n", "SymInt? n"])
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1])
+def test_an_integer_that_is_too_large_is_told_so(namespace, parameter, number):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x, n: x + 1,
+        mutates_args=(),
+        schema=f"(Tensor x, {parameter}) -> Tensor",
+    )
+    with pytest.raises(torchop.ArgumentError, match=r" It does not fit into 64 bits\.$"):
+        op(T, number)
+    with pytest.raises(torchop.ArgumentError, match=r"found type 'str'.*-> Tensor\.$"):
+        op(T, "two")
+
+
 def test_an_error_of_a_kernel_is_no_argument_error(namespace):
     inner = torchop.custom_op(f"{namespace}::inner", scale, mutates_args=())
 

@@ -75,6 +75,8 @@ def _fix_of_argument(sentence: str) -> str:
             return f" Convert it to a tensor: {name}=torch.from_numpy(...)."
         if got in ("int", "float", "bool", "complex", "list", "tuple"):
             return f" Convert it to a tensor: {name}=torch.tensor(...)."
+    if expected.rstrip("]") == got == "int":
+        return " It does not fit into 64 bits."
     if got == "Tensor" and expected.rstrip("]") in ("int", "float", "bool", "number"):
         return f" Pass a number: {name}=tensor.item()."
     return ""

@@ -136,7 +136,7 @@ def spell_result(result: Any) -> str:
     if isinstance(result, (tuple, list)):
         kinds = ", ".join(_type_name(item) for item in result[:8]) + ", ..." * (len(result) > 8)
         return f"a {type(result).__name__} of {len(result)} ({kinds})"
-    return "None" if result is None else f"a {_type_name(result)}"
+    return "None" if result is None else f"a {_type_name(result)}".replace("a int", "an int")
 
 
 def _fix_of_result(returns: Sequence[str], result: Any) -> str:
