@@ -349,6 +349,23 @@ def test_the_fallback_can_be_left_out_from_the_start():
     assert "Could not run 'aten::add" in done.stderr
 
 
+def test_it_can_run_the_operators_of_pytorch_alone():
+    """And those of others only with a kernel for the device, as a GPU does."""
+    program = LOADED + (
+        "library = torch.library.Library('others', 'DEF')\n"
+        "library.define('op(Tensor x) -> Tensor')\n"
+        "library.impl('op', lambda x: x + 1, 'CPU')\n"
+        "x = torch.ones(2, device='standin', requires_grad=True)\n"
+        "(torch.nn.functional.gelu(x).sum() + x.new_ones(2).topk(1).values).backward()\n"
+        "print(x.grad.device, torch.ops.others.op(torch.ones(1)))\n"
+        "torch.ops.others.op(x)"
+    )
+    assert run_forked(program).returncode == 0
+    done = run_forked(program, STANDIN_FALLBACK="pytorch")
+    assert done.stdout == "standin:0 tensor([2.])\n"
+    assert "Could not run 'others::op' with arguments from the 'standin' backend" in done.stderr
+
+
 GREENLETS = """
 import greenlet
 main, is_prepared = greenlet.getcurrent(), False

@@ -34,8 +34,9 @@ _module: ModuleType
 def load() -> None:
     """Makes the device known to PyTorch; compiles it before, if need be (20 seconds).
 
-    Without `STANDIN_FALLBACK=0`, operators that it has no kernel for run on the CPU. With
-    `STANDIN_PROTECT=0`, the host can read its memory, and nothing is spent on that.
+    Operators that it has no kernel for run on the CPU; with `STANDIN_FALLBACK=pytorch`, only those
+    of PyTorch, as on a GPU, and with `STANDIN_FALLBACK=0`, none. With `STANDIN_PROTECT=0`, the host
+    can read its memory, and nothing is spent on that.
     """
     global _native, _module
     # It makes tensors while it is imported, which modes and default devices would intercept.
@@ -47,7 +48,10 @@ def load() -> None:
     _module = make_module(_native)
     torch._register_device_module("standin", _module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    _native.set_fallback(os.environ.get("STANDIN_FALLBACK") != "0")
+    if (fallback := os.environ.get("STANDIN_FALLBACK")) == "pytorch":
+        _native.add_kernels()
+    elif fallback != "0":
+        _native.set_fallback(True)
 
 
 @contextlib.contextmanager
@@ -126,8 +130,8 @@ def memory_limit(room: int) -> Iterator[None]:
 @contextlib.contextmanager
 def without_fallback() -> Iterator[None]:
     """A block in which the CPU stands in for no operator that the device has no kernel for."""
-    _native.set_fallback(False)
+    was_on = _native.set_fallback(False)
     try:
         yield
     finally:
-        _native.set_fallback(True)
+        _native.set_fallback(was_on)

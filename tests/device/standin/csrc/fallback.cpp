@@ -311,9 +311,28 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
-void set_fallback(bool is_on) {
+void add_kernels() {
+  static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    const bool is_of_pytorch = name.getNamespace() == "aten" || name.getNamespace() == "prim";
+    if (is_of_pytorch && op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+        !op->hasComputedKernelForDispatchKey(c10::DispatchKey::PrivateUse1))
+      registrations->push_back(dispatcher.registerImpl(
+          name,
+          c10::DispatchKey::PrivateUse1,
+          c10::KernelFunction::makeFromBoxedFunction<&run_on_host>(),
+          std::nullopt,
+          nullptr,
+          "registered by standin"));
+  }
+}
+
+bool set_fallback(bool is_on) {
   static auto* registration = new std::optional<c10::RegistrationHandleRAII>();
-  if (is_on && !registration->has_value())
+  const bool was_on = registration->has_value();
+  if (is_on && !was_on)
     registration->emplace(
         c10::Dispatcher::singleton().registerFallback(
             c10::DispatchKey::PrivateUse1,
@@ -321,6 +340,7 @@ void set_fallback(bool is_on) {
             "registered by standin"));
   else if (!is_on)
     registration->reset();
+  return was_on;
 }
 
 } // namespace standin

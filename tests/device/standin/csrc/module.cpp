@@ -13,6 +13,7 @@ PYBIND11_MODULE(_standin, module) {
   module.def("note", [](std::string line) { trace().note(std::move(line)); });
   module.def("limit_memory", [](std::optional<size_t> room) { memory().limit(room); });
   module.def("set_fallback", set_fallback);
+  module.def("add_kernels", add_kernels);
   module.def("default_generator", [](int device) { return default_generator(device); });
   module.def("device_count", [] { return int(device_count); });
   module.def("is_capturing", [] { return capture().includes(current_stream()); });
