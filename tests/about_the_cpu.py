@@ -18,7 +18,7 @@ WORDS = "it expects words in which the CPU is named"
 CHECKPOINT = "compiled and selective checkpoints keep random numbers of few types of devices"
 OPCHECK = "stock opcheck knows formulas on few types of devices"
 STOCK = "operators of PyTorch fail there, too"
-STANDIN = "there, the CPU stands in for missing kernels"
+STANDIN = "there, operators of PyTorch run on the CPU"
 LACKING = "the stand-in has no such tensors"
 THREADS = "backward runs in one thread for each device"
 RANKS = "simulated ranks are on the CPU"
@@ -54,7 +54,6 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "define/forms/test_derive.py": {
         INDUCTOR: ("test_inplace_form_differentiates_through_the_formula[inductor]",),
-        STANDIN: ("test_device_without_kernel_is_reported_by_the_functional_operator",),
     },
     "define/test_class_attributes.py": {
         CPU: ("test_other_forms_and_torch_dispatch",),
@@ -67,25 +66,15 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "define/test_out_op_kernels.py": {
         NUMPY: ("test_gradients_flow_through_the_functional_and_the_inplace_form",),
-        STANDIN: ("test_kernel_for_a_device_serves_all_forms",),
     },
     "inspect/explain/test_explain.py": {
         WORDS: ("test_operator_of_pytorch",),
     },
-    "inspect/explain/test_kernels.py": {
-        STANDIN: (
-            "test_kernel_of_somebody_else",
-            "test_kernel_of_the_low_level[for another device]",
-            "test_kernel_of_the_low_level[with keys]",
-            "test_kernel_of_the_low_level[none for a device]",
-            "test_kernel_that_is_missing",
-        ),
-    },
     "inspect/explain/test_reasons.py": {
-        STANDIN: ("test_keys[quantized]",),
+        LACKING: ("test_keys[quantized]",),
     },
     "inspect/test_call_record.py": {
-        STANDIN: ("test_unusual_tensors_are_recorded_by_their_kind[quantized tensor]",),
+        LACKING: ("test_unusual_tensors_are_recorded_by_their_kind[quantized tensor]",),
     },
     "rules/autograd/derived/test_left_autograd.py": {
         NUMPY: ("test_what_left_is_named[through_numpy_and_back]",),
@@ -130,11 +119,9 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "rules/kernels/test_backend_select.py": {
         CPU: ("test_factory_without_a_device_means_what_pytorch_means_under_torch_ops",),
-        STANDIN: ("test_optional_list_names_the_device_that_has_no_kernel",),
     },
     "rules/kernels/test_missing.py": {
         LACKING: ("test_missing_kernel_for_a_tensor_that_is_not_dense_names_the_layout[sparse]",),
-        STANDIN: ("test_missing_kernel_names_both_devices_and_the_remedy",),
     },
     "rules/kernels/test_rule.py": {
         LACKING: ("test_dispatch_key_without_a_device_type_has_a_kernel_of_its_own",),

@@ -12,6 +12,8 @@ TYPE = DEVICE.type
 OTHER = "xpu" if TYPE == "cuda" else "cuda"
 # Its dispatch key, and the one of its autograd.
 BACKEND = torch._C._dispatch_key_for_device(DEVICE.type)
+# As messages name it: the key of a plug-in does not tell the device.
+BACKEND_SHOWN = f"{BACKEND} ({TYPE})" if BACKEND == "PrivateUse1" else BACKEND
 OTHER_BACKEND = torch._C._dispatch_key_for_device(OTHER)
 AUTOGRAD = f"Autograd{BACKEND}"
 # Whether torch.library registers autocast for every device; in 2.11, for the CPU and CUDA alone.

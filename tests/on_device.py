@@ -73,6 +73,8 @@ def pytest_plugin_registered(plugin: object) -> None:
     if getattr(plugin, "__name__", None) != "tests.conftest":
         return
     if DEVICE_TYPE == "standin":
+        # Or an operator that a test registers for the CPU by accident would run there, too.
+        os.environ["STANDIN_FALLBACK"] = "pytorch"
         importlib.import_module("tests.device.standin").load()
     device = importlib.import_module("tests.devices").DEVICE  # which exists from here on
     # PyTorch compiles this module from its source, where the functions have to be its own.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, OTHER, OTHER_BACKEND, TYPE
+from tests.devices import AUTOGRAD, BACKEND, BACKEND_SHOWN, OTHER, OTHER_BACKEND, TYPE
 from tests.inspect.explain.checking import T, check
 from tests.support import counting, needs_native
 from torchop._native.reasons import Reason
@@ -45,7 +45,7 @@ def test_kernel_that_is_missing(namespace):
         schema="(Tensor x) -> Tensor",
         device_types=OTHER,
     )
-    assert check(op, Reason.KERNEL, T).reason == f"it has no kernel for {BACKEND}"
+    assert check(op, Reason.KERNEL, T).reason == f"it has no kernel for {BACKEND_SHOWN}"
 
 
 def test_kernel_that_takes_dispatch_keys(op):
@@ -84,7 +84,11 @@ def test_kernel_for_views(namespace):
 # By the keys of the kernels, and whether these take the keys of a call: what is counted and said of
 # a call with a tensor on the device.
 LOW_LEVEL = {
-    "with keys": ({BACKEND: True}, "operator", f"its kernel for {BACKEND} takes dispatch keys"),
+    "with keys": (
+        {BACKEND: True},
+        "operator",
+        f"its kernel for {BACKEND_SHOWN} takes dispatch keys",
+    ),
     "with keys, for every device": (
         {"CompositeExplicitAutograd": True},
         "operator",
@@ -98,7 +102,7 @@ LOW_LEVEL = {
     "for another device": (
         {OTHER_BACKEND: False, "Meta": False},
         "kernel",
-        f"it has no kernel for {BACKEND}",
+        f"it has no kernel for {BACKEND_SHOWN}",
     ),
     "at Autograd, with keys": (
         {BACKEND: False, "Autograd": True},
@@ -145,7 +149,7 @@ def test_kernel_of_somebody_else(namespace, device):
     assert (
         reason
         == {
-            BACKEND: f"its kernel for {BACKEND} takes dispatch keys",
-            OTHER_BACKEND: f"it has no kernel for {BACKEND}",
+            BACKEND: f"its kernel for {BACKEND_SHOWN} takes dispatch keys",
+            OTHER_BACKEND: f"it has no kernel for {BACKEND_SHOWN}",
         }[device]
     )
