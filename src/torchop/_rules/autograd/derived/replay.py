@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -148,7 +148,7 @@ def replayed(
             return run()
         finally:
             if _packed_if_plain(values, packed, count) is not packed:
-                _put(values, count, _unpack(packed)[0])
+                _put(generators_of(values, count), _unpack(packed)[0])
     states, settings = _unpack(packed)
     count, dtype, device = _SETTINGS.unpack_from(settings)
     changes: list[Setting] = []
@@ -164,15 +164,14 @@ def replayed(
     ):
         if enabled or _autocasts(device_type):
             changes += _autocast_settings(device_type, bool(enabled), _DTYPES[of_autocast])
-    if states:
-        now = [_read(generator) for generator in generators_of(values, count)]
-        changes.append(Setting(functools.partial(_put, values, count), states, now))
+    generators = [*generators_of(values, count)] if states else []
+    changes.append(Setting(functools.partial(_put, generators), states, [*map(_read, generators)]))
     with repeatable(definition, ambient_state(values)):
         return run_with(changes, run)
 
 
-def _put(values: Sequence[Any], count: int, states: Sequence[bytes]) -> None:
-    for generator, state in zip(generators_of(values, count), states, strict=True):
+def _put(generators: Iterable[Generator], states: Sequence[bytes]) -> None:
+    for generator, state in zip(generators, states, strict=True):
         # A generator that nobody drew from is left alone, because other threads may use it.
         if state[0] and state != (now := _read(generator)) and now[0]:
             generator.set(torch.frombuffer(bytearray(state[1:]), dtype=torch.uint8))
