@@ -56,7 +56,7 @@ bool is_for_dispatcher(const Gradient& gradient, const Values& values);
 // The node is the one that `autograd.Function.apply` would make, an object of the same class and
 // layout, so whatever follows a graph treats it alike: hooks, double backward, checkpointing,
 // anomaly mode, compiled autograd. A private C++ node costs the same, and the last of these fails.
-__attribute__((noinline, flatten)) PyObject* record(
+PyObject* record(
     const Gradient& gradient,
     const Values& values,
     const Residuals* residuals,
