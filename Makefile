@@ -142,6 +142,7 @@ leaks: $(STAMP)
 # The native call path, compiled with checks of every memory access and of undefined behaviour, in a
 # cache of its own: a program that takes any build must not find it. Their libraries must be loaded
 # before Python, and the C++ library before them, or they do not see that exceptions are thrown.
+# There, each variable has a place of its own, so a call that is one function would fill the stack.
 # PyTorch and Python leak on purpose, so leaks are the matter of `make leaks`.
 NATIVE_TESTS := $(addprefix tests/native/test_,bypass.py handle.py switch.py overrides.py \
 	later_registrations.py operator_end.py exceptions.py nested_calls.py changes_during_calls.py \
@@ -154,7 +155,7 @@ NATIVE_TESTS := $(addprefix tests/native/test_,bypass.py handle.py switch.py ove
 SANITIZED := $(CURDIR)/.native_cache/sanitized
 sanitize: export TORCHOP_CACHE_DIR = $(SANITIZED)
 sanitize: export CXX = g++ -g -fno-omit-frame-pointer -fsanitize=address,undefined \
-	-fno-sanitize=vptr -fno-sanitize-recover=undefined
+	-fno-sanitize=vptr -fno-sanitize-recover=undefined -D__flatten__=
 sanitize: $(STAMP)
 	mkdir -p -m 700 $(SANITIZED)
 	$(BIN)/python -c "from torchop._native.extension import api; print(api.build())"

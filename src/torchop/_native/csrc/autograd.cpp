@@ -315,7 +315,7 @@ bool is_for_dispatcher(const Gradient& gradient, const Values& values) {
   return look(gradient, values).get() == Py_NotImplemented;
 }
 
-__attribute__((noinline, flatten)) PyObject* record(
+__attribute__((noinline, __flatten__)) PyObject* record(
     const Gradient& gradient,
     const Values& values,
     const Residuals* residuals,

@@ -167,7 +167,7 @@ __attribute__((noinline)) PyObject* dispatch_call(
 // kernel has run, the processor no longer knows where to return to, and each frame costs again.
 //
 // A forced unwind has no object, and the sanitizer would not let its handler refer to that.
-__attribute__((flatten, no_sanitize("null"))) PyObject* call_entry(
+__attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
     Entry& entry,
     PyObject* dispatch,
     PyObject* next,
