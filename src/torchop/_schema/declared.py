@@ -94,7 +94,7 @@ def make_schema(
     if form is Form.PLAIN and schema is not None:
         form = form_of_schema(parsed)
     result = Schema(parsed, f"{name.local}{text}", form)
-    check_maybe_out(name, parsed, function)
+    check_maybe_out(name, parsed)
     if schema is not None:
         compare.check_mutation(str(name), result, mutates_args)
         compare.check_function(str(name), result, function)
