@@ -78,7 +78,6 @@ LONGEST = (
     "define/test_out_op_compiled.py",
     "test_examples.py",
     "rules/user/sharding/test_processes.py",
-    "testing/mutate/test_api.py",
     "export/test_aoti.py",
     "testing/test_pytest_plugin.py",
     "subsystems/test_compile_mutated_lists.py",

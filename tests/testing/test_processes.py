@@ -136,9 +136,8 @@ def test_an_error_that_is_asked_for_is_raised_here_and_others_end_the_process() 
             next(messages)
     with answers("fork", refuses, (), repeat(60), TypeError, Path(os.devnull)) as messages:
         assert next(messages) == 1
-        with pytest.raises(ChildError, match="ended the process, with exit code 1") as caught:
+        with pytest.raises(ChildError, match="ended the process, with exit code 1"):
             next(messages)
-    assert not caught.value.is_late
 
 
 def test_a_fork_that_cannot_tell_whether_it_uses_accelerators_is_asked_once(

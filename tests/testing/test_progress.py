@@ -15,13 +15,12 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("forks", [False, True])
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_only_a_terminal_shows_it(
-    stream: type[io.StringIO], forks: bool, monkeypatch: pytest.MonkeyPatch
+    stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stream())
-    with progress_bar(forks=forks) as show:
+    with progress_bar() as show:
         show("ns::op", 1, 2)
     assert ("ns::op" in sys.stderr.getvalue()) is (stream is Terminal)

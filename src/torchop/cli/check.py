@@ -31,7 +31,6 @@ from torchop.cli.certificate import (
     write_certificate,
 )
 from torchop.cli.child_process import answers_of, errors_told, preload
-from torchop.cli.mutation import mutate_operators
 from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import OpName, short_text
 from torchop.testing import CheckReport, Result
@@ -119,7 +118,6 @@ def seconds(ctx: Any, param: Any, value: float | None) -> float | None:
 @file_to_write("--certificate", help="Write what was checked on what, as JSON with a digest.")
 @click.option("--signed-off-by", metavar="'NAME <MAIL>'", help="Who answers for the certificate.")
 @file_to_write("--badge", help="Write a badge: an .svg file, or .json for shields.io.")
-@click.option("--mutate", is_flag=True, help="Change the operators; tell what no check notices.")
 @click.option("-v", "--verbose", is_flag=True, help="Show checks that did not fail, too.")
 def check(
     selection: Selection,
@@ -128,7 +126,6 @@ def check(
     certificate: Path | None,
     signed_off_by: str | None,
     badge: Path | None,
-    mutate: bool,
     allow_not_run: bool,
     verbose: bool,
     **options: Any,
@@ -145,30 +142,10 @@ def check(
 
     The exit code is 0 if no check failed, and 1 if one did, or was not run although that was not
     allowed, or no operator has examples.
-
-    --mutate changes the operators' Python functions in small ways instead, one at a time, and shows
-    the changes that no check notices. The budget is then for all changes of one operator, and the
-    exit code is 1 if a change survived.
     """
     if report is not None:
         require("jinja2", "--report")  # before the checks run, which take minutes
     request = Request(selection.modules, **options)
-    if mutate:
-        unused = ("report", "expected", "certificate", "signed_off_by", "badge", "allow_not_run")
-        values = click.get_current_context().params
-        if given := " or ".join(f"--{name.replace('_', '-')}" for name in unused if values[name]):
-            raise click.UsageError(f"--mutate prints what survives, and takes no {given}")
-        is_noticed = mutate_operators(
-            selection.operators,
-            functools.partial(examples_of, request),
-            functools.partial(reference_of, request),
-            request.budget,
-            request.timeout,
-            json_path,
-            seed=request.seed,
-            only=request.only or None,
-        )
-        sys.exit(not is_noticed)
     refuse_signature(signed_off_by, certificate)
     refuse_badge(badge)
     reports, unchecked = check_operators(selection.operators, request)

@@ -39,10 +39,9 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 class ChildError(RuntimeError):
     """Why a child process went no further: what it was doing, and the problem with that."""
 
-    def __init__(self, doing: str, problem: str, *, is_late: bool = False) -> None:
+    def __init__(self, doing: str, problem: str) -> None:
         super().__init__(f"{doing} {problem}")
         self.problem = problem
-        self.is_late = is_late  # whether it is ended because it took too long
 
 
 @contextlib.contextmanager
@@ -116,20 +115,6 @@ def _is_in_bad_fork() -> Iterator[bool]:
     yield accelerator is not None and accelerator.is_in_bad_fork()
 
 
-def forks_run_backward() -> bool:
-    """Whether a fork of this program can, as PyTorch refuses where an accelerator's has run."""
-    try:
-        with answers("fork", _run_backward, (), iter([60.0]), RuntimeError) as messages:
-            return bool(next(messages))
-    except RuntimeError as error:
-        return isinstance(error, ChildError)  # then something else is wrong, which the checks say
-
-
-def _run_backward() -> Iterator[bool]:
-    torch.ones(1, requires_grad=True).sum().backward()
-    yield True
-
-
 def _received(
     process: Any, receiver: Connection, limits: Iterator[float], output: Path | None
 ) -> Iterator[Any]:
@@ -158,7 +143,7 @@ def _wait(
     while not receiver.poll():
         left = end - time.monotonic()
         if left <= 0:
-            raise ChildError(doing, f"took over {seconds:.0f} seconds", is_late=True)
+            raise ChildError(doing, f"took over {seconds:.0f} seconds")
         # Its end has to be waited for, too: what it started may hold the pipe open.
         ready = wait([receiver, process.sentinel], min(left, 0.5))
         if process.sentinel in ready and not receiver.poll():

@@ -1,4 +1,4 @@
-"""The bar on a terminal that shows how far checks, changes and measurements are."""
+"""The bar on a terminal that shows how far checks and measurements are."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def progress_bar(*, forks: bool = False) -> Iterator[Callable[[str, float, float], object]]:
+def progress_bar() -> Iterator[Callable[[str, float, float], object]]:
     """A bar, on a terminal and with the package that draws it.
-
-    Args:
-        forks: whether the block forks the process: then the bar is drawn when it moves, and not by
-            a thread, which a fork would not have.
 
     Yields:
         What moves it: `show(description, done, total)`.
@@ -28,10 +24,10 @@ def progress_bar(*, forks: bool = False) -> Iterator[Callable[[str, float, float
 
     columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, auto_refresh=not forks) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
 
         def show(description: str, done: float, total: float) -> None:
-            bar.update(task, description=description, completed=done, total=total, refresh=forks)
+            bar.update(task, description=description, completed=done, total=total)
 
         yield show

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.testing.mutate.operators import with_a_provider
-from torchop.testing import check, mutate
+from torchop.testing import check
 from torchop.testing._check.run import plan_checks
 
 X = torch.arange(6.0).view(2, 3) + 1
@@ -174,12 +173,3 @@ def test_rounding_less_than_the_reference_is_no_fault(op: Any, namespace: str) -
     assert check(op, half, only="agrees", raise_exception=False).results[0].outcome == "passed"
     op.register_kernel("cpu", lambda x: once(x) * 1.05, provider="once")
     assert not check(op, half, only="agrees", raise_exception=False).ok
-
-
-def test_mutants_of_a_provider_are_noticed(namespace: str) -> None:
-    op = with_a_provider(namespace)
-    report = mutate(op, (X,), only=["memory.given", "providers.agrees"])
-    found = {(v.mutant.role, v.outcome) for v in report.verdicts}
-    assert ("kernel of fast", "killed") in found
-    assert ("kernel of fast", "equal") not in found
-    assert ("kernel of fast", "survived") not in found
