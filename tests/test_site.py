@@ -498,7 +498,6 @@ def test_search_finds_first_what_is_named_like_the_query(browser: Any, address: 
         ("command line", "how-to/command-line.html"),
         ("preconditions", "how-to/preconditions.html"),
         ("several kernels", "how-to/several-kernels.html"),
-        ("certificates", "how-to/command-line.html#certificates-and-badges"),
         ("inputs", "reference/api/torchop.testing.inputs.html"),
     ):
         show(browser, f"{address}/search.html?q={query.replace(' ', '+')}", 390)

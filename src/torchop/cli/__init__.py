@@ -18,7 +18,6 @@ from torchop.cli.record import record
 from torchop.cli.schema import schema
 from torchop.cli.stubs import stubs
 from torchop.cli.tuning import tuning
-from torchop.cli.verify import certificate
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,7 +39,6 @@ COMMANDS = (
     bench,
     build,
     catalogue,
-    certificate,
     check,
     doctor,
     explain,

@@ -6,7 +6,6 @@ Each operator is checked in a process of its own, so that a crash is a finding.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import math
 import os
@@ -22,14 +21,6 @@ import click
 from torchop import MissingRuleError
 from torchop._accelerate import patterns
 from torchop._compat import on_demand
-from torchop.cli.certificate import (
-    content_of,
-    identity_of,
-    refuse_badge,
-    refuse_signature,
-    write_badge,
-    write_certificate,
-)
 from torchop.cli.child_process import answers_of, errors_told, preload
 from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import OpName, short_text
@@ -115,17 +106,11 @@ def seconds(ctx: Any, param: Any, value: float | None) -> float | None:
 )
 @file_to_write("--report", help="Write a page of HTML.")
 @file_to_write("--json", "json_path", help="Write JSON.")
-@file_to_write("--certificate", help="Write what was checked on what, as JSON with a digest.")
-@click.option("--signed-off-by", metavar="'NAME <MAIL>'", help="Who answers for the certificate.")
-@file_to_write("--badge", help="Write a badge: an .svg file, or .json for shields.io.")
 @click.option("-v", "--verbose", is_flag=True, help="Show checks that did not fail, too.")
 def check(
     selection: Selection,
     report: Path | None,
     json_path: Path | None,
-    certificate: Path | None,
-    signed_off_by: str | None,
-    badge: Path | None,
     allow_not_run: bool,
     verbose: bool,
     **options: Any,
@@ -146,8 +131,6 @@ def check(
     if report is not None:
         require("jinja2", "--report")  # before the checks run, which take minutes
     request = Request(selection.modules, **options)
-    refuse_signature(signed_off_by, certificate)
-    refuse_badge(badge)
     reports, unchecked = check_operators(selection.operators, request)
     reports = [dataclasses.replace(each, allow_not_run=allow_not_run) for each in reports]
     for each in reports:
@@ -162,24 +145,7 @@ def check(
         write_html(reports, report)
     if json_path is not None:
         write_json([each.to_dict() for each in reports], json_path)
-    if certificate is not None:
-        write_certificate(certified(reports, unchecked, request, signed_off_by), certificate)
-    if badge is not None:
-        write_badge(reports, unchecked, badge)
     sys.exit(0 if reports and not failed else 1)
-
-
-def certified(
-    reports: Sequence[CheckReport],
-    unchecked: Sequence[str],
-    request: Request,
-    signed_off_by: str | None = None,
-) -> dict[str, Any]:
-    """The certificate of what was checked."""
-    identities = [
-        identity_of(each.op, functools.partial(examples_of, request, each.op)) for each in reports
-    ]
-    return content_of(reports, identities, unchecked, request._asdict(), signed_off_by)
 
 
 def check_operators(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from torchop import AliasError
 from torchop._core.snapshot import Snapshot, bytes_of, overlap
-from torchop.extend import Form, OpOverload, Schema, named_inputs, named_outputs, short_text
+from torchop.extend import Form, OpOverload, Schema, named_inputs, named_outputs
 from torchop.testing.probes import copies, mapped
 from torchop.testing.process_state import seed_torch
 
@@ -103,12 +102,3 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
         return left.shape == right.shape
     as_bytes = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (left, right)]
     return bool(torch.equal(*as_bytes))
-
-
-def digest(tensor: Tensor) -> str:
-    """A digest of the elements of a tensor, to the bit; text, if it has no bytes of its own."""
-    try:
-        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
-        return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()
-    except Exception:  # of fake tensors, and of layouts other than strided
-        return short_text(str(tensor))
