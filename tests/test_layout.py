@@ -46,7 +46,7 @@ LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MOST_ENTRIES, MOST_LINES = 20, 450
 # Lines of code, without blank lines, comments and docstrings. Limits for a design: a change that
 # needs more merges or removes something else, or raises the limit in a commit that says why.
-MOST_PYTHON_LINES = 32_150  # of the whole package
+MOST_PYTHON_LINES = 32_020  # of the whole package
 MOST_CORE_LINES = 14_900  # of Python, in all packages that are not in the ring
 MOST_CPP_LINES = 5_970
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
@@ -323,7 +323,7 @@ def test_a_private_name_of_the_core_is_found() -> None:
     extended = importing("cli.schema", "extend", "Schema")
     of_the_ring = importing("cli.schema", "_inspect.explain", "")
     core = importing("_core.registry", "_compat.dispatch", "")
-    alone = importing("cli.stubs", "_compat.ops_stub", "")
+    alone = importing("cli.check", "_compat.on_demand", "")
     found = [private, private_file, public, extended, of_the_ring, core, alone]
     assert of_the_core(found) == [private, private_file]
 

@@ -69,7 +69,6 @@ def test_wheel_has_the_packages_and_nothing_else(archive: zipfile.ZipFile) -> No
         *(".cpp", ".h"),
     }
     assert "torchop/testing/_check/page.html" in names
-    assert "torchop/cli/stubs.pyi.jinja" in names
     assert {"torchop/py.typed", "torchop/cli/template/.github/workflows/test.yml.jinja"} <= names
 
 

@@ -16,7 +16,6 @@ from torchop.cli.new import new
 from torchop.cli.providers import providers
 from torchop.cli.record import record
 from torchop.cli.schema import schema
-from torchop.cli.stubs import stubs
 from torchop.cli.tuning import tuning
 
 
@@ -46,7 +45,6 @@ COMMANDS = (
     providers,
     record,
     schema,
-    stubs,
     tuning,
 )
 for command in COMMANDS:
