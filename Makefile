@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := $(wildcard src/torchop/_native/csrc/* src/torchop/export/*.cpp tests/device/standin/csrc/* benchmarks/*.cpp)
+SOURCES := $(wildcard src/torchop/_native/csrc/* src/torchop/export/*.cpp tests/device/standin/csrc/* benchmarks/*.cpp examples/package/csrc/*)
 
 # Images of containers often set it. Each program of the tests would compile the modules of torchop,
 # and pytest all of its own.
@@ -40,7 +40,7 @@ else
 endif
 
 # Those of what surrounds the package: its site and documentation, examples, notebooks, benchmarks,
-# new packages, type checkers and whole runs of pytest, and the tests on a device that is not there.
+# type checkers and whole runs of pytest, and the tests on a device that is not there.
 # It names their files, because to import all others takes as long as some of these tests.
 test-project: native
 	$(PYTEST) -m project $$(grep -rl --include='*.py' 'pytest\.mark\.project' tests)

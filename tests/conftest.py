@@ -83,7 +83,6 @@ LONGEST = (
     "subsystems/test_compile_mutated_lists.py",
     "subsystems/test_compile_aliases.py",
     "subsystems/test_compile.py",
-    "cli/test_new.py",
     "cli/test_check.py",
     "differential/test_differential.py",
     "test_newcomer.py",

@@ -43,7 +43,7 @@ PAGES = [
 ]
 PLAIN = {"", "bash", "console", "text", "toml"}  # shown, not run
 DIRECTIVES = {"{calls-chart}", "{eval-rst}", "{include}", "{kernels-chart}", "{toctree}"}
-# They show commands, which `cli/test_new.py` and `compat/test_logs.py` run.
+# They show commands, which `test_examples.py` and `compat/test_logs.py` run.
 PAGES_OF_COMMANDS = {DOCS / "how-to" / "packages.md", DOCS / "how-to" / "logs.md"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # What Hypothesis takes for slow in an example of a page is the machine, if it is busy.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.forking import run_compiling, run_forked, run_script
+from tests.forking import run_compiling, run_forked, run_module, run_script
 from tests.support import assert_clean, needs_native
 
 pytestmark = pytest.mark.project
@@ -41,16 +41,38 @@ def test_example_runs_and_prints_a_result(script: Path) -> None:
     assert run(script).strip()
 
 
-def test_a_rule_of_another_package_is_installed_and_used(tmp_path: Path) -> None:
-    source = tmp_path / "latency_rule"
-    shutil.copytree(EXAMPLES / "latency_rule", source)  # building may write into it
-    target = tmp_path / "installed"
+def install(name: str, folder: Path) -> str:
+    """Install the package of an example into a folder; return a search path that has it."""
+    source, target = folder / name, folder / "installed"
+    shutil.copytree(EXAMPLES / name, source)  # building may write into it
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
         + ["--no-build-isolation", "--disable-pip-version-check", "--target", target, source],
         check=True,
         timeout=120,
     )
+    return os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def test_a_package_of_operators_builds_and_passes_its_own_tests(tmp_path: Path) -> None:
+    path = install("package", tmp_path)
+    assert (tmp_path / "installed" / "mykernels" / "_native.so").exists()
+    tests = str(tmp_path / "package" / "tests")
+    # The checks that compile programs take two thirds of the time.
+    fast = "not compile and not inductor and not aot_dispatch"
+    options = ["-q", "-rA", "-p", "no:cacheprovider", "-k", fast]
+    warnings = ["-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
+    done = run_module("pytest", *options, *warnings, tests, folder=tmp_path, PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for check in ("memory.transposed", "contracts.leaks", "subsystems.fake"):
+        assert f"PASSED package/tests/test_ops.py::test_operators[mykernels::softcap-{check}]" in (
+            done.stdout
+        )
+    assert "test_softcap_is_a_scaled_tanh" in done.stdout
+
+
+def test_a_rule_of_another_package_is_installed_and_used(tmp_path: Path) -> None:
+    path = install("latency_rule", tmp_path)
     program = """
 import torch, torchop
 from latency_rule import estimate, latency
@@ -89,7 +111,6 @@ else:
     raise AssertionError("a second rule took the name")
 print("passed", latency)
 """
-    path = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = run_forked(program, PYTHONPATH=path, TORCHOP_NATIVE="0")
     assert assert_clean(done) == "passed <torchop.Rule latency>\n"
 

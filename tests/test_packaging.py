@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import runpy
@@ -19,7 +18,6 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
-from tests.support import Outcome
 from torchop import __main__
 from torchop.testing import _extras
 
@@ -65,11 +63,11 @@ def test_wheel_has_the_packages_and_nothing_else(archive: zipfile.ZipFile) -> No
     assert tracked("src") <= {f"src/{name}" for name in names}
     assert {name.partition("/")[0] for name in names} == {"torchop", "pytest_torchop"}
     assert {Path(name).suffix for name in names} == {
-        *(".py", ".typed", ".html", ".pyi", ".jinja"),
+        *(".py", ".typed", ".html", ".pyi"),
         *(".cpp", ".h"),
     }
     assert "torchop/testing/_check/page.html" in names
-    assert {"torchop/py.typed", "torchop/cli/template/.github/workflows/test.yml.jinja"} <= names
+    assert "torchop/py.typed" in names
 
 
 def test_wheel_makes_the_command(archive: zipfile.ZipFile) -> None:
@@ -194,17 +192,4 @@ def test_no_message_says_it_in_words_of_its_own() -> None:
         for path in (ROOT / "src").rglob("*.py")
         if re.search(r"pip install", path.read_text(encoding="utf-8"))
     }
-    # What installs the new package, and the one place for torchop itself.
-    assert found == {"src/torchop/cli/new.py", "src/torchop/testing/_extras.py"}
-
-
-@pytest.mark.parametrize("on_index", [False, True])
-def test_new_packages_say_what_works(
-    on_index: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new = importlib.import_module("torchop.cli.new")  # not the command of that name
-    monkeypatch.setattr(new, "ON_INDEX", on_index)
-    assert Outcome("new", "made_here", "--out", str(tmp_path / "made")).code == 0
-    for name in ("README.md", ".github/workflows/test.yml"):
-        text = (tmp_path / "made" / name).read_text(encoding="utf-8")
-        assert ("torchop is on no package index yet" in text) is not on_index
+    assert found == {"src/torchop/testing/_extras.py"}

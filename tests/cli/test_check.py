@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
+
+from torchop.testing._extras import installing
 
 OPERATORS = """
 import os, sys, time, torch, torchop
@@ -291,3 +294,14 @@ def test_references_are_compared_with_the_operators(run, write, namespace):
     outcome = run(*arguments, "--reference", f"{module}:NONE")
     assert outcome.code == 1
     assert f"--reference {module}:NONE: AttributeError" in outcome.err
+
+
+def test_a_page_needs_jinja2(run, write, namespace, monkeypatch):
+    module = write("operators", WITH_REFERENCES)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "jinja2" else find_spec(name)
+    )
+    outcome = run("check", f"{namespace}::half", "--import", module, "--report", "page.html")
+    assert outcome.code == 1
+    assert f"--report needs jinja2: {installing('cli')}" in outcome.err

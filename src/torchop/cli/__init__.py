@@ -12,7 +12,6 @@ from torchop.cli.calls import bench, explain
 from torchop.cli.catalogue import catalogue
 from torchop.cli.check import check
 from torchop.cli.native import build, doctor
-from torchop.cli.new import new
 from torchop.cli.providers import providers
 from torchop.cli.record import record
 from torchop.cli.schema import schema
@@ -24,8 +23,7 @@ from torchop.cli.tuning import tuning
 def main() -> None:
     """Tools for PyTorch operators that are defined in Python.
 
-    They start a package of operators, check, list and measure operators, and compile the C++ code
-    that makes calls fast.
+    They check, list and measure operators, and compile the C++ code that makes calls fast.
     """
     try:
         api.mode()
@@ -41,7 +39,6 @@ COMMANDS = (
     check,
     doctor,
     explain,
-    new,
     providers,
     record,
     schema,

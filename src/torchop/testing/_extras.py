@@ -1,7 +1,7 @@
 """How to install what the extras of torchop ask for."""
 
-# Whether a package index has torchop. A release sets this: what messages, the pages of the
-# documentation and new packages say of installing it follows.
+# Whether a package index has torchop. A release sets this: what messages and the pages of the
+# documentation say of installing it follows.
 ON_INDEX = False
 
 

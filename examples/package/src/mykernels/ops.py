@@ -1,50 +1,29 @@
-{% if native != "none" %}
-{% if native == "ctypes" %}
-"""softcap: C++ that knows nothing of PyTorch, called through ctypes."""
+"""softcap: a kernel in C++ that knows nothing of PyTorch, in all forms of an operator."""
 
 import ctypes
 from pathlib import Path
 
 import torch
-import torchop
 from torch import Tensor
+
+import torchop
 
 _softcap = ctypes.CDLL(str(Path(__file__).with_name("_native.so"))).softcap
 _softcap.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_float)
 _softcap.restype = None
 
 
-@torchop.out_op(
-    {{ op("softcap") }},
-    like="x",
-    inplace=True,
-    elementwise=True,
-    device_types="cpu",
-)
+@torchop.out_op("mykernels::softcap", like="x", inplace=True, elementwise=True, device_types="cpu")
 def softcap(x: Tensor, cap: float = 30.0, *, out: Tensor) -> None:
     """Bends `x` so that it stays between `-cap` and `cap`."""
     if x.dtype != torch.float32:
         raise TypeError(f"softcap takes float32, got {x.dtype}.")
-    # C++ sees bare memory, so it must lie in one piece.
+    # The C++ function takes bare memory, so both tensors must be contiguous.
     source = x.contiguous()
     target = out if out.is_contiguous() else torch.empty_like(source)
     _softcap(source.data_ptr(), target.data_ptr(), source.numel(), cap)
     if target is not out:
         out.copy_(target)
-{% else %}
-"""softcap: an operator that C++ defines, and that gets its rules here."""
-
-from pathlib import Path
-
-import torch
-import torchop
-
-torch.ops.load_library(Path(__file__).with_name("_native.so"))
-softcap = torch.ops.{{ name }}.softcap
-softcap_name = "{{ name }}::softcap"
-
-torchop.register_fake(softcap_name, like="x")
-{% endif %}
 
 
 def _setup_context(ctx, inputs, output):
@@ -57,19 +36,10 @@ def _backward(ctx, grad):
     return grad * (1 - (y / ctx.cap) ** 2), None
 
 
-{% if native == "ctypes" %}
 softcap.register_autograd(_backward, setup_context=_setup_context)
 
 
 @softcap.functional.register_examples
-{% else %}
-torchop.register_autograd(softcap_name, _backward, setup_context=_setup_context)
-torchop.register_vmap(softcap_name, "sequential")
-
-
-@torchop.get_rule("examples").register(softcap_name)
-{% endif %}
 def _():
     yield torch.randn(7, 3, requires_grad=True), 2.0
     yield (torch.randn(3, 7).t(),)
-{% endif %}

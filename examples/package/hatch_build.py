@@ -1,4 +1,3 @@
-{% if native != "none" %}
 """Compiles csrc into the package, when a wheel is built or `pip install -e` runs."""
 
 import os
@@ -12,24 +11,13 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 class CustomBuildHook(BuildHookInterface):
     def initialize(self, version, build_data):
-        library = Path(self.root, "{{ package }}", "_native.so")
+        library = Path(self.root, "src", "mykernels", "_native.so")
         sources = sorted(map(str, Path(self.root, "csrc").glob("*.cpp")))
         compiler = shlex.split(os.environ.get("CXX", "c++"))
         flags = ["-std=c++20", "-O3", "-shared", "-fPIC", "-o", str(library)]
-{% if native == "torch" %}
-        import torch
-
-        folder = Path(torch.__file__).parent
-        include = folder / "include"
-        flags += [f"-I{include}", f"-I{include}/torch/csrc/api/include"]
-        # The version whose stable interface is used, and every later one has.
-        flags += ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
-        flags += [f"-L{folder / 'lib'}", "-ltorch", "-ltorch_cpu"]
-{% endif %}
         subprocess.run([*compiler, *sources, *flags], check=True)
         build_data["artifacts"].append(str(library.relative_to(self.root)))
         build_data["pure_python"] = False
-        # For every Python: the library is not linked with it.
+        # For every Python, because the library is not linked with it.
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"
-{% endif %}

@@ -1,0 +1,5 @@
+"""Kernels as operators of PyTorch."""
+
+from .ops import softcap
+
+__all__ = ["softcap"]
