@@ -15,7 +15,6 @@ from torchop.cli.native import build, doctor
 from torchop.cli.providers import providers
 from torchop.cli.record import record
 from torchop.cli.schema import schema
-from torchop.cli.tuning import tuning
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,7 +41,6 @@ COMMANDS = (
     providers,
     record,
     schema,
-    tuning,
 )
 for command in COMMANDS:
     main.add_command(command)
