@@ -9,7 +9,7 @@ SOURCES := $(wildcard src/torchop/_native/csrc/* src/torchop/export/*.cpp tests/
 # and pytest all of its own.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo introduction newcomer native test test-project test-all device gpu zoo comparison fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
+.PHONY: demo introduction newcomer native test test-project test-all device gpu zoo comparison fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	realworld-vllm \
 	matrix prerelease interpreters threads threads-sanitized
@@ -239,16 +239,6 @@ $(REALWORLD)/.installed: $(STAMP) requirements/realworld.txt
 	cd $(REALWORLD)/sources && tar -xzf *.tar.gz
 	touch $@
 
-# Lowers a program to a file of ExecuTorch. Its packages lie in a folder of their own.
-EXECUTORCH := .executorch
-executorch: $(EXECUTORCH)/.installed
-	PYTHONPATH=$(CURDIR)/$(EXECUTORCH)/packages $(BIN)/python -m pytest tests/export/test_executorch.py
-
-$(EXECUTORCH)/.installed: $(STAMP) requirements/executorch.txt
-	rm -rf $(EXECUTORCH)
-	$(PIP) install --no-deps --no-compile --target $(EXECUTORCH)/packages -r requirements/executorch.txt
-	touch $@
-
 docs: $(STAMP)
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
@@ -263,7 +253,7 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(REALWORLD) $(EXECUTORCH) $(MATRIX) .native_cache docs/_build docs/reference/api demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REALWORLD) $(MATRIX) .native_cache docs/_build docs/reference/api demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
 	@echo "Installing PyTorch and the tools of the tests into $(VENV), once: about a minute and 2 GB."

@@ -101,10 +101,6 @@ EXCEPTIONS = {
         "engines name devices by dispatch keys, and results may share memory with arguments",
         {"_compat.dispatch", "_core.library", "_define.custom_op", "_schema.callables"},
     ),
-    "export": (
-        "functional operators stand for others as in compiled graphs",
-        {"_rules.functionalization.companions"},
-    ),
     "testing": (
         "it drives PyTorch's checks, fake tensors and simulated ranks, finds writes as `checking` "
         "does, and writes what it measured into the cache, where only the user may write",

@@ -98,7 +98,7 @@ CLASSES = {
     "torchop.extend.OpName": ("OpName", ":members: parse, parse_new, local, packet"),
     "torchop.extend.Operator": (
         "Operator(op, caller)",
-        ":members: has_kernel, flat_arguments, flat_result, flat_function",
+        ":members: has_kernel, flat_arguments, flat_function",
     ),
     "torchop.extend.Schema": (
         "Schema(parsed)",

@@ -140,10 +140,6 @@ class Operator:
         flat: Call = self._structure.flat_arguments(*args, **kwargs)
         return flat
 
-    def flat_result(self, result: Any) -> Any:
-        """Returns what the author's function returned, as the schema has it."""
-        return result if self._structure is None else self._structure.flat_result(result)
-
     def flat_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a function with the author's arguments one with those of the schema."""
         if self._definition is None:

@@ -14,14 +14,7 @@ from torchop._rules import autocast, effect, providers, torch_dispatch
 from torchop._rules.autograd import register as autograd
 from torchop._rules.fake import rule as fake
 from torchop._rules.kernels import register as kernels
-from torchop._rules.user import (
-    checkpoint_policy,
-    examples,
-    flop_formula,
-    inverse,
-    onnx,
-    sharding,
-)
+from torchop._rules.user import checkpoint_policy, examples, flop_formula, inverse, sharding
 from torchop._rules.vmap import rule as vmap
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -78,7 +71,6 @@ class Registrations(Handle):
     register_flop_formula = flop_formula.register_flop_formula
     register_checkpoint_policy = checkpoint_policy.register_checkpoint_policy
     register_sharding = sharding.register_sharding
-    register_onnx = onnx.register_onnx
     register_preconditions = examples.preconditions.register_preconditions
     register_examples = examples.register_examples
     examples = examples.make_examples

@@ -1,4 +1,4 @@
-"""Saves, loads and compiles exported programs with torchop's operators, and exports them to ONNX.
+"""Saves, loads and compiles exported programs with torchop's operators.
 
 An exported program holds the names of its operators. If a process has not imported the modules that
 define them, `torch.export.load` fails without naming a module. `save` stores these modules in the
@@ -11,14 +11,12 @@ compiled code call functions in C in place of kernels in Python.
 from torchop.export.c_functions import register_c_function
 from torchop.export.packages import aoti_package, cpp_definitions, load_package
 from torchop.export.programs import load, save
-from torchop.export.to_onnx import onnx
 
 __all__ = [
     "aoti_package",
     "cpp_definitions",
     "load",
     "load_package",
-    "onnx",
     "register_c_function",
     "save",
 ]

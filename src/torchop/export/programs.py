@@ -13,17 +13,17 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, TypeAlias
 
 import torch
 from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
 
 import torchop
 from torchop._rules.providers import providers_of
 from torchop.export.c_functions import has_functions, stand_in_of
-from torchop.export.functional import operators_in
-from torchop.extend import Operator, OpName, short_repr, warn
+from torchop.extend import Operator, OpName, OpOverload, short_repr, warn
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
@@ -122,7 +122,7 @@ def modules_of(ep: ExportedProgram) -> str:
     Also those of the providers that calls ask for as it is saved, by names like `ns::f[triton]`.
     """
     # By name, because an operator may have been defined again since the program was exported.
-    used = [Operator(OpName.parse(op.name()), "save") for op in operators_in(ep).values()]
+    used = [Operator(OpName.parse(op.name()), "save") for op in _operators_in(ep).values()]
     modules = {str(op): op.site.module for op in used if op.site is not None}
     modules |= {
         str(stand_in_of(op.overload)): modules[str(op)]
@@ -134,6 +134,22 @@ def modules_of(ep: ExportedProgram) -> str:
         here = [each for each in providers_of(str(op)) if each.name in asked]
         modules |= {f"{op}[{each.name}]": each.site.module for each in here}
     return json.dumps(modules, sort_keys=True)
+
+
+def _operators_in(ep: ExportedProgram) -> dict[str, OpOverload]:
+    """Return the operators that a program calls or passes as arguments, by name."""
+    operators: dict[str, OpOverload] = {}
+    for node in _nodes(ep):
+        for value in (node.target, *node.args, *node.kwargs.values()):
+            if isinstance(value, OpOverload):
+                operators[value.name()] = value
+    return operators
+
+
+def _nodes(ep: ExportedProgram) -> Iterator[Node]:
+    for module in ep.graph_module.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
 
 
 # What an entry of a file, with this name and read by this function, has: the modules, as JSON, and
