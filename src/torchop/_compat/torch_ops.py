@@ -12,6 +12,7 @@ from torch._ops import _OpNamespace
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import OperatorGoneError
 
+OpNamespace = _OpNamespace
 # Attributes of `torch.ops` and of its namespaces, which hide an operator of the same name.
 OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
     "_dir",

@@ -56,6 +56,13 @@ def process_definitions(namespace: str) -> Mapping[str, Any]:
     return {} if library is None else library.__dict__.get(DEFINITIONS, {})
 
 
+def all_process_definitions() -> list[str]:
+    """The names of all operators that `process_definitions` knows."""
+    return [
+        name for namespace in list(_process_libraries) for name in process_definitions(namespace)
+    ]
+
+
 def check_library(what: object, lib: torch.library.Library | None) -> None:
     """Refuses what is neither an open library nor None."""
     if lib is None:

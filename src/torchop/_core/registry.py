@@ -13,6 +13,7 @@ from torchop._core.declaration import Declaration, Site
 from torchop._core.definition import Definition
 from torchop._core.library import (
     DEFINITIONS,
+    all_process_definitions,
     check_library,
     process_definitions,
     process_library,
@@ -131,6 +132,11 @@ def definitions_of(name: OpName) -> list[Definition]:
     own = own_definition(None, name)
     registered = process_definitions(name.namespace).get(str(name))
     return [each for each in (own, registered) if each is not None]
+
+
+def known_names() -> set[str]:
+    """The operators of `custom_op`, ours or PyTorch's, and those of others with rules of ours."""
+    return {*registries.published_handles(), *all_process_definitions()}
 
 
 def find_schema(name: OpName) -> Schema:

@@ -14,16 +14,14 @@ import types
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
 import torchop
 from torchop import Rule, get_rule
 from torchop._compat import planned_outputs, registries, stock_kernels
-from torchop._compat.classes import CustomOpDef, OpOverload
+from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.definition import Definition
-from torchop._core.registry import definitions_of, own_definitions
+from torchop._core.registry import definitions_of, known_names, own_definitions
 from torchop._core.user_rule import rule_names
-from torchop._schema.signatures import closure_of, names_in, package_of
+from torchop._inspect.code_digest import CodeDigest
 from torchop.extend import OpName
 
 
@@ -37,9 +35,9 @@ def cache_key_tag() -> str:
 
     The digest does not depend on kernels, because a compiled graph calls them, except where it
     contains them (`compile="inline"`): then it depends on those of providers, and on the order in
-    force. It depends on functions of the same package that a rule calls, on operators that it calls
-    by their handle or as `torch.ops.ns.name`, and on numbers and strings that it reads from its
-    module or from the function around it. It does not depend on what objects hold.
+    force. It depends on the code and constants that a rule reaches in its package and in modules
+    outside of `site-packages`, and on the operators that it calls. It does not depend on the
+    contents of tensors, or on code that is found by a computed name.
 
     Example:
         >>> import torch, torchop
@@ -57,41 +55,46 @@ def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]
     It is empty if compilers bake nothing of these operators into a graph.
     """
     digest = _Digest()
-    for name in digest.own if operators is None else sorted(operators):
+    for name in sorted(own_definitions() if operators is None else operators):
         digest.add_operator(name)
     return digest.text() if digest.has_rules else "", digest.sources
 
 
-_NUMBERS_AND_TEXT = (str, bytes, int, float, complex, torch.dtype, type(None))
-
-
-class _Digest:
-    """Of values, as far as they are the same in every process.
+class _Digest(CodeDigest):
+    """Of operators, and of those that their rules call.
 
     Attributes:
         has_rules: whether one of the operators has a rule that we know.
-        sources: the code of authors that was read.
     """
 
     def __init__(self) -> None:
+        super().__init__(torchop.__version__)
         self.has_rules = False
-        self.sources: list[types.CodeType] = []
-        self._hash = hashlib.sha256(torchop.__version__.encode())
-        self._seen: set[object] = set()
+        self._added: set[str] = set()
 
     @functools.cached_property
-    def own(self) -> list[str]:
-        return sorted(own_definitions())
+    def _known(self) -> dict[str, dict[str, list[str]]]:
+        """The names of operators that have rules, by their namespace and packet."""
+        known: dict[str, dict[str, list[str]]] = {}
+        for name in map(OpName.parse, known_names()):
+            known.setdefault(name.namespace, {}).setdefault(name.name, []).append(str(name))
+        return known
 
     def text(self) -> str:
-        return hashlib.sha256(_own_code() + self._hash.digest()).hexdigest()
+        return hashlib.sha256(_own_code() + self.digest()).hexdigest()
 
-    def add_operator(self, qualname: str) -> None:
+    def add_operator(self, operator: str | OpOverload | OpOverloadPacket | CustomOpDef) -> None:
         """Adds the rules of an operator, and of the one that it was derived from."""
-        name = OpName.parse(qualname)
-        if name.namespace in _OF_PYTORCH or qualname in self._seen:
+        if isinstance(operator, OpOverloadPacket):
+            for overload in operator.overloads():
+                self.add_operator(getattr(operator, overload))
             return
-        self._seen.add(qualname)
+        qualname = _qualname(operator)
+        self.add(qualname)
+        name = OpName.parse(qualname)
+        if name.namespace in _OF_PYTORCH or qualname in self._added:
+            return
+        self._added.add(qualname)
         for definition in definitions_of(name):
             self._add_definition(qualname, definition)
         # What torch.library's functions registered, for whomever.
@@ -101,7 +104,7 @@ class _Digest:
         functions += registries.fake_functions(qualname)
         if functions:
             self.has_rules = True
-            self.add([qualname, functions])
+            self.add_registered((qualname, *functions))
 
     def _add_definition(self, qualname: str, definition: Definition) -> None:
         self.has_rules = True
@@ -110,58 +113,16 @@ class _Digest:
             if rule.has(qualname):
                 parts += rule.cache_parts(rule.lookup(qualname))
         parts += map(str, (definition.declaration.tags, planned_outputs.forms_in_graphs(qualname)))
-        self.add([qualname, definition.schema.written, parts])
+        self.add_registered((qualname, definition.schema.written, *parts))
         if (origin := Rule.origin(definition.overload)) is not None:
-            self.add_operator(origin[0]._name)
+            self.add_operator(origin[0])
 
-    def add(self, value: object) -> None:
-        """Adds a value: what it says if that lasts, and what it calls."""
-        if isinstance(value, functools.partial):
-            self.add([value.func, value.args, sorted(value.keywords.items())])
-        elif isinstance(value, types.MethodType):
-            self.add([value.__func__, type(value.__self__).__qualname__])
-        elif isinstance(value, types.FunctionType):
-            self._add_function(value)
-        elif isinstance(value, types.CodeType):
-            self.add([value.co_code, value.co_names, value.co_consts])
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                self.add(item)
-        elif isinstance(value, (set, frozenset, dict)):
-            # Sorted: the order of hashes differs from process to process.
-            self.add(sorted(map(repr, value)))
-        elif isinstance(value, _NUMBERS_AND_TEXT):
-            self._write(repr(value))
-        else:
-            if isinstance(value, (OpOverload, CustomOpDef, Definition)):
-                self.add_operator(_qualname(value))
-            # The repr of an object may hold its address.
-            self._write(type(value).__qualname__)
-
-    def _add_function(self, function: types.FunctionType) -> None:
-        self._write(function.__qualname__)
-        if function in self._seen:
-            return
-        self._seen.add(function)
-        self.add([function.__code__, function.__defaults__, getattr(function, "__wrapped__", None)])
-        self.add([function.__kwdefaults__, *filter(_is_lasting, closure_of(function).values())])
-        package = package_of(function)
-        if package in (torchop.__name__, torch.__name__):
-            return  # whose code or version is in the key
-        self.sources.append(function.__code__)
-        names = names_in(function.__code__)
-        for name in sorted(names):
-            value = function.__globals__.get(name)
-            is_helper = isinstance(value, types.FunctionType) and package_of(value) == package
-            if name[:2] != "__" and (is_helper or _is_constant(value) or _is_operator(value)):
-                self.add([name, value])
-        for qualname in self.own if "ops" in names else ():
-            namespace, _, local = qualname.partition("::")
-            if namespace in names and local.partition(".")[0] in names:
-                self.add_operator(qualname)
-
-    def _write(self, text: str) -> None:
-        self._hash.update(text.encode() + b"\0")
+    def add_called(self, namespaces: set[str], names: set[str]) -> None:
+        """Adds the operators that code may call as `torch.ops.namespace.name`."""
+        for namespace in sorted(namespaces & self._known.keys()):
+            for local in sorted(names & self._known[namespace].keys()):
+                for qualname in self._known[namespace][local]:
+                    self.add_operator(qualname)
 
 
 @functools.cache
@@ -174,23 +135,7 @@ def _own_code() -> bytes:
 _OF_PYTORCH = ("aten", "prims", "prim", "inductor", "_c10d_functional")
 
 
-def _qualname(operator: OpOverload | CustomOpDef | Definition) -> str:
+def _qualname(operator: str | OpOverload | CustomOpDef | Definition) -> str:
     if isinstance(operator, OpOverload):
         return operator._name
     return operator._qualname if isinstance(operator, CustomOpDef) else str(operator)
-
-
-def _is_operator(value: object) -> bool:
-    return isinstance(value, (OpOverload, CustomOpDef, Definition))
-
-
-def _is_constant(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_constant, value))
-    return value is not None and isinstance(value, _NUMBERS_AND_TEXT)
-
-
-def _is_lasting(value: object) -> bool:
-    """Whether a value around a function says the same in every process, and belongs to it."""
-    functions = (types.FunctionType, types.MethodType, functools.partial)
-    return isinstance(value, functions) or _is_constant(value) or _is_operator(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
 
     def compile(self) -> Mapping[type, Callable[..., Any]]:
         return self.functions
+
+    def cache_parts(self) -> Iterator[object]:
+        for cls, function in sorted(self.functions.items(), key=lambda item: item[0].__qualname__):
+            yield from (cls.__qualname__, function)
 
     def repr_text(self) -> str | None:
         names = [cls.__name__ for cls in self.functions]

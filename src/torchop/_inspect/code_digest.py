@@ -1,0 +1,381 @@
+"""A digest of functions, and of the code and constants that they reach.
+
+Compilers bake the result of a fake kernel or formula into a graph, and the result depends on every
+helper that the function calls. Helpers are found by the names in the code, without following the
+data: a digest may include code that is never called, but a local variable cannot hide a helper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import enum
+import functools
+import hashlib
+import importlib.util
+import itertools
+import re
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import PathFinder
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import torch
+
+from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
+from torchop._compat.torch_ops import OpNamespace
+from torchop._core.definition import Definition
+from torchop._schema.signatures import closure_of, names_in, package_of
+
+_OPERATORS = (OpOverload, OpOverloadPacket, CustomOpDef, Definition)
+_CONSTANTS = (
+    *(str, bytes, int, float, complex, type(None), type(...), slice, range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_SETS, _MAPPINGS = (set, frozenset), (dict, types.MappingProxyType)
+_HOLDERS = (
+    *(list, tuple, *_SETS, *_MAPPINGS, types.SimpleNamespace, property, staticmethod, classmethod),
+    *(types.MethodType, functools.partial),
+)
+# The attributes in which the wrappers of functools, Triton and Numba hold a function.
+_WRAPPED = ("__wrapped__", "fn", "func", "py_func", "dispatcher", "args", "keywords")
+# Cache keys hold the versions of these packages, so their code is identified by its name.
+_VERSIONED = {torch.__name__, __name__.partition(".")[0], *sys.stdlib_module_names}
+
+
+class CodeDigest:
+    """A hash of values that is the same in two processes with the same code and constants.
+
+    A function, class or object is written as a number, and described later. So recursion ends, and
+    a long chain of calls needs no deep stack.
+
+    Attributes:
+        sources: the code of users that was read.
+    """
+
+    def __init__(self, seed: str) -> None:
+        self.sources: list[types.CodeType] = []
+        self._hash = hashlib.sha256(seed.encode())
+        self._references: dict[int, _Reference] = {}  # by id of the object, which they keep alive
+        self._package: str | None = None  # of the code that is being described
+        self._installed: dict[str, bool] = {}
+        self._unimported: dict[str, _Unimported] = {}
+
+    def digest(self) -> bytes:
+        """Return the hash of everything that was added."""
+        described = 0
+        while described < len(self._references):  # describing an object may add references
+            for reference in list(self._references.values())[described:]:
+                described += 1
+                self._describe(reference)
+        self._package = None
+        return self._hash.digest()
+
+    def add(self, value: Any) -> None:
+        """Add a value, and what it reaches."""
+        if isinstance(value, types.CodeType):
+            self.add((value.co_code, value.co_names, value.co_consts))
+        elif isinstance(value, enum.Enum):
+            self._write(f"{_spell(type(value))}.{value.name}")
+            self.add(value.value)
+            self.add(type(value))
+        elif isinstance(value, _CONSTANTS):
+            self._write(repr(value))
+        elif isinstance(value, _OPERATORS):
+            self.add_operator(value)
+        elif type(value) is tuple:
+            self._write(f"tuple of {len(value)}")
+            for item in value:
+                self.add(item)
+        else:
+            self._refer(value)
+
+    def add_registered(self, value: object) -> None:
+        """Add a value that a user registered, whichever package it is from."""
+        package, self._package = self._package, None
+        self.add(value)
+        self._package = package
+
+    def add_operator(self, operator: Any) -> None:
+        """Add the rules of an operator that code reads."""
+
+    def add_called(self, namespaces: set[str], names: set[str]) -> None:
+        """Add the operators that code may call as `torch.ops.namespace.name`."""
+
+    def _write(self, text: str) -> None:
+        self._hash.update(text.encode("utf-8", "surrogatepass") + b"\0")
+
+    def _refer(self, value: Any) -> None:
+        reference = self._references.get(id(value))
+        if reference is None:
+            home = _home(value)
+            is_read = home not in _VERSIONED and self._is_followed(home)
+            number = len(self._references)
+            reference = _Reference(number, value, home if is_read else self._package, is_read)
+            self._references[id(value)] = reference
+        self._write(f"{reference.number} {_spell(value)}")
+
+    def _is_followed(self, package: str) -> bool:
+        """Whether the code that is being described reaches into the code of a package."""
+        if self._package in (None, package):
+            return True
+        if package not in self._installed:
+            self._installed[package] = _is_installed(package)
+        return not self._installed[package]
+
+    def _describe(self, reference: _Reference) -> None:
+        value, self._package = reference.value, reference.package
+        self._write(f"{reference.number}:")
+        if not reference.is_read:  # the version of its package stands for its code
+            self._write(str(getattr(sys.modules.get(_home(value)), "__version__", "")))
+        if isinstance(value, types.FunctionType):
+            self._describe_function(value, reference.is_read)
+        elif isinstance(value, _HOLDERS):
+            self.add(_held_by(value))
+            if reference.is_read:
+                self.add(type(value))
+        elif not reference.is_read:
+            self._add_lasting({n: v for n, v in _attributes(value).items() if n in _WRAPPED})
+        elif isinstance(value, type):
+            self.add(value.__bases__)
+            self._add_lasting({n: v for n, v in vars(value).items() if _is_member(n, v)})
+        elif isinstance(value, _Unimported):
+            self.add(value.code)
+            self._add_names(value.code, [], value.parent)
+        else:
+            self.add(type(value))
+            self._add_lasting(_attributes(value))
+
+    def _describe_function(self, function: types.FunctionType, is_read: bool) -> None:
+        around = closure_of(function)
+        if not is_read:
+            # A wrapper: it holds functions of users, and may hold caches.
+            around = {n: v for n, v in around.items() if not isinstance(v, (list, *_SETS))}
+            if package_of(function) in ("torch", "torchop"):
+                around = {n: v for n, v in around.items() if not isinstance(v, _MAPPINGS)}
+        self._add_lasting(around)
+        self._add_lasting(vars(function))
+        self.add(function.__defaults__)
+        self.add(_pairs(function.__kwdefaults__ or {}))
+        if is_read:
+            code, variables = function.__code__, function.__globals__
+            self.sources.append(code)
+            self.add(code)
+            parent = str(variables.get("__package__") or "")
+            annotations = map(_names_in_annotation, function.__annotations__.values())
+            self._add_names(code, [around, variables], parent, *annotations)
+
+    def _add_names(
+        self,
+        code: types.CodeType,
+        scopes: list[Mapping[str, Any]],
+        parent: str,
+        *more: Iterable[str],
+    ) -> None:
+        """Add the values of the names in code: variables, and attributes of modules among these.
+
+        Args:
+            code: of a function or module.
+            scopes: the variables that its names refer to.
+            parent: the package of its module, for relative imports.
+            more: names beside those in the code.
+        """
+        names = {name for name in _names(code).union(*more) if name[:2] != "__"}
+        namespaces = set(names)
+        for name in _imported(code, parent):
+            package = name.partition(".")[0]
+            if package in _VERSIONED or not self._is_followed(package):
+                continue
+            if isinstance(module := sys.modules.get(name), types.ModuleType):
+                scopes.append(vars(module))
+            elif (found := self._unimported.get(name) or _find_unimported(name)) is not None:
+                self._unimported[name] = found
+                self.add(found)
+        seen = set(map(id, scopes))
+        for scope in scopes:
+            for name in sorted(names & scope.keys()):
+                value = scope[name]
+                if isinstance(value, OpNamespace):
+                    namespaces.add(value.name)
+                elif isinstance(value, types.ModuleType):
+                    home = _home(value)
+                    is_read = home not in _VERSIONED and self._is_followed(home)
+                    if is_read and id(vars(value)) not in seen:
+                        seen.add(id(vars(value)))
+                        scopes.append(vars(value))
+                elif isinstance(value, str):
+                    namespaces.add(value)
+            self._add_lasting({name: scope[name] for name in names & scope.keys()})
+        self.add_called(namespaces, names)
+
+    def _add_lasting(self, values: Mapping[str, object]) -> None:
+        """Add the values that are the same in every process.
+
+        Objects of other packages are not, and None is often replaced when it is first used.
+        """
+        for name, value in sorted(values.items()):
+            if isinstance(value, types.ModuleType) or value is None:
+                continue
+            home = _home(value)
+            is_read = home not in _VERSIONED and self._is_followed(home)
+            if is_read or _is_lasting(value):
+                self._write(name)
+                self.add(value)
+
+
+class _Reference(NamedTuple):
+    """An object, and how to describe it.
+
+    Attributes:
+        number: stands for the object.
+        value: the object.
+        package: of the code that decides which code is followed: its own, or that of its holder.
+        is_read: whether its own code is followed.
+    """
+
+    number: int
+    value: Any
+    package: str | None
+    is_read: bool
+
+
+class _Unimported:
+    """A module that a function imports and that is not imported yet: its code, which is not run."""
+
+    def __init__(self, name: str, code: types.CodeType) -> None:
+        self.name = name
+        self.code = code
+        is_package = PurePath(code.co_filename).stem == "__init__"
+        self.parent = name if is_package else name.rpartition(".")[0]
+
+
+def _is_lasting(value: object) -> bool:
+    lasting = (*_CONSTANTS, *_OPERATORS, *_HOLDERS, type, types.FunctionType)
+    callables = (types.BuiltinFunctionType, types.MethodDescriptorType)
+    return isinstance(value, (*lasting, *callables)) or any(
+        n in _attributes(value) for n in _WRAPPED
+    )
+
+
+def _is_member(name: str, value: object) -> bool:
+    """Whether an attribute of a class is its author's."""
+    functions = (types.FunctionType, staticmethod, classmethod, property)
+    return name[:2] != "__" or isinstance(value, functions)
+
+
+def _home(value: Any) -> str:
+    """The top-level package of a function, class or module, or of the class of an object."""
+    if isinstance(value, types.FunctionType):
+        return package_of(value)
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0]
+    if isinstance(value, _Unimported):
+        return value.name.partition(".")[0]
+    cls = value if isinstance(value, type) else type(value)
+    return str(cls.__module__).partition(".")[0]
+
+
+def _spell(value: Any) -> str:
+    """The name of a function or class; of the class of an object, whose repr may be an address."""
+    named = value if isinstance(getattr(value, "__qualname__", None), str) else type(value)
+    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes that an object holds itself."""
+    found = {}
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if isinstance(vars(cls).get(name), types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # it has no value
+                    found[name] = vars(cls)[name].__get__(value)
+    attributes = getattr(value, "__dict__", None)
+    return found | attributes if type(attributes) is dict else found
+
+
+def _held_by(value: Any) -> Any:
+    if isinstance(value, types.MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    if isinstance(value, property):
+        return value.fget, value.fset
+    if isinstance(value, functools.partial):
+        return value.func, value.args, _pairs(value.keywords)
+    if isinstance(value, types.SimpleNamespace):
+        return _pairs(vars(value))
+    if isinstance(value, _MAPPINGS):
+        return _pairs(value)
+    return tuple(sorted(value, key=_order) if isinstance(value, _SETS) else value)
+
+
+def _pairs(values: Mapping[Any, Any]) -> tuple[tuple[Any, Any], ...]:
+    return tuple(sorted(values.items(), key=lambda pair: _order(pair[0])))
+
+
+def _order(value: object) -> str:
+    """A key to sort by, because the order of hashes differs from process to process."""
+    if isinstance(value, tuple):
+        return ", ".join(map(_order, value))
+    return repr(value) if isinstance(value, _CONSTANTS) else _spell(value)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names in code, and the texts that could be names, as in `getattr(module, "name")`."""
+    texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return names_in(code).union(texts, *map(_names, inner))
+
+
+def _names_in_annotation(annotation: object) -> set[str]:
+    """The names in an annotation: a method of an argument is found through the argument's class."""
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    return set(re.findall(r"\w+", f"{text} {getattr(annotation, '__args__', '')}"))
+
+
+def _imported(code: types.CodeType, parent: str) -> Iterator[str]:
+    """The names of modules that code may import when it runs; some may not exist."""
+    if dis.opmap["IMPORT_NAME"] in code.co_code[::2]:
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opname == "IMPORT_NAME":
+                with contextlib.suppress(ImportError):  # beyond the package
+                    relative = f"{'.' * level.argval}{step.argval}"
+                    name = importlib.util.resolve_name(relative, parent)
+                    yield from itertools.accumulate(name.split("."), "{}.{}".format)
+                    yield from (f"{name}.{each}" for each in names.argval or ())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _imported(constant, parent)
+
+
+def _find_unimported(name: str) -> _Unimported | None:
+    """The code of a module that is not imported, without importing it or its package."""
+    path, spec = None, None
+    for prefix in itertools.accumulate(name.split("."), "{}.{}".format):
+        if prefix in sys.modules:
+            path = getattr(sys.modules[prefix], "__path__", None)
+        else:
+            spec = None if path is None and "." in prefix else PathFinder.find_spec(prefix, path)
+            if spec is None:
+                return None
+            path = spec.submodule_search_locations
+    loader: Any = getattr(spec, "loader", None)
+    try:
+        code = loader.get_code(name)
+    except (AttributeError, ImportError, OSError, SyntaxError):
+        return None
+    return None if code is None else _Unimported(name, code)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package is in a folder for packages, and so not part of the user's program."""
+    module = sys.modules.get(package)
+    spec = getattr(module, "__spec__", None) if module else PathFinder.find_spec(package)
+    places = [getattr(module, "__file__", None) or getattr(spec, "origin", None)]
+    places += getattr(spec, "submodule_search_locations", None) or ()
+    folders = {part for place in places if place for part in PurePath(place).parts}
+    return not folders.isdisjoint(("site-packages", "dist-packages"))
