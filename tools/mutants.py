@@ -177,6 +177,17 @@ MUTANTS = {
     "exact str": Mutant(
         "kinds.h", "PyUnicode_CheckExact(value) && is_utf8", "PyUnicode_Check(value) && is_utf8"
     ),
+    "subclass that overrides": Mutant(
+        "kinds.h",
+        "if (!PyLong_CheckExact(value) && !PyBool_Check(value) && !is_plain_object(value))",
+    ),
+    "float that an int computes": Mutant(
+        "kinds.h", "Py_TYPE(value)->tp_as_number->nb_float == ", "true || nullptr == "
+    ),
+    "negative zero of a subclass": Mutant(
+        "kinds.h", "return is_negative_zero(value) ?", "return false ?"
+    ),
+    "text of a subclass": Mutant("kinds.h", "return is_utf8(value) ?", "return true ?"),
     "object with computed attributes": Mutant(
         "kinds.h", "type->tp_getattro != PyObject_GenericGetAttr || ", ""
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -113,14 +114,37 @@ def _replace(value: Any, replaced: dict[int, Tensor]) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Strategies
 
-_integers = st.sampled_from([0, 1, -1, 3, 7, 2**62, -(2**63), 2**63 - 1])
-_floats = st.sampled_from([0.0, 1.0, -1.5, 0.25, 1e300, float("inf"), float("nan"), 3.0])
+
+class Level(enum.IntEnum):
+    """Integers of which a kernel gets the plain value."""
+
+    ZERO = 0
+    THREE = 3
+
+
+class Mode(str, enum.Enum):
+    """A string of which a kernel gets the plain value."""
+
+    MEAN = "mean"
+
+
+class OurFloat(float):
+    """A float that is not exactly one."""
+
+
+_integers = st.sampled_from([0, 1, -1, 3, 7, 2**62, -(2**63), 2**63 - 1, *Level, True])
+_floats = st.sampled_from(
+    [
+        *(0.0, 1.0, -1.5, 0.25, 1e300, float("inf"), float("nan"), 3.0),
+        *(OurFloat(0.25), numpy.float64(1.5), Level.THREE, False),
+    ]
+)
 _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "SymInt": _integers,
     "int": _integers,
     "float": _floats,
     "bool": st.booleans(),
-    "str": st.sampled_from(["", "mean", "é\n", "a" * 100]),
+    "str": st.sampled_from(["", "mean", "é\n", "a" * 100, Mode.MEAN, numpy.str_("é")]),
     "Scalar": st.one_of(_integers, _floats, st.booleans()),
     "ScalarType": st.sampled_from([torch.float32, torch.int64, torch.complex64, torch.bool]),
     "Device": st.sampled_from([torch.device("cpu"), torch.device("cpu", 0), torch.device("meta")]),
@@ -148,7 +172,27 @@ _ODD: tuple[Any, ...] = (
 
 
 class _Odd(int):
-    """An int that is not exactly one."""
+    """An int that reads as another float."""
+
+    def __float__(self) -> float:
+        return 7.5
+
+
+class _OddFloat(float):
+    """A float of which only C reads the value."""
+
+    def __float__(self) -> float:
+        raise AssertionError
+
+
+class _Overriding(int):
+    """An int that decides what a call returns."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return torch.ones(3)
 
 
 @st.composite
@@ -186,7 +230,7 @@ def _odd_values(draw: DrawFn, kind: Kind) -> Any:
         return draw(st.sampled_from(_NO_NUMBERS))
     odd = st.one_of(
         st.sampled_from(_ODD),
-        st.just(_Odd(3)),
+        st.sampled_from([_Odd(3), _Odd(2**63), _OddFloat(1.5), _OddFloat(-0.0), _Overriding(3)]),
         st.builds(Touchy),
         tensors(),
         st.just(TensorSpec(shape=())),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import torchop
+from tests.native.scenarios import Made, Makers, T
 from tests.support import adding
 from torchop._native.extension import api, files, recipe, worker
 
@@ -26,6 +27,21 @@ PyMODINIT_FUNC PyInit__call_path() { return PyModule_Create(&definition); }
 @pytest.fixture
 def op(namespace: str) -> torchop.CustomOp[..., Any]:
     return adding(namespace)
+
+
+@pytest.fixture(params=["custom_op", "low_level", "stock_custom_op", "stock_low_level"])
+def make(request: pytest.FixtureRequest, namespace: str) -> Iterator[Callable[[Any, str], Made]]:
+    """Makes an operator of a kernel and a schema, and calls it with `warm_up` once."""
+    makers = Makers(namespace)
+
+    def make(kernel: Any, schema: str, *warm_up: Any) -> Made:
+        op = getattr(makers, request.param)(kernel, schema)
+        op(T, *warm_up)
+        return Made(op, f"{namespace}::op")
+
+    yield make
+    for undo in reversed(makers.undo):
+        undo()
 
 
 @pytest.fixture

@@ -1,11 +1,15 @@
-"""Operators and tensors for native calls that go wrong, or come in unusual numbers."""
+"""Operators, and tensors for native calls that go wrong or come in unusual numbers."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import torchop
+from tests.devices import BACKEND
 
 T = torch.zeros(2)
 
@@ -19,3 +23,46 @@ def inputs(with_grad):
 
 
 GRAD = pytest.mark.parametrize("with_grad", [False, True])
+
+
+class Made(NamedTuple):
+    """An operator: what to call, and the name to ask the counters about."""
+
+    call: Any
+    name: str
+
+
+class Makers:
+    """Makes operators in each of the ways that native calls know."""
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self.undo: list[Callable[[], object]] = []
+
+    def custom_op(self, kernel: Any, schema: str) -> Any:
+        return torchop.custom_op(f"{self.namespace}::op", kernel, mutates_args=(), schema=schema)
+
+    def low_level(self, kernel: Any, schema: str) -> Any:
+        return self._implemented(torchop, kernel, schema)
+
+    def stock_custom_op(self, kernel: Any, schema: str) -> Any:
+        op = torch.library.custom_op(
+            f"{self.namespace}::op", kernel, mutates_args=(), schema=schema
+        )
+        self._accelerate()
+        return op
+
+    def stock_low_level(self, kernel: Any, schema: str) -> Any:
+        op = self._implemented(torch.library, kernel, schema)
+        self._accelerate()
+        return op
+
+    def _implemented(self, maker: Any, kernel: Any, schema: str) -> Any:
+        library = maker.Library(self.namespace, "FRAGMENT")
+        self.undo.append(library._destroy)
+        library.define(f"op{schema}")
+        library.impl("op", kernel, BACKEND)
+        return getattr(torch.ops, self.namespace).op.default
+
+    def _accelerate(self) -> None:
+        self.undo.append(torchop.accelerate(f"{self.namespace}::*").undo)

@@ -7,15 +7,15 @@ import gc
 import sys
 import unittest.mock
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND
+from tests.native.scenarios import Makers
 from tests.opaque_types import (
     CONSTANT,
     REFERENCE,
@@ -38,64 +38,6 @@ T = torch.arange(3.0)
 
 class Color(enum.Enum):
     RED = 1
-
-
-class Made(NamedTuple):
-    """An operator: what to call, and the name to ask the counters about."""
-
-    call: Any
-    name: str
-
-
-class Makers:
-    """Makes operators in each of the ways that native calls know."""
-
-    def __init__(self, namespace: str) -> None:
-        self.namespace = namespace
-        self.undo: list[Callable[[], object]] = []
-
-    def custom_op(self, kernel: Any, schema: str) -> Any:
-        return torchop.custom_op(f"{self.namespace}::op", kernel, mutates_args=(), schema=schema)
-
-    def low_level(self, kernel: Any, schema: str) -> Any:
-        return self._implemented(torchop, kernel, schema)
-
-    def stock_custom_op(self, kernel: Any, schema: str) -> Any:
-        op = torch.library.custom_op(
-            f"{self.namespace}::op", kernel, mutates_args=(), schema=schema
-        )
-        self._accelerate()
-        return op
-
-    def stock_low_level(self, kernel: Any, schema: str) -> Any:
-        op = self._implemented(torch.library, kernel, schema)
-        self._accelerate()
-        return op
-
-    def _implemented(self, maker: Any, kernel: Any, schema: str) -> Any:
-        library = maker.Library(self.namespace, "FRAGMENT")
-        self.undo.append(library._destroy)
-        library.define(f"op{schema}")
-        library.impl("op", kernel, BACKEND)
-        return getattr(torch.ops, self.namespace).op.default
-
-    def _accelerate(self) -> None:
-        self.undo.append(torchop.accelerate(f"{self.namespace}::*").undo)
-
-
-@pytest.fixture(params=["custom_op", "low_level", "stock_custom_op", "stock_low_level"])
-def make(request: pytest.FixtureRequest, namespace: str) -> Iterator[Callable[[Any, str], Made]]:
-    """Makes an operator of a kernel and a schema, and calls it with `warm_up` once."""
-    makers = Makers(namespace)
-
-    def make(kernel: Any, schema: str, *warm_up: Any) -> Made:
-        op = getattr(makers, request.param)(kernel, schema)
-        op(T, *warm_up)
-        return Made(op, f"{namespace}::op")
-
-    yield make
-    for undo in reversed(makers.undo):
-        undo()
 
 
 def dispatched(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 // kinds.h: which values a schema type takes as they are.
 //
 // The dispatcher converts arguments: a tuple becomes a list, an int a float, a string a device.
-// Here a value either is what the kernel would receive, or an int that is to be a float, or the
-// call goes to the dispatcher, which converts it or says what is wrong with it.
+// Here a value either is what the kernel would receive, or a number or a string of which the kernel
+// receives the plain value, such as an IntEnum, or the call goes to the dispatcher, which converts
+// the value or says what is wrong with it.
 #pragma once
 
 #include <Python.h>
@@ -93,8 +94,8 @@ inline bool parse_kind(std::string_view text, Kind& kind) {
 
 // The dispatcher leaves out a float that equals its default, and 0.0 equals -0.0.
 inline bool is_negative_zero(PyObject* value) {
-  return PyFloat_CheckExact(value) && PyFloat_AS_DOUBLE(value) == 0.0 &&
-      std::signbit(PyFloat_AS_DOUBLE(value));
+  const double number = PyFloat_AS_DOUBLE(value);
+  return number == 0.0 && std::signbit(number);
 }
 
 // Surrogates without their partner have no UTF-8, in which C++ takes a string.
@@ -176,14 +177,50 @@ inline bool passes_unchanged(Base base, PyObject* value) {
   return false;
 }
 
-// What a kernel would receive for an int where a float is expected, which Python's numeric tower
-// allows; nullptr, without an exception, for any other conversion.
-inline PyObject* converted_to(Base base, PyObject* value) {
-  if (base != Base::Float || !PyLong_CheckExact(value))
-    return nullptr;
+// An int whose `float()` is what C reads from it. A subclass may define `__float__`, which the
+// dispatcher calls.
+inline bool is_read_as_float(PyObject* value) {
+  return PyLong_Check(value) &&
+      Py_TYPE(value)->tp_as_number->nb_float == PyLong_Type.tp_as_number->nb_float;
+}
+
+// The conversions below read values in C, as the dispatcher does, so that no method of a subclass
+// runs. They return nullptr for a value that only the dispatcher can read or refuse.
+inline PyObject* plain_int(PyObject* value) {
+  return fits_in_64_bits(value) ? PyLong_FromLongLong(PyLong_AsLongLong(value)) : nullptr;
+}
+
+inline PyObject* plain_float(PyObject* value) {
+  if (PyFloat_Check(value))
+    return is_negative_zero(value) ? nullptr : PyFloat_FromDouble(PyFloat_AS_DOUBLE(value));
   const double number = PyLong_AsDouble(value);
-  PyObject* converted = number == -1.0 && PyErr_Occurred() ? nullptr : PyFloat_FromDouble(number);
-  PyErr_Clear(); // it is too large, and the dispatcher says so
+  return number == -1.0 && PyErr_Occurred() ? nullptr : PyFloat_FromDouble(number);
+}
+
+inline PyObject* plain_str(PyObject* value) {
+  return is_utf8(value) ? PyUnicode_FromObject(value) : nullptr;
+}
+
+// Makes the int, float or str that a kernel would receive for a value of another type: for an int
+// or a bool where a float is expected, for a bool where an int is, and for an instance of a
+// subclass, such as an IntEnum. Returns nullptr, without an exception, for any other conversion.
+inline PyObject* converted_to(Base base, PyObject* value) {
+  // A class with `__torch_function__` decides about the whole call.
+  if (!PyLong_CheckExact(value) && !PyBool_Check(value) && !is_plain_object(value))
+    return nullptr;
+  PyObject* converted = nullptr;
+  const bool takes_ints = base == Base::Int || base == Base::Number;
+  const bool takes_floats = base == Base::Float || base == Base::Number;
+  if (takes_ints && PyLong_Check(value))
+    converted = plain_int(value);
+  else if (takes_floats && PyFloat_Check(value))
+    converted = plain_float(value);
+  else if (base == Base::Float && is_read_as_float(value))
+    converted = plain_float(value);
+  else if (base == Base::Str && PyUnicode_Check(value))
+    converted = plain_str(value);
+  if (converted == nullptr)
+    PyErr_Clear(); // it is too large, or out of memory: the dispatcher raises the error
   return converted;
 }
 
