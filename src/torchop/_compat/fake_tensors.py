@@ -125,6 +125,15 @@ def number_of(size: Any) -> int | None:
     return None if hint is None else int(hint)
 
 
+def shapes_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two shapes differ; sizes that depend on data count as equal."""
+    return one.dim() != other.dim() or any(
+        a != b
+        for a, b in zip(one.shape, other.shape, strict=True)
+        if number_of(a) is not None and number_of(b) is not None
+    )
+
+
 @contextlib.contextmanager
 def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
     """Has calls run fake kernels, out of sight of transforms and modes.

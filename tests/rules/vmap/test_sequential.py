@@ -1,8 +1,11 @@
 """The vmap rule "sequential": what a loop over the elements gives, stacked."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, jacrev
 
 import torchop
@@ -196,6 +199,87 @@ def test_it_compiles_to_one_call_for_each_element(namespace):
     )
     torch.testing.assert_close(compiled(X, X[1]), X * X[1].sum() * 2)
     torch.testing.assert_close(compiled(X[:2], X[1]), X[:2] * X[1].sum() * 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Dynamic sizes
+
+
+def define_scaled(namespace):
+    @torchop.custom_op(f"{namespace}::scaled", mutates_args=())
+    def scaled(xs: list[Tensor], y: Tensor | None, n: int) -> tuple[Tensor, Tensor]:
+        return xs[0] * n, xs[-1] + (0 if y is None else y)
+
+    scaled.register_fake(lambda xs, y, n: (torch.empty_like(xs[0]), torch.empty_like(xs[-1])))
+    scaled.register_vmap("sequential")
+    return scaled
+
+
+def in_place(add_, x):
+    x = x.clone()
+    return torch.vmap(add_)(x, x + 1), x
+
+
+DYNAMIC = {
+    "one input": lambda ops, x: torch.vmap(ops.op, (0, None))(x, x[0]),
+    "another in_dim": lambda ops, x: torch.vmap(ops.op, 1, 1)(x.t(), x.t()),
+    "a symbolic integer": lambda ops, x: torch.vmap(lambda v: ops.op(v, v, v.shape[0]))(x),
+    "lists": lambda ops, x: torch.vmap(lambda v: ops.scaled([v, 2 * v], None, v.shape[0]))(x),
+    "nested": lambda ops, x: torch.vmap(torch.vmap(ops.op))(x[None], x[None]),
+    "chunks": lambda ops, x: torch.vmap(ops.op, chunk_size=2)(x, x),
+    "in place": lambda ops, x: in_place(ops.add_, x),
+    "gradients": lambda ops, x: torch.vmap(grad(lambda v: ops.op(v, v).sum()))(x),
+    "gradients outside": lambda ops, x: grad(lambda v: torch.vmap(ops.op)(v, v).sum())(x),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("case", DYNAMIC)
+def test_it_compiles_with_dynamic_sizes(namespace, case, dynamic):
+    ops = SimpleNamespace(
+        op=define(namespace), scaled=define_scaled(namespace), add_=define_inplace(namespace)
+    )
+    ops.op.register_autograd(
+        lambda ctx, g: (g * ctx.saved_tensors[0].sum(), g, None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+    )
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda x: DYNAMIC[case](ops, x), fullgraph=True, backend=counter, dynamic=dynamic
+    )
+    for n in (20, 21, 22):
+        x = torch.arange(3.0 * n).reshape(3, n)
+        torch.testing.assert_close(compiled(x), DYNAMIC[case](ops, x))
+    assert counter.frame_count == (1 if dynamic else 2)
+
+
+def test_results_of_other_shapes_are_refused_with_dynamic_sizes(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(xs: list[Tensor]) -> list[Tensor]:
+        return [x.clone() for x in xs]
+
+    lengths = iter((1, 2, 3))
+    op.register_fake(lambda xs: [x.new_empty(x.shape[0] * next(lengths)) for x in xs])
+    op.register_vmap("sequential")
+    compiled = torch.compile(
+        lambda x: torch.vmap(lambda v: op([v]))(x), fullgraph=True, backend="eager", dynamic=True
+    )
+    with pytest.raises(Exception, match=r"its result\[0\] has the shape \[s.*\] for one and \[2"):
+        compiled(torch.ones(3, 20))
+
+
+def test_sizes_that_depend_on_data_are_refused_by_dynamo(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x.nonzero()
+
+    op.register_fake(lambda x: x.new_empty((torchop.get_ctx().new_dynamic_size(), 1), dtype=int))
+    op.register_vmap("sequential")
+    assert torch.vmap(op)(torch.ones(3, 4)).shape == (3, 4, 1)
+    compiled = torch.compile(torch.vmap(op), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="dimension 0 of its result depends on data"):
+        compiled(torch.ones(3, 4))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -306,6 +306,20 @@ wrong(
     lambda: [(torch.zeros(3),)],
 )
 
+_SCALES: dict[Any, float] = {}
+
+
+def _by_shape(info: Any, dims: Any, x: Tensor) -> Any:
+    """Looks a number up by sizes, which are not hashable while a compiler traces."""
+    return x.cos() * _SCALES.setdefault(tuple(x.shape), 1.0), dims[0]
+
+
+wrong(
+    _with_vmap("hashes_sizes_in_vmap", _by_shape, lambda x: x.cos(), "(Tensor x) -> Tensor"),
+    "subsystems.vmap_compiled",
+    one,
+)
+
 _mapped_by_item = _differentiable("maps_gradients_by_data", _by_item)
 _mapped_by_item.register_vmap(lambda info, dims, x: (x.exp(), dims[0]))
 wrong(_mapped_by_item, "subsystems.func", one)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import fake_tensors, functorch, tracing
+from torchop._compat import compilers, fake_tensors, functorch, tracing
 from torchop._core.call import Call, named_tensors, passed, replace_all, returned_result, tensors_in
 from torchop._core.definition import Definition
 from torchop._core.generators import generators_of
@@ -163,6 +163,22 @@ def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
     return torch.empty((0, *element.shape), dtype=element.dtype, device=element.device)
 
 
+def _check_sizes_are_known(definition: Definition, outputs: Sequence[Tensor], what: str) -> None:
+    """Reject sizes that Dynamo would need to be equal and that only data determines.
+
+    Dynamo's graph holds the call of the whole batch, so it would find no result with the sizes of
+    the other elements, and blame the fake kernel for them.
+    """
+    if len(outputs) > 1 and compilers.dynamo_is_tracing():
+        for dim, size in enumerate(outputs[0].shape):
+            if fake_tensors.number_of(size) is None:
+                raise ResultError(
+                    f"{definition}: the vmap rule 'sequential' cannot be compiled here: dimension "
+                    f"{dim} of {what} depends on data, and may differ between the elements. Call "
+                    "torch.vmap outside of the compiled function, or loop over the batch."
+                )
+
+
 def _combined(
     definition: Definition, outputs: Sequence[Any], what: str, stack: Callable[..., Tensor]
 ) -> Any:
@@ -172,11 +188,13 @@ def _combined(
     first = outputs[0]
     kinds = {type(output) if output is None else isinstance(output, Tensor) for output in outputs}
     if all(isinstance(output, Tensor) for output in outputs):
-        shapes = list(dict.fromkeys(tuple(output.shape) for output in outputs))
-        if len(shapes) == 1:
+        # Not a set of shapes: the symbols of a compiler are not hashable.
+        other = next((o for o in outputs if fake_tensors.shapes_differ(first, o)), None)
+        if other is None:
+            _check_sizes_are_known(definition, outputs, what)
             return stack(outputs)
         difference = (
-            f"{what} has the shape {list(shapes[0])} for one and {list(shapes[1])} for another"
+            f"{what} has the shape {list(first.shape)} for one and {list(other.shape)} for another"
         )
     elif all(isinstance(output, list) for output in outputs):
         lengths = list(dict.fromkeys(map(len, outputs)))

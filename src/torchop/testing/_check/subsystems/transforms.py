@@ -9,6 +9,7 @@ import torch
 
 from torchop import MissingFormulaError
 from torchop.testing import probes
+from torchop.testing._check.compilable import with_programs
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
 from torchop.testing._check.subsystems.gradients import needs_formula
@@ -61,6 +62,25 @@ def draws_for_each(op: Any, args: Any, kwargs: Any) -> None:
     except RuntimeError:
         return
     raise AssertionError("randomness='error' was not refused.")
+
+
+def compiles_in_vmap(op: Any, args: Any, kwargs: Any) -> None:
+    """Compiled with dynamic sizes, `vmap` does the same as in eager mode."""
+    call, originals = probes.on_tensors(op, args, kwargs)
+
+    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(probes.tensors_of(call(*tensors)))
+
+    mapped = [torch.stack([t, probes.rolled_elements(t, 1)]) for t in originals]
+    expected = torch.vmap(function)(*mapped)
+    torch.compiler.reset()
+    try:
+        compiled = torch.compile(
+            torch.vmap(function), backend="aot_eager", dynamic=True, fullgraph=True
+        )
+        probes.assert_same(compiled(*mapped), expected, "vmap compiled with dynamic sizes")
+    finally:
+        torch.compiler.reset()
 
 
 def differentiates_in_func(op: Any, args: Any, kwargs: Any) -> None:
@@ -159,6 +179,19 @@ def vmap_random(subject: Subject, details: Details) -> Iterator[Case]:
             yield Case("each kind of randomness", draws_for_each, example)
 
 
+def vmap_compiled(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does vmap do the same, compiled with dynamic sizes?"""
+    subject.needs_vmap()
+    subject.needs_fixed_results()
+    subject = with_programs(subject, details)
+    if subject.sizes_depend_on_data:
+        raise CannotCheck("the sizes of its results depend on data, and may differ in a batch")
+    for example in subject.accepted(most=2):
+        if example.tensors:
+            yield Case("vmap over every tensor", compiles_in_vmap, example)
+    raise CannotCheck("no argument is a tensor")
+
+
 def func(subject: Subject, details: Details) -> Iterator[Case]:
     """Do the gradients of torch.func agree with autograd?"""
     needs_formula(subject)
@@ -188,4 +221,7 @@ def functionalize(subject: Subject, details: Details) -> Iterator[Case]:
             yield Case("torch.func.functionalize", functionalizes_the_same, example)
 
 
-CHECKS = family("subsystems", vmap, vmap_random, func, functionalize)
+CHECKS = (
+    *family("subsystems", vmap, vmap_random, func, functionalize),
+    *family("subsystems", vmap_compiled, is_costly=True),
+)
