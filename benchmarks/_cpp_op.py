@@ -27,7 +27,7 @@ def build() -> Path:
         NativeUnavailableError: there is no compiler, or it fails.
     """
     flags = [*recipe.compile_flags(), *recipe.include_flags(), *recipe.library_flags()]
-    command = [*recipe.find_compiler().command, *flags, str(SOURCE), *recipe.link_flags()]
+    command = [*recipe.find_compiler(), *flags, str(SOURCE), *recipe.link_flags()]
     key = hashlib.sha256(SOURCE.read_bytes() + "\0".join(command).encode()).hexdigest()[:16]
     file = FOLDER / f"clone_first-torch{torch.__version__}-{key}.so"
     if file.exists():

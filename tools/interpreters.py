@@ -150,7 +150,7 @@ def including(files: Iterable[str]) -> str:
 def compiler(include: Path, *arguments: str) -> bool:
     """Whether the compiler accepts its arguments; it says why not."""
     torch_headers = Path(torch.__file__).parent / "include"
-    command = [*find_compiler().command, *compile_flags()]
+    command = [*find_compiler(), *compile_flags()]
     for path in (torch_headers, torch_headers / "torch" / "csrc" / "api" / "include", include):
         command += ["-isystem", str(path)]
     return subprocess.run([*command, *arguments], check=False).returncode == 0

@@ -653,6 +653,7 @@ MUTANTS = {
 
 # Without the compiled headers, which are for the mutants: Inductor reads CXX too.
 USUAL = dict(os.environ)
+FILE_NAME = make_recipe(CSRC).file_name  # which depends on the flags in CXX
 Line = tuple[str, int]
 
 
@@ -665,10 +666,7 @@ def files_of(tests: list[str]) -> list[str]:
 
 def build(source: Path, folder: Path) -> None:
     """Compiles sources, and names the result like that of the sources as they are."""
-    built = api.build(folder, source=source)
-    name = make_recipe(CSRC).file_name(find_compiler())
-    for file in (built, built.with_name(f"{built.name}.digest")):  # which says that it is whole
-        file.rename(folder / file.name.replace(built.name, name))
+    api.build(folder, source=source).rename(folder / FILE_NAME)
 
 
 def failure(folder: Path, tests: list[str], **environment: str) -> str | None:
@@ -802,7 +800,7 @@ def precompile_headers(folder: Path) -> None:
     included = {line for text in texts for line in re.findall("^#include <.*", text, re.MULTILINE)}
     header = folder / "included.h"
     header.write_text("\n".join(sorted(included)), encoding="utf-8")
-    compiler = find_compiler().command
+    compiler = find_compiler()
     flags = [*compile_flags(), *include_flags()]
     subprocess.run(
         [*compiler, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True

@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_written_to(
     (tmp_path / "file").touch()
     built = tmp_path / "_call_path-key.so"
     monkeypatch.setattr(api, "build", lambda out, force: built)
-    monkeypatch.setattr(files, "load", lambda file, cached: None)
+    monkeypatch.setattr(files, "load", lambda file: None)
     outcome = Outcome("build", "--wheel", "--out", str(tmp_path / "file" / "dist"))
     assert outcome.code == 1
     assert f"cannot be written to {tmp_path / 'file' / 'dist'}: Not a directory" in outcome.err

@@ -14,7 +14,7 @@ import pytest
 import torchop
 from tests.native.scenarios import Made, Makers, T
 from tests.support import adding
-from torchop._native.extension import api, files, recipe, worker
+from torchop._native.extension import api, files, recipe
 
 # The smallest extension there is. PyTorch's headers would take ten seconds.
 TINY = """\
@@ -50,7 +50,6 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (
         "TORCHOP_NATIVE",
         "TORCHOP_NATIVE_DIR",
-        "TORCHOP_BUILD_TIMEOUT",
         "CXX",
         "XDG_CACHE_HOME",
     ):
@@ -87,20 +86,6 @@ def ours(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def python_without_trial(tmp_path: Path) -> Path:
-    """A Python for `sys.executable`, which loads no extension on trial.
-
-    That starts a process that imports PyTorch, for each build. `extension/test_child.py` tests it.
-    """
-    script = tmp_path / "python"
-    script.write_text(
-        f'#!/bin/sh\n[ "$1 $2" = "-X faulthandler" ] || exec "{sys.executable}" "$@"\n'
-    )
-    script.chmod(0o755)
-    return script
-
-
-@pytest.fixture
 def without_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes Python say that it runs without the global interpreter lock."""
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
@@ -129,7 +114,6 @@ def compiler(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """
 
     log, script, work = (tmp_path / name for name in ("compiler.log", "fake-c++", "work.sh"))
-    # The compiler itself never changes: another one would have another build.
     script.write_text(
         f"#!/bin/sh\necho run >> {log}\n"
         'while [ "$1" != "-o" ]; do shift; done\n'
@@ -156,7 +140,7 @@ def copying_compiler(compiler: Compiler, built: Path) -> Path:
 @pytest.fixture
 def target(cache_folder: Path, source: Path, compiler: Compiler) -> Path:
     """The file that `compiler` makes in the cache."""
-    return cache_folder / recipe.make_recipe(source).file_name(recipe.find_compiler())
+    return cache_folder / recipe.make_recipe(source).file_name
 
 
 @pytest.fixture
@@ -164,6 +148,4 @@ def in_cache(target: Path, built: Path) -> Path:
     """The extension, in the cache already, as `compiler` would have made it."""
     target.parent.mkdir(mode=0o700)
     shutil.copy(built, target)
-    target.chmod(0o700)
-    shutil.copy(worker.digest_file(built), worker.digest_file(target))
     return target

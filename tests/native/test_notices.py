@@ -1,4 +1,4 @@
-"""What a program shows while native calls are compiled: on a terminal, in a log, in a notebook."""
+"""What a program shows while native calls are compiled: in logs, notebooks and children."""
 
 from __future__ import annotations
 
@@ -15,20 +15,16 @@ import pytest
 import torchop
 from tests.forking import run_forked
 from tests.support import assert_clean, needs_native, without_notes_of_pytorch
-from tests.terminals import screen, terminal
-from torchop._native.extension import child
+from torchop._native.extension.api import NOTICE, NOTICE_IN_BACKGROUND
 
 pytestmark = needs_native
 
-COLUMNS = 200
 READY = re.compile(r"torchop: native calls are ready, after \d+ s\.")
 # It writes parts of lines, as a progress bar does.
 PROGRAM = """
 import os
 import sys
 import time
-
-sys.executable = os.environ.get("PYTHON_OF_BUILDS", sys.executable)
 
 import torch
 import torchop
@@ -48,7 +44,7 @@ SHOWN = [*(f"step {step} loss 0.5" for step in range(10)), "True"]
 
 
 @pytest.fixture
-def with_trial(tmp_path: Path) -> dict[str, str]:
+def environment(tmp_path: Path) -> dict[str, str]:
     """A compiler that takes a moment to hand out the extension that the tests run with."""
     compiler = tmp_path / "fake-c++"
     compiler.write_text(
@@ -64,39 +60,10 @@ def with_trial(tmp_path: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture
-def environment(with_trial: dict[str, str], python_without_trial: Path) -> dict[str, str]:
-    """The same, and what is handed out is not tried."""
-    return with_trial | {"PYTHON_OF_BUILDS": str(python_without_trial)}
-
-
-def run_on_a_terminal(environment: dict[str, str]) -> list[str]:
-    """What is on the screen in the end."""
-    with terminal(COLUMNS) as (written, file):
-        command = [sys.executable, "-c", PROGRAM]
-        program = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdin=file, stdout=file, stderr=file
-        )
-        assert program.wait(120) == 0
-        return screen(without_notes_of_pytorch(written()), COLUMNS)
-
-
-def test_on_a_terminal(with_trial: dict[str, str]) -> None:
-    shown = run_on_a_terminal(with_trial)
-    notice, ready = [line for line in shown if "torchop" in line]
-    assert notice == child.NOTICE_IN_BACKGROUND
-    assert READY.fullmatch(ready)
-    # A line of the program goes on where it was interrupted.
-    assert "".join(line for line in shown if "torchop" not in line).replace(" ", "") == (
-        "".join(SHOWN).replace(" ", "")
-    )
-    assert run_on_a_terminal(with_trial) == SHOWN
-
-
 def test_in_a_log(environment: dict[str, str]) -> None:
     done = run_forked(PROGRAM, **environment)
     notice, ready = done.stderr.splitlines()
-    assert notice == child.NOTICE_IN_BACKGROUND
+    assert notice == NOTICE_IN_BACKGROUND
     assert READY.fullmatch(ready)
     assert done.stdout.splitlines() == SHOWN
     assert assert_clean(run_forked(PROGRAM, **environment)).splitlines() == SHOWN
@@ -117,7 +84,7 @@ def test_in_a_notebook(environment: dict[str, str]) -> None:
         written[output.name] += output.text
     assert written["stdout"].splitlines() == SHOWN
     notice, ready = without_notes_of_pytorch(written["stderr"]).splitlines()
-    assert notice == child.NOTICE_IN_BACKGROUND
+    assert notice == NOTICE_IN_BACKGROUND
     assert READY.fullmatch(ready)
 
 
@@ -134,18 +101,15 @@ def test_a_process_that_fails_to_compile_says_so_once(environment: dict[str, str
         check=True,
     )
     notice, warning = without_notes_of_pytorch(done.stderr).split("\n", 1)
-    assert notice == child.NOTICE_IN_BACKGROUND
+    assert notice == NOTICE_IN_BACKGROUND
     assert warning.count("no room") == 1
     assert "NativeBuildWarning: torchop's native call path is not available" in warning
 
 
 def test_what_is_timed_is_native_from_the_first_call(environment: dict[str, str]) -> None:
     program = """
-    import os, sys
     import torch, torchop
     from torchop.testing._timing import Way, timed
-
-    sys.executable = os.environ["PYTHON_OF_BUILDS"]
 
     calls = []
 
@@ -161,15 +125,13 @@ def test_what_is_timed_is_native_from_the_first_call(environment: dict[str, str]
     """
     done = run_forked(textwrap.dedent(program), **environment)
     assert done.returncode == 0, done.stderr
-    assert child.NOTICE in done.stderr
+    assert NOTICE in done.stderr
 
 
 def test_forked_processes_wait_for_themselves(environment: dict[str, str]) -> None:
     program = """
-    import json, os, signal, sys
+    import json, os, signal
     import torch, torchop
-
-    sys.executable = os.environ["PYTHON_OF_BUILDS"]
 
     @torchop.custom_op("noticed::op", mutates_args=())
     def op(x: torch.Tensor) -> torch.Tensor:

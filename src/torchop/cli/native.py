@@ -24,7 +24,8 @@ import torchop
 from torchop import NativeUnavailableError
 from torchop._compat import compile_caches
 from torchop._native.extension import api as native
-from torchop._native.extension import files, recipe, worker
+from torchop._native.extension import files, recipe
+from torchop._native.extension.build import printable
 from torchop.cli.selection import console, print_table, require
 
 _METADATA = """\
@@ -56,7 +57,6 @@ def build(out: Path | None, wheel: bool, force: bool) -> None:
     """Compiles the native call path, the C++ code of fast calls.
 
     Nothing is compiled if a compiled file exists already. The command prints the path of the file.
-    If an earlier build failed, the command says when and why, and tries again.
     """
     start = time.monotonic()
     wheel_folder = Path() if out is None else out
@@ -64,21 +64,15 @@ def build(out: Path | None, wheel: bool, force: bool) -> None:
         require("wheel", "writing a wheel")
         out = None
     try:
-        failure = native.earlier_failure(recipe.make_recipe())
-        if failure is not None:
-            click.echo(f"An earlier build failed, {failure}\n", err=True)
         file = native.build(out, force=force)
-        try:
-            files.load(file, cached=out is None)
-        except files.UnusableFileError:
-            if force:
-                raise
-            file = native.build(out, force=True)
-            files.load(file, cached=out is None)
+        files.load(file)
     except NativeUnavailableError as error:
         raise click.ClickException(f"the native call path cannot be built: {error}") from None
     except Exception as error:
-        raise click.ClickException(f"{file} is there, but cannot be loaded: {error}") from None
+        hint = "" if force else " `python -m torchop build --force` compiles it again."
+        raise click.ClickException(
+            f"{file} is there, but cannot be loaded: {error}.{hint}"
+        ) from None
     if wheel:
         try:
             file = _write_wheel(file, wheel_folder)
@@ -94,7 +88,7 @@ def _write_wheel(extension: Path, folder: Path) -> Path:
     """Writes a wheel with a compiled extension.
 
     Args:
-        extension: the file that the compiler made, with its digest beside it.
+        extension: the file that the compiler made.
         folder: where to write the wheel; made if there is none.
 
     Returns:
@@ -115,8 +109,7 @@ def _write_wheel(extension: Path, folder: Path) -> Path:
         f"{name}.dist-info/METADATA": _METADATA.format(**values),
         f"{name}.dist-info/WHEEL": _WHEEL.format(**values),
     }
-    for file in (extension, worker.digest_file(extension)):
-        contents[f"{files.WHEEL_PACKAGE}/{file.name}"] = file.read_bytes()
+    contents[f"{files.WHEEL_PACKAGE}/{extension.name}"] = extension.read_bytes()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         written = Path(scratch, f"{name}-{values['tag']}.whl")
         with wheel_file(written, "w") as archive:
@@ -163,17 +156,15 @@ def doctor(as_json: bool) -> None:
 
     It also says which caches of compiled graphs do not notice that a rule of an operator changed.
 
-    Fast calls need the native call path, which is compiled C++ code. If there is none, because a
-    build failed within the last day, the command builds it again. The exit code is 0 if the native
-    call path works, or if nothing is compiled yet and the first call will do that, and 1 otherwise.
+    Fast calls need the native call path, which is compiled C++ code. The exit code is 0 if it can
+    be used, or if nothing is compiled yet and the first call will do that, and 1 otherwise.
     """
     state: native.State = "failed"
     try:
-        compiler = recipe.find_compiler()
-        command, build = worker.printable(" ".join(compiler.command)), compiler.build
+        command = printable(" ".join(recipe.find_compiler()))
         can_compile = native.mode() != "prebuilt"
     except NativeUnavailableError as error:
-        command, build, can_compile = str(error), "any, because there is no compiler", False
+        command, can_compile = str(error), False
     found = {
         "torch": torch.__version__,
         "Python": f"{platform.python_version()} ({sys.executable})",
@@ -188,14 +179,9 @@ def doctor(as_json: bool) -> None:
     else:
         nodes = recipe.unknown_nodes()
         gradients = f"left to the dispatcher: {nodes}" if nodes else "recorded natively"
-        found |= {"key": made.key, "build": build, "gradients": gradients}
-        failure = native.earlier_failure(made)
+        found |= {"key": made.key, "gradients": gradients}
         places, state = _places(made)
-        retried = {}
-        if failure is not None and state != "ready":
-            retried = {"tried again": _try_again()}
-            places, state = _places(made)
-        if state == "idle" and (failure is not None or not can_compile):
+        if state == "idle" and not can_compile:
             state = "failed"
         if state == "idle":
             folder = files.cache_folder()
@@ -206,7 +192,7 @@ def doctor(as_json: bool) -> None:
                     "folder that only you can write to"
                 )
                 state = "failed"
-        found |= {**places, "last failure": failure or "none on record", **retried}
+        found |= places
     blind = compile_caches.blind_caches().items()
     notices = [f"{what} do not notice a changed rule: {advice}" for what, advice in blind]
     found["compile caches"] = "\n".join(notices) or "notice a changed rule"
@@ -230,7 +216,7 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
     """
     rows: dict[str, str] = {}
     used = False
-    places = files.places(made, any_build=native.mode() == "prebuilt")
+    places = files.places(made)
     for place in places:
         if place.problem is not None:
             found = place.problem
@@ -246,7 +232,7 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
             used = problem is None
             outcome = "there, and can be loaded" if used else f"cannot be loaded: {problem}"
             found = f"{place.folder}: {outcome}"
-        rows[place.name] = f"{rows[place.name]}\n{found}" if place.name in rows else found
+        rows[place.name] = found
     is_empty = all(place.file is None and place.problem is None for place in places)
     is_chosen = any(place.name == "TORCHOP_NATIVE_DIR" for place in places)
     return rows, "ready" if used else "idle" if is_empty and not is_chosen else "failed"
@@ -256,22 +242,13 @@ def _problem_of(place: files.Place) -> str | None:
     if (problem := _lock_problem()) is not None:
         return problem  # a command that only looks must not turn the lock on, either
     try:
-        place.load()
+        assert place.file is not None
+        files.load(place.file)
     except Exception as error:
-        return worker.printable(str(error))
+        return printable(str(error))
     return None
 
 
 def _lock_problem() -> str | None:
     """Why a program leaves the extension alone, although it may be there; None if it does not."""
     return recipe.lock_problem() if native.mode() in ("auto", "prebuilt") else None
-
-
-def _try_again() -> str:
-    if native.mode() in ("0", "prebuilt"):
-        return f"no: with TORCHOP_NATIVE={native.mode()}, nothing is compiled"
-    try:
-        native.build()
-    except NativeUnavailableError as error:
-        return f"it failed again: {error}"
-    return "it was compiled"

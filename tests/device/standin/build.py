@@ -22,7 +22,7 @@ def compiled() -> Path:
         # All sources as one: most of the time goes into PyTorch's headers.
         text = "".join(f'#include "{path}"\n' for path in sorted(SOURCES.glob("*.cpp")))
         command = [
-            *recipe.find_compiler().command,
+            *recipe.find_compiler(),
             *recipe.compile_flags(),
             "-O0",  # it compiles in half the time
             *recipe.include_flags(),

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.forking import run_forked
 from torchop._errors import NativeBuildWarning, NativeUnavailableError
-from torchop._native.extension import api, child, worker
-from torchop._native.extension.api import Extension, OnReady, mode, why_missing
+from torchop._native.extension import api
+from torchop._native.extension.api import (
+    NOTICE_IN_BACKGROUND,
+    Extension,
+    OnReady,
+    mode,
+    why_missing,
+)
+from torchop._native.extension.build import Build
 
 Compiler = Callable[[str], Path]
 
@@ -47,13 +50,12 @@ def extension(source: Path) -> Extension:
 
 @pytest.fixture
 def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes it an error to start a process that compiles."""
+    """Make it an error to start a compiler."""
 
-    monkeypatch.setattr(child, "start", no_process)
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a compiler was started")
 
-
-def no_process(*_: object, **__: object) -> None:
-    raise AssertionError("a process was started")
+    monkeypatch.setattr(Build, "__init__", refuse)
 
 
 def refuse(module: ModuleType) -> None:
@@ -188,7 +190,7 @@ def test_build_goes_on_in_the_background(
     assert status.seconds > 0.3
     assert extension.wait(Receiver(), 60)  # for the line that says that it is ready
     notice, ready = capsys.readouterr().err.splitlines()
-    assert notice == child.NOTICE_IN_BACKGROUND
+    assert notice == NOTICE_IN_BACKGROUND
     assert re.fullmatch(r"torchop: native calls are ready, after \d+ s\.", ready)
 
 
@@ -308,49 +310,6 @@ def test_receiver_that_raises_is_an_error_when_required(
 
 
 # --------------------------------------------------------------------------------------------------
-# A failure is remembered
-
-
-@pytest.mark.parametrize("native", ["auto", "require"])
-def test_build_that_failed_is_not_tried_at_every_start(
-    native: str, source: Path, compiler: Compiler, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = compiler("echo fatal; exit 1")
-    with pytest.warns(NativeBuildWarning, match="exit code 1:\nfatal"):
-        obtain_and_finish(Extension(source))
-    monkeypatch.setenv("TORCHOP_NATIVE", native)
-    monkeypatch.setattr(child, "start", no_process)
-    again = r"exit code 1:\nfatal\n\(.*not tried again.*`python -m torchop build` tries again"
-    for _ in range(2):
-        if native == "auto":
-            with pytest.warns(NativeBuildWarning, match=f"{WARNING}.*{again}"):
-                Extension(source).obtain(Receiver())
-        else:
-            with pytest.raises(NativeUnavailableError, match=again):
-                Extension(source).obtain(Receiver())
-    assert runs(log) == 1
-
-
-def test_build_that_failed_is_tried_with_another_compiler_and_on_another_day(
-    source: Path, compiler: Compiler, built: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = compiler("exit 1")
-    with pytest.warns(NativeBuildWarning):
-        obtain_and_finish(Extension(source))
-    with monkeypatch.context() as patch:
-        patch.setenv("CXX", f"{os.environ['CXX']} -g")
-        with pytest.warns(NativeBuildWarning):
-            obtain_and_finish(Extension(source))
-    assert runs(log) == 2
-    yesterday = time.time() - 24 * 60 * 60 - 1
-    os.utime(worker.failure_record(target), (yesterday, yesterday))
-    compiler(f'cp {built} "$target"')
-    extension = Extension(source)
-    obtain_and_finish(extension)
-    assert extension.status().state == "ready"
-
-
-# --------------------------------------------------------------------------------------------------
 # What is there, and nothing else
 
 KEY = r"torch\d\S*"
@@ -372,7 +331,6 @@ def test_prebuilt_takes_what_is_there(
     extension: Extension, in_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE", "prebuilt")
-    monkeypatch.delenv("CXX")  # so this is the build of another compiler
     extension.obtain(Receiver())
     assert (extension.status().state, extension.status().path) == ("ready", in_cache)
 
@@ -389,16 +347,6 @@ def test_prebuilt_does_not_compile(
     assert f"this program needs {extension.status().key}," in message
     assert re.search(rf"TORCHOP_NATIVE_DIR \(.*chosen\) has {re.escape(other)}; package", message)
     assert message.endswith("cache) has no extension")
-
-
-@pytest.mark.usefixtures("no_child")
-def test_prebuilt_does_not_repair(
-    extension: Extension, in_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHOP_NATIVE", "prebuilt")
-    in_cache.write_text("damaged")
-    with pytest.warns(NativeBuildWarning, match=r"cache: .* is damaged"):
-        extension.obtain(Receiver())
 
 
 @pytest.mark.parametrize("native", ["auto", "require"])
@@ -418,104 +366,19 @@ def test_folder_without_the_key_is_told_and_the_extension_compiled(
     assert (extension.status().state, runs(copying_compiler)) == ("ready", 1)
 
 
-def test_folder_without_the_key_is_told_with_the_failure(
-    extension: Extension, other: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", "/nowhere")
-    told = rf"there is no C\+\+ compiler.*Also: TORCHOP_NATIVE_DIR .* has {re.escape(other)}"
-    with pytest.warns(NativeBuildWarning, match=told) as caught:
-        obtain_twice(extension)
-    assert len(caught) == 1
-
-
 # --------------------------------------------------------------------------------------------------
-# What is there is damaged
+# A file that does not load
 
 
-def test_damaged_file_in_the_cache_is_built_anew(
-    extension: Extension, in_cache: Path, copying_compiler: Path
+@pytest.mark.usefixtures("no_child")
+def test_damaged_file_in_the_cache_is_a_warning_with_the_command(
+    extension: Extension, in_cache: Path
 ) -> None:
     in_cache.write_text("damaged")
-    receiver = Receiver()
-    extension.obtain(receiver)
-    finish(extension)
-    assert (extension.status().state, runs(copying_compiler)) == ("ready", 1)
-    assert len(receiver.modules) == 1
-
-
-PROGRAM_THAT_LOADS = """
-import os, sys
-from pathlib import Path
-from torchop._native.extension.api import Extension
-os.environ["TORCHOP_NATIVE"] = "require"
-modules = []
-extension = Extension(Path(sys.argv[1]))
-extension.obtain(modules.append)
-print(extension.status().state, len(modules))
-"""
-
-
-def damage_code(file: Path) -> None:
-    """Overwrites what the file does when it is loaded; its headers stay as they are."""
-    contents = bytearray(file.read_bytes())
-    assert contents[:4] == b"\x7fELF"
-    (headers,) = struct.unpack_from("<Q", contents, 32)
-    size, count = struct.unpack_from("<HH", contents, 54)
-    for header in range(headers, headers + size * count, size):
-        kind, flags, start = struct.unpack_from("<IIQ", contents, header)
-        (length,) = struct.unpack_from("<Q", contents, header + 32)
-        if kind == 1 and flags & 1:  # loaded, and executable
-            contents[start : start + length] = bytes(length)
-    file.write_bytes(contents)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads an ELF file")
-def test_damaged_code_is_not_run_and_built_anew(
-    source: Path, in_cache: Path, copying_compiler: Path
-) -> None:
-    whole = worker.digest_file(in_cache).read_text()
-    damage_code(in_cache)
-    # It would end the program, if it were run.
-    worker.digest_file(in_cache).write_text(hashlib.sha256(in_cache.read_bytes()).hexdigest())
-    assert run_forked(PROGRAM_THAT_LOADS, str(source)).returncode < 0
-    worker.digest_file(in_cache).write_text(whole)
-    for _ in range(2):
-        assert run_forked(PROGRAM_THAT_LOADS, str(source)).stdout == "ready 1\n"
-        assert runs(copying_compiler) == 1
-
-
-@pytest.mark.parametrize("contents", [None, b"", b"\xff\0"])
-def test_file_without_a_digest_is_built_anew(
-    contents: bytes | None, extension: Extension, in_cache: Path, copying_compiler: Path
-) -> None:
-    worker.digest_file(in_cache).unlink()
-    if contents is not None:
-        worker.digest_file(in_cache).write_bytes(contents)
-    obtain_and_finish(extension)
-    assert (extension.status().state, runs(copying_compiler)) == ("ready", 1)
-
-
-def test_damaged_file_is_told_where_it_cannot_be_built_anew(
-    extension: Extension, in_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_cache.write_text("damaged")
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", "/nowhere")
-    told = rf"there is no C\+\+ compiler.*Also: .*{re.escape(in_cache.name)} is damaged"
+    told = r"cache: .*`python -m torchop build --force` compiles it again"
     with pytest.warns(NativeBuildWarning, match=told):
         extension.obtain(Receiver())
-
-
-def test_it_is_built_anew_once(source: Path, in_cache: Path, compiler: Compiler) -> None:
-    in_cache.write_text("damaged")
-    log = compiler('echo damaged too > "$target"')
-    for _ in range(2):
-        extension = Extension(source)
-        with pytest.warns(NativeBuildWarning, match=re.escape(in_cache.name)):
-            obtain_and_finish(extension)
-        assert runs(log) == 1
-    assert in_cache.name in worker.failure_record(in_cache).read_text()
+    assert extension.status().state == "failed"
 
 
 @pytest.mark.usefixtures("no_child")
@@ -525,9 +388,7 @@ def test_damaged_file_elsewhere_is_passed_over(
     (tmp_path / "chosen").mkdir()
     (tmp_path / "chosen" / in_cache.name).write_text("damaged")
     monkeypatch.setenv("TORCHOP_NATIVE_DIR", str(tmp_path / "chosen"))
-    damaged = rf"TORCHOP_NATIVE_DIR: .*{re.escape(in_cache.name)} is damaged.*this program needs"
-    (tmp_path / "chosen" / worker.digest_file(in_cache).name).write_text("of another file")
-    with pytest.warns(NativeBuildWarning, match=damaged):
+    with pytest.warns(NativeBuildWarning, match=r"TORCHOP_NATIVE_DIR: .*this program needs"):
         extension.obtain(Receiver())
     assert extension.status().path == in_cache
 
@@ -577,28 +438,27 @@ def test_child_of_a_fork_during_a_build_can_ask_anew(
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from torchop._native.extension.api import Extension
-Extension(Path(sys.argv[1])).obtain(lambda module: None)
+from torchop._native.extension.api import Extension, atexit
+extension = Extension(Path(sys.argv[1]))
+atexit.register(extension.stop)
+extension.obtain(lambda module: None)
 time.sleep(float(sys.argv[2]))
 """
 
 
 @pytest.mark.parametrize("seconds", [0, 0.5])
-def test_program_ends_during_a_build_and_the_build_goes_on(
-    seconds: float, source: Path, compiler: Compiler, built: Path, target: Path
+def test_the_end_of_the_program_stops_the_compiler(
+    seconds: float, source: Path, compiler: Compiler, target: Path
 ) -> None:
-    may_end = target.parent.parent / "may_end"
-    compiler(f'until test -e {may_end}; do sleep 0.05; done; cp {built} "$target"')
+    numbers = target.parent.parent / "numbers"
+    log = compiler(f"echo $$ >> {numbers}; sleep 60")
     command = [sys.executable, "-X", "dev", "-W", "error", "-c", textwrap.dedent(PROGRAM)]
-    program = subprocess.Popen(
-        [*command, str(source), str(seconds)], stderr=subprocess.PIPE, text=True
+    program = subprocess.run(
+        [*command, str(source), str(seconds)], stderr=subprocess.PIPE, text=True, timeout=50
     )
-    _, said = program.communicate(timeout=60)
-    assert program.returncode == 0
-    assert not target.exists()  # it did not wait
-    assert said in ("", f"{child.NOTICE_IN_BACKGROUND}\n")
-    may_end.touch()
-    deadline = time.monotonic() + 30
-    while not target.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert (program.returncode, program.stderr) == (0, f"{NOTICE_IN_BACKGROUND}\n")
+    assert [file.name for file in target.parent.iterdir()] == [f"{target.name}.lock"]
+    if seconds:
+        assert runs(log) == 1
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(numbers.read_text()), 0)

@@ -1,14 +1,16 @@
-"""Getting the native call path: what TORCHOP_NATIVE asks for, finding the extension, compiling it.
+"""The extension of a process: what TORCHOP_NATIVE asks for, finding it, and compiling it.
 
-Nothing waits for the compiler, except where the user asks for that with TORCHOP_NATIVE=require or
-`torchop.native.wait`. Until the extension is there, and if it never is, operators work through
-PyTorch's dispatcher.
+Nothing waits for the compiler, unless the user asks for that with TORCHOP_NATIVE=require or
+`torchop.native.wait`. Until the extension is loaded, operators work through PyTorch's dispatcher.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import multiprocessing
 import os
-import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,11 +21,20 @@ from typing import Literal, NamedTuple, cast, get_args
 from torchop import _errors
 from torchop._compat import logs
 from torchop._errors import NativeBuildWarning, NativeUnavailableError, short_repr
-from torchop._native.extension import child, files, worker
-from torchop._native.extension.child import not_exiting
-from torchop._native.extension.files import Place, UnusableFileError
-from torchop._native.extension.recipe import Recipe, find_compiler, lock_problem, make_recipe
+from torchop._native.extension import files
+from torchop._native.extension.build import Build, printable
+from torchop._native.extension.files import UnusableFileError
+from torchop._native.extension.recipe import Recipe, lock_problem, make_recipe
 
+NOTICE = (
+    "torchop: compiling its native call path, once, which takes about 20 s. TORCHOP_NATIVE=0 turns "
+    "this off."
+)
+NOTICE_IN_BACKGROUND = (
+    "torchop: compiling its native call path, once, which takes about 20 s. Calls take longer "
+    "until it is ready: call torchop.native.wait() before you time them. TORCHOP_NATIVE=0 turns "
+    "this off."
+)
 Mode = Literal["auto", "0", "require", "prebuilt"]
 State = Literal["off", "idle", "found", "building", "ready", "failed"]
 OnReady = Callable[[ModuleType], None]
@@ -78,29 +89,28 @@ class Extension:
         self._source = source
         self._lock = threading.Lock()
         self._is_asked_for = False
-        self._is_settled = threading.Event()  # when it is known whether it is there
-        self._waiters = 0  # those that get the failure as an exception
+        self._is_settled = threading.Event()  # when it is known whether it can be loaded
+        self._waiters = 0  # callers of `wait`, which raises the failure
         self._state: State = "idle"
         self._path: Path | None = None
         self._reason: str | None = None
         self._key: str | None = None
+        self._build: Build | None = None
+        self._thread: threading.Thread | None = None
         self._build_started = 0.0
         self._build_seconds: float | None = None
-        self._chosen_folder_problem: str | None = None
-        self._unusable_in_cache: str | None = None
 
     def obtain(self, on_ready: OnReady) -> None:
-        """Gets the native call path, once per process; calls after the first do nothing.
+        """Load the extension, or start to compile it; calls after the first do nothing.
 
-        An extension that is compiled already is loaded, and handed over, before this returns.
-        Otherwise it is compiled, in the background, and handed over in another thread; or with
-        TORCHOP_NATIVE=require, before this returns. With TORCHOP_NATIVE=prebuilt nothing is
-        compiled, and with TORCHOP_NATIVE=0 nothing happens. Nor does anything happen on a Python
-        that runs without its lock, unless it is required, because loading would turn that on.
+        A compiled file is loaded, and passed to `on_ready`, before this returns. Otherwise the
+        extension is compiled in a thread, which then calls `on_ready`; with TORCHOP_NATIVE=require,
+        before this returns. With TORCHOP_NATIVE=prebuilt nothing is compiled, and with
+        TORCHOP_NATIVE=0 nothing happens. Nor does anything happen on a Python that runs without its
+        lock, unless it is required, because loading would turn the lock on.
 
-        Without TORCHOP_NATIVE=require, this raises nothing: it warns, once, with the reason, unless
-        somebody waits, who gets it as an exception. What `on_ready` raises counts as a failure to
-        load the extension.
+        A failure is one warning, unless TORCHOP_NATIVE=require or a caller of `wait` asks for an
+        exception. An exception in `on_ready` is such a failure.
         """
         wanted = mode()
         with self._lock:
@@ -113,19 +123,17 @@ class Extension:
                 self._state = "off"
                 self._reason = None if wanted == "0" else problem
                 return
-            self._is_settled.clear()  # before: deep in a recursion, this may raise
+            self._is_settled.clear()
             self._is_asked_for = True
         try:
-            self._obtain(wanted, on_ready)
+            self._load_or_build(wanted, on_ready)
         except BaseException as error:
-            # Ctrl-C, or a call deep in a recursion, where telling the failure may fail too: whoever
-            # asks again gets an answer.
+            # After Ctrl-C, or in a call deep in a recursion, the next call tries again.
             is_passed_on = not isinstance(error, Exception) or isinstance(error, RecursionError)
             try:
                 self._fail(error)
             finally:
-                if is_passed_on:
-                    self._is_asked_for = False
+                self._is_asked_for = not is_passed_on
             if is_passed_on:
                 raise
             if wanted == "require":
@@ -133,9 +141,6 @@ class Extension:
                 raise _required(self._reason) from cause
             self._warn_of_failure(_errors.users_place())
         else:
-            if self._chosen_folder_problem is not None:
-                place = _errors.users_place()
-                _errors.warn_at(place, self._chosen_folder_problem, NativeBuildWarning)
             if problem is not None:
                 _errors.warn_at(
                     _errors.users_place(),
@@ -145,10 +150,10 @@ class Extension:
                 )
 
     def wait(self, on_ready: OnReady, timeout: float | None) -> bool:
-        """Obtains the native call path, and waits; returns whether it is there.
+        """Obtain the extension, wait for it, and return whether it is loaded.
 
         Raises:
-            NativeUnavailableError: it cannot be had.
+            NativeUnavailableError: it cannot be compiled or loaded.
         """
         with self._lock:
             self._waiters += 1
@@ -159,7 +164,7 @@ class Extension:
         finally:
             with self._lock:
                 self._waiters -= 1
-        # Last: if this changes after the time is over, the failure is a warning.
+        # Last: if the build fails after the timeout, the failure is a warning.
         if self._state == "failed":
             raise NativeUnavailableError(
                 "torchop.native.wait: the native call path is not available, so calls take longer. "
@@ -170,119 +175,117 @@ class Extension:
         return self._state == "ready"
 
     def status(self) -> Status:
-        """How far this process got."""
+        """Describe the extension of this process."""
         seconds = self._build_seconds
         if self._state == "building":
             seconds = time.monotonic() - self._build_started
         return Status(mode(), self._state, self._path, self._reason, seconds, self._key)
 
     def after_fork(self) -> None:
-        """Starts over in a forked child, which does not have the thread that was at work."""
+        """Start over in a forked child, in which the thread that compiles does not exist."""
         self._lock = threading.Lock()
         self._is_settled = threading.Event()
         self._waiters = 0
+        self._build = self._thread = None
         if self._state in ("found", "building"):
             self._is_asked_for = False
             self._state = "idle"
         else:
             self._is_settled.set()
 
-    def _obtain(self, wanted: Mode, on_ready: OnReady) -> None:
+    def stop(self) -> None:
+        """Stop a compilation in the background, because the interpreter ends.
+
+        The interpreter would end the thread wherever it is. In the dynamic linker, or while it
+        writes to stderr, that aborts the process. The timeout is for a thread that hangs.
+        """
+        if self._build is not None and self._thread is not None:
+            self._build.stop()
+            self._thread.join(10)
+
+    def _load_or_build(self, wanted: Mode, on_ready: OnReady) -> None:
         recipe = make_recipe(self._source)
         self._key = recipe.key
-        stale = None
         misses = []
-        for place in files.places(recipe, any_build=wanted == "prebuilt"):
-            if place.file is not None:
-                # Read before the file is tried: what another process puts there afterwards is good.
-                stale = worker.identity(place.file) if place.name == "cache" else None
+        chosen = None
+        for place in files.places(recipe):
+            if place.file is None:
+                misses.append(place.miss())
+            else:
                 try:
-                    self._use(place, on_ready)
+                    self._use(place.file, on_ready)
                     self._is_settled.set()
-                    if place.name == "TORCHOP_NATIVE_DIR":
-                        self._chosen_folder_problem = None
-                    return
+                    break
                 except UnusableFileError as error:
-                    # Another place may have a better one; the one in the cache is built anew.
-                    place = place._replace(problem=str(error))
-                    if place.name == "cache":
-                        self._unusable_in_cache = str(error)
-            misses.append(place.miss())
+                    misses.append(f"{place.name}: {error}")
             if place.name == "TORCHOP_NATIVE_DIR":
-                self._chosen_folder_problem = (
-                    f"{misses[-1]}, but this program needs {recipe.key}. The search continues "
-                    f"elsewhere. `python -m torchop build --out {place.folder}` compiles it"
+                chosen = (
+                    f"{misses[-1]}, but this program needs {recipe.key}. "
+                    f"`python -m torchop build --out {place.folder}` compiles it"
                 )
-        if wanted == "prebuilt":
-            self._chosen_folder_problem = None  # it is one of these
-            raise NativeUnavailableError(
-                f"this program needs {recipe.key}, which TORCHOP_NATIVE=prebuilt does not compile; "
-                + "; ".join(misses)
-            )
-        self._build(recipe, wanted, stale, on_ready)
+            elif place.name == "cache" and place.file is not None:
+                raise NativeUnavailableError(
+                    f"{misses[-1]}. `python -m torchop build --force` compiles it again"
+                )
+        else:
+            if wanted == "prebuilt":
+                raise NativeUnavailableError(
+                    f"this program needs {recipe.key}, which TORCHOP_NATIVE=prebuilt does not "
+                    "compile; " + "; ".join(misses)
+                )
+            self._start_build(recipe, wanted, on_ready)
+        if chosen is not None:
+            text = f"{chosen}. Another folder has it, or it is compiled."
+            _errors.warn_at(_errors.users_place(), text, NativeBuildWarning)
 
-    def _build(
-        self, recipe: Recipe, wanted: Mode, stale: list[int] | None, on_ready: OnReady
-    ) -> None:
-        folder = files.make_cache_folder()
-        file = folder / recipe.file_name(find_compiler())
-        failure = worker.remembered_failure(file)
-        if failure is not None:
-            raise NativeUnavailableError(
-                f"{failure}\n(This failed less than a day ago, so it is not tried again yet. "
-                "`python -m torchop build` tries again at once.)"
-            )
+    def _start_build(self, recipe: Recipe, wanted: Mode, on_ready: OnReady) -> None:
+        file = files.make_cache_folder() / recipe.file_name
+        is_awaited = wanted == "require" or self._waiters > 0
+        self._build = Build(recipe, file, background=wanted != "require")
         self._path, self._build_started = file, time.monotonic()
-        process = child.start(recipe, folder, stale=stale, background=wanted == "auto")
         self._state = "building"
+        writes_notices = _writes_notices()
+        if writes_notices:
+            _write(NOTICE if is_awaited else NOTICE_IN_BACKGROUND)
         logs.extension.info("compiling %s for %s", file, recipe.key)
         if wanted == "require":
-            self._finish(process, file, on_ready)
+            self._finish_build(self._build, writes_notices, on_ready)
             return
         place = _errors.users_place()
+        build = self._build
 
         def finish() -> None:
             try:
-                self._finish(process, file, on_ready)
+                self._finish_build(build, writes_notices, on_ready)
             except Exception as error:
                 self._fail(error)
-                with not_exiting:
+                if not build.is_stopped:
                     self._warn_of_failure(place)
 
-        # A daemon: the program may end, and the process that compiles goes on.
-        threading.Thread(target=finish, name="torchop-build", daemon=True).start()
+        self._thread = threading.Thread(target=finish, name="torchop-build", daemon=True)
+        self._thread.start()
 
-    def _finish(self, process: subprocess.Popen[bytes], file: Path, on_ready: OnReady) -> None:
-        is_awaited = mode() == "require" or self._waiters
-        notice = child.NOTICE if is_awaited else child.NOTICE_IN_BACKGROUND
-        is_told = child.wait(process, notice)
+    def _finish_build(self, build: Build, writes_notices: bool, on_ready: OnReady) -> None:
+        build.run_in_cache()
         self._build_seconds = time.monotonic() - self._build_started
-        logs.extension.info("compiled %s in %.0f s", file, self._build_seconds)
-        try:
-            self._use(Place("cache", file.parent, file, None), on_ready)
-        except UnusableFileError as error:
-            # Tells later programs that building it once more does not help.
-            worker.failure_record(file).write_text(worker.printable(str(error)), encoding="utf-8")
-            raise
-        if is_told:
-            child.tell_user(f"torchop: native calls are ready, after {self._build_seconds:.0f} s.")
+        logs.extension.info("compiled %s in %.0f s", build.target, self._build_seconds)
+        self._use(build.target, on_ready)
+        if writes_notices:
+            _write(f"torchop: native calls are ready, after {self._build_seconds:.0f} s.")
         self._is_settled.set()
 
-    def _use(self, place: Place, on_ready: OnReady) -> None:
-        self._state, self._path = "found", place.file
-        with not_exiting:
-            on_ready(place.load())
-            logs.extension.info("loaded %s", place.file)
+    def _use(self, file: Path, on_ready: OnReady) -> None:
+        self._state, self._path = "found", file
+        on_ready(files.load(file))
+        logs.extension.info("loaded %s", file)
         self._state = "ready"
 
     def _fail(self, error: BaseException) -> None:
         explains_itself = isinstance(error, (NativeUnavailableError, UnusableFileError))
-        reason = str(error) if explains_itself else f"{type(error).__name__}: {error}"
-        for problem in (self._unusable_in_cache, self._chosen_folder_problem):
-            if problem is not None and problem not in reason:
-                reason = f"{reason}. Also: {problem}"
-        self._reason = worker.printable(reason)
-        self._state = "failed"  # after the reason, for which threads look when they see this
+        self._reason = printable(
+            str(error) if explains_itself else f"{type(error).__name__}: {error}"
+        )
+        self._state = "failed"  # after the reason, which other threads read when they see this
         self._is_settled.set()
 
     def _warn_of_failure(self, place: _errors.Place) -> None:
@@ -298,6 +301,7 @@ class Extension:
 
 
 extension = Extension()
+atexit.register(extension.stop)
 if hasattr(os, "register_at_fork"):  # there is no forking on Windows
     os.register_at_fork(after_in_child=extension.after_fork)
 
@@ -320,22 +324,16 @@ def why_missing() -> str:
     return f"the native call path is not there ({state.reason or fallback})"
 
 
-def earlier_failure(recipe: Recipe) -> str | None:
-    """When and why the last build for a key failed, within the last day; None if none did."""
-    try:
-        file = files.cache_folder() / recipe.file_name(find_compiler())
-        seconds = worker.failure_record(file).stat().st_mtime
-    except (NativeUnavailableError, OSError):
-        return None
-    failure = worker.remembered_failure(file)
-    when = time.strftime("%Y-%m-%d at %H:%M:%S", time.localtime(seconds))
-    return None if failure is None else f"on {when}: {failure}"
-
-
 def build(out: Path | None = None, *, force: bool = False, source: Path | None = None) -> Path:
-    """Compiles the extension, also where that failed before, and waits for it; returns its file.
+    """Compile the extension, wait for the compiler, and return the file.
 
-    The file goes into the user's cache if `out` is None; one that is there stays, without `force`.
+    Args:
+        out: the folder of the file; the user's cache if this is None.
+        force: whether to compile it again if the file exists.
+        source: the folder of the sources; those of torchop if this is None.
+
+    Raises:
+        NativeUnavailableError: it cannot be compiled.
     """
     recipe = make_recipe(source)
     if out is None:
@@ -348,15 +346,29 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
             raise NativeUnavailableError(
                 f"the folder {folder} cannot be made: {error.strerror}"
             ) from None
-    file = None if force else files.build_in(folder, recipe)
-    is_dangling = file is not None and worker.identity(file) is None  # a link whose target is gone
-    if file is None or (is_dangling and out is not None):
-        file = folder / recipe.file_name(find_compiler())
-        stale = worker.identity(file)
-        child.wait(child.start(recipe, folder, stale=stale, in_cache=out is None, retry=True))
-    elif out is None:
-        files.check_private(file)
+    file = folder / recipe.file_name
+    if force or not file.exists():
+        build = Build(recipe, file)
+        if _writes_notices():
+            _write(NOTICE)
+        if out is None:
+            build.run_in_cache(force=force)
+        else:
+            build.run()
     return file
+
+
+def _writes_notices() -> bool:
+    """Whether this is the process, of those that a program consists of, that informs the user."""
+    is_first = os.environ.get("LOCAL_RANK") in (None, "", "0")
+    return is_first and multiprocessing.parent_process() is None
+
+
+def _write(line: str) -> None:
+    # A program may have closed its stderr, or have none, as with pythonw.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def _required(reason: str | None) -> NativeUnavailableError:

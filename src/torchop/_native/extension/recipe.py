@@ -1,17 +1,14 @@
-"""What is compiled, how and with which compiler; and the names of the results.
+"""The sources, the flags and the compiler of the extension, and the key of its file.
 
-The name of a file starts with the key, which says where the file can be loaded, and ends with the
-build, which says how it was made. Where there is no compiler, any build of the key will do that
-this processor can run.
+The file is named after the key alone, and the key holds everything that decides whether a process
+can load it: the PyTorch build, the C++ and Python ABIs, the platform, the sources and the flags.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.machinery
-import itertools
 import os
 import platform
 import re
@@ -26,8 +23,6 @@ from torchop._errors import NativeUnavailableError, short_repr
 
 CSRC = Path(__file__).parents[1] / "csrc"
 STEM = "_call_path-"
-# The lines of /proc/cpuinfo, on x86 and ARM, that say what code a processor runs.
-_CAPABILITIES = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")
 # The fields of autograd's nodes from PyTorch 2.11 to 2.15 that are filled or read here, and those
 # that may be left alone. A field that a later release adds may need something that nobody does.
 _USED_FIELDS = (
@@ -46,38 +41,23 @@ NEEDS_LOCK = sys.version_info[:2] not in ((3, 13), (3, 14))
 difference: str | None = None  # of nodes that are made here, as the extension found by trying
 
 
-class Compiler(NamedTuple):
-    """The command of a C++ compiler, and the part of a file name that stands for it."""
-
-    command: list[str]
-    build: str
-
-
 class Recipe(NamedTuple):
-    """The sources of the extension, and the key of what they compile to here."""
+    """The sources of the extension, and the key of the file that they compile to here."""
 
     source: Path
     key: str
 
-    def file_name(self, compiler: Compiler) -> str:
-        """The name of the file that a compiler makes."""
-        return f"{STEM}{self.key}-{compiler.build}.so"
-
-    def fits(self, name: str) -> bool:
-        """Whether a file of this name can be loaded, whichever compiler made it."""
-        match = re.fullmatch(
-            re.escape(STEM + self.key) + r"(-.*?)?(?:-cpu-([0-9a-f]{8}))?\.so", name
-        )
-        return match is not None and match[2] in (None, match[2] and _processor())
+    @property
+    def file_name(self) -> str:
+        return f"{STEM}{self.key}.so"
 
 
 def make_recipe(source: Path | None = None) -> Recipe:
-    """The recipe for this PyTorch and this Python.
+    """Return the recipe for this PyTorch and this Python.
 
-    The key is readable, so that a listing of the cache tells why a file is not the one wanted. It
-    holds everything that decides whether the file can be loaded, and a hash of the sources and
-    flags. It holds neither the compiler nor any folder: a file that was built elsewhere will do,
-    unless its compiler was told to make it for another processor.
+    The key is readable, so that a listing of the cache shows why a file is not the one wanted. It
+    holds no folder and no compiler, so a file that was compiled elsewhere can be used. Flags in
+    `$CXX` are part of the key: what they change, such as the processor, may not suit others.
     """
     source = source or CSRC
     # Not Path.glob, which compiles a regular expression for it.
@@ -94,7 +74,8 @@ def make_recipe(source: Path | None = None) -> Recipe:
             # With its length, so that a line that moves from one file to the next changes the hash.
             contents.update(len(part).to_bytes(8, "little"))
             contents.update(part)
-    contents.update("\0".join([*compile_flags(), *link_flags()]).encode())
+    flags = [*compile_flags(), *link_flags(), *_flags_of_user()]
+    contents.update("\0".join(flags).encode("utf-8", "surrogateescape"))
     # Two builds of PyTorch's sources may have one version, and differ in what the headers declare.
     commit = (torch.version.git_version or "unknown")[:12]
     parts = [
@@ -229,39 +210,52 @@ def _cpp_library() -> list[str]:
     return [found[1]] if found and os.path.exists(found[1]) else []
 
 
-def find_compiler() -> Compiler:
-    """The C++ compiler: `$CXX`, or the first of the usual ones, such as `/usr/bin/c++`.
+def find_compiler() -> list[str]:
+    """Return the command of the C++ compiler: `$CXX`, or the first of the usual ones.
 
     `$CXX` may hold more than one word, as in `ccache g++`. The working directory is not searched,
-    although the PATH may say so: anybody's files may be there.
+    even if the PATH contains it, because other users' files may be there.
+
+    Raises:
+        NativeUnavailableError: there is no compiler, or `$CXX` names none.
     """
     if sys.platform == "win32":
         # Microsoft's compiler made PyTorch there, and what g++ makes does not link with that.
         raise NativeUnavailableError("it can be compiled on Linux and macOS only")
-    words = os.environ.get("CXX", "").strip()
+    words = _words_of_cxx()
     if words:
-        import shlex  # half a millisecond, and few programs get here
-
-        try:
-            command = shlex.split(words)
-        except ValueError as error:
-            raise NativeUnavailableError(
-                f"the environment variable CXX is not a command: {error}"
-            ) from None
-        path = _which(command[0])
+        path = _which(words[0])
         if path is None:
             raise NativeUnavailableError(
-                f"the compiler {short_repr(command[0])}, which the environment variable CXX names, "
+                f"the compiler {short_repr(words[0])}, which the environment variable CXX names, "
                 "is not installed"
             )
-        return _compiler([path, *command[1:]])
+        return [path, *words[1:]]
     for name in _COMPILERS:
         if path := _which(name):
-            return _compiler([path])
+            return [path]
     raise NativeUnavailableError(
         f"there is no C++ compiler: none of {', '.join(_COMPILERS)} is in the PATH, and CXX is not "
         "set. Install one with a package such as g++ or clang"
     )
+
+
+def _words_of_cxx() -> list[str]:
+    text = os.environ.get("CXX", "").strip()
+    if not text:
+        return []
+    import shlex  # half a millisecond, which few programs need
+
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise NativeUnavailableError(
+            f"the environment variable CXX is not a command: {error}"
+        ) from None
+
+
+def _flags_of_user() -> list[str]:
+    return [word for word in _words_of_cxx() if word.startswith("-")]
 
 
 def _which(program: str) -> str | None:
@@ -269,44 +263,6 @@ def _which(program: str) -> str | None:
     folders = filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep))
     path_of_program = shutil.which(program, path=os.pathsep.join(folders))
     return path_of_program and os.path.abspath(path_of_program)
-
-
-def _compiler(command: list[str]) -> Compiler:
-    """Names the build after the command.
-
-    To ask a compiler for its version would start a process in every program. Its file tells: a
-    link such as c++ leads to a name such as x86_64-linux-gnu-g++-12, and another version has
-    another size or another time.
-    """
-    contents = hashlib.sha256(repr(command[1:]).encode("utf-8", "surrogateescape"))
-    name = ""
-    for word in command:
-        path = None if word.startswith("-") else _which(word)  # as in `ccache g++`
-        if path is None:
-            continue
-        program = os.path.realpath(path)
-        status = os.stat(program)
-        # Not the owner, or the number of the file: a shared folder serves many machines.
-        contents.update(repr((path, program, status.st_size, status.st_mtime_ns)).encode())
-        name = os.path.basename(program)
-    # No regular expression, which every program would have to compile for this one name.
-    kept = (c if c.isascii() and (c.isalnum() or c in "+._") else "-" for c in name)
-    name = "".join(kept)[-40:]
-    build = f"{name}-{contents.hexdigest()[:8]}"
-    # -march=native and -mavx512f make code that another processor may not run.
-    is_for_processor = any(word.startswith("-m") or word == "-xHost" for word in command[1:])
-    return Compiler(command, f"{build}-cpu-{_processor()}" if is_for_processor else build)
-
-
-def _processor() -> str:
-    """A hash of the processor's model and what it can do."""
-    lines_of_core: list[str] = []
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="ascii") as file:
-        # Of the first core: a machine with 200 of them takes long to list them all.
-        lines = itertools.takewhile(str.strip, file)
-        lines_of_core = [line for line in lines if line.startswith(_CAPABILITIES)]
-    # Where it does not tell, such as on macOS, the machine stands for its processor.
-    return hashlib.sha256("".join(lines_of_core or [platform.node()]).encode()).hexdigest()[:8]
 
 
 def _python_and_platform() -> str:

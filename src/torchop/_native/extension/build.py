@@ -1,0 +1,190 @@
+"""Compile the extension: once for all processes that need it, under a lock of the cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchop._errors import NativeUnavailableError
+from torchop._native.extension.recipe import (
+    Recipe,
+    compile_flags,
+    find_compiler,
+    include_flags,
+    library_flags,
+    link_flags,
+)
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is compiled
+    fcntl = None  # type: ignore[assignment]
+
+_LINES_OF_A_MESSAGE = 20
+_BYTES_OF_A_MESSAGE = 8192
+_NICENESS = "10"  # of a compiler in the background: the user's program comes first
+
+
+class Build:
+    """One compilation, which another thread may stop."""
+
+    def __init__(self, recipe: Recipe, target: Path, *, background: bool = False) -> None:
+        self._recipe = recipe
+        self._compiler = find_compiler()  # raises if there is none
+        self.target = target
+        self._background = background
+        self._stopped = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    def run_in_cache(self, *, force: bool = False) -> None:
+        """Compile the file, unless it is there once this process holds the lock.
+
+        Raises:
+            NativeUnavailableError: the compiler failed, or `stop` was called.
+        """
+        with self._locked() as is_alone:
+            if self.target.exists() and not force:
+                return  # another process compiled it
+            if is_alone:
+                # Killed processes left these, because the process at work would hold the lock.
+                for folder in self.target.parent.glob(f"{self.target.name}.*.build"):
+                    shutil.rmtree(folder, ignore_errors=True)
+            self.run()
+
+    def run(self) -> None:
+        """Compile the file, and replace one of the same name.
+
+        Raises:
+            NativeUnavailableError: the compiler failed, or `stop` was called.
+        """
+        target = self.target
+        try:
+            # Not TemporaryDirectory: a forked child would remove the folder when it exits.
+            folder = tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".build", dir=target.parent)
+        except OSError as error:
+            raise NativeUnavailableError(
+                f"the folder {target.parent} cannot be written to: {error.strerror}"
+            ) from None
+        try:
+            # All sources as one: most of the time goes into PyTorch's headers, which would
+            # otherwise be read once for each source.
+            whole, linked = Path(folder, "call_path.cpp"), Path(folder, target.name)
+            sources = sorted(self._recipe.source.absolute().glob("*.cpp"))
+            whole.write_text("".join(f'#include "{source}"\n' for source in sources), "utf-8")
+            arguments = [
+                *compile_flags(),
+                *include_flags(),
+                str(whole),
+                *library_flags(),
+                *link_flags(),
+                "-o",
+                str(linked),
+            ]
+            self._compile(arguments, Path(folder))
+            with linked.open("rb") as file:
+                # Otherwise a power failure could leave the name on a file without contents.
+                os.fsync(file.fileno())
+            os.replace(linked, target)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def stop(self) -> None:
+        """Stop the compiler, or the wait for the lock; `run` then raises."""
+        self._stopped.set()
+        self._kill()
+
+    def _kill(self) -> None:
+        process = self._process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and the programs that the compiler started
+
+    def _compile(self, arguments: list[str], folder: Path) -> None:
+        is_nice = self._background and shutil.which("nice") is not None
+        nice = ["nice", "-n", _NICENESS] if is_nice else []
+        # Not a pipe, which a server that the compiler starts, as some caches do, would keep open.
+        with open(folder / "output", "w+b") as output:
+            try:
+                process = self._process = subprocess.Popen(
+                    [*nice, *self._compiler, *arguments],
+                    # Not the user's folder, which an empty entry in PATH or CPATH would mean.
+                    cwd=folder,
+                    env={**os.environ, "TMPDIR": str(folder)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a process group of its own, which `stop` can kill
+                )
+            except OSError as error:
+                raise NativeUnavailableError(
+                    f"the compiler {self._compiler[0]} cannot be run: {error.strerror}"
+                ) from None
+            try:
+                if self.is_stopped:  # before `stop` could see the process
+                    self._kill()
+                code = process.wait()
+            finally:
+                self._kill()  # after an exception, such as Ctrl-C
+                process.wait()
+            if code != 0:
+                output.seek(max(0, output.seek(0, os.SEEK_END) - _BYTES_OF_A_MESSAGE))
+                text = output.read().decode("utf-8", "replace").strip()
+                end = "\n".join(text.splitlines()[-_LINES_OF_A_MESSAGE:])
+                problem = f"failed with exit code {code}"
+                if code < 0:
+                    problem = (
+                        f"was ended by signal {-code} (signal 9 usually means that memory ran out)"
+                    )
+                raise NativeUnavailableError(
+                    f"the compiler {self._compiler[0]} {problem}:\n"
+                    f"{printable(end) or '(it printed nothing)'}"
+                )
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Hold the lock of the target, and yield whether the file system has locks.
+
+        The operating system releases the lock when the process dies. The lock file stays: if it
+        were removed, two processes could lock two files of the same name.
+        """
+        with open(f"{self.target}.lock", "w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if self.is_stopped:
+                        raise NativeUnavailableError("the program ended first") from None
+                    time.sleep(0.1)
+                except OSError:
+                    # Some network drives have no locks. Compiling twice wastes time, and does no
+                    # harm: each process puts its file in place in one step.
+                    yield False
+                    return
+            try:
+                yield True
+            finally:
+                # A child that was forked meanwhile has the descriptor too, and would keep the lock.
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def printable(text: str) -> str:
+    """Return the end of a text, with escapes for characters that would control a terminal."""
+    return "".join(
+        character
+        if character.isprintable() or character in "\n\t"
+        else character.encode("unicode_escape").decode()
+        for character in text[-_BYTES_OF_A_MESSAGE:]
+    )[-_BYTES_OF_A_MESSAGE:]

@@ -1,0 +1,223 @@
+"""Compiling: under a lock, in one step, and without a trace of what failed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import in_threads
+from torchop._errors import NativeUnavailableError
+from torchop._native.extension import files
+from torchop._native.extension.build import Build
+from torchop._native.extension.recipe import make_recipe
+
+Compiler = Callable[[str], Path]
+
+
+@pytest.fixture
+def make(source: Path, target: Path) -> Callable[[], Build]:
+    """Make a build into the cache."""
+    files.make_cache_folder()
+    return lambda: Build(make_recipe(source), target)
+
+
+Make = Callable[[], Build]
+
+
+def runs(log: Path) -> int:
+    return len(log.read_text().splitlines())
+
+
+def names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def test_only_the_file_and_its_lock_remain(
+    make: Make, copying_compiler: Path, target: Path, built: Path
+) -> None:
+    make().run_in_cache()
+    assert names(target.parent) == {target.name, f"{target.name}.lock"}
+    assert target.read_bytes() == built.read_bytes()
+    make().run_in_cache()
+    assert runs(copying_compiler) == 1
+    make().run_in_cache(force=True)
+    assert runs(copying_compiler) == 2
+
+
+def test_many_at_once_compile_once(make: Make, copying_compiler: Path, target: Path) -> None:
+    in_threads(lambda _: make().run_in_cache())
+    assert target.exists()
+    assert runs(copying_compiler) == 1
+
+
+def test_the_next_tries_again_after_a_failure(
+    make: Make, compiler: Compiler, built: Path, target: Path
+) -> None:
+    compiler("exit 1")
+    with pytest.raises(NativeUnavailableError, match="failed with exit code 1"):
+        make().run_in_cache()
+    assert names(target.parent) == {f"{target.name}.lock"}
+    compiler(f'cp {built} "$target"')
+    make().run_in_cache()
+    assert target.exists()
+
+
+def test_what_a_killed_process_left_is_removed(
+    make: Make, copying_compiler: Path, target: Path
+) -> None:
+    left = target.with_name(f"{target.name}.abcd.build")
+    left.mkdir()
+    make().run_in_cache()
+    assert not left.exists()
+
+
+def test_stop_ends_the_compiler_and_what_it_started(
+    make: Make, compiler: Compiler, target: Path, tmp_path: Path
+) -> None:
+    compiler(f"sleep 60 & echo $! > {tmp_path}/number; wait")
+    build = make()
+    errors = []
+
+    def run() -> None:
+        try:
+            build.run_in_cache()
+        except NativeUnavailableError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until = time.monotonic() + 30
+    while not (tmp_path / "number").exists() or not (tmp_path / "number").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    build.stop()
+    thread.join(30)
+    assert build.is_stopped
+    assert ["signal 9" in error for error in errors] == [True]
+    assert names(target.parent) == {f"{target.name}.lock"}
+    number = int((tmp_path / "number").read_text())
+    while Path(f"/proc/{number}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_stop_ends_the_wait_for_another_process(
+    make: Make, copying_compiler: Path, target: Path
+) -> None:
+    build = make()
+    with open(f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build.stop()
+        with pytest.raises(NativeUnavailableError, match="the program ended first"):
+            build.run_in_cache()
+    assert runs(copying_compiler) == 0
+
+
+def test_interrupt_ends_the_compiler(make: Make, compiler: Compiler, target: Path) -> None:
+    compiler("sleep 60")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    started = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            make().run_in_cache()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - started < 30
+    assert names(target.parent) == {f"{target.name}.lock"}
+
+
+def test_without_locks_every_process_compiles(
+    make: Make, copying_compiler: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("this drive has no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    make().run_in_cache()
+    assert target.exists()
+
+
+def test_server_that_the_compiler_starts_is_not_waited_for(
+    make: Make, compiler: Compiler, built: Path, target: Path
+) -> None:
+    compiler(f'setsid sleep 20 & cp {built} "$target"')
+    started = time.monotonic()
+    make().run_in_cache()
+    assert time.monotonic() - started < 15
+
+
+def test_a_build_in_the_background_leaves_the_processor_to_others(
+    source: Path, compiler: Compiler, built: Path, target: Path, tmp_path: Path
+) -> None:
+    files.make_cache_folder()
+    compiler(f'nice > {tmp_path}/niceness; cp {built} "$target"')
+    Build(make_recipe(source), target, background=True).run()
+    assert int((tmp_path / "niceness").read_text()) == min(os.nice(0) + 10, 19)
+
+
+def test_compiler_runs_in_a_folder_of_its_own(
+    make: Make, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    compiler(f"pwd > {tmp_path}/folder; echo $TMPDIR >> {tmp_path}/folder; exit 1")
+    with pytest.raises(NativeUnavailableError):
+        make().run_in_cache()
+    folders = {Path(line) for line in (tmp_path / "folder").read_text().splitlines()}
+    assert [folder.suffix for folder in folders] == [".build"]
+
+
+def test_last_lines_of_the_compiler_are_the_message(make: Make, compiler: Compiler) -> None:
+    compiler("for i in $(seq 99); do echo line $i >&2; done; exit 1")
+    with pytest.raises(NativeUnavailableError) as caught:
+        make().run_in_cache()
+    first, *lines = str(caught.value).splitlines()
+    assert first.endswith("fake-c++ failed with exit code 1:")
+    assert lines == [f"line {number}" for number in range(80, 100)]
+
+
+def test_message_is_cut_and_cannot_control_a_terminal(make: Make, compiler: Compiler) -> None:
+    compiler(
+        "head -c 1000000 /dev/zero | tr '\\0' x >&2\n"
+        "printf '\\033]0;title\\007 \\033[2J \\302\\233m \\342\\200\\256 \\377 end' >&2; exit 1"
+    )
+    with pytest.raises(NativeUnavailableError) as caught:
+        make().run_in_cache()
+    message = str(caught.value)
+    assert len(message) < 9000
+    assert message.endswith(" end")
+    assert all(character.isprintable() or character == "\n" for character in message)
+
+
+def test_file_that_cannot_be_executed(
+    make: Make, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "no-program"
+    script.write_text("")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(NativeUnavailableError, match=r"no-program cannot be run: Exec format"):
+        make().run_in_cache()
+
+
+def test_it_compiles_for_this_python(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "_call_path.so"
+    Build(make_recipe(source), target).run()
+    program = "import _call_path; print(_call_path.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "_call_path\n"
