@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := $(wildcard src/torchop/_native/csrc/* src/torchop/export/*.cpp tests/device/standin/csrc/* benchmarks/*.cpp examples/package/csrc/*)
+SOURCES := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* benchmarks/*.cpp examples/package/csrc/*)
 
 # Images of containers often set it. Each program of the tests would compile the modules of torchop,
 # and pytest all of its own.

@@ -11,7 +11,6 @@ HERE = Path(__file__).parent
 NUMPY = "it has kernels, or values, of NumPy"
 INDUCTOR = "Inductor compiles for few types of devices"
 KINDS = "only the CPU has such tensors"
-C = "its functions in C read memory; tests/device has what streams need"
 CPU = "it has kernels, tensors or generators for the CPU"
 DEFAULT = "it makes tensors on the default device, which this plug-in does not set"
 WORDS = "it expects words in which the CPU is named"
@@ -27,9 +26,6 @@ NOT_ON_GPUS = {INDUCTOR, CHECKPOINT, OPCHECK, STANDIN, LACKING}
 
 # What is left out, and why: files, and folders.
 FILES = {
-    "export/test_c_functions.py": C,
-    "export/test_c_function_registrations.py": C,
-    "export/test_c_functions_in_programs.py": C,
     "native/extension": "it is about compiling",
     "native/test_leaks.py": "tests/device has it, with fewer calls",
     "native/test_mutants.py": "it is about source files",

@@ -93,8 +93,6 @@ LONGEST = (
     "testing/check/test_custom_op_db.py",
     "cli/test_main.py",
     "test_threads.py",
-    "export/test_c_functions.py",
-    "export/test_c_functions_in_programs.py",
 )
 
 # What a compiler makes lives until it has compiled. Python would look for garbage among it after

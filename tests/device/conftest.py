@@ -43,7 +43,6 @@ _DEVICE = "TORCHOP_TEST_DEVICE"
 # Of backends that are plug-ins, their fallbacks, and what the stand-in alone can show.
 _ABOUT_THE_STANDIN = (
     "test_standin.py",
-    "test_c_functions.py",
     "test_kernels.py",
     "test_overrides.py",
     "test_explain.py",

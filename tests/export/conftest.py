@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.export.support import FUNCTIONS, build, scaling
 from tests.forking import run_compiling
 
 MODULE = """
@@ -118,15 +116,3 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "refused",
     ]
     return folder
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library of functions in C of `support.py`."""
-    return build(tmp_path_factory.mktemp("functions"), "functions", FUNCTIONS)
-
-
-@pytest.fixture
-def scale(namespace: str, library: Path) -> Any:
-    """A functional operator with a function, whose kernel in Python must not run."""
-    return scaling(namespace, library)

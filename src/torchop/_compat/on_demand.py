@@ -37,21 +37,15 @@ def compile_aoti_package(
     return str(compile_package(program, package_path=path, inductor_configs=configs))
 
 
-def build_library(source: str, path: str, include: Sequence[str] = ()) -> None:
+def build_library(source: str, path: str) -> None:
     """Compiles C++ code with the compiler of Inductor into a shared library, known by its name."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # imports Inductor
     from torch.utils.cpp_extension import include_paths  # imports setuptools
 
     command = [*shlex.split(get_cpp_compiler()), "-shared", "-fPIC", "-std=c++20", "-x", "c++", "-"]
     command += [f"-Wl,-soname,{os.path.basename(path)}", "-o", path]
-    command += [f"-I{folder}" for folder in (*include, *include_paths())]
+    command += [f"-I{folder}" for folder in include_paths()]
     subprocess.run(command, input=source, text=True, check=True)
-
-
-def load_cpp(source: str, include: str) -> Any:
-    """Loads C++ code as a library of ctypes, from Inductor's cache if it was compiled before."""
-    cache: Any = importlib.import_module("torch._inductor.codecache").CppCodeCache
-    return cache.load(source, extra_flags=(f"-I{include}",))
 
 
 def autotune_operator(

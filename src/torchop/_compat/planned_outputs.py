@@ -1,7 +1,6 @@
 """Buffers that Inductor plans for the results of operators that can write into them.
 
 A result goes into a buffer of its own, or over the first argument where nobody reads that later.
-Code in C++ calls an operator that returns nothing, where there is one whose kernel is in C++ too.
 
 PyTorch has `torch.Tag.out` for this, with which Inductor looks for an overload by its schema. In
 2.13 it fails with dynamic shapes, puts all tensors before all other arguments, takes lists apart,
@@ -18,9 +17,8 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
-from torchop._compat import dispatch, import_hooks, operators, torch_ops
+from torchop._compat import import_hooks, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
 _REINPLACE = "torch._inductor.fx_passes.reinplace"
@@ -35,8 +33,7 @@ def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Cal
     Args:
         qualname: the operator that allocates its results.
         name: one that writes them into tensors of the caller, which it never reads; or over its
-            first argument, of which it reads no element after it was written. Code in C++ calls
-            one that returns nothing, and takes the tensors for the results last, by keyword.
+            first argument, of which it reads no element after it was written.
         form: what gets that operator, as long as both run the same kernels.
 
     Returns:
@@ -84,8 +81,7 @@ def _lowerings() -> dict[OpOverload, Callable[..., Any]] | None:
 
 def _is_inplace(form: OpOverload) -> bool:
     first = form._schema.arguments[0]
-    is_written = not first.kwarg_only and first.alias_info is not None
-    return is_written and bool(form._schema.returns)
+    return not first.kwarg_only and first.alias_info is not None
 
 
 def _add(qualname: str, name: str) -> None:
@@ -211,30 +207,26 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
     from torch._inductor.virtualized import V  # imports Inductor
 
     ir: Any = torch._inductor.ir
-    # In code in C++, there is no call of an operator with `out=`.
-    in_cpp = V.graph.cpp_wrapper
-    forms = [
-        form
-        for form in forms_in_graphs(functional._name)
-        if not _is_inplace(form) and bool(form._schema.returns) is not in_cpp
-    ]
-    if not forms:
+    forms = [form for form in forms_in_graphs(functional._name) if not _is_inplace(form)]
+    if not forms or V.graph.cpp_wrapper:  # which has no call of an operator with `out=`
         return None
     (out_form,) = forms
     names = [a.name for a in out_form._schema.arguments if a.alias_info is not None]
     with V.graph.fake_mode:
         processed = ir.FallbackKernel.process_kernel(functional, *args, **kwargs)
         example, tensors, constants, unflatten, unbacked = _fields(processed)
-        results: Any = (example,) if isinstance(example, torch.Tensor) else example or ()
+        results = (example,) if isinstance(example, torch.Tensor) else example
         # Sizes that only the kernel knows cannot be allocated before it runs.
         if unbacked or not all(map(_is_plannable, results)):
             return None
-    sizes = [[*map(ir.convert_shape_to_inductor, (r.shape, r.stride()))] for r in results]
-    if in_cpp:
-        return _lower_in_cpp(functional, out_form, results, sizes, (args, kwargs))
     layouts = [
-        ir.FixedLayout(result.device, result.dtype, *size)
-        for result, size in zip(results, sizes, strict=True)
+        ir.FixedLayout(
+            result.device,
+            result.dtype,
+            ir.convert_shape_to_inductor(result.shape),
+            ir.convert_shape_to_inductor(result.stride()),
+        )
+        for result in results
     ]
     single, several, _ = _node_classes()
     if names == ["out"]:
@@ -256,28 +248,6 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
     ]
     boxes = tuple(map(ir.TensorBox.create, node.outputs))
     return boxes if isinstance(example, tuple) else boxes[0]
-
-
-def _lower_in_cpp(op: OpOverload, form: OpOverload, results: Any, sizes: Any, call: Any) -> Any:
-    """Makes the node for code in C++, on buffers of its own; None if the device has no kernel."""
-    import torch._inductor.ir  # imports Inductor
-
-    args, kwargs = call
-    nodes = [*filter(lambda v: isinstance(v, torch._inductor.ir.IRNode), tree_leaves(call))]
-    devices = {each.get_device() for each in nodes} | {result.device for result in results}
-    types = {device.type for device in devices if device is not None}
-    for each in (types - {"cpu"}) or types:  # a number in a tensor may be on the CPU
-        if not dispatch.has_kernel(form._name, dispatch.dispatch_key_name(each)):
-            return None
-    names = [argument.name for argument in form._schema.arguments][len(op._schema.arguments) :]
-    empty: Any = sys.modules[_LOWERING].empty_strided
-    buffers = tuple(
-        empty(*size, dtype=result.dtype, device=result.device)
-        for result, size in zip(results, sizes, strict=True)
-    )
-    fallback: Any = torch._inductor.ir.FallbackKernel
-    fallback.create(form, *args, **kwargs, **dict(zip(names, buffers, strict=True)))
-    return buffers[0] if len(op._schema.returns) == 1 else buffers
 
 
 def _is_plannable(result: torch.Tensor) -> bool:

@@ -4,19 +4,15 @@ An exported program holds the names of its operators. If a process has not impor
 define them, `torch.export.load` fails without naming a module. `save` stores these modules in the
 file, and the error of `load` names the missing one. `torch.export` reads and writes the same files.
 `aoti_package` and `load_package` do so for programs that AOTInductor compiles. A package may carry
-its operators, or `cpp_definitions` defines them where there is no Python. `register_c_function` has
-compiled code call functions in C in place of kernels in Python.
+its operators, for processes without Python.
 """
 
-from torchop.export.c_functions import register_c_function
-from torchop.export.packages import aoti_package, cpp_definitions, load_package
+from torchop.export.packages import aoti_package, load_package
 from torchop.export.programs import load, save
 
 __all__ = [
     "aoti_package",
-    "cpp_definitions",
     "load",
     "load_package",
-    "register_c_function",
     "save",
 ]

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch.export import ExportedProgram
 import torchop
 from torchop._compat import on_demand
 from torchop._inspect.registrant import is_defined_in_python, python_kernel
-from torchop.export.c_functions import SOURCE, functions_in, tvm_ffi
 from torchop.export.programs import (
     METADATA,
     check_operators,
@@ -49,19 +48,14 @@ static const bool has_loaded = [] {{
     return false;
   Dl_info here;
   dladdr(reinterpret_cast<void*>(&is_missing), &here);
-  void* loaded[{count}];
   for (int place = 0; place < {count}; ++place) {{
     const std::string path = std::string(here.dli_fname) + '.' + std::to_string(place);
-    loaded[place] = dlopen(path.c_str(), RTLD_NOW);
-    if (loaded[place] == nullptr)
+    if (dlopen(path.c_str(), RTLD_NOW) == nullptr)
       TORCH_WARN(dlerror());
-  }}{functions}
+  }}
   return true;
 }}();
 """
-_FUNCTION = """
-  if (loaded[{place}] != nullptr)
-    torchop_register(loaded[{place}], {texts});"""
 _CARRIER = "torchop_operators_"  # with what this begins the name of the library with this code
 
 
@@ -84,8 +78,7 @@ def aoti_package(
         inductor_configs: as in `torch._inductor.aoti_compile_and_package`.
         libraries: shared libraries with kernels in C++, on Linux. The package carries them, and the
             definitions of its operators, so that a process that has neither can run it, without
-            Python too. They are loaded here, with `torch.ops.load_library`. So it carries the
-            libraries of the functions of `register_c_function` that it calls, and that of tvm-ffi.
+            Python too. They are loaded here, with `torch.ops.load_library`.
 
     Returns:
         The path of the package.
@@ -95,8 +88,7 @@ def aoti_package(
         ArgumentError: a `TypeError`: `libraries` is one path; it takes a list.
         OSError: a library cannot be loaded; the exception that caused it says why.
         MissingKernelError: with `libraries`, an operator that the package calls has no kernel in
-            C++ for the device of the package; names both. There is no package then, nor when a
-            library that it has to carry is no longer there.
+            C++ for the device of the package; names both. There is no package then.
         NotImplementedError: with `libraries`, anywhere but on Linux.
 
     Warns:
@@ -125,8 +117,9 @@ def aoti_package(
     if libraries and sys.platform != "linux":
         raise NotImplementedError(
             "aoti_package: a package carries libraries=... on Linux alone, because they are found "
-            f"and loaded as there; this is {sys.platform}. Leave them out, and load them before "
-            "the package, with a library of the code that torchop.export.cpp_definitions returns."
+            f"and loaded as there; this is {sys.platform}. Leave them out, "
+            "define the operators in C++ with TORCH_LIBRARY, and load their library before the "
+            "package."
         )
     configs = dict(inductor_configs or {})
     metadata = configs.get("aot_inductor.metadata") or {}
@@ -178,35 +171,7 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
     return on_demand.load_aoti_package(path, **options)
 
 
-def cpp_definitions(path: str | os.PathLike[str]) -> str:
-    """Returns C++ code that defines the operators of a package, where nobody else defines them.
-
-    A process without Python has to load a library with this code, and the libraries with the
-    kernels, before the package. Load the libraries with the kernels before you call this function.
-    A package that `torchop.export.aoti_package` made with `libraries=...` needs none of it.
-
-    Args:
-        path: a package of AOTInductor.
-
-    Returns:
-        A source file. It defines the operators that the package calls and that Python defined.
-
-    Raises:
-        MissingKernelError: an operator that the package calls has no kernel in C++ for the device
-            of the package; names both.
-        OperatorNotFoundError: an operator that the package calls is not registered in this process.
-        zipfile.BadZipFile: the file is no archive.
-
-    Example:
-        >>> import torchop, torchop.export
-        >>> torch.ops.load_library("kernels.so")  # doctest: +SKIP
-        >>> source = torchop.export.cpp_definitions("model.pt2")  # doctest: +SKIP
-        >>> pathlib.Path("definitions.cpp").write_text(source)  # doctest: +SKIP
-    """
-    return _source(path, _with_kernels(*contents_of_package(path)))
-
-
-def _source(path: str | os.PathLike[str], operators: list[Operator], loader: str = "") -> str:
+def _source(path: str, operators: list[Operator], loader: str) -> str:
     own = filter(is_defined_in_python, operators)
     blocks = (
         "\n".join((f"\nTORCH_LIBRARY_FRAGMENT({namespace}, m) {{", *map(_definition, group), "}\n"))
@@ -235,28 +200,13 @@ def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, confi
 def _put_in(libraries: list[str], carrier: str, path: str) -> None:
     """Adds libraries to a package, and the one that loads them, compiled now that it is known."""
     names, device = contents_of_package(path)
-    functions = functions_in(names, device)
-    operators = _with_kernels(names, device, functions)
-    adapter, include = "", []
-    if functions:
-        adapter, include = SOURCE.read_text(encoding="utf-8"), [tvm_ffi().find_include_path()]
-        own = (function.library for function in functions.values())
-        # Each may need those before it.
-        libraries = [*dict.fromkeys((tvm_ffi().find_libtvm_ffi(), *libraries, *own))]
+    operators = _with_kernels(names, device)
     loader = _LOADER.format(
         missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
         count=len(libraries),
-        functions="".join(
-            _FUNCTION.format(
-                place=libraries.index(function.library),
-                texts=", ".join(map(json.dumps, function.texts)),
-            )
-            for function in functions.values()
-        ),
     )
     place = f'#line 1 "{os.path.basename(path)}"\n'  # which PyTorch tells of the operators
-    source = adapter + place + _source(path, operators, loader)
-    on_demand.build_library(source, carrier, include)
+    on_demand.build_library(place + _source(path, operators, loader), carrier)
     with zipfile.ZipFile(path, "a") as archive:
         (beside,) = (name for name in archive.namelist() if name.endswith(".wrapper.so"))
         inside = f"{posixpath.dirname(beside)}/{os.path.basename(carrier)}"
@@ -272,31 +222,23 @@ def _carries_operators(path: str) -> bool:
         return any(f"/{_CARRIER}" in name for name in archive.namelist())
 
 
-def _with_kernels(names: list[OpName], device: str, own: Collection[OpName] = ()) -> list[Operator]:
+def _with_kernels(names: list[OpName], device: str) -> list[Operator]:
     """The operators that a package calls; refuses one that has no kernel in C++."""
-    operators = [Operator(name, "cpp_definitions") for name in names]
     for op, site in _without_kernels(names, device).items():
-        if op.name not in own:  # of which the package carries functions in C
-            raise torchop.MissingKernelError(
-                f"{op}: the package calls it on {device}, for which it has no kernel in C++ (see "
-                f"{site}), so no process without Python can run the package. Register one with "
-                f"TORCH_LIBRARY_IMPL({op.name.namespace}, ...), and load its library here, with "
-                "torch.ops.load_library, or name it in aoti_package(..., libraries=[...]). A "
-                "function of torchop.export.register_c_function needs the latter."
-            )
-    return operators
+        raise torchop.MissingKernelError(
+            f"{op}: the package calls it on {device}, for which it has no kernel in C++ (see "
+            f"{site}), so no process without Python can run the package. Register one with "
+            f"TORCH_LIBRARY_IMPL({op.name.namespace}, ...), and load its library here, with "
+            "torch.ops.load_library, or name it in aoti_package(..., libraries=[...])."
+        )
+    return [Operator(name, "aoti_package") for name in names]
 
 
 def _without_kernels(names: Iterable[OpName], device: str) -> dict[Operator, str]:
     """The operators that have no kernel in C++, and where the one that they have comes from."""
-    sites = {}
-    functions = functions_in(names, device)
-    for op in (Operator(name, "aoti_package") for name in names):
-        # A function is called by C++ code of this process, once it has been called.
-        site = functions[op.name].library if op.name in functions else python_kernel(op, device)
-        if site is not None:
-            sites[op] = site
-    return sites
+    operators = [Operator(name, "aoti_package") for name in names]
+    sites = {op: python_kernel(op, device) for op in operators}
+    return {op: site for op, site in sites.items() if site is not None}
 
 
 def _definition(op: Operator) -> str:

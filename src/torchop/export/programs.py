@@ -22,7 +22,6 @@ from torch.fx import GraphModule, Node
 
 import torchop
 from torchop._rules.providers import providers_of
-from torchop.export.c_functions import has_functions, stand_in_of
 from torchop.extend import Operator, OpName, OpOverload, short_repr, warn
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
@@ -124,11 +123,6 @@ def modules_of(ep: ExportedProgram) -> str:
     # By name, because an operator may have been defined again since the program was exported.
     used = [Operator(OpName.parse(op.name()), "save") for op in _operators_in(ep).values()]
     modules = {str(op): op.site.module for op in used if op.site is not None}
-    modules |= {
-        str(stand_in_of(op.overload)): modules[str(op)]
-        for op in used
-        if str(op) in modules and has_functions(op.overload)
-    }
     for op in used:
         asked = {k.provider for k in torchop.providers(str(op)) if k.rank and k.supported}
         here = [each for each in providers_of(str(op)) if each.name in asked]

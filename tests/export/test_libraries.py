@@ -1,4 +1,4 @@
-"""The definitions of operators in C++, for packages that run where there is no Python."""
+"""Packages with kernels in C++, which run where there is no Python."""
 
 from __future__ import annotations
 
@@ -102,19 +102,6 @@ LOAD = """
     except RuntimeError as error:
         print(error)
 """
-# In the process that made the package, the schemas are those of Python.
-DEFINE = """
-    import pathlib, sys
-    import torch, torchop.export
-    import served_module
-
-    try:
-        torchop.export.cpp_definitions("model.pt2")
-    except torchop.MissingKernelError as error:
-        print(error)
-    torch.ops.load_library("./kernels.so")
-    pathlib.Path("definitions.cpp").write_text(torchop.export.cpp_definitions("model.pt2"))
-"""
 
 
 def _package(folder: Path, device: str, *operators: str) -> Path:
@@ -139,38 +126,6 @@ def _register_in_cpp(namespace: str, operator: str, key: str) -> None:
 _LIBRARIES: list[object] = []
 
 
-def test_the_definitions_are_the_schemas_of_what_the_package_calls(namespace, tmp_path):
-    def decay(
-        x: Tensor, rate: float = 1e-5, mode: str = 'a"b\\', sizes: list[int] = (1, 2)
-    ) -> Tensor:
-        return x
-
-    op = torchop.custom_op(f"{namespace}::decay", decay, mutates_args=())
-    torchop.custom_op(f"{namespace}::unused", lambda x: x, schema=SCHEMA, mutates_args=())
-    _register_in_cpp(namespace, "decay", "CPU")
-    path = _package(tmp_path, "cpu", f"{namespace}::decay", "aten::sin", "aten::add.Tensor")
-    source = torchop.export.cpp_definitions(path)
-    assert f"TORCH_LIBRARY_FRAGMENT({namespace}, m) {{" in source
-    (line,) = (line for line in source.splitlines() if "m.def(" in line)
-    schema = json.loads(line.partition("(")[2].removesuffix(");"))  # a string is the same in C++
-    assert f'if (is_missing("{namespace}::decay", ""))' in source
-    assert torch._C.parse_schema(f"{namespace}::{schema}") == op.overload._schema
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_kernel_in_python_is_refused(namespace, tmp_path, device):
-    torchop.custom_op(f"{namespace}::f", lambda x: x, schema=SCHEMA, mutates_args=())
-    _register_in_cpp(namespace, "f", {"cpu": "CUDA", "cuda": "CPU"}[device])
-    with pytest.raises(torchop.MissingKernelError) as caught:
-        torchop.export.cpp_definitions(_package(tmp_path, device, f"{namespace}::f"))
-    message = str(caught.value)
-    assert (
-        f"{namespace}::f: the package calls it on {device}, for which it has no kernel" in message
-    )
-    assert "test_cpp_definitions.py:" in message
-    assert f"TORCH_LIBRARY_IMPL({namespace}, ...)" in message
-
-
 @pytest.mark.parametrize("key", ["CPU", "CUDA"])
 def test_kernels_in_python_are_named_where_the_package_is_made(
     namespace, tmp_path, monkeypatch, key
@@ -187,7 +142,11 @@ def test_kernels_in_python_are_named_where_the_package_is_made(
 
 
 def test_a_package_carries_libraries_and_what_loads_them(namespace, tmp_path, monkeypatch):
-    torchop.custom_op(f"{namespace}::f", lambda x: x, schema=SCHEMA, mutates_args=())
+    def f(x: Tensor, rate: float = 1e-5, mode: str = 'a"b\\', sizes: list[int] = (1, 2)) -> Tensor:
+        return x
+
+    op = torchop.custom_op(f"{namespace}::f", f, mutates_args=())
+    torchop.custom_op(f"{namespace}::unused", lambda x: x, schema=SCHEMA, mutates_args=())
     _register_in_cpp(namespace, "f", "CPU")
     path = _package(tmp_path, "cpu", f"{namespace}::f", "aten::add.Tensor")
     for name in ("one.so", "two.so"):
@@ -198,7 +157,7 @@ def test_a_package_carries_libraries_and_what_loads_them(namespace, tmp_path, mo
         carriers.append(linked)
         return str(path)
 
-    def build(source: str, path_of_library: str, include: list[str] | None = None) -> None:
+    def build(source: str, path_of_library: str) -> None:
         Path(path_of_library).write_text(source)
 
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
@@ -218,6 +177,12 @@ def test_a_package_carries_libraries_and_what_loads_them(namespace, tmp_path, mo
         f'if (!(is_missing("aten::add", "Tensor") || is_missing("{namespace}::f", "")))' in source
     )
     assert source.index("dlopen") < source.index("m.def(")
+    # The definitions are the schemas of the operators that the package calls.
+    assert f"TORCH_LIBRARY_FRAGMENT({namespace}, m) {{" in source
+    assert f'if (is_missing("{namespace}::f", ""))' in source
+    (line,) = (line for line in source.splitlines() if "m.def(" in line)
+    schema = json.loads(line.partition("(")[2].removesuffix(");"))  # a string is the same in C++
+    assert torch._C.parse_schema(f"{namespace}::{schema}") == op.overload._schema
     # It defines what it calls, so nobody has to import a module.
     monkeypatch.setattr(on_demand, "load_aoti_package", lambda path: path)
     ended = _package(tmp_path, "cpu", "absent::f")
@@ -243,21 +208,32 @@ def test_libraries_are_refused_elsewhere(monkeypatch):
         torchop.export.aoti_package(program, libraries=["a.so"])
 
 
-def test_a_package_that_nobody_can_run_is_not_left_behind(namespace, tmp_path, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_package_that_nobody_can_run_is_not_left_behind(namespace, tmp_path, monkeypatch, device):
     torchop.custom_op(f"{namespace}::f", lambda x: x, schema=SCHEMA, mutates_args=())
-    path = _package(tmp_path, "cpu", f"{namespace}::f")
+    _register_in_cpp(namespace, "f", {"cpu": "CUDA", "cuda": "CPU"}[device])
+    path = _package(tmp_path, device, f"{namespace}::f")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(on_demand, "compile_aoti_package", lambda *_, linked: str(path))
     monkeypatch.setattr(on_demand, "build_library", lambda *_: None)
     program = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
-    with pytest.raises(torchop.MissingKernelError, match=f"^{namespace}::f: the package calls it"):
+    with pytest.raises(torchop.MissingKernelError) as caught:
         torchop.export.aoti_package(program, libraries=["kernels.so"])
+    message = str(caught.value)
+    assert message.startswith(
+        f"{namespace}::f: the package calls it on {device}, for which it has no kernel"
+    )
+    assert "test_libraries.py:" in message
+    assert f"TORCH_LIBRARY_IMPL({namespace}, ...)" in message
     assert not path.exists()
 
 
-def test_an_operator_that_is_not_registered_is_named(tmp_path):
+def test_an_operator_that_is_not_registered_is_named(tmp_path, monkeypatch):
+    path = str(_package(tmp_path, "cpu", "absent::f"))
+    monkeypatch.setattr(on_demand, "compile_aoti_package", lambda *arguments: path)
+    program = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
     with pytest.raises(torchop.OperatorNotFoundError, match="absent::f"):
-        torchop.export.cpp_definitions(_package(tmp_path, "cpu", "absent::f"))
+        torchop.export.aoti_package(program)
 
 
 def compile_cpp(folder: Path, *arguments: str) -> None:
@@ -301,23 +277,6 @@ def test_a_package_calls_a_kernel_in_cpp_as_a_function(tmp_path):
     assert output.splitlines() == ["[9.0, 9.0, 9.0]", "2"]
 
 
-def test_a_program_without_python_runs_the_package(unless_all_run, request):
-    shipped = request.getfixturevalue("shipped")
-    (shipped / "kernels.cpp").write_text(KERNELS)
-    compile_cpp(shipped, "-shared", "-fPIC", "kernels.cpp", "-o", "kernels.so")
-    output = run_in(shipped, DEFINE)
-    assert "served::add_one.inplace: the package calls it on cpu, for which it has no" in output
-    compile_cpp(shipped, str(SERVE), "definitions.cpp", "kernels.cpp", "-o", "serve_alone")
-    linked = subprocess.run(["ldd", "serve_alone"], cwd=shipped, capture_output=True, text=True)
-    assert "libtorch_cpu" in linked.stdout
-    assert "libpython" not in linked.stdout
-    done = subprocess.run(
-        ["./serve_alone", "model.pt2"], cwd=shipped, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["4", "4", "4", "[", "CPUFloatType{3}", "]"]
-
-
 @pytest.mark.usefixtures("unless_all_run")
 def test_a_package_that_carries_its_kernels_runs_anywhere(tmp_path):
     (tmp_path / "served_module.py").write_text(textwrap.dedent(MODULE))
@@ -331,6 +290,9 @@ def test_a_package_that_carries_its_kernels_runs_anywhere(tmp_path):
     assert "it exists already, registered at carrying.pt2:" in too_late
     assert "load a package that carries it after this definition" in too_late
     compile_cpp(tmp_path, str(SERVE), "-o", "serve_alone")
+    linked = subprocess.run(["ldd", "serve_alone"], cwd=tmp_path, capture_output=True, text=True)
+    assert "libtorch_cpu" in linked.stdout
+    assert "libpython" not in linked.stdout
     command = ["./serve_alone", "carrying.pt2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
