@@ -122,9 +122,6 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rules/kernels/test_rule.py": {
         LACKING: ("test_dispatch_key_without_a_device_type_has_a_kernel_of_its_own",),
     },
-    "rules/providers/test_donating.py": {
-        LACKING: ("test_tensors_without_a_pointer",),
-    },
     "rules/providers/test_priority.py": {
         INDUCTOR: ("test_a_warning_points_at_the_users_line[inductor]",),
     },

@@ -86,16 +86,6 @@ def functional_storage(tensor: torch.Tensor) -> int:
     return int(getattr(tensor, "elem", tensor).untyped_storage()._cdata)
 
 
-def look_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are known to have the same metadata, without a guard that makes it so."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    pairs = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=False)
-    return (one.ndim, one.dtype, one.device) == (other.ndim, other.dtype, other.device) and all(
-        statically_known_true(a == b) for a, b in pairs
-    )
-
-
 def is_view_of_other_type(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a compiler's trace is a view of one with another dtype."""
     return _traced_base(tensor).dtype is not tensor.dtype

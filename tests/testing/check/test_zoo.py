@@ -21,7 +21,7 @@ from torchop.testing._check.subsystems.contexts import runs_in_threads
 # PyTorch says so of the first CSR matrix of a process.
 pytestmark = pytest.mark.filterwarnings("ignore:.*beta state")
 # Checks that one to three right operators have, which a sample could leave out.
-OF_FEW = {"providers.configs", "providers.batch_invariant", "providers.donates"}
+OF_FEW = {"providers.configs", "providers.batch_invariant"}
 # Right operators that such a check once blamed. A sample may leave them out.
 BLAMED = [
     ("attention_in_blocks", "subsystems.autocast"),

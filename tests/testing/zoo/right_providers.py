@@ -264,32 +264,6 @@ _two.register_kernel(
 right(_two, one)
 
 
-_added = define(
-    "provided_added",
-    lambda x, residual, weight: ((x + residual) * weight, x + residual),
-    schema="(Tensor x, Tensor residual, Tensor weight) -> (Tensor, Tensor)",
-)
-
-
-def add_over_both(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    residual.add_(x)
-    return torch.mul(residual, weight, out=x), residual
-
-
-_added.register_kernel(
-    "cpu",
-    add_over_both,
-    provider="fused",
-    donates=("x", "residual"),
-    supports=lambda x, residual, weight: (
-        x.shape == residual.shape == (*x.shape[:-1], *weight.shape)
-        and x.dtype == residual.dtype == weight.dtype
-        and x.stride() == residual.stride()
-    ),
-)
-right(_added, lambda: [(torch.rand(3, 4), torch.rand(3, 4), torch.rand(4))])
-
-
 def dropped(x: Tensor) -> Tensor:
     return x * (torch.rand(x.shape, device=x.device) > 0.5)
 

@@ -435,31 +435,6 @@ def shares_scratch(x: Tensor, y: Tensor) -> Tensor:
     return (_scratch["sum"] + float(int(_scratch["owner"]) != mine)).contiguous()
 
 
-def wipes_memory(x: Tensor, y: Tensor) -> Tensor:
-    """Takes the argument that it writes over for the whole of its memory."""
-    result = x * 2 + y
-    raw(x).zero_()
-    return x.copy_(result)
-
-
-def writes_both(x: Tensor, y: Tensor) -> Tensor:
-    return x.add_(y.add_(x))
-
-
-for kernel, check in ((wipes_memory, "providers.donates"), (writes_both, "contracts.schema")):
-    enter(
-        f"fast_{kernel.__name__}",
-        lambda x, y: x * 2 + y,
-        kernel,
-        check,
-        lambda: [(torch.rand(3, 4), torch.rand(3, 4))],
-        options={
-            "schema": "(Tensor x, Tensor y) -> Tensor",
-            "fake": lambda x, y: torch.empty_like(x),
-        },
-        donates=["x"],
-        supports=lambda x, y: x.shape == y.shape and x.dtype == y.dtype and x.is_floating_point(),
-    )
 for kernel, check in (
     (writes_its_input, "contracts.schema"),
     (leaves_the_end, "memory.uninitialized"),

@@ -26,7 +26,6 @@ from torchop._define.forms.kernels import check_fits, check_outputs, metadata
 from torchop._define.forms.schemas import identified
 from torchop._errors import SchemaError, short_repr
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.naming import OpName
@@ -59,7 +58,7 @@ def derive_form(
     lib = functional.callers_library if lib is None else lib
     check_callers_library(op_name, lib)
     # For every device: the functional operator has the kernels, those of the future included.
-    kernel = writing_result(functional, op_name, schema, donates=True)
+    kernel = writing_result(functional, op_name, schema)
 
     def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         # The result is complete before anything is written, so an output may be an input.
@@ -155,35 +154,23 @@ def define_member(
 
 
 def writing_result(
-    functional: Definition,
-    name: OpName,
-    schema: Schema,
-    *,
-    copies: bool = True,
-    donates: bool = False,
+    functional: Definition, name: OpName, schema: Schema, *, copies: bool = True
 ) -> Callable[..., Any]:
     """A kernel of a form: calls the functional operator, and copies what it returns.
 
-    Without the copies, it is the fake kernel. If it `donates`, kernels of the functional operator
-    may write over the argument of the in-place form, which saves the copy.
+    Without the copies, it is the fake kernel.
     """
-    overwritten = schema.mutated if donates and schema.form is Form.INPLACE else ()
 
     def compute_and_copy(*args: Any, **kwargs: Any) -> Any:
         outputs = returned_arguments(schema, args, kwargs)
         inputs = {n: value for n, value in kwargs.items() if n not in schema.mutated}
-        donated = functional.rule(KernelRule).donated if overwritten else None
-        if donated is not None:
-            results = donated(overwritten, args, inputs)
-        else:
-            returned = functional.overload(*args, **inputs)
-            results = returned if isinstance(returned, tuple) else (returned,)
+        returned = functional.overload(*args, **inputs)
+        results = returned if isinstance(returned, tuple) else (returned,)
         for argument, output, result in zip(schema.mutated, outputs, results, strict=True):
             check_fits(name, schema, argument, metadata(result), output)
         if copies:
             for output, result in zip(outputs, results, strict=True):
-                if result is not output:
-                    output.copy_(result)
+                output.copy_(result)
         return returned_result(schema, args, kwargs)
 
     return compute_and_copy

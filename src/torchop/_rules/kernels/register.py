@@ -27,7 +27,6 @@ def register_kernel(
     deterministic: bool = True,
     tolerance: Mapping[torch.dtype, tuple[float, float]] | None = None,
     configs: Sequence[Mapping[str, Any]] = (),
-    donates: Sequence[str] = (),
     lib: torch.library.Library | None = None,
 ) -> Function:
     """Registers the implementation of an operator for some device types.
@@ -55,11 +54,6 @@ def register_kernel(
         tolerance: how far results may be from those of the reference: `(rtol, atol)` by dtype.
         configs: keyword arguments of this kernel alone, such as tile sizes, as a list of dicts. The
             first dict is used.
-        donates: names of arguments that the kernel may write its results over: the first result
-            over the first of them, and so on. It then returns that argument. It gets copies, except
-            in the in-place form (`CustomOp.derive_inplace`), in the operator `name__donating`,
-            which writes the results over these arguments, and in graphs of Inductor where nobody
-            reads them later.
         lib: the library whose lifetime the registration shares, so that closing it undoes this; by
             default it stays for good.
 
@@ -106,7 +100,6 @@ def register_kernel(
         "deterministic": deterministic,
         "tolerance": tolerance,
         "configs": configs,
-        "donates": donates,
     }
     devices = device_list(device_types)  # also where the function comes later, if it is not this
     if provider is None:

@@ -96,9 +96,6 @@ class KernelRule(CompiledRule[Kernels]):
     switches: Mapping[object, tuple[str, bool]] = NOTHING
     # What chooses between those and the kernels of providers; None without providers.
     providers: ProviderTable | None = None
-    # Calls the operator and lets kernels write over the arguments that it is told; None unless the
-    # kernel of a provider may.
-    donated: Callable[[Collection[str], Any, Any], tuple[Any, ...]] | None = None
     # Whether a result of a lenient operator shared memory, of which its user was warned.
     has_aliases = False
     # Where calls end that no kernel serves, for an operator that had none for every device.
@@ -172,10 +169,6 @@ class KernelRule(CompiledRule[Kernels]):
 
     def kernels(self) -> Collection[str | None]:
         return self.functions
-
-    def cache_parts(self) -> Iterator[object]:
-        if self.donated is not None:
-            yield "donating"  # graphs may call the operator that writes over arguments
 
     def repr_text(self) -> str | None:
         devices = [device or "every device" for device in self.functions]

@@ -28,7 +28,6 @@ from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import foreign, priority
 from torchop._rules.providers.candidates import DeviceKernels
 from torchop._rules.providers.choice import Choice
-from torchop._rules.providers.donating import define_donating
 from torchop._rules.providers.priority import (
     REFERENCE,
     TUNED,
@@ -205,8 +204,6 @@ def _register(
     provider = make_provider(definition, name, device_types, function, **options)
     with registration_lock:
         state: dict[str, Any] = {}
-        if provider.donates:
-            state["donated"] = _donated(definition, provider)
         if definition.is_ours:
             names, install = rule.places(device_types)
             provider = provider._replace(devices=tuple(names))
@@ -221,26 +218,6 @@ def _register(
         priority.add_rule(rule)
         if lib is not None:
             libraries.on_close(lib, functools.partial(_remove, weakref.ref(rule), provider))
-
-
-def _donated(definition: Definition, provider: Provider) -> Any:
-    """What calls an operator with arguments that kernels may write over."""
-    provided: Any = definition.rule(KernelRule).donated
-    what = f"{definition}: the provider {provider.name!r}"
-    if not definition.is_ours:
-        raise NotImplementedError(
-            f"{what}: donates is for operators that torchop defined, and another package defined "
-            "this one. Leave donates out, and let the kernel write into memory of its own."
-        )
-    if provided is None:
-        return define_donating(definition, provider.donates)
-    if provided.names != provider.donates:
-        raise ValueError(
-            f"{what}: donates is {provider.donates}, but it is {provided.names} for another "
-            "provider. Compiled graphs call one operator for all of them, so all have to donate "
-            "the same."
-        )
-    return provided
 
 
 def _remove(rule: weakref.ref[KernelRule], provider: Provider) -> None:

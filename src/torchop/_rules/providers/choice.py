@@ -146,20 +146,9 @@ class Choice:
         return rule.native_choice(priority.open_blocks, self._selection, self._has_random)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.find(args, kwargs)(*args, **kwargs)
-
-    def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
-        """The function that runs a call."""
         selection = self._selection(priority.current(), self._is_deterministic())
-        return selection.function or selection.lookup(args, kwargs)
-
-    def may_donate(self) -> bool:
-        """Whether one of the kernels that are asked for may write over arguments."""
-        selection = self._selection(priority.current(), self._is_deterministic())
-        asked = [provider for provider, _ in selection.candidates]
-        if TUNED_PROVIDER in asked:
-            asked = list(self._kernels.providers.values())
-        return any(provider.donates for provider in asked)
+        function = selection.function or selection.lookup(args, kwargs)
+        return function(*args, **kwargs)
 
     @property
     def kernels(self) -> DeviceKernels:

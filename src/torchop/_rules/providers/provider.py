@@ -27,7 +27,6 @@ from torchop._errors import (
     users_place,
     warn,
 )
-from torchop._rules.providers.donating import Donating, checked_donates
 from torchop._rules.providers.priority import REFERENCE, TUNED
 from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.defaults import fitted, same_default
@@ -53,7 +52,6 @@ class Provider(NamedTuple):
         deterministic: whether a call always has the same bits.
         tolerance: how far results may be from those of the reference, by dtype.
         configs: arguments of this kernel alone, of which the first ones are used.
-        donates: the arguments that it may write its results over, if a caller gives them up.
         kernels: the kernel with each of `configs`; the kernel alone, without any.
         written: the function that the author wrote.
         site: where the kernel was written.
@@ -68,7 +66,6 @@ class Provider(NamedTuple):
     deterministic: bool
     tolerance: Tolerance
     configs: tuple[Mapping[str, Any], ...]
-    donates: tuple[str, ...]
     kernels: tuple[Callable[..., Any], ...]
     written: Callable[..., Any]
     site: Site
@@ -97,7 +94,6 @@ TUNED_PROVIDER = Provider(
     deterministic=True,
     tolerance={},
     configs=(),
-    donates=(),
     kernels=(),
     written=_no_kernel,
     site=Site(__name__, TUNED, __file__, 1),
@@ -118,7 +114,6 @@ def make_provider(
     deterministic: bool,
     tolerance: Tolerance | None,
     configs: Configs,
-    donates: Sequence[str],
 ) -> Provider:
     """Checks all that is said about a kernel, and makes a provider of it."""
     what = f"{definition}: the provider {name!r}"
@@ -135,9 +130,6 @@ def make_provider(
     )
     check_no_generator(what, kernels[0], definition.schema)
     kernels = tuple(fitted(what, kernel, definition.schema) for kernel in kernels)
-    donated = checked_donates(what, definition.schema, donates)
-    if donated:
-        kernels = tuple(Donating(kernel, definition.schema, donated) for kernel in kernels)
     if not isinstance(supported, bool) and not callable(supported):
         raise TypeError(
             f"{what}: supported expects a bool, or a function without parameters that returns one, "
@@ -156,7 +148,6 @@ def make_provider(
         deterministic,
         _checked_tolerance(what, tolerance),
         configurations,
-        donated,
         kernels,
         function,
         site,

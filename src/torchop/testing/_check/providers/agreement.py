@@ -14,7 +14,7 @@ from torchop._compat import fake_tensors
 from torchop._rules.providers import every_argument, providers_of
 from torchop._rules.providers.priority import REFERENCE
 from torchop._rules.providers.provider import Provider
-from torchop.extend import Operator, OpOverload, values_by_name
+from torchop.extend import Operator, OpOverload
 from torchop.testing import probes
 from torchop.testing._check.subject import breaks_contract, reason
 from torchop.testing.process_state import process_state, restored, seed_all
@@ -98,41 +98,6 @@ def _as_near_as_reference(
     except Exception:  # the reference does not take double
         return [False] * len(actual)
     return [is_near(*each) for each in zip(actual, expected, doubles, strict=True)]
-
-
-def writes_over_what_it_donates(
-    op: Any, args: Any, kwargs: Any, provider: str, **tolerances: Any
-) -> None:
-    """Where a kernel writes over the arguments that it donates, it is right, and writes no more."""
-    operator, kernel = Operator(op, "check"), provider_of(op, provider, args, kwargs)
-    values = tolerances.pop("values", True)
-    expected = reference_outcome(op, *probes.copies((args, kwargs)))
-    args, kwargs = every_argument(operator.schema, *probes.copies((args, kwargs)))
-    named = values_by_name(operator.schema, args, kwargs)
-    donated = [named[name] for name in kernel.donates]
-    tensors = probes.tensors_of((args, kwargs))
-    for one, other in zip(donated, expected, strict=False):
-        if not probes.is_plain(one) or (one.shape, one.dtype) != (other.shape, other.dtype):
-            raise NotImplementedError("no result could be written over an argument")
-        if any(
-            length > 1 and not step for length, step in zip(one.shape, one.stride(), strict=True)
-        ):
-            raise NotImplementedError("elements of an argument share memory")
-    if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) < len(tensors):
-        raise NotImplementedError("arguments share memory")
-    read = [tensor for tensor in tensors if all(tensor is not each for each in donated)]
-    before = probes.copies(read)
-    namespace, _, name = op.name().partition("::")
-    name, _, overload = name.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), f"{name}__donating")
-    what = f"the provider {provider!r}, where it writes over arguments,"
-    limits = {"tolerance": kernel.tolerance, "values": values, **tolerances}
-    with probes.memory_watched(tensors, donated, what):
-        with only(op, provider):
-            others = probes.outcome(getattr(packet, overload or "default"), args, kwargs)
-        results = donated + others[: len(expected) - len(donated)]
-        probes.assert_same(results, expected, what, **limits)
-        probes.assert_same(read, before, f"what {what} does not donate", rtol=0, atol=0)
 
 
 def reference_outcome(op: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torchop.testing._check.providers.agreement import (
     reference_outcome,
     rows_of,
     supports_is_sound,
-    writes_over_what_it_donates,
 )
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.subsystems.gradients import needs_formula
@@ -94,7 +93,6 @@ def is_about(kind: CheckKind, provider: Provider) -> bool:
     if_declared = {
         "providers.batch_invariant": provider.batch_invariant,
         "providers.configs": len(provider.configs) > 1,
-        "providers.donates": bool(provider.donates),
         **dict.fromkeys(_OF_DETERMINISTIC_KERNELS, provider.deterministic),
     }
     return if_declared.get(kind.name, kind.name in _OF_KERNELS or is_of_providers(kind))
@@ -133,27 +131,20 @@ def agrees(subject: Subject, details: Details) -> Iterator[Case]:
     yield from _compared(subject)
 
 
-def _compared(
-    subject: Subject, config: int = 0, probe: Callable[..., None] = agrees_with_reference
-) -> Iterator[Case]:
+def _compared(subject: Subject, config: int = 0) -> Iterator[Case]:
     options: dict[str, Any] = {"provider": _declared(subject).name}
     options |= {"config": config} if config else {}
     options |= {"values": False} if subject.is_random else {}
     options |= subject.of_reference.tolerances
     label = f", config {config}" if config else ""
     for case in _inputs(subject):
-        yield Case(case.label + label, probe, case.example, case.arrange, options)
+        yield Case(case.label + label, agrees_with_reference, case.example, case.arrange, options)
 
 
 def configs(subject: Subject, details: Details) -> Iterator[Case]:
     """Does it do so with each of its configs?"""
     for config in range(1, len(_declared(subject).configs)):
         yield from _compared(subject, config)
-
-
-def donates(subject: Subject, details: Details) -> Iterator[Case]:
-    """Is it right where it writes over arguments, and does it write over nothing else?"""
-    yield from _compared(subject, probe=writes_over_what_it_donates)
 
 
 def gradients(subject: Subject, details: Details) -> Iterator[Case]:
@@ -288,6 +279,4 @@ def _accepted(subject: Subject) -> list[Example]:
     return found
 
 
-CHECKS = family(
-    "providers", supports, agrees, configs, donates, gradients, deterministic, batch_invariant
-)
+CHECKS = family("providers", supports, agrees, configs, gradients, deterministic, batch_invariant)
