@@ -114,7 +114,7 @@ def test_explanations_in_json(run, listed, namespace):
             "keys",
             "kernels",
             "provider",
-            "passed_by",
+            "providers",
             "preconditions",
         ]
         assert each["op"] == f"{namespace}::scale"

@@ -10,6 +10,7 @@ from torchop._accelerate import accelerate
 from torchop._compat import dispatch, operators
 from torchop._compat.classes import OpOverloadPacket
 from torchop._core.registry import find_schema, op_name, own_definition
+from torchop._inspect.providers import in_order
 from torchop._inspect.reasons import Call
 from torchop._native import switch
 from torchop._native.extension import api
@@ -34,7 +35,9 @@ class Explanation(NamedTuple):
             dispatcher has at each key. Each of these decides whether it calls the next one.
         provider: the provider whose kernel computes the result, `"reference"` for those that are
             registered without one; None for an operator without providers.
-        passed_by: for each of the other providers, why its kernel does not, as text.
+        providers: the providers in the order in which calls ask them, as text: device types,
+            whether the kernel runs or why not, and where it was registered. Those that the order
+            does not name come last, without a number.
         preconditions: what a caller may pass, which calls do not check, as text; and, last, what
             this call breaks.
 
@@ -54,15 +57,16 @@ class Explanation(NamedTuple):
     keys: tuple[str, ...]
     kernels: tuple[str, ...]
     provider: str | None = None
-    passed_by: tuple[str, ...] = ()
+    providers: tuple[str, ...] = ()
     preconditions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         way = "native" if self.native else "through the dispatcher"
         lines = [f"{self.op}: {way}, because {self.reason}", f"keys: {', '.join(self.keys)}"]
         lines += [f"{index}. {kernel}" for index, kernel in enumerate(self.kernels, 1)]
-        lines += [] if self.provider is None else [f"provider: {self.provider}"]
-        lines += [f"passed by: {text}" for text in self.passed_by]
+        if self.providers:
+            lines.append("providers, of which the first that can run the call does:")
+            lines += [f"  {text}" for text in self.providers]
         lines += [f"precondition: {text}" for text in self.preconditions]
         return "\n".join(lines)
 
@@ -118,7 +122,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     schema = find_schema(name) if definition is None else definition.schema
     call = Call(name, definition, schema, args, kwargs)
     keys = dispatch.keys_of_call(call.tensors)
-    provider, passed_by, chosen = _chosen(call)
+    provider, providers, chosen = _chosen(call)
     reason, kernels = _decision(call, chosen)
     native = kernels is not None
     if kernels is None:
@@ -126,7 +130,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
         kernels = tuple(f"{key}: {table[key]}" for key in keys if key in table)
     declared = _preconditions(op, call)
     return Explanation(
-        str(name), native, reason, tuple(keys), kernels, provider, passed_by, declared
+        str(name), native, reason, tuple(keys), kernels, provider, providers, declared
     )
 
 
@@ -141,7 +145,7 @@ def _preconditions(op: OpLike, call: Call) -> tuple[str, ...]:
 
 
 def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:
-    """The provider of a call, why the others are passed by, and its function."""
+    """The provider of a call, all providers in their order as text, and its function."""
     function: Callable[..., Any] | None
     definition = call.definition or foreign.definition_of(call.name)
     if definition is None:
@@ -153,7 +157,7 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
     provider, passed_by, function = choice.explain(arguments, keywords)
     if provider == REFERENCE and not definition.is_ours:
         function = None  # whatever the package has
-    return provider, tuple(f"{name}: {why}" for name, why in passed_by.items()), function
+    return provider, in_order(definition, choice, provider, passed_by), function
 
 
 def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torchop._accelerate import patterns
@@ -11,7 +11,12 @@ from torchop._compat import operators
 from torchop._core.definition import Definition
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import priority, provider_table, providers_of
+from torchop._rules.providers.choice import Choice
+from torchop._rules.providers.provider import Provider
 from torchop._schema.naming import is_match
+
+# Why a kernel does not run that the order does not name for the device of the call.
+_OTHER_DEVICES = "it is for other devices"
 
 
 class Provided(NamedTuple):
@@ -80,6 +85,61 @@ def providers(*ops: str) -> list[Provided]:
     ]
 
 
+def in_order(
+    definition: Definition, choice: Choice, runs: str, passed_by: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Describe the providers of an operator, in the order that is in force for a call.
+
+    Args:
+        definition: the operator.
+        choice: what chooses between the kernels of the call's device.
+        runs: the provider whose kernel runs.
+        passed_by: for the other providers of the order, why they do not run.
+    """
+    kernels, found = choice.kernels, list(_registered(definition.rule(KernelRule)))
+    settings = priority.current()
+    order = priority.active_order(kernels.op, kernels.device, kernels.author, settings).names
+    references = [each for each in found if each.provider is None]
+    of_device = [each for each in references if kernels.device in each.devices]
+    of_device = of_device or [each for each in references if None in each.devices]
+    lines = []
+    for each in (*found[len(references) :], *references):
+        why = "runs" if each.name == runs else passed_by.get(each.name, _OTHER_DEVICES)
+        devices = ", ".join(device or "every device" for device in each.devices)
+        if each.provider is None and each not in of_device:
+            why = _OTHER_DEVICES
+        lines.append((each.name, f"{each.name} ({devices}): {why} ({each.where})"))
+    # The order may also name "tuned", and providers that were removed.
+    names = {name for name, _ in lines}
+    lines += [(name, f"{name}: {why}") for name, why in passed_by.items() if name not in names]
+    lines.sort(key=lambda line: order.index(line[0]) if line[0] in order else len(order))
+    return tuple(
+        f"{order.index(name) + 1}. {text}" if name in order else text for name, text in lines
+    )
+
+
+class _Registered(NamedTuple):
+    """A kernel, or the kernels of a provider, without asking whether it can run."""
+
+    name: str
+    devices: tuple[str | None, ...]
+    where: str
+    provider: Provider | None  # None for the reference
+
+
+def _registered(rule: KernelRule) -> Iterator[_Registered]:
+    """List the kernels of the reference, and then the providers."""
+    definition = rule.definition
+    functions = {d: inspect.unwrap(f) for d, f in rule.functions.items()}
+    if not definition.is_ours:  # they call whatever kernels the package has
+        functions = dict.fromkeys(functions, definition.overload)
+    for function in dict.fromkeys(functions.values()):
+        devices = tuple(d for d, f in functions.items() if f is function)
+        yield _Registered(priority.REFERENCE, devices, _place(function, definition), None)
+    for provider in providers_of(str(definition)):
+        yield _Registered(provider.name, provider.devices, str(provider.site), provider)
+
+
 def _kernels_of(rule: KernelRule) -> Iterator[Provided]:
     definition = rule.definition
     op, table = str(definition), provider_table(rule)
@@ -90,26 +150,18 @@ def _kernels_of(rule: KernelRule) -> Iterator[Provided]:
         order = priority.active_order(definition.name, device, table.orders, priority.current())
         return order.names.index(name) + 1 if name in order.names else None
 
-    functions = {d: inspect.unwrap(f) for d, f in rule.functions.items()}
-    if not definition.is_ours:  # they call whatever kernels the package has
-        functions = dict.fromkeys(functions, definition.overload)
-    for function in dict.fromkeys(functions.values()):
-        devices = tuple(d for d, f in functions.items() if f is function)
-        place = _place(function, definition)
-        name = priority.REFERENCE
-        yield Provided(op, name, devices, True, "", rank(name, devices[0]), False, True, place)
-    for provider in providers_of(op):
-        reason = provider.why_unsupported()
+    for name, devices, where, provider in _registered(rule):
+        reason = None if provider is None else provider.why_unsupported()
         yield Provided(
             op,
-            provider.name,
-            provider.devices,
+            name,
+            devices,
             reason is None,
             reason or "",
-            rank(provider.name, provider.devices[0]),
-            provider.batch_invariant,
-            provider.deterministic,
-            str(provider.site),
+            rank(name, devices[0]),
+            provider is not None and provider.batch_invariant,
+            provider is None or provider.deterministic,
+            where,
         )
 
 

@@ -12,7 +12,6 @@ from torchop.cli.calls import bench, explain
 from torchop.cli.catalogue import catalogue
 from torchop.cli.check import check
 from torchop.cli.native import build, doctor
-from torchop.cli.providers import providers
 from torchop.cli.record import record
 from torchop.cli.schema import schema
 
@@ -38,7 +37,6 @@ COMMANDS = (
     check,
     doctor,
     explain,
-    providers,
     record,
     schema,
 )

@@ -122,8 +122,8 @@ def test_supports_and_strict(namespace, library):
             pytest.raises(torchop.ProviderError, match=f"{name}: no provider of the order"),
         ):
             op(torch.ones(1, 1))
-        (passed_by,) = (torchop.explain(name, torch.ones(1, 1))).passed_by
-    assert passed_by == "rows: its `supports` says no to the arguments"
+        rows, _ = torchop.explain(name, torch.ones(1, 1)).providers
+    assert "its `supports` says no to the arguments" in rows
 
 
 def test_a_provider_for_every_device(namespace, library):

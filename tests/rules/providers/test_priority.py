@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import linecache
 import logging
+import re
 import sys
 import threading
 import warnings
@@ -640,15 +641,32 @@ def test_explain_names_the_provider_and_why_others_are_passed_by(namespace):
     with torchop.priority({op: ["gpu", "absent", "flat", "any", "last"]}):
         found = torchop.explain(op, torch.zeros(1, 1))
     assert found.provider == "any"
-    assert found.passed_by == (
-        f"gpu: it has no kernel for {TYPE}",
-        "absent: it is registered with supported=False",
-        "unasked: the order of torchop.priority does not name it",
-        "flat: its `supports` says no to the arguments",
-        "last: any comes before it",
-        "reference: any comes before it",
-    )
-    assert "provider: any\npassed by: gpu: it has no" in str(found)
+    _, _, shown = re.sub(r" \(\S+\.py:\d+\)", "", str(found)).partition("providers, ")
+    assert shown.splitlines() == [
+        "of which the first that can run the call does:",
+        f"  1. gpu ({OTHER}): it has no kernel for {TYPE}",
+        f"  2. absent ({TYPE}): it is registered with supported=False",
+        f"  3. flat ({TYPE}): its `supports` says no to the arguments",
+        f"  4. any ({TYPE}): runs",
+        f"  5. last ({TYPE}): any comes before it",
+        f"  unasked ({TYPE}): the order of torchop.priority does not name it",
+        "  reference (every device): any comes before it",
+    ]
+
+
+def test_explain_tells_the_kernels_of_other_devices_apart(namespace):
+    op = define(namespace, priority=["tuned"])
+    op.register_kernel(OTHER, adding(10))
+    op.register_kernel(OTHER, adding(20), provider="gpu")
+    op.register_kernel(TYPE, adding(30), provider="ten")
+    found = torchop.explain(op, torch.zeros(1)).providers
+    assert [text.rpartition(" (/")[0] or text for text in found] == [
+        "1. tuned: no measurement is for such a call",
+        f"gpu ({OTHER}): it is for other devices",
+        f"ten ({TYPE}): the order of the operator's author does not name it",
+        "reference (every device): runs",
+        f"reference ({OTHER}): it is for other devices",
+    ]
 
 
 def test_explain_shows_the_place_of_the_chosen_kernel(op):

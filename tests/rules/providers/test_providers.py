@@ -162,7 +162,7 @@ def test_a_provider_goes_with_its_library(namespace, way):
     with pytest.warns(torchop.ProviderWarning, match="'fast' is passed by.* it was removed, with"):
         assert value(op) == 1
     assert (
-        "fast: it was removed, with the library" in torchop.explain(op, torch.ones(1)).passed_by[0]
+        "fast: it was removed, with the library" in torchop.explain(op, torch.ones(1)).providers[0]
     )
     closed = torchop.Library(namespace, "FRAGMENT")
     closed._destroy()

@@ -1,4 +1,4 @@
-"""`python -m torchop providers`, and `bench --providers`."""
+"""`python -m torchop explain` and `bench --providers`, with operators that have several kernels."""
 
 from __future__ import annotations
 
@@ -32,29 +32,20 @@ def alone(x: torch.Tensor) -> torch.Tensor:
 """
 
 
-def test_a_package_is_listed(run, write, namespace):
-    outcome = run("providers", write("operators", OPERATORS))
-    assert outcome.code == 0
-    heading, reference, fast, vendor = outcome.out.splitlines()
-    assert heading.split()[:3] == ["operator", "order", "provider"]
-    assert reference.split()[:5] == [f"{namespace}::scale", "reference", "every", "device", "yes"]
-    assert fast.split()[:6] == [f"{namespace}::scale", "1", "fast", "cpu,", "cuda", "yes"]
-    assert "no: its `supported` raised ZeroDivisionError: division by zero" in vendor
-    assert "operators_of_" in fast
-
-
-def test_json_and_an_operator_without_providers(run, write, namespace):
+def test_explain_lists_the_providers_in_their_order(run, write, namespace):
     package = write("operators", OPERATORS)
-    kernels = json.loads(run("providers", package, "--json").out)
-    assert [(kernel["provider"], kernel["rank"]) for kernel in kernels] == [
-        ("reference", None),
-        ("fast", 1),
-        ("vendor", 2),
-    ]
-    assert kernels[1]["device_types"] == ["cpu", "cuda"]
-    assert [kernel["batch_invariant"] for kernel in kernels] == [False, True, False]
-    outcome = run("providers", f"{namespace}::alone", "--import", package)
-    assert outcome.out == "No operator has more than one provider.\n"
+    outcome = run("explain", package, "--call", "torch.ones(2)")
+    assert outcome.code == 0
+    _, alone, scale = outcome.out.split("(float32[2] on cpu)\n")
+    assert "providers" not in alone
+    fast, vendor, reference = scale.partition("providers, ")[2].splitlines()[1:4]
+    assert fast.startswith("  1. fast (cpu, cuda): runs (")
+    assert "operators_of_" in fast
+    assert vendor.startswith("  2. vendor (cpu): fast comes before it (")
+    assert reference.startswith("  reference (every device): fast comes before it (")
+    explained = run("explain", package, "--call", "torch.ones(2)", "--json")
+    numbers = {each["op"]: len(each["providers"]) for each in json.loads(explained.out)}
+    assert numbers == {f"{namespace}::scale": 3, f"{namespace}::alone": 0}
 
 
 COMPARED = """
