@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -164,21 +165,26 @@ class _End(_Once):
 class _Contents(NamedTuple):
     """What lives in a library, and ends when it is called.
 
-    Not the library itself, which could not be collected then.
+    Not the library itself, which could not be collected then. References to its sets of names are
+    weak, because PyTorch's test/test_python_dispatch.py::test_finalizer requires that the finalizer
+    of a library is the last to use them. Destroying a library keeps the sets alive.
     """
 
     m: Any
     handles: list[Any]
-    defined: set[str]
-    implemented: set[str]
+    defined_names: weakref.ref[set[str]]
+    implemented_names: weakref.ref[set[str]]
 
     def __call__(self) -> None:
-        names = [operators.parts(qualname) for qualname in self.defined]
+        defined, implemented = self.defined_names(), self.implemented_names()
+        if defined is None or implemented is None:
+            return  # the library ended before
+        names = [operators.parts(qualname) for qualname in defined]
         deregistration.retire_existing(names, gone_with_library)
         for place, handle in enumerate(self.handles):
             if not isinstance(handle, _Once):  # PyTorch's own fail when they are destroyed again
                 self.handles[place] = _OnceForStock(handle.destroy)
-        kernels = (record.split("/") for record in self.implemented)
+        kernels = (record.split("/") for record in implemented)
         with calls_held({f"{namespace}::{name}" for namespace, name, _ in kernels}):
             for handle in self.handles:
                 handle.destroy()
@@ -186,20 +192,21 @@ class _Contents(NamedTuple):
                 self.m.reset()
         # PyTorch would remove the names when it finalizes the library. By then, other libraries may
         # have defined them again; and `kept_packet` keeps their packets in `torch.ops`.
-        torch.library._defs.difference_update(self.defined)
-        torch.library._impls.difference_update(self.implemented)
+        torch.library._defs.difference_update(defined)
+        torch.library._impls.difference_update(implemented)
         if not _is_exiting:
-            free_kernels(self.implemented)
+            free_kernels(implemented)
             deregistration.forget(names)
-        self.defined.clear()
-        self.implemented.clear()
+        defined.clear()
+        implemented.clear()
 
 
 def follow(library: torch.library.Library) -> None:
     """Has a library end as `end` does it, also where PyTorch destroys or collects it."""
     handles = library._registration_handles
     if not (handles and isinstance(handles[0], _End)):
-        contents: Any = _Contents(library.m, handles, library._op_defs, library._op_impls)
+        names = library._op_defs, library._op_impls
+        contents: Any = _Contents(library.m, handles, *map(weakref.ref, names))
         handles.insert(0, cast(Any, _End(contents)))
 
 
