@@ -87,6 +87,18 @@ def test_redefinition_by_a_function_of_another_module_warns(namespace):
         from_source(namespace, 2, "/lib/two.py", "two")
 
 
+def test_a_file_that_is_imported_under_two_names_is_named_with_both(namespace):
+    old = from_source(namespace, 1, "/lib/kernels.py", "package.kernels")
+    expected = (
+        r"op was defined at /lib/kernels.py:2 in the module package.kernels and is defined again "
+        r"at /lib/kernels.py:2 in the module kernels, which replaces it. Import the file under one "
+    )
+    with pytest.warns(torchop.RedefinitionWarning, match=expected):
+        from_source(namespace, 2, "/lib/kernels.py", "kernels")
+    with pytest.raises(torchop.OperatorGoneError, match=r"2 in the module kernels; use that one"):
+        old(T)
+
+
 def test_replaced_handle_says_so_instead_of_running_the_new_kernel(namespace):
     old = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     with pytest.warns(torchop.RedefinitionWarning):

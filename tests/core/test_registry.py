@@ -123,7 +123,7 @@ STRANGE_NAMES = """
 
 def test_names_that_a_failed_definition_left_to_pytorch_are_passed_over():
     lines = run_forked(STRANGE_NAMES).stdout.splitlines()
-    assert lines[0].startswith("the operator missing::op does not exist.")
+    assert lines[0].startswith("the operator missing::op does not exist: nothing is ")
     assert lines[1:] == ["False"]
 
 
@@ -152,6 +152,29 @@ def test_operator_that_nobody_defined_is_not_found(namespace, register, name):
     define(namespace, "other")
     with pytest.raises(RuntimeError, match=f"{namespace}::{name}.* does not exist"):
         register(f"{namespace}::{name}")
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        *REGISTRATIONS.values(),
+        lambda op: torchop.register_sharding(op, "b -> b"),
+        lambda op: torchop.get_rule("inverse").register(op, lambda x: x),
+        lambda op: torchop.register_kernel(op, TYPE, lambda x: x, provider="fast"),
+        lambda op: torchop.explain(op, torch.ones(2)),
+        lambda op: torchop.testing.check(op, (T,)),
+    ],
+    ids=[*REGISTRATIONS, "register_sharding", "register_inverse", "register_provider", "explain"]
+    + ["check"],
+)
+def test_a_namespace_without_operators_is_named(namespace, register):
+    define(f"other{namespace}", "op")
+    with pytest.raises(torchop.OperatorNotFoundError) as caught:
+        register(f"{namespace}::op")
+    message = str(caught.value)
+    assert f"nothing is registered in the namespace '{namespace}'" in message
+    assert "its library may have failed to load" in message
+    assert f"other{namespace}" not in message
 
 
 @pytest.mark.parametrize("register", REGISTRATIONS.values(), ids=REGISTRATIONS)

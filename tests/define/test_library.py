@@ -1,5 +1,8 @@
 """Library, define, impl: operators by schema, kernels by dispatch key."""
 
+import inspect
+import re
+
 import pytest
 import torch
 
@@ -170,11 +173,47 @@ def test_wrong_schema_defines_nothing(namespace, schema, error):
         library.define("op(Tensor x) -> Tensor")
 
 
-def test_operator_that_exists_is_not_defined_again(namespace):
-    with torchop.Library(namespace, "FRAGMENT") as library:
-        library.define("op(Tensor x) -> Tensor")
-        with pytest.raises(RuntimeError, match="multiple times"):
-            library.define("op(Tensor x) -> Tensor")
+def _first(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+# Each defines an operator that the test defines again, and returns the line of its definition.
+_EARLIER = {
+    "define": lambda name: torchop.define(name, "(Tensor x) -> Tensor"),
+    "custom_op": lambda name: torchop.custom_op(name, _first, mutates_args=()),
+    "torch.library.custom_op": lambda name: torch.library.custom_op(name, _first, mutates_args=()),
+}
+_AGAIN = {
+    "define": lambda name: torchop.define(name, "(Tensor x) -> Tensor"),
+    "define in a library": lambda name: torchop.define(
+        torchop.Library(name.partition("::")[0], "FRAGMENT"), "op(Tensor x) -> Tensor"
+    )(_first),
+    "Library.define": lambda name: torchop.Library(name.partition("::")[0], "FRAGMENT").define(
+        "op(Tensor x) -> Tensor"
+    ),
+    "define in a library of PyTorch": lambda name: torchop.define(
+        name, "(Tensor x) -> Tensor", lib=torch.library.Library(name.partition("::")[0], "FRAGMENT")
+    ),
+}
+
+
+@pytest.mark.parametrize("again", _AGAIN.values(), ids=_AGAIN)
+@pytest.mark.parametrize("earlier", _EARLIER.values(), ids=_EARLIER)
+def test_an_operator_that_exists_is_not_defined_again(namespace, earlier, again):
+    earlier(f"{namespace}::op")
+    with pytest.raises(RuntimeError) as caught:
+        again(f"{namespace}::op")
+    lines = re.findall(rf"{re.escape(__file__)}:(\d+)", str(caught.value))
+    assert len(lines) == 2
+    assert "it exists already, registered at" in str(caught.value)
+    assert "torchop/_" not in str(caught.value)
+
+
+def test_custom_op_over_a_defined_operator_names_both_lines(namespace):
+    torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
+    line = inspect.currentframe().f_lineno - 1
+    with pytest.raises(RuntimeError, match=f"registered at {re.escape(__file__)}:{line}. Give"):
+        torchop.custom_op(f"{namespace}::op", _first, mutates_args=())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch.library
 
 from torchop._compat import deregistration, libraries, operators
 from torchop._core.lock import completed, registration_lock
-from torchop._errors import OperatorGoneError
+from torchop._errors import OperatorGoneError, Place, users_place
 from torchop._schema.naming import OpName
 
 
@@ -61,6 +61,22 @@ def all_process_definitions() -> list[str]:
     return [
         name for namespace in list(_process_libraries) for name in process_definitions(namespace)
     ]
+
+
+# The attribute of a library with the places where its operators were defined, by name.
+_PLACES = "_torchop_places"
+
+
+def note_place(library: torch.library.Library, name: OpName) -> None:
+    """Remember the line of the user's program that defines an operator."""
+    library.__dict__.setdefault(_PLACES, {})[str(name)] = users_place()
+
+
+def process_place(name: OpName) -> Place | None:
+    """The line that defined an operator without a library of the caller's; None if none did."""
+    library = _process_libraries.get(name.namespace)
+    places: Mapping[str, Place] = {} if library is None else vars(library).get(_PLACES, {})
+    return places.get(str(name))
 
 
 def check_library(what: object, lib: torch.library.Library | None) -> None:

@@ -17,6 +17,7 @@ from torchop._core.library import (
     check_library,
     process_definitions,
     process_library,
+    process_place,
 )
 from torchop._core.lock import completed, registration_lock
 from torchop._errors import (
@@ -29,7 +30,6 @@ from torchop._errors import (
     short_text,
     warn,
 )
-from torchop._schema import naming
 from torchop._schema.forms import Form, form_of_schema, form_tags
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -142,10 +142,7 @@ def known_names() -> set[str]:
 def find_schema(name: OpName) -> Schema:
     """The schema of an operator; raises OperatorNotFoundError if nobody defined it."""
     if not operators.is_registered(name.packet, name.overload):
-        raise OperatorNotFoundError(
-            f"the operator {short_text(name)} does not exist{_nearest(name)}. Import the module "
-            "that defines it first, or check the spelling."
-        )
+        raise OperatorNotFoundError(f"the operator {short_text(name)} does not exist{_hint(name)}")
     parsed = operators.registered_schema(name.packet, name.overload)
     # The schema and the tags, because PyTorch tags more of its own operators, such as those that
     # write into a list.
@@ -155,11 +152,43 @@ def find_schema(name: OpName) -> Schema:
     return Schema(parsed, form=form if is_tagged else Form.PLAIN)
 
 
-def _nearest(name: OpName) -> str:
-    names = set(map(OpName.parse, operators.all_operators()))
-    known = {other.namespace for other in names}
-    meant = known & {name.namespace} or known - naming.RESERVED_NAMESPACES
-    return nearest(name, (str(other) for other in names if other.namespace in meant))
+def _hint(name: OpName) -> str:
+    known = [each for each in operators.all_operators() if each.startswith(f"{name.namespace}::")]
+    if known:
+        return (
+            f"{nearest(name, known)}. Import the module that defines it first, or check the "
+            "spelling."
+        )
+    return (
+        f": nothing is registered in the namespace {short_repr(name.namespace)}. Import the module "
+        "that defines it first, or check the spelling. If the module is imported, its library may "
+        "have failed to load: load it with torch.ops.load_library, which raises the reason."
+    )
+
+
+def registration_site(name: OpName) -> str:
+    """The file and line of the user's program where an operator was defined, or "(unknown)".
+
+    The dispatcher knows where a library was made, which may be in torchop or PyTorch.
+    """
+    definition = own_definition(None, name)
+    if definition is not None and definition.declaration.site is not None:
+        return str(definition.declaration.site)
+    place = process_place(name)
+    if place is not None:
+        return f"{place.file}:{place.line}"
+    code = getattr(registries.published_function(str(name)), "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return operators.registration_site(name.packet, name.overload)
+
+
+def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeError:
+    """The error about a second definition of an operator."""
+    return RuntimeError(
+        f"{name} cannot be defined at {site}: it exists already, registered at "
+        f"{registration_site(name)}. Give one of them another name{advice}."
+    )
 
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
@@ -183,21 +212,33 @@ def end_older(name: OpName, site: Site) -> None:
     if older is not None or library is not None:
         deregistration.refuse_running([name])  # before a warning says that it is replaced
     if older is not None and (before := older.declaration.site) is not None:
+        earlier, later = _apart(before, site)
         if before.origin != site.origin:
-            _warn_of_redefinition(name, f"at {before}", site)
+            _warn_of_redefinition(name, f"at {earlier}", later, before.file == site.file)
         older.end(
-            f"This is a handle of the {qualname} that was defined at {before}. It was replaced "
-            f"by the definition at {site}; use that one."
+            f"This is a handle of the {qualname} that was defined at {earlier}. It was replaced "
+            f"by the definition at {later}; use that one."
         )
     elif library is not None and library.m is not None:
         _warn_of_redefinition(name, "with torch.library.custom_op", site)
         completed(lambda: _end_of_stock(name, library, site))
 
 
-def _warn_of_redefinition(name: OpName, before: str, site: Site) -> None:
+def _apart(before: Site, site: Site) -> tuple[str, str]:
+    """Two places, with the modules if they are the same place: a file imported under two names."""
+    if str(before) != str(site) or before.module == site.module:
+        return str(before), str(site)
+    return f"{before} in the module {before.module}", f"{site} in the module {site.module}"
+
+
+def _warn_of_redefinition(
+    name: OpName, before: str, after: object, is_same_file: bool = False
+) -> None:
+    advice = "Give one of them another name."
+    if is_same_file:
+        advice = "Import the file under one name, or put its operators in a namespace of their own."
     warn(
-        f"{name} was defined {before} and is defined again at {site}, which replaces it. Give one "
-        "of them another name.",
+        f"{name} was defined {before} and is defined again at {after}, which replaces it. {advice}",
         RedefinitionWarning,
     )
 
@@ -222,9 +263,5 @@ def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.libra
     # Only if there is an entry: TorchScript would read all that was defined since it was asked.
     is_known = not replaceable and operators.has_entry(*name)
     if is_known and operators.is_registered(name.packet, name.overload):
-        taken_at = operators.registration_site(name.packet, name.overload)
-        raise RuntimeError(
-            f"{name} cannot be defined at {site}: it exists already, registered at {taken_at}. "
-            "Give one of them another name; load a package that carries it after this definition."
-        )
+        raise already_defined(name, site, "; load a package that carries it after this definition")
     return definition, library

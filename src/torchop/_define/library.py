@@ -24,13 +24,14 @@ from torchop._core.checking import checked, follow
 from torchop._core.contract import ResultCheck, result_check
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock
-from torchop._core.registry import OpLike, find_schema, op_name
+from torchop._core.registry import OpLike, already_defined, find_schema, op_name
 from torchop._errors import (
     OperatorGoneError,
     OperatorNameError,
     short_errors,
     short_repr,
     short_text,
+    users_place,
 )
 from torchop._native import low_level
 from torchop._schema.naming import OpName
@@ -237,15 +238,17 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
 
     def follow() -> None:
         library._op_defs.add(str(name))
+        core_library.note_place(library, name)
         deregistration.after_definition(*name)
         libraries.follow(library)
         if "__torch__" in schema:  # a TorchScript class
             registries.set_default_effect(str(name))
 
     with registration_lock:
-        existed = operators.is_registered(name.packet, overload)
-        if not existed:
-            deregistration.before_definition(*name)
+        if operators.is_registered(name.packet, overload):
+            place = users_place()
+            raise already_defined(name, f"{place.file}:{place.line}")
+        deregistration.before_definition(*name)
         try:
             result = define()
             follow()
@@ -253,7 +256,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
             raise
         except BaseException:
             # An interrupt may come when the dispatcher has the operator, and nobody else knows.
-            if not existed and operators.is_registered(name.packet, overload):
+            if operators.is_registered(name.packet, overload):
                 follow()
             raise
     return result

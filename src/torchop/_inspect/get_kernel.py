@@ -25,7 +25,8 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
         The kernel, called by its method `call_boxed(keyset, *args, **kwargs)`.
 
     Raises:
-        RuntimeError: there is no such operator, or it has no kernel for the key.
+        OperatorNotFoundError: there is no such operator.
+        RuntimeError: the operator has no kernel for the key.
         ValueError: `op` or `dispatch_key` has another type or value.
 
     Example:
@@ -37,7 +38,9 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
 
     The idea is `torch.library.get_kernel`.
     """
-    name = Operator(op, "get_kernel").name
+    operator = Operator(op, "get_kernel")
+    operator.schema  # noqa: B018  # raises where there is none
+    name = operator.name
     if not isinstance(dispatch_key, (str, DispatchKey)):
         raise ValueError(
             f"get_kernel({name}): expected a dispatch key, such as 'CPU'; got "

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torchop._accelerate import patterns
-from torchop._compat import operators
 from torchop._core.definition import Definition
+from torchop._core.registry import registration_site
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import priority, provider_table, providers_of
 from torchop._rules.providers.choice import Choice
@@ -167,6 +167,8 @@ def _kernels_of(rule: KernelRule) -> Iterator[Provided]:
 
 def _place(function: Any, definition: Definition) -> str:
     code = getattr(function, "__code__", None)
-    name = definition.name
-    site = definition.declaration.site or operators.registration_site(name.packet, name.overload)
-    return str(site) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    return (
+        registration_site(definition.name)
+        if code is None
+        else f"{code.co_filename}:{code.co_firstlineno}"
+    )

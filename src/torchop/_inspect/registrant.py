@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchop._compat import dispatch, operators, registries, stock_kernels
+from torchop._core.registry import registration_site
 from torchop._native import low_level, switch
 from torchop.extend import Operator, OpName
 
@@ -62,7 +63,7 @@ def modules_of(op: OpName) -> list[str]:
 
 def _modules_of(op: OpName) -> set[str]:
     # The files in which it was defined, or got its fake kernel. One of C++ is no module's.
-    sites = operators.registration_site(op.packet, op.overload), registries.fake_source(str(op))
+    sites = registration_site(op), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
     names = set(map(_module_of, functions_of(op)))
     newest = next(reversed(sys.modules))
@@ -151,5 +152,5 @@ def place_of(operator: Operator) -> str | None:
     code = getattr(operator.function, "__code__", None)
     if code is not None:
         return f"{code.co_filename}:{code.co_firstlineno}"
-    site = operators.registration_site(operator.name.packet, operator.name.overload)
+    site = registration_site(operator.name)
     return site if ":" in site else None

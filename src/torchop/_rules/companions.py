@@ -14,6 +14,7 @@ from torchop._compat.classes import Tag
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define, end_with
 from torchop._core.definition import Definition
+from torchop._core.registry import registration_site
 from torchop._core.user_rule import follow
 from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, form_of
@@ -42,7 +43,7 @@ def define_companion(
     if operators.is_registered(name.packet, name.overload):
         raise error(
             f"{definition}: a compiled graph needs an operator {name}, but there is one already, "
-            f"registered at {operators.registration_site(name.packet, name.overload)}. Give that "
+            f"registered at {registration_site(name)}. Give that "
             "one another name."
         )
     # The form of an operator is not that of its companions.
