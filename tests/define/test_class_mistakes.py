@@ -74,6 +74,18 @@ MISTAKES = {
         {**KERNEL, "backward": torchop.derived, "opaque": True},
         "'opaque' beside a derived 'backward'",
     ),
+    "contiguous alone": (
+        {**KERNEL, "contiguous_grads": True},
+        "'contiguous_grads' without 'backward' or 'backward_kernel'",
+    ),
+    "not contiguous": (
+        {**KERNEL, "backward": staticmethod(forward), "contiguous_grads": 1},
+        "'contiguous_grads', which must be True, for a backward that gets contiguous gradients",
+    ),
+    "contiguous, derived": (
+        {**KERNEL, "backward": torchop.derived, "contiguous_grads": True},
+        "'contiguous_grads' beside a derived 'backward'",
+    ),
     "devices": ({**KERNEL, "device_types": "cpu"}, "'device_types'.*such as 'cpu'"),
 }
 

@@ -74,6 +74,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
       `residuals`, returns a tensor or a tuple, which an opaque `backward(*grads, saved)` gets last.
     - `backward_kernel` in place of these: as in `register_autograd`.
     - `opaque`: True beside a `backward` that cannot be traced.
+    - `contiguous_grads`: True beside a `backward` or `backward_kernel` that ignores strides.
     - `autocast`: a dtype, or a dict of dtypes by device type; `torch_dispatch`: a dict of functions
       by mode or subclass.
     - `inplace`, `out`: True, or a name: also derives this form. It is an attribute of the handle.
@@ -205,6 +206,11 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
         raise OperatorClassError(
             f"{what} has the member 'opaque' beside a derived 'backward', which is never opaque. "
             "Remove 'opaque'."
+        )
+    if isinstance(members.get("backward"), Derived) and members.get("contiguous_grads"):
+        raise OperatorClassError(
+            f"{what} has the member 'contiguous_grads' beside a derived 'backward', which consists "
+            "of PyTorch's operators and respects strides. Remove 'contiguous_grads'."
         )
     if "save_for_backward" in members and (
         "setup_context" in members or isinstance(members.get("backward"), Derived)

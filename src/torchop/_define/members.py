@@ -46,15 +46,22 @@ def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[s
     if isinstance(backward, Derived):
         op.derive_autograd(backward.strategy)
         return None
+    contiguous = members.get("contiguous_grads", False)
     if "save_for_backward" in members:
-        return _register_opaque(op, backward, members["save_for_backward"])
+        return _register_opaque(op, backward, members["save_for_backward"], contiguous)
     return op.register_autograd(
-        backward, setup_context=members.get("setup_context"), opaque=members.get("opaque", False)
+        backward,
+        setup_context=members.get("setup_context"),
+        opaque=members.get("opaque", False),
+        contiguous_grads=contiguous,
     )
 
 
 def _register_opaque(
-    op: CustomOp[..., Any], backward: Callable[..., Any], save: Callable[..., Any]
+    op: CustomOp[..., Any],
+    backward: Callable[..., Any],
+    save: Callable[..., Any],
+    contiguous_grads: bool,
 ) -> object:
     """Registers a `backward(*grads, saved)`, which gets what `save` returned of a call."""
     with_residuals = asks_for_residuals(save)
@@ -81,7 +88,9 @@ def _register_opaque(
         return backward(*grads, saved[0] if ctx.is_single else saved)
 
     setup = setup_with_residuals if with_residuals else setup_context
-    return op.register_autograd(formula, setup_context=setup, opaque=True)
+    return op.register_autograd(
+        formula, setup_context=setup, opaque=True, contiguous_grads=contiguous_grads
+    )
 
 
 def _register_autocast(op: CustomOp[..., Any], dtypes: Any, members: Mapping[str, Any]) -> None:
@@ -137,12 +146,21 @@ MEMBERS: Mapping[str, Member] = {
         lambda value: callable(value) or isinstance(value, Derived),
     ),
     "backward_kernel": Member(
-        lambda op, kernel, rest: op.register_autograd(rest.get("backward"), backward_kernel=kernel)
+        lambda op, kernel, rest: op.register_autograd(
+            rest.get("backward"),
+            backward_kernel=kernel,
+            contiguous_grads=rest.get("contiguous_grads", False),
+        )
     ),
     "opaque": Member(
         takes="True, for a backward that cannot be traced, or False",
         accepts=lambda value: isinstance(value, bool),
         needs=("backward",),
+    ),
+    "contiguous_grads": Member(
+        takes="True, for a backward that gets contiguous gradients, or False",
+        accepts=lambda value: isinstance(value, bool),
+        needs=("backward", "backward_kernel"),
     ),
     "jvp": Member(
         lambda op, jvp, members: op.register_jvp(jvp, setup_context=members.get("setup_context"))

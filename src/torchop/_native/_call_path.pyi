@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
@@ -137,7 +138,7 @@ def are_plain(gradients: Any, count: int, ctx: Any) -> bool: ...
 
 # What is to be `apply` of the nodes of a function, and what reads their saved tensors. The formula
 # is that of `definition.compiled(rule)`. `failed(error, ctx, *grads)` raises a better error, or
-# adds to this one. `checked(ctx, result)` is for all that is not plain. The last three return the
+# adds to this one. `checked(ctx, result)` is for all that is not plain. The next three return the
 # saved tensors of a `ctx`: where a gradient is recorded; where none is, which is a descriptor; and
 # outside of these calls.
 def make_backward(
@@ -149,6 +150,7 @@ def make_backward(
     guarded: Callable[[Any], tuple[Any, ...]],
     raw: Any,
     saved_tensors: Callable[[Any], tuple[Any, ...]],
+    contiguous: CodeType,  # of formulas from `with_contiguous_grads`
     /,
 ) -> tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]]]: ...
 

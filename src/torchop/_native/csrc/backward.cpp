@@ -57,6 +57,7 @@ enum class Part {
   Guarded,
   Raw,
   SavedTensors,
+  Contiguous,
   Count
 };
 
@@ -111,6 +112,27 @@ bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   return plain && fit_inputs(gradients, ctx);
 }
 
+bool is_contiguous(PyObject* gradient) {
+  if (gradient == Py_None)
+    return true;
+  if (Py_TYPE(gradient) != tensor_type)
+    return false;
+  const at::Tensor& tensor = THPVariable_Unpack(gradient);
+  return tensor.layout() == at::kStrided && tensor.is_contiguous();
+}
+
+// Return the author's function in place of `backward` if that would only make gradients contiguous
+// that are contiguous already. `backward` makes copies of others, in Python.
+THPObjectPtr without_copies(
+    THPObjectPtr backward, PyObject* code, PyObject* const* gradients, Py_ssize_t count) {
+  static PyObject* const name = PyUnicode_InternFromString("__wrapped__");
+  if (C10_LIKELY(
+          !PyFunction_Check(backward.get()) || PyFunction_GET_CODE(backward.get()) != code) ||
+      !std::all_of(gradients, gradients + count, is_contiguous))
+    return backward;
+  return checked(PyObject_GetAttr(backward.get(), name));
+}
+
 // apply(ctx, *grads)
 PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -121,7 +143,11 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   }
   WithoutDynamo frames; // the formula is not the user's program
   THPObjectPtr formula = formula_of(parts);
-  THPObjectPtr backward = checked(PyObject_GetAttr(formula.get(), name));
+  THPObjectPtr backward = without_copies(
+      checked(PyObject_GetAttr(formula.get(), name)),
+      part(parts, Part::Contiguous),
+      args + 1,
+      count - 1);
   THPObjectPtr gradients;
   {
     Unpacking unpacking(args[0]);
@@ -176,7 +202,7 @@ PyMethodDef functions_of_node[] = {
 PyObject* make_backward(PyObject*, PyObject* parts) {
   if (PyTuple_GET_SIZE(parts) != Py_ssize_t(Part::Count) ||
       !PyTuple_CheckExact(part(parts, Part::HoldTensors))) {
-    PyErr_SetString(PyExc_TypeError, "backward expects eight arguments, the third a tuple");
+    PyErr_SetString(PyExc_TypeError, "backward expects nine arguments, the third a tuple");
     return nullptr;
   }
   THPObjectPtr function(PyCFunction_New(&functions_of_node[0], parts));

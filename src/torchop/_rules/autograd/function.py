@@ -23,6 +23,7 @@ from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import BackwardNotTraceableError, MissingFormulaError, add_note, short_text
 from torchop._rules.autograd import forward_mode, gradients
+from torchop._rules.autograd.contiguous_grads import CONTIGUOUS_CODE
 from torchop._rules.autograd.formula import Formula
 from torchop._rules.autograd.gradients import Layout, flatten, input_layout, layout_of, unflatten
 from torchop._schema.forms import Form
@@ -224,6 +225,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             _guarded,
             autograd.saved_tensors,
             saved_tensors,
+            CONTIGUOUS_CODE,
         )
     context.saved_tensors = property(read)
     return function

@@ -17,6 +17,7 @@ from torchop._rules.autograd.checks import (
     check_no_autograd_function,
     uses_numpy,
 )
+from torchop._rules.autograd.contiguous_grads import with_contiguous_grads
 from torchop._rules.autograd.formula import STRATEGIES, Formula, SetupContext, Strategy
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.callables import (
@@ -40,6 +41,7 @@ def register_autograd(
     jvp: Callable[..., Any] | None = None,
     opaque: bool = False,
     backward_kernel: Callable[..., Any] | None = None,
+    contiguous_grads: bool = False,
     lib: torch.library.Library | None = None,
 ) -> Function:
     """Registers the backward formula of an operator.
@@ -69,6 +71,11 @@ def register_autograd(
             arguments, in the order of the schema, in fresh memory; a list for a list. Its
             annotations are those of an operator, structures included.
             The gradients look like the arguments, unless you register another fake kernel for it.
+        contiguous_grads: whether `backward`, or the `backward_kernel`, gets every gradient in
+            `torch.contiguous_format`, as by `grad.contiguous()`: a copy of a gradient that is
+            expanded, narrowed or transposed, and any other gradient itself. Set it if a kernel
+            reads the memory of gradients without their strides: `loss.sum()` passes a gradient of
+            stride 0, and `torch.cat` passes a part of a larger one.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
@@ -112,10 +119,13 @@ def register_autograd(
                 f"{rule.definition}: register_autograd takes a backward_kernel, or backward, "
                 "setup_context and opaque, not both."
             )
-        register(rule, backward_kernel, jvp=jvp, is_kernel=True)
+        register(rule, backward_kernel, jvp=jvp, is_kernel=True, contiguous_grads=contiguous_grads)
         return cast(Function, None)
     return decorator_or_call(
-        lambda function: register(rule, function, setup_context, jvp, opaque=opaque), backward
+        lambda function: register(
+            rule, function, setup_context, jvp, opaque=opaque, contiguous_grads=contiguous_grads
+        ),
+        backward,
     )
 
 
@@ -188,6 +198,7 @@ def register(
     *,
     opaque: bool = False,
     is_kernel: bool = False,
+    contiguous_grads: bool = False,
 ) -> None:
     """Makes `backward` the formula, and `jvp`, if there is one, that of forward mode.
 
@@ -214,6 +225,8 @@ def register(
         from torchop._rules.autograd.opaque import OpaqueFormula, PlainFormula  # most have none
 
         way = OpaqueFormula if opaque else PlainFormula
+    if contiguous_grads:
+        backward = with_contiguous_grads(backward)
     formula = way(definition, backward, setup_context, training)
     with registration_lock:
         if training is not None:

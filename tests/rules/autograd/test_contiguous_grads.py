@@ -1,0 +1,348 @@
+"""contiguous_grads: formulas that read the memory of gradients without their strides."""
+
+from typing import Annotated
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import torchop
+from tests.native.gradients.recording import all_native
+from tests.rules.support import save_inputs
+from tests.support import needs_native
+
+X, W = (torch.arange(12.0, dtype=torch.double).reshape(3, 4).sin() + n for n in (2, 3))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return x * w
+
+
+def in_rows(grad: Tensor) -> Tensor:
+    """The gradient as a kernel reads it that gets its address and its shape."""
+    memory = torch.empty(0, dtype=grad.dtype).set_(grad.untyped_storage())
+    assert memory.numel() >= grad.storage_offset() + grad.numel(), "read beyond the gradient"
+    strides = torch.empty(grad.shape, device="meta").stride()
+    return memory.as_strided(grad.shape, strides, grad.storage_offset()).clone()
+
+
+def kernel(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    grad = in_rows(grad)
+    return grad * w, grad * x
+
+
+def formula(ctx, grad):
+    grad = in_rows(grad)
+    x, w = ctx.saved_tensors
+    return grad * w, grad * x
+
+
+def define(namespace, name="op"):
+    op = torchop.custom_op(f"{namespace}::{name}", product, mutates_args=())
+    op.register_fake(lambda x, w: torch.empty_like(x))
+    return op
+
+
+def with_formula(namespace, **options):
+    op = define(namespace)
+    op.register_autograd(formula, setup_context=save_inputs, **options)
+    return op
+
+
+def with_kernel(namespace, **options):
+    op = define(namespace)
+    op.register_autograd(backward_kernel=kernel, **options)
+    return op
+
+
+def with_operator(namespace, **options):
+    """A formula that calls an operator, as most packages have them."""
+    backward = torchop.custom_op(f"{namespace}::backward", kernel, mutates_args=())
+    backward.register_fake(lambda grad, x, w: (torch.empty_like(x), torch.empty_like(w)))
+    op = define(namespace)
+    op.register_autograd(
+        lambda ctx, grad: backward(grad, *ctx.saved_tensors), setup_context=save_inputs, **options
+    )
+    return op
+
+
+def opaque(namespace, **options):
+    return with_formula(namespace, opaque=True, **options)
+
+
+def of_torch_library(namespace, **options):
+    op = torch.library.custom_op(f"{namespace}::op", product, mutates_args=())
+    op.register_fake(lambda x, w: torch.empty_like(x))
+    torchop.register_autograd(op, formula, setup_context=save_inputs, **options)
+    return op
+
+
+def with_residuals(namespace, **options):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, w: Tensor) -> Annotated[Tensor, torchop.Residuals(both=Tensor)]:
+        return torchop.residuals(x * w, torch.stack([x, w]))
+
+    op.register_fake(lambda x, w: torchop.residuals(torch.empty_like(x), x.new_empty(2, *x.shape)))
+
+    def of_residuals(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+        return kernel(grad, *both)
+
+    op.register_autograd(backward_kernel=of_residuals, **options)
+    torchop.register_fake(
+        f"{namespace}::op__backward_kernel",
+        lambda grad, both: (torch.empty_like(both[0]), torch.empty_like(both[1])),
+    )
+    return op
+
+
+def of_class(namespace, **options):
+    class Operator:
+        @staticmethod
+        def forward(x: Tensor, w: Tensor) -> Tensor:
+            return x * w
+
+        fake = {"like": "x"}  # noqa: RUF012
+        backward_kernel = staticmethod(kernel)
+
+    for name, value in options.items():
+        setattr(Operator, name, value)
+    return torchop.operator(f"{namespace}::op")(Operator)
+
+
+def of_class_with_saved(namespace, **options):
+    class Operator:
+        @staticmethod
+        def forward(x: Tensor, w: Tensor) -> Tensor:
+            return x * w
+
+        @staticmethod
+        def save_for_backward(inputs, output):
+            return inputs
+
+        @staticmethod
+        def backward(grad, saved):
+            return kernel(grad, *saved)
+
+        fake = {"like": "x"}  # noqa: RUF012
+
+    for name, value in options.items():
+        setattr(Operator, name, value)
+    return torchop.operator(f"{namespace}::op")(Operator)
+
+
+# Those of eager formulas read data, so that no compiler can trace them.
+TRACEABLE = [with_kernel, with_operator, opaque, with_residuals, of_class, of_class_with_saved]
+EVERY = [*TRACEABLE, with_formula, of_torch_library]
+
+LOSSES = {
+    "contiguous": lambda y: (y * X).sum(),
+    "expanded": lambda y: y.sum(),
+    "expanded rows": lambda y: (y.sum(0) * X[0]).sum(),
+    "narrowed": lambda y: (torch.cat([y, X], 1) * torch.arange(8.0)).sum(),
+    "transposed": lambda y: (y.t().contiguous() * torch.arange(3.0)).sum(),
+    "offset": lambda y: (torch.cat([X, y]) * torch.arange(24.0).reshape(6, 4)).sum(),
+}
+
+
+def gradients_of(function, loss, *values):
+    inputs = [value.clone().requires_grad_() for value in values]
+    return torch.autograd.grad(loss(function(*inputs)), inputs)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("make", EVERY)
+def test_every_gradient_is_contiguous(namespace, make, loss):
+    op = make(namespace, contiguous_grads=True)
+    expected = gradients_of(product, loss, X, W)
+    for _ in range(2):  # the second call is native
+        assert_close(gradients_of(op, loss, X, W), expected)
+    with torchop.native.disabled():
+        assert_close(gradients_of(op, loss, X, W), expected)
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_formulas_get_gradients_as_they_are_by_default(namespace, make):
+    """Otherwise these tests could not fail."""
+    op = make(namespace)
+    expected = gradients_of(product, LOSSES["transposed"], X, W)
+    with pytest.raises(AssertionError):
+        assert_close(gradients_of(op, LOSSES["transposed"], X, W), expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    [*((make, "aot_eager") for make in TRACEABLE), (with_kernel, "inductor")],
+)
+def test_in_compiled_graphs(namespace, make, backend):
+    op = make(namespace, contiguous_grads=True)
+    for loss in (LOSSES["expanded"], LOSSES["narrowed"], LOSSES["transposed"]):
+        torch._dynamo.reset()
+        expected = gradients_of(product, loss, X, W)
+        compiled = torch.compile(
+            lambda x, w, loss=loss: loss(op(x, w)), backend=backend, fullgraph=True, dynamic=True
+        )
+        assert_close(gradients_of(compiled, lambda y: y, X, W), expected)
+
+
+@pytest.mark.parametrize("make", [with_kernel, with_operator])
+def test_in_a_graph_that_ends_before_the_loss(namespace, make):
+    op = make(namespace, contiguous_grads=True)
+    compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+    for loss in LOSSES.values():
+        assert_close(gradients_of(compiled, loss, X, W), gradients_of(product, loss, X, W))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("make", [with_kernel, with_operator, opaque])
+def test_in_transforms(namespace, make, loss):
+    op = make(namespace, contiguous_grads=True)
+
+    def both(function):
+        of_one = torch.func.grad(lambda x, w: loss(function(x, w)), argnums=(0, 1))
+        batched = torch.func.vmap(of_one, in_dims=(2, None))
+        return (*of_one(X, W), *batched(torch.stack([X, 2 * X], -1), W))
+
+    assert_close(both(op), both(product))
+
+
+@pytest.mark.parametrize("make", [of_torch_library, with_kernel, with_operator])
+def test_compiled_autograd(namespace, make):
+    op = make(namespace, contiguous_grads=True)
+    x, w = (value.clone().requires_grad_() for value in (X, W))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        LOSSES["transposed"](op(x, w)).backward()
+    assert_close((x.grad, w.grad), gradients_of(product, LOSSES["transposed"], X, W))
+
+
+def test_second_derivatives(namespace):
+    seen = []
+
+    def backward(ctx, grad):
+        seen.append(grad.is_contiguous())
+        x, w = ctx.saved_tensors
+        return grad * w, grad * x
+
+    op = define(namespace)
+    op.register_autograd(backward, setup_context=save_inputs, contiguous_grads=True)
+
+    def second(function):
+        x, w = (value.clone().requires_grad_() for value in (X, W))
+        first = torch.autograd.grad(function(x, w).sum(), (x, w), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))
+
+    assert_close(second(op), second(product))
+    assert torch.autograd.gradgradcheck(op, (X.requires_grad_(), W.requires_grad_()))
+    X.requires_grad_(False), W.requires_grad_(False)
+    assert all(seen)
+
+
+def test_lists_of_gradients_and_undefined_ones(namespace):
+    seen = []
+
+    def rows(x: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+        return [x.clone(), x * 2, x * 5], x * 3, x * 4
+
+    op = torchop.custom_op(f"{namespace}::op", rows, mutates_args=())
+
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx, grads, grad, undefined):
+        assert type(grads) is list
+        assert grads[1] is None
+        assert undefined is None
+        seen.extend(g.is_contiguous() for g in (grads[0], grads[2], grad))
+        return in_rows(grads[0]) + 5 * in_rows(grads[2]) + 3 * in_rows(grad)
+
+    op.register_autograd(backward, setup_context=setup_context, contiguous_grads=True)
+    x = X.clone().requires_grad_()
+    for _ in range(2):
+        (one, _, five), three, _ = op(x)
+        total = one.sum() + LOSSES["transposed"](five) + LOSSES["transposed"](three)
+        (gradient,) = torch.autograd.grad(total, x)
+        expected = 1 + 8 * torch.arange(3.0, dtype=torch.double)[:, None].expand(3, 4)
+        assert_close(gradient, expected)
+    assert seen == [True] * 6
+
+
+def test_an_operator_in_the_inplace_form(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::double_",
+        lambda x: x.mul_(2),
+        schema="(Tensor(a!) x) -> Tensor(a!)",
+        mutates_args={"x"},
+        tags=[torch.Tag.inplace],
+    )
+    op.register_autograd(lambda ctx, grad: 2 * in_rows(grad), contiguous_grads=True)
+    for loss in LOSSES.values():
+        x = X.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(op(x.clone())), x)
+        (expected,) = gradients_of(lambda x: 2 * x, loss, X)
+        assert_close(gradient, expected)
+
+
+def test_the_derived_inplace_form_uses_the_formula(namespace):
+    op = with_formula(namespace, contiguous_grads=True)
+    inplace = op.derive_inplace()
+    for loss in LOSSES.values():
+        actual = gradients_of(lambda x, w: inplace(x.clone(), w), loss, X, W)
+        assert_close(actual, gradients_of(product, loss, X, W))
+
+
+@needs_native
+def test_a_contiguous_gradient_is_passed_as_it_is(namespace):
+    """Also by the node of a native call, which then has no frame around the formula."""
+    seen = []
+    op = define(namespace)
+    op.register_autograd(lambda ctx, grad: (seen.append(grad), None)[1:] * 2, contiguous_grads=True)
+    x = X.clone().requires_grad_()
+    op(x, W)
+    grad = torch.ones_like(X)
+    with all_native(op):
+        y = op(x, W)
+    y.grad_fn.apply(grad)
+    y.grad_fn.apply(None)
+    assert seen[0] is grad
+    assert len(seen) == 2
+
+
+def test_sparse_gradients_are_passed_as_they_are(namespace):
+    seen = []
+
+    def backward(ctx, grad):
+        seen.append(grad.layout)
+        return grad.to_dense()
+
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: x.to_sparse(), schema="(Tensor x) -> Tensor", mutates_args=()
+    )
+    op.register_autograd(backward, contiguous_grads=True)
+    x = torch.eye(3, requires_grad=True)
+    for _ in range(2):
+        torch.autograd.grad(op(x), x, torch.eye(3).to_sparse())
+    assert seen == [torch.sparse_coo] * 2
+
+
+def test_the_formula_of_a_graph_is_part_of_its_key(namespace):
+    op = with_formula(namespace)
+    before = torchop.cache_key_tag()
+    op.register_autograd(formula, setup_context=save_inputs, contiguous_grads=True)
+    with_copies = torchop.cache_key_tag()
+    assert before != with_copies
+    op.register_autograd(lambda ctx, g: (g, None), contiguous_grads=True)
+    assert torchop.cache_key_tag() not in (before, with_copies)
+
+
+def test_notes_name_the_setup_context_of_the_author(namespace):
+    op = define(namespace)
+    op.register_autograd(lambda ctx, grad: ctx.saved_tensors[0], contiguous_grads=True)
+    y = op(X.clone().requires_grad_(), W)
+    with pytest.raises(IndexError) as caught:
+        y.sum().backward()
+    assert "has no setup_context" in "".join(caught.value.__notes__)
