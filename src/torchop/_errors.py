@@ -165,7 +165,7 @@ class AliasError(RuntimeError):
 
 
 class UndeclaredMutationError(RuntimeError):
-    """A kernel changed an input that its schema does not say it mutates."""
+    """A kernel changed an input that its schema does not mark as mutated, or its storage."""
 
 
 class MissingKernelError(NotImplementedError):

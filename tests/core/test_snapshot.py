@@ -186,24 +186,83 @@ def test_values_that_were_put_back_are_found_by_the_version() -> None:
         assert change(lambda x: x.add_(1).sub_(1), torch.zeros(2)) is None  # there is no version
 
 
-METADATA: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "resize": (lambda x: x.resize_(5), "shape, from [2, 3] to [5]"),
-    "transpose": (lambda x: x.t_(), "shape, from [2, 3] to [3, 2]"),
-    "strides": (lambda x: x.as_strided_((2, 3), (1, 2)), "strides, from"),
-    "offset": (lambda x: x.set_(x.untyped_storage(), 1, (2, 3), (1, 1)), "strides"),
-    "set": (lambda x: x.set_(torch.ones(2, 3)), "storage. An operator may not do that"),
-    "data": (lambda x: setattr(x, "data", torch.ones(2, 3)), "storage."),
-    "dtype": (lambda x: setattr(x, "data", torch.ones(2, 3).double()), "dtype, from torch.float32"),
-    "freed": (lambda x: x.untyped_storage().resize_(0), "storage."),
-    "requires_grad": (lambda x: x.requires_grad_(), "requires_grad, from False to True"),
+LAYOUT: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {
+    "resize": (lambda x: x.resize_(5), "changed", "shape{}, from [2, 3] to [5]"),
+    "grow": (lambda x: x.resize_(9), "resized", "storage{}, from 24 to 36 bytes, as resize_ does"),
+    "transpose": (lambda x: x.t_(), "changed", "shape{}, from [2, 3] to [3, 2]"),
+    "strides": (lambda x: x.as_strided_((2, 3), (1, 2)), "changed", "strides{}, from"),
+    "offset": (
+        lambda x: x.set_(x.untyped_storage(), 1, (2, 2), (2, 1)),
+        "changed",
+        "shape{}, from",
+    ),
+    "set": (lambda x: x.set_(torch.ones(2, 3)), "swapped", "storage{}, as set_ and assignments"),
+    "data": (lambda x: setattr(x, "data", torch.ones(2, 3)), "swapped", "storage{}, as set_"),
+    "dtype": (lambda x: setattr(x, "data", torch.ones(2, 3).double()), "swapped", "storage{}, as"),
+    "freed": (lambda x: x.untyped_storage().resize_(0), "resized", "storage{}, from 24 to 0 bytes"),
 }
 
 
-@pytest.mark.parametrize(("write", "words"), METADATA.values(), ids=METADATA)
-def test_metadata_counts(write: Callable[[Tensor], Any], words: str) -> None:
+@pytest.mark.parametrize(("write", "verb", "words"), LAYOUT.values(), ids=LAYOUT)
+def test_layout_counts(write: Callable[[Tensor], Any], verb: str, words: str) -> None:
     said = change(write, torch.zeros(2, 3))
     assert said is not None
-    assert f"the kernel changed its {words}" in said
+    assert f"the kernel {verb} its {words.format('')}" in said
+    assert "An operator may not do that to an argument." in said
+
+
+@pytest.mark.parametrize(("write", "verb", "words"), LAYOUT.values(), ids=LAYOUT)
+@pytest.mark.parametrize(
+    ("text", "args", "place"),
+    [
+        ("(Tensor(a!) x) -> ()", lambda x: (x,), "x"),
+        ("(Tensor(a!) x) -> Tensor(a!)", lambda x: (x,), "x"),
+        ("(Tensor(a!)? x) -> ()", lambda x: (x,), "x"),
+        (
+            "(Tensor y, Tensor(a!)[] xs) -> ()",
+            lambda x: (torch.ones(1), [torch.ones(2), x]),
+            "xs[1]",
+        ),
+    ],
+)
+def test_a_declared_write_may_not_change_the_layout(
+    text: str, args: Any, place: str, write: Any, verb: str, words: str
+) -> None:
+    x = torch.zeros(2, 3)
+    said = change(lambda *args: write(x), *args(x), of=schema(text))
+    assert said is not None
+    assert said.startswith(f"ns::op: the kernel {verb} the ")
+    assert words.format(f" of argument {place!r}") in said
+    assert said.endswith("Write into the tensor with copy_, or return a new tensor.")
+
+
+def test_out_may_be_resized_and_not_swapped() -> None:
+    of = schema("(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+
+    def said(write: Callable[[Tensor], Any]) -> str | None:
+        def kernel(x: Tensor, out: Tensor) -> None:
+            write(out)
+
+        return change(kernel, torch.ones(9), out=torch.empty(2), of=of)
+
+    assert said(lambda out: torch.add(torch.ones(9), 1, out=out.resize_(0))) is None
+    assert "swapped the storage of argument 'out'" in str(said(lambda out: out.set_(torch.ones(9))))
+
+
+def test_an_operator_tagged_inplace_view_may_change_the_layout() -> None:
+    x = torch.zeros(2, 3)
+    of = Schema(torch.ops.aten.t_.default._schema)
+    snapshot = Snapshot(of, (x,), {})
+    x.t_()
+    snapshot.check("aten::t_")
+    torchop.opcheck("aten::t_", (torch.zeros(2, 3),), test_utils="test_schema")
+    with pytest.raises(torchop.UndeclaredMutationError, match="the shape of argument 'self'"):
+        snapshot.check("aten::add_.Tensor")
+
+
+def test_metadata_counts() -> None:
+    said = str(change(lambda x: x.requires_grad_(), torch.zeros(2, 3)))
+    assert "the kernel changed its requires_grad, from False to True" in said
 
 
 def test_sparse_metadata_counts() -> None:
@@ -248,10 +307,16 @@ def test_memory_beside_a_mutable_view_counts_too() -> None:
     assert change(lambda x: x.zero_(), torch.ones(4)[:2], of=ONE_MUTABLE) is None
 
 
-def test_declared_mutation_may_change_anything_or_nothing() -> None:
-    for write in (lambda x: None, lambda x: x.add_(1), lambda x: x.resize_(7), lambda x: x.t_()):
+def test_declared_mutation_may_change_values_or_nothing() -> None:
+    for write in (
+        lambda x: None,
+        lambda x: x.add_(1),
+        lambda x: x.detach().t_().add_(1),
+        lambda x: setattr(x, "data", x.detach()),
+    ):
         assert change(write, torch.ones(2, 3), of=ONE_MUTABLE) is None
-    assert change(lambda x: x.set_(torch.ones(9)), torch.ones(2, 3), of=ONE_MUTABLE) is None
+    x = torch.eye(2).to_sparse()
+    assert change(lambda x: x.add_(x), x, of=ONE_MUTABLE) is None
 
 
 @pytest.mark.parametrize(
@@ -310,7 +375,7 @@ def test_no_room_for_a_copy_leaves_the_contents_out(monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(snapshot_module, "bytes_of", full)
-    assert "shape" in str(change(lambda x: x.resize_(7), torch.zeros(2)))
+    assert "resized its storage" in str(change(lambda x: x.resize_(7), torch.zeros(2)))
     assert change(lambda x: x.numpy().fill(1), torch.zeros(2)) is None
 
 

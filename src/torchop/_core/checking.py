@@ -25,7 +25,8 @@ class checking(Block):  # noqa: N801  (called like a function)
     """Checks in each call that an operator only mutates the arguments that its schema names.
 
     It compares the inputs of a kernel before and after it runs, bit for bit, except those that the
-    schema declares as mutated. Because it also compares the memory around them, their shape,
+    schema declares as mutated; of these, the storage, shape and strides must stay. An `out=`
+    argument may be resized. Because it also compares the memory around them, their shape,
     strides and storage, and PyTorch's count of in-place writes, it finds writes of PyTorch, of
     NumPy and of C extensions.
 

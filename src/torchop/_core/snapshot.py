@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._compat import autograd, devices, dispatch, functorch, tracing
+from torchop._compat import autograd, devices, dispatch, functorch, operators, tracing
 from torchop._core.call import named_inputs
 from torchop._core.contract import storage_of
 from torchop._errors import UndeclaredMutationError
+from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
 # How far around a tensor its memory is compared. A kernel that takes a view for a contiguous tensor
@@ -30,6 +31,10 @@ class Snapshot:
     def __init__(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         with dispatch.plain_tensors(), autograd.below_autograd():
             mutable = frozenset(schema.mutated)
+            # PyTorch's operators with out= may resize it, as torch.add(x, y, out=torch.empty(0)).
+            self._resizable = {
+                a.name for a in schema.keyword_only if a.is_mutated and schema.returns
+            }
             inputs = [
                 _Input(argument, where, tensor, argument in mutable, _state(tensor))
                 for argument, where, tensor in named_inputs(schema, args, kwargs)
@@ -47,6 +52,7 @@ class Snapshot:
     def check(self, name: object) -> None:
         """Raises UndeclaredMutationError if an input of the operator is not what it was."""
         with dispatch.plain_tensors(), autograd.below_autograd():
+            self._check_layouts(name)
             protected = [item for item in self._inputs if not item.is_mutable]
             for item in protected:
                 _check_state(name, item)
@@ -54,6 +60,32 @@ class Snapshot:
                 self._check_contents(name, memory)
             for item in protected:
                 self._check_version(name, item)
+
+    def check_layouts(self, name: object) -> None:
+        """Raise UndeclaredMutationError if a declared mutation changed more than values."""
+        with dispatch.plain_tensors(), autograd.below_autograd():
+            self._check_layouts(name)
+
+    def _check_layouts(self, name: object) -> None:
+        """Check that mutated tensors still have their storage, shape and strides.
+
+        Functionalization passes the kernel a copy, and copies its values back, so compiled programs
+        lose everything else.
+        """
+        for item in self._inputs:
+            if not item.is_mutable or item.tensor.layout is not torch.strided:
+                continue  # a sparse tensor replaces its storages whenever it is written
+            now = _state(item.tensor)
+            fields = ("storage",) if item.argument in self._resizable else _LAYOUT
+            field = next((f for f in fields if now[f] != item.state[f]), None)
+            if field is None or _is_inplace_view(name):
+                continue
+            of = f"the {{}} of argument {item.where.removeprefix('input ')}"
+            raise UndeclaredMutationError(
+                f"{name}: the kernel {_change(field, item.state, now, of)}. Compiled programs keep "
+                "the old one, because mutates_args declares new values only. Write into the tensor "
+                "with copy_, or return a new tensor."
+            )
 
     def _check_contents(self, name: object, memory: _Memory) -> None:
         changed = memory.changed()
@@ -129,13 +161,15 @@ class _Memory(NamedTuple):
     """A range of a storage, as bytes."""
 
     storage: torch.UntypedStorage
+    size: int
     start: int
     before: Tensor
 
     def changed(self) -> Tensor | None:
         """Which bytes have changed, as a bool for each; None if none has."""
+        if self.storage.nbytes() != self.size:
+            return None  # resized: the state of its tensors says so, unless it is that of out=
         now = bytes_of(self.storage)[self.start : self.start + self.before.numel()]
-        # Also None where the storage was made smaller: the state of its tensors says so.
         if now.shape != self.before.shape or torch.equal(now, self.before):
             return None
         return now != self.before
@@ -158,11 +192,33 @@ def _check_state(name: object, item: _Input) -> None:
     now = _state(item.tensor)
     for what, before in item.state.items():
         if what != "version" and now.get(what) != before:
-            shown = "" if what == "storage" else f", from {before} to {now.get(what)}"
             raise UndeclaredMutationError(
-                f"{_mutated(name, item)}: the kernel changed its {what}{shown}. An operator may "
-                "not do that to an argument. Change a copy, or x.detach()."
+                f"{_mutated(name, item)}: the kernel {_change(what, item.state, now, 'its {}')}. "
+                "An operator may not do that to an argument. Change a copy, or x.detach()."
             )
+
+
+# What a kernel that writes into a tensor must leave alone, the cause before its consequences.
+_LAYOUT = ("storage", "storage size", "dtype", "device", "shape", "strides", "storage offset")
+_LAYOUT = (*_LAYOUT, "conjugate bit", "negative bit")
+
+
+def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: str) -> str:
+    """Return words for a change of one field of a state; `of` names the field of an argument."""
+    if field == "storage":
+        return f"swapped {of.format('storage')}, as set_ and assignments to .data do"
+    sizes = f"from {before[field]} to {now.get(field)}"
+    if field == "storage size":
+        return f"resized {of.format('storage')}, {sizes} bytes, as resize_ does"
+    return f"changed {of.format(field)}, {sizes}"
+
+
+def _is_inplace_view(name: object) -> bool:
+    """Whether an operator has the tag of PyTorch's own `t_`, `resize_` and `set_`."""
+    parts = OpName.parse(str(name))
+    return operators.is_registered(
+        parts.packet, parts.overload
+    ) and torch.Tag.inplace_view in operators.registered_tags(parts.packet, parts.overload)
 
 
 def _mutated(name: object, item: _Input) -> str:
@@ -203,7 +259,15 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 def _state(tensor: Tensor) -> dict[str, Any]:
     """The state of a tensor besides its values, in the order in which messages name it."""
+    parts = _parts(tensor)
+    storages = [part.untyped_storage() for part in parts]
+    memory = {
+        "storage": [storage._cdata for storage in storages],
+        "storage size": " and ".join(str(storage.nbytes()) for storage in storages),
+    }
+    # Those of a sparse tensor come last, because each write may replace them.
     state: dict[str, Any] = {
+        **(memory if tensor.layout is torch.strided else {}),
         "dtype": tensor.dtype,
         "device": tensor.device,
         "shape": list(tensor.shape),
@@ -214,12 +278,9 @@ def _state(tensor: Tensor) -> dict[str, Any]:
     }
     if tensor.layout is torch.sparse_coo:
         state["coalesced flag"] = tensor.is_coalesced()
-    parts = _parts(tensor)
     state["strides"] = [part.stride() for part in parts]
     state["storage offset"] = [part.storage_offset() for part in parts]
-    storages = [part.untyped_storage() for part in parts]
-    state["storage"] = [(storage._cdata, storage.nbytes()) for storage in storages]
-    return state
+    return state | memory
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -241,7 +302,7 @@ def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
     start = max(min(first for first, _ in spans) - MARGIN, 0)
     end = min(max(last for _, last in spans) + MARGIN, storage.nbytes())
     try:
-        yield _Memory(storage, start, bytes_of(storage)[start:end].clone())
+        yield _Memory(storage, storage.nbytes(), start, bytes_of(storage)[start:end].clone())
     except RuntimeError:  # which is what devices raise; few have torch.OutOfMemoryError
         return  # there is no memory for a copy, but the call itself must not fail for that
 

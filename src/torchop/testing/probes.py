@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from torchop._core.snapshot import Snapshot
+from torchop.extend import Schema, named_inputs
 from torchop.testing.process_state import seed_torch
 
 
@@ -297,17 +299,30 @@ def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> tor
 
 @contextlib.contextmanager
 def memory_watched(
-    tensors: Sequence[torch.Tensor], writable: Sequence[torch.Tensor], what: str
+    op: Any, args: Any, kwargs: Any, what: str, writable: Sequence[torch.Tensor] | None = None
 ) -> Iterator[None]:
-    """A block in which nothing is to write around these tensors; raises AssertionError if it does.
+    """A block in which nothing is to write around the tensors of a call, or change their storage.
 
-    What it may write are the `writable` tensors.
+    What it may write are the `writable` tensors, by default those that the schema names.
+
+    Raises:
+        AssertionError: it wrote around a tensor.
+        UndeclaredMutationError: it swapped or resized the storage of one.
     """
-    around = [memory_around(tensor, writable) for tensor in tensors]
+    if writable is None:
+        writable = written(written_places(op), args, kwargs)
+    schema = Schema(op._schema)
+    inputs = [(where, tensor) for _, where, tensor in named_inputs(schema, args, kwargs)]
+    before = [(tensor.shape, memory_around(tensor, writable)) for _, tensor in inputs]
+    snapshot = Snapshot(schema, args, kwargs)
     yield
-    for number, tensor in enumerate(tensors):
-        if not torch.equal(memory_around(tensor, writable), around[number]):
-            raise AssertionError(f"{what} wrote into the memory around tensor {number}.")
+    snapshot.check_layouts(op.name())
+    for (where, tensor), (shape, around) in zip(inputs, before, strict=True):
+        if tensor.shape != shape:
+            continue  # out=, which PyTorch's operators resize over what is behind it
+        if not torch.equal(memory_around(tensor, writable), around):
+            place = where.removeprefix("input ")
+            raise AssertionError(f"{what} wrote into the memory around argument {place}.")
 
 
 def free_zeros(tensors: Sequence[torch.Tensor]) -> None:

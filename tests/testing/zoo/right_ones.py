@@ -276,3 +276,36 @@ _outer.register_autograd(
 )
 _outer.register_vmap("sequential")
 right(_outer, lambda: [(torch.randn(3), torch.randn(4))])
+
+
+# --------------------------------------------------------------------------------------------------
+# What looks like a write of metadata
+
+
+def add_by_flat_alias(state: Tensor, new: Tensor) -> None:
+    """Changes the shape of an alias of its argument, which leaves the argument as it was."""
+    state.detach().unsqueeze_(0).add_(new)
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+right(define("add_by_flat_alias", add_by_flat_alias, mutates_args=("state",), fake=_nothing), two)
+
+
+def add_resizing_out(x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
+    """Resizes an output that does not fit, as PyTorch's operators do."""
+    return torch.add(x, y, out=out)
+
+
+right(
+    define(
+        "add_resizing_out",
+        add_resizing_out,
+        mutates_args=("out",),
+        fake=None,
+        **of_form("out", "(Tensor x, Tensor y, *, Tensor(a!) out) -> Tensor(a!)"),
+    ),
+    lambda: [(pair, {"out": torch.empty(3, 4)}) for pair in two()],
+)

@@ -53,6 +53,56 @@ def returns_kept_buffer(x: Tensor) -> Tensor:
 wrong(define("returns_kept_buffer", returns_kept_buffer, fake=like), "contracts.schema", one)
 
 
+# --------------------------------------------------------------------------------------------------
+# Writes that change more than values
+
+
+def swaps_storage(state: Tensor, new: Tensor) -> None:
+    state.set_(new + 1)
+
+
+def assigns_data(states: list[Tensor], new: Tensor) -> None:
+    for state in states:
+        state.data = new + 1
+
+
+def resizes_storage(state: Tensor, new: Tensor) -> None:
+    state.resize_(2 * new.numel()).fill_(3)
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+wrong(
+    define("swaps_storage", swaps_storage, mutates_args=("state",), fake=_nothing),
+    "memory.contiguous",
+    two,
+)
+wrong(
+    define("assigns_data", assigns_data, mutates_args=("states",), fake=_nothing),
+    "memory.transposed",
+    lambda: [([t], t + 1) for (t,) in one()],
+)
+wrong(
+    define("resizes_storage", resizes_storage, mutates_args=("state",), fake=_nothing),
+    "contracts.schema",
+    two,
+)
+
+
+@torch.library.custom_op("zoo::stock_swaps_storage", mutates_args=("state",))
+def stock_swaps_storage(state: Tensor, new: Tensor) -> None:
+    state.set_(new + 1)
+
+
+stock_swaps_storage.register_fake(_nothing)
+wrong("zoo::stock_swaps_storage", "memory.contiguous", two)
+
+# --------------------------------------------------------------------------------------------------
+# Arguments that look different afterwards, what is kept, and state
+
+
 def reshapes_in_place(x: Tensor) -> Tensor:
     result = (x + x).contiguous()
     x.unsqueeze_(0)

@@ -39,9 +39,7 @@ def same_as_contiguous(
     """The call does the same as on contiguous copies, and writes nothing around its tensors."""
     if expected is None:
         expected = probes.outcome(op, *probes.contiguous_copies((args, kwargs)))
-    tensors = probes.tensors_of((args, kwargs))
-    writable = probes.written(probes.written_places(op), args, kwargs)
-    with probes.memory_watched(tensors, writable, "the call"):
+    with probes.memory_watched(op, args, kwargs, "the call"):
         actual = probes.outcome(op, args, kwargs)
         probes.assert_same(actual, expected, what or "the call", **tolerances)
 

@@ -52,9 +52,7 @@ def agrees_with_reference(
             raise AssertionError(f"{what} raises {reason(error)}.") from error
         actual = actual[: len(expected)]
     else:
-        tensors = probes.tensors_of((args, kwargs))
-        writable = probes.written(probes.written_places(op), args, kwargs)
-        with probes.memory_watched(tensors, writable, what), only(op, provider):
+        with probes.memory_watched(op, args, kwargs, what), only(op, provider):
             actual = probes.outcome(op, args, kwargs)
 
     def compare(results: list[Any]) -> None:
