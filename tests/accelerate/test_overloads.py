@@ -87,9 +87,8 @@ def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated, 
     counted = {name: torchop.native.counters(getattr(packet, name)) for name in packet.overloads()}
     assert counted["default"]["native"] == 2
     assert counted["out"] == {"native": 2}
-    assert counted["two"]["native"] == 2
-    # `two` might take True, and takes no 2.5, which leaves that to `never`.
-    assert counted["two"] == {"native": 2, "argument_type": 1}
+    # `two` takes True, and takes no 2.5, which leaves that to `never`.
+    assert counted["two"] == {"native": 3}
     assert counted["never"] == {"native": 1}
     # All others refused the text, or the keyword by its name; what none can bind counts for the
     # last.

@@ -116,8 +116,13 @@ def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
     if focus == "kernel" and form == "plain":
         kernel = draw(st.sampled_from(["wrapped", "signed", "replaced defaults", "plain"]))
         registration = draw(st.sampled_from(_REGISTRATIONS))
+        if registration not in _TAKE_FORMULAS or any(p.mutated for p in parameters):
+            formula = "none"
         if registration != "custom_op":
-            return OperatorSpec(parameters, returns, kernel=kernel, registration=registration)
+            formula = "none" if formula in DERIVED else formula
+            return OperatorSpec(
+                parameters, returns, kernel=kernel, registration=registration, formula=formula
+            )
     else:
         kernel = draw(st.sampled_from(["plain"] * 8 + ["wrapped", "signed", "replaced defaults"]))
     return OperatorSpec(
@@ -138,8 +143,11 @@ def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
 
 _PROVIDERS = ("none",) * 6 + ("by priority", "supports", "supports")
 _REGISTRATIONS = (
-    *("custom_op", "custom_op", "impl", "impl"),
-    *("impl with keys", "two keys", "keys later"),
+    *("custom_op", "custom_op", "impl", "impl", "register_kernel", "register_kernel for all"),
+    *("impl beside register_kernel", "impl with keys", "two keys", "keys later"),
+)
+_TAKE_FORMULAS = ("custom_op", "impl", "impl beside register_kernel") + (
+    *("register_kernel", "register_kernel for all"),
 )
 _OVERRIDDEN = (
     *(BACKEND, BACKEND, "Autograd", AUTOGRAD, "ADInplaceOrView"),

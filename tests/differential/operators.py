@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, DEVICE
+from tests.devices import AUTOGRAD, BACKEND, DEVICE, OTHER
 from tests.differential.describe import describe
 from tests.differential.scripts import current, run_backward, run_kernel, run_setup_context
 from tests.differential.spec import DERIVED, RETURNS, OperatorSpec, Override, Parameter
@@ -207,9 +207,8 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
         handle.register_fake(_function(spec, "fake", annotated=False, defaults=True))
     if spec.formula in DERIVED:
         handle.derive_autograd(spec.formula)
-    elif spec.formula != "none":
-        setup = _setup_context(spec) if spec.formula == "setup_context" else None
-        handle.register_autograd(functools.partial(_backward, spec), setup_context=setup)
+    else:
+        _differentiate(spec, handle.register_autograd)
     if spec.autocast:
         handle.register_autocast(DEVICE.type, torch.bfloat16)
     if spec.provider != "none":
@@ -231,7 +230,7 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
 
 
 def _implemented(spec: OperatorSpec, name: str, maker: Any) -> Operator:
-    """The same, by `define` and `impl` of a library."""
+    """The same, by `define` and `impl` of a library, or by `register_kernel`."""
     library = maker.Library("differential", "FRAGMENT")
     local = name.partition("::")[2]
     library.define(local + spec.schema)
@@ -243,12 +242,34 @@ def _implemented(spec: OperatorSpec, name: str, maker: Any) -> Operator:
             warnings.simplefilter("ignore")  # it may replace another
             library.impl(local, kernel, key, with_keyset=with_keyset, allow_override=True)
 
-    register(BACKEND, spec.registration == "impl with keys")
+    by_definition = spec.registration.startswith("register_kernel")
+    if by_definition:
+        devices = "default" if spec.registration.endswith("for all") else DEVICE.type
+        maker.register_kernel(name, devices, kernel, lib=library)
+    else:
+        register(BACKEND, spec.registration == "impl with keys")
     if spec.registration == "two keys":
         register(AUTOGRAD, True)
-    operator = Operator(spec, name, None, function, library=library, register=register)
+    if spec.registration == "impl beside register_kernel":
+        maker.register_kernel(name, OTHER, kernel, lib=library)
+    _differentiate(spec, functools.partial(maker.register_autograd, name, lib=library))
+    operator = Operator(
+        spec,
+        name,
+        None,
+        function,
+        library=library,
+        fills_defaults=by_definition and maker is torchop,
+        register=register,
+    )
     operator.handle = operator.overload
     return operator
+
+
+def _differentiate(spec: OperatorSpec, register: Callable[..., Any]) -> None:
+    if spec.formula != "none":
+        setup = _setup_context(spec) if spec.formula == "setup_context" else None
+        register(functools.partial(_backward, spec), setup_context=setup)
 
 
 def _prepare(handle: Any) -> None:

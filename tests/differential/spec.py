@@ -157,7 +157,7 @@ class OperatorSpec(NamedTuple):
     form: str = "plain"  # or "inplace", or "out"
     style: str = "schema"  # or "inferred", or "kernel without defaults"
     kernel: str = "plain"  # or "wrapped", "signed", "replaced defaults"
-    registration: str = "custom_op"  # or "impl", "impl with keys", "two keys", "keys later"
+    registration: str = "custom_op"  # or one of _REGISTRATIONS in generation.py
     formula: str = "none"  # or "backward", "setup_context", or one in DERIVED
     autocast: bool = False
     fake: bool = False

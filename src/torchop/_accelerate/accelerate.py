@@ -194,10 +194,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def why_not(name: OpName) -> str | None:
-    """Why calls of an operator are not native; None if `torch.library` did not define it."""
+    """Why calls of an operator are not native; None if torchop defined it."""
     with registration_lock:
         if name not in defined_names():
-            return None
+            return _row(name, False).reason
         library = registries.published_library(str(name))
         if _is_ours(library or foreign_operators.defining_libraries().get(str(name))):
             return None

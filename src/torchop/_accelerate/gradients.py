@@ -16,20 +16,22 @@ from typing import Any
 import torch
 
 from torchop._compat import stock_kernels
+from torchop._native import low_level
+from torchop._native.plan import Gradient
 from torchop._rules.providers.foreign import count_passed, is_dropped
 from torchop.extend import OpName, OpOverload, Schema
 
 
 def find(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
-) -> tuple[Any, tuple[Any, ...] | str | None, tuple[Any, ...]]:
-    """The kernel at Autograd if it is PyTorch's, how to record a gradient, and its sources.
+) -> tuple[Any, Gradient, tuple[Any, ...]]:
+    """The kernel at Autograd if it is known, how to record a gradient, and its sources.
 
     The second may be a string that says why the dispatcher has to record gradients.
     """
     kernel, formula = _kernel_and_formula(native, name, overload)
     if formula is None:
-        return None, None, ()
+        return *low_level.registered_gradient(native, name), ()
     if problem := _problem(schema):
         return kernel, problem, ()
     gradient = (
@@ -49,9 +51,10 @@ def _problem(schema: Schema) -> str | None:
 
 
 def knows_autograd(native: Any, name: OpName, overload: OpOverload) -> bool:
-    """Whether the kernel at Autograd, if there is one, is PyTorch's."""
+    """Whether the kernel at Autograd, if there is one, is PyTorch's or torchop's."""
     kernel, formula = _kernel_and_formula(native, name, overload)
-    return kernel is None or formula is not None
+    is_ours = low_level.definition_of_gradient(kernel) is not None
+    return kernel is None or formula is not None or is_ours
 
 
 def _kernel_and_formula(

@@ -11,7 +11,7 @@ from torchop._compat import dispatch, operators
 from torchop._compat.classes import OpOverloadPacket
 from torchop._core.registry import find_schema, op_name, own_definition
 from torchop._inspect.providers import in_order
-from torchop._inspect.reasons import Call
+from torchop._inspect.reasons import Call, why_not_called
 from torchop._native import switch
 from torchop._native.extension import api
 from torchop._native.reasons import Reason
@@ -45,7 +45,7 @@ class Explanation(NamedTuple):
         >>> import torch, torchop
         >>> explanation = torchop.explain("aten::sin", torch.ones(2))
         >>> print(explanation)
-        aten::sin: through the dispatcher, because torchop has called none of its kernels yet
+        aten::sin: through the dispatcher, because it was defined in C++
         keys: AutogradCPU, ADInplaceOrView, BackendSelect, CPU
         1. AutogradCPU: registered at ...
         2. CPU: registered at ...
@@ -175,7 +175,7 @@ def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple
         if definition is None and (problem := accelerate.why_not(call.name)) is not None:
             return problem, None
         if definition is None and api.status().state in ("idle", "ready"):
-            return "torchop has called none of its kernels yet", None
+            return why_not_called(call), None
         return api.why_missing(), None
     number, steps, function, refused = entry.explain(*call.args, **call.kwargs)
     through_autograd, counts_versions, records = steps

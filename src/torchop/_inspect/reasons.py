@@ -61,6 +61,14 @@ class Call(NamedTuple):
         return reason.text.format(why=None if why is None else why(self))
 
 
+def why_not_called(call: Call) -> str:
+    """Why no native calls were made for an operator that was defined with torchop."""
+    native = switch.native_module()
+    if native is not None and not low_level.registered_kernels(native, call.name):
+        return _why_no_kernel(call)
+    return "torchop has called none of its kernels yet"
+
+
 def _why_never(call: Call) -> str:
     """Why no call of the operator is native."""
     if (problem := _problem(call)) is not None:
@@ -211,7 +219,9 @@ def _problem(call: Call) -> str | None:
 
 def _why_dispatcher_records(call: Call) -> str:
     """Why a gradient is not recorded natively."""
-    calls = _accelerated(call) if call.definition is None else call.definition.follower
+    calls: object = call.definition and call.definition.follower
+    if call.definition is None:
+        calls = _accelerated(call) or low_level.calls_of(call.name)
     problem = calls.gradient_problem if isinstance(calls, NativeCalls) else None
     return problem or "its formula is not known"
 

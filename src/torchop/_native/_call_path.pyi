@@ -37,9 +37,9 @@ class Plan:
         returned_parameters: tuple[int, ...],
         are_fresh: bool,
         # What makes a node without a history, and setup_context(ctx, inputs, keyword_only_inputs,
-        # output). For an operator of others also inputs(args), which returns the list of what its
-        # function takes, and what tells from a result what `ctx` keeps of lists; None where there
-        # are no lists. For a derived formula also look(inputs, keyword_only_inputs), called before
+        # output). For a function of torch.library also inputs(args), which returns the list of what
+        # it takes, and what tells from a result what `ctx` keeps of lists; None where there are no
+        # lists. For a derived formula also look(inputs, keyword_only_inputs), called before
         # the kernel; what it returns is one more argument of setup_context. Or, for one that keeps
         # the graph of the body, record_body(inputs, keyword_only_inputs): all of such a call.
         gradient: tuple[Callable[[], Any], Callable[..., Any] | None]
@@ -55,8 +55,7 @@ class Plan:
         # What the rest was read from, if it may change untold: (dict, key, value), or (set, key,
         # whether it has the key).
         sources: tuple[tuple[dict[Any, Any] | set[Any], str | None, Any], ...] = ...,
-        # Whether others register the kernels: calls then look for new ones, and the node is of the
-        # class that torch.library makes.
+        # Whether others register the kernels, so that calls look for new ones.
         is_foreign: bool = ...,
         # Whether kernels are called as the dispatcher would: without what equals a default.
         as_dispatched: bool = ...,

@@ -200,13 +200,13 @@ class OwnCalls(NativeCalls):
             ),
             returned_parameters=() if is_plain else tuple(i for i, _ in schema.mutated_places),
             are_fresh=kernels.outputs_are_fresh and not kernels.returns_arguments,
-            gradient=_gradient(definition, plan),
+            gradient=gradient_of(definition, plan),
             finish=converting(functools.partial(kernels.finish, definition), schema),
             residuals=declared and declared.in_plan(self._native, plan[AutogradRule]),
         )
 
 
-def _gradient(definition: Definition, plan: CallPlan) -> Gradient:
+def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
     """The gradient of a `Plan`, as in `_call_path.pyi`; or why the dispatcher records gradients."""
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:

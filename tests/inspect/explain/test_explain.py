@@ -65,7 +65,7 @@ def test_operator_of_pytorch(namespace):
     explanation = torchop.explain("aten::sin", T)
     assert explanation.op == "aten::sin"
     assert not explanation.native
-    assert explanation.reason == "torchop has called none of its kernels yet"
+    assert explanation.reason == "it was defined in C++"
     assert any(line.startswith("CPU: registered at ") for line in explanation.kernels)
 
 
@@ -84,6 +84,13 @@ def test_operator_of_a_library(namespace):
     assert any(__file__ in line for line in before.kernels)
     assert after.native
     assert __file__ in after.kernels[-1]
+
+
+def test_operator_of_a_library_without_a_kernel(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        explanation = torchop.explain(f"{namespace}::op", T)
+        assert explanation.reason == "it has no kernel for a device whose tensors native calls take"
 
 
 def test_operator_that_nobody_defined(namespace):

@@ -281,12 +281,13 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       return nullptr;
     plan.gradient.node_maker = node_maker;
     plan.gradient.setup_context = given(setup_context);
-    plan.gradient.as_dispatched = as_dispatched != 0;
+    plan.gradient.as_dispatched = PyTuple_GET_SIZE(gradient) == 3;
     plan.gradient.may_return_inputs = are_fresh == 0 || !plan.returns.parameters.empty();
     plan.gradient.inputs = given(inputs);
     plan.gradient.look = given(look);
     plan.gradient.recording = plan.residuals.recording;
-    plan.gradient.passes_lists_by = as_dispatched != 0 && lists_may_hold_none(plan.parameters);
+    plan.gradient.passes_lists_by =
+        plan.gradient.as_dispatched && lists_may_hold_none(plan.parameters);
   } else {
     plan.gradient.record_body = given(gradient);
   }

@@ -286,6 +286,7 @@ class KernelRule(CompiledRule[Kernels]):
         def kernel(*args: Any, **kwargs: Any) -> Any:
             return self._run(device, args, kwargs)
 
+        vars(kernel)[_PLACE] = self, device
         return kernel
 
     @compilers.never_traced
@@ -333,6 +334,16 @@ class KernelRule(CompiledRule[Kernels]):
         else:
             result = function(*args, **kwargs)
         return kernels.finish(definition, args, kwargs, result)
+
+
+_PLACE = "_torchop_place"
+
+
+def place_of(kernel: Any) -> tuple[KernelRule, str | None] | None:
+    """The rule that registered a kernel with the dispatcher, and the device type for which."""
+    rule = getattr(kernel, "__self__", None)
+    place: tuple[KernelRule, str | None] | None = getattr(kernel, _PLACE, None)
+    return (rule, None) if isinstance(rule, KernelRule) else place
 
 
 def _guarded(function: Callable[..., Any], guard: Guard | None) -> Callable[..., Any]:

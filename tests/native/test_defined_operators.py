@@ -1,0 +1,465 @@
+"""Native calls of operators of `Library.define` with registrations such as `register_kernel`."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchop
+from tests.devices import AUTOGRAD, BACKEND, DEVICE, OTHER, TYPE
+from tests.support import counting, needs_native, node_of, outcome
+
+pytestmark = [
+    needs_native,
+    pytest.mark.filterwarnings("ignore:Warning only once for all operators"),
+]
+
+T = torch.arange(3.0)
+
+
+@pytest.fixture
+def library(namespace: str) -> Iterator[torchop.Library]:
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        yield library
+
+
+def leaf() -> Tensor:
+    return T.clone().requires_grad_()
+
+
+def described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist(), type(value), value.requires_grad, node_of(value)
+    if isinstance(value, (list, tuple)):
+        return [described(item) for item in value]
+    return value
+
+
+def assert_native(name: str, *calls: Callable[[], Any], native: int | None = None) -> None:
+    """Every call does what the dispatcher does with it, and none goes there."""
+    with torchop.native.disabled():
+        expected = [described(outcome(call)) for call in calls]
+    for call in calls:
+        outcome(call)  # the first calls make the plan, and the class of the nodes
+    with counting(name) as counted:
+        assert [described(outcome(call)) for call in calls] == expected
+    assert counted == {"native": len(calls) if native is None else native}
+
+
+def gradients(call: Callable[..., Any], *inputs: Tensor) -> list[Any]:
+    """The gradients of a call, and those of the sum of their squares."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    result = call(*leaves)
+    results = [result] if isinstance(result, Tensor) else list(result)
+    total = sum(each.sum() for each in results if each.is_floating_point())
+    first = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
+    squares = [(each * each).sum() for each in first if each is not None and each.requires_grad]
+    second = torch.autograd.grad(sum(squares), leaves, allow_unused=True) if squares else []
+    return [None if each is None else each.tolist() for each in (*first, *second)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels
+
+
+@pytest.mark.parametrize("device", [TYPE, None, "default", BACKEND, "CompositeExplicitAutograd"])
+def test_a_registered_kernel_is_called_natively(namespace, library, device):
+    name = f"{namespace}::op"
+    library.define("op(Tensor x, float scale=2.0) -> Tensor")
+    torchop.register_kernel(name, device, lambda x, scale: x * scale, lib=library)
+    op = getattr(torch.ops, namespace).op
+    calls = [lambda: op(T), lambda: op(T, 3), lambda: op(T, scale=2.0), lambda: op.default(T, 4.0)]
+    assert_native(name, *calls)
+    explanation = torchop.explain(op, T)
+    assert explanation.native
+    assert __file__ in explanation.kernels[-1]
+
+
+def test_the_calls_are_those_of_operators_that_live_as_long_as_the_process(namespace):
+    name = f"{namespace}::op"
+    torchop.define(name, "(Tensor x) -> Tensor")
+    torchop.register_kernel(name, TYPE, lambda x: x + 1)
+    torchop.register_autograd(name, lambda ctx, grad: grad * 5)
+    op = getattr(torch.ops, namespace).op
+    assert_native(name, lambda: op(T), lambda: op(leaf()))
+    with torchop.accelerate(f"{namespace}::*") as acceleration:
+        (row,) = acceleration.operators
+        assert not row.accelerated
+        assert row.reason == "it was defined with torchop, so its calls are native already"
+
+
+def test_a_kernel_gets_the_default_of_the_schema_beside_one_of_impl(namespace, library):
+    """The dispatcher leaves out what equals the default; only `register_kernel` fills it in."""
+    name = f"{namespace}::op"
+    library.define("op(Tensor x, float scale=2.0, *, int n=1) -> Tensor")
+    op = getattr(torch.ops, namespace).op
+    torchop.register_kernel(name, TYPE, lambda x, scale=7.0, *, n=9: x * scale + n, lib=library)
+    library.impl("op", lambda x, scale=7.0, *, n=9: x, torch._C._dispatch_key_for_device(OTHER))
+    calls = [lambda: op(T), lambda: op(T, 2.0), lambda: op(T, 3.0, n=1), lambda: op(T, n=4)]
+    assert_native(name, *calls)
+    assert op(T).tolist() == [1, 3, 5]
+    library.impl("op", lambda x, scale=7.0, *, n=9: x * scale + n, BACKEND)
+    assert_native(name, *calls)
+    assert op(T).tolist() == [9, 16, 23]
+
+
+def test_kernels_of_two_libraries(namespace, library):
+    name = f"{namespace}::op"
+    library.define("op(Tensor x, int n=1) -> Tensor")
+    op = getattr(torch.ops, namespace).op
+    torchop.register_kernel(name, TYPE, lambda x, n: x + n, lib=library)
+    with torchop.Library(namespace, "IMPL") as other:
+        torchop.register_kernel(name, OTHER, lambda x, n: x, lib=other)
+        torchop.register_autograd(name, lambda ctx, grad: (grad * 3, None), lib=other)
+        assert_native(name, lambda: op(T), lambda: op(T, 5), lambda: op(leaf(), 6))
+    assert_native(name, lambda: op(T), lambda: op(T, 5))
+
+
+def test_what_a_kernel_returns_is_checked(namespace, library):
+    name = f"{namespace}::op"
+    results: list[Any] = [T, (T, T), None, 3, [T, T, T], [T, T]]
+    library.define("op(Tensor x, int n) -> (Tensor, Tensor)")
+    torchop.register_kernel(name, TYPE, lambda x, n: results[n], lib=library)
+    op = getattr(torch.ops, namespace).op
+    op(T, 1)
+    calls = [lambda n=n: op(T, n) for n in range(len(results))]
+    assert_native(name, *calls)
+
+
+def test_a_kernel_that_is_replaced_or_switched_off(namespace, library):
+    name = f"{namespace}::op"
+    library.define("op(Tensor x) -> Tensor")
+    op = getattr(torch.ops, namespace).op
+    for amount in (1, 2, 3):
+        torchop.register_kernel(name, TYPE, lambda x, amount=amount: x + amount, lib=library)
+        assert_native(name, lambda: op(T))
+        assert op(T).tolist() == [amount, 1 + amount, 2 + amount]
+    with torchop.Library(namespace, "IMPL") as other:
+        torchop.register_kernel(name, TYPE, lambda x: x * 10, lib=other)
+        assert op(T).tolist() == [0, 10, 20]
+        assert_native(name, lambda: op(T))
+    assert op(T).tolist() == [3, 4, 5]
+    assert_native(name, lambda: op(T))
+    with torchop.native.disabled(), counting(name) as calls:
+        assert op(T).tolist() == [3, 4, 5]
+    assert calls == {"switched_off": 1}
+
+
+# --------------------------------------------------------------------------------------------------
+# Schemas
+
+
+@pytest.mark.parametrize("device", [TYPE, None])
+def test_mutable_schemas(namespace, library, device):
+    def write(x, out):
+        out.copy_(x + 1)
+
+    library.define("write(Tensor x, Tensor(a!) out) -> ()")
+    torchop.register_kernel(f"{namespace}::write", device, write, lib=library)
+    library.define("add_(Tensor(a!) x, int n=1) -> Tensor(a!)", tags=(torch.Tag.inplace_view,) * 0)
+    torchop.register_kernel(f"{namespace}::add_", device, lambda x, n: x.add_(n), lib=library)
+    library.define("add.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+    torchop.register_kernel(
+        f"{namespace}::add.out", device, lambda x, *, out: out.copy_(x + 1), lib=library
+    )
+    ops = getattr(torch.ops, namespace)
+
+    def called(op: Callable[[Tensor], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            written = torch.zeros(3)
+            result = op(written)
+            return written, written._version, result is written
+
+        return call
+
+    assert_native(f"{namespace}::write", called(lambda out: ops.write(T, out)))
+    assert_native(f"{namespace}::add_", called(ops.add_), called(lambda x: ops.add_(x, 5)))
+    assert_native(f"{namespace}::add.out", called(lambda out: ops.add.out(T, out=out)))
+
+
+@pytest.mark.parametrize("tag", ["inplace", "out"])
+@pytest.mark.needs_torch("2.13", "torch.Tag.inplace and torch.Tag.out")
+def test_conventional_forms(namespace, library, tag):
+    schema = {"inplace": "Tensor(a!) x", "out": "Tensor y, *, Tensor(a!) x"}[tag]
+    name = f"{namespace}::op"
+    library.define(f"op({schema}) -> Tensor(a!)", tags=getattr(torch.Tag, tag))
+    torchop.register_kernel(
+        name, TYPE, lambda *args, x=None: (args[0] if x is None else x).add_(1), lib=library
+    )
+    op = getattr(torch.ops, namespace).op
+
+    def call(x: Tensor) -> Any:
+        result = op(x) if tag == "inplace" else op(T, x=x)
+        return x, result is x
+
+    assert_native(name, lambda: call(T.clone()))
+    torchop.register_kernel(name, TYPE, lambda *args, **kwargs: T.clone(), lib=library)
+    with pytest.raises(torchop.AliasError):
+        call(T.clone())
+    with torchop.native.disabled(), pytest.raises(torchop.AliasError):
+        call(T.clone())
+
+
+def test_overloads(namespace, library):
+    for schema in ("op(Tensor x)", "op.two(Tensor x, int n)", "op.text(Tensor x, str s)"):
+        library.define(f"{schema} -> Tensor")
+        name = f"{namespace}::{schema.partition('(')[0]}"
+        torchop.register_kernel(name, TYPE, lambda x, n=0: x + len(str(n)), lib=library)
+    packet = getattr(torch.ops, namespace).op
+    packet(T)
+    packet(T, 1)
+    packet(T, "a")
+    with counting(f"{namespace}::op.two") as two, counting(f"{namespace}::op.text") as text:
+        assert packet(T, 12).tolist() == [2, 3, 4]
+        assert packet(T, "abc").tolist() == [3, 4, 5]
+        assert packet.text(T, "abcd").tolist() == [4, 5, 6]
+    assert two["native"] == 1
+    assert text["native"] == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.n = inputs[-1]
+
+
+FORMULAS: dict[str, Any] = {
+    "without setup_context": ("Tensor x", "x", lambda ctx, grad: grad * 7, None),
+    "with setup_context": (
+        "Tensor x, float n=3.0",
+        "x * x * n",
+        lambda ctx, grad: (grad * ctx.saved_tensors[0] * ctx.n * 2, None),
+        setup,
+    ),
+    "of a list": (
+        "Tensor[] xs, float n=3.0",
+        "xs[0] * n",
+        lambda ctx, grad: ([grad * ctx.n, *[None] * (ctx.count - 1)], None),
+        lambda ctx, inputs, output: vars(ctx).update(n=inputs[1], count=len(inputs[0])),
+    ),
+    "of two results": (
+        "Tensor x, Tensor? y=None",
+        "x * 2, x * 3",
+        lambda ctx, first, second: (first * 2 + second * 3, None),
+        None,
+    ),
+}
+
+
+def made_with(namespace: str, library: torchop.Library, formula: str, way: str) -> Any:
+    parameters, body, backward, setup_context = FORMULAS[formula]
+    results = "(Tensor, Tensor)" if "," in body else "Tensor"
+    name = f"{namespace}::op"
+    library.define(f"op({parameters}) -> {results}")
+    names = [part.split()[1].partition("=")[0] for part in parameters.split(", ")]
+    function = eval(f"lambda {', '.join(names)}=3.0: ({body})")
+    if way == "impl":
+        library.impl("op", function, BACKEND)
+    else:
+        torchop.register_kernel(name, None if way == "default" else TYPE, function, lib=library)
+    torchop.register_autograd(name, backward, setup_context=setup_context, lib=library)
+    return getattr(torch.ops, namespace).op
+
+
+@pytest.mark.parametrize("way", ["register_kernel", "default", "impl"])
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_gradients_are_those_of_the_dispatcher(namespace, library, formula, way):
+    op = made_with(namespace, library, formula, way)
+
+    def call(x: Tensor, *more: Any) -> Any:
+        return op([x, T] if formula == "of a list" else x, *more)
+
+    more = [3.0, 4.0] if "n=" in FORMULAS[formula][0] else []
+    calls: list[Callable[[], Any]] = [lambda: call(leaf()), lambda: call(T)]
+    calls += [lambda n=n: call(leaf(), n) for n in more]
+    calls += [lambda n=n: gradients(lambda x: call(x, n), T) for n in more]
+    calls.append(lambda: gradients(call, T))
+    assert_native(f"{namespace}::op", *calls)
+    with torch.no_grad():
+        assert_native(f"{namespace}::op", lambda: call(leaf()))
+    explained = torchop.explain(op, *([[leaf(), T]] if formula == "of a list" else [leaf()]))
+    assert explained.kernels[0] == "autograd: records the gradient"
+
+
+def test_a_kernel_that_returns_its_argument(namespace, library):
+    name = f"{namespace}::op"
+    library.define("op(Tensor x) -> Tensor")
+    torchop.register_kernel(name, TYPE, lambda x: x, lib=library)
+    torchop.register_autograd(name, lambda ctx, grad: grad * 5, lib=library)
+    op = getattr(torch.ops, namespace).op
+    assert_native(name, lambda: op(T), lambda: op(leaf()), lambda: gradients(op, T))
+
+
+def test_a_formula_of_another_library_ends_with_it(namespace, library):
+    name = f"{namespace}::op"
+    library.define("op(Tensor x) -> Tensor")
+    torchop.register_kernel(name, TYPE, lambda x: x * 2, lib=library)
+    op = getattr(torch.ops, namespace).op
+    with torchop.Library(namespace, "IMPL") as other:
+        torchop.register_autograd(name, lambda ctx, grad: grad * 5, lib=other)
+        assert_native(name, lambda: gradients(op, T))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without a formula, PyTorch warns in backward
+        with torchop.native.disabled():
+            expected = outcome(lambda: gradients(op, T))
+        assert outcome(lambda: gradients(op, T)) == expected
+    torchop.register_autograd(name, lambda ctx, grad: grad * 6, lib=library)
+    assert_native(name, lambda: gradients(op, T))
+    assert gradients(op, T) == [[6, 6, 6]]
+
+
+def test_the_kernel_at_autograd_of_somebody_else_runs(namespace, library):
+    name = f"{namespace}::op"
+    library.define("op(Tensor x) -> Tensor")
+    torchop.register_kernel(name, TYPE, lambda x: x * 2, lib=library)
+    torchop.register_autograd(name, lambda ctx, grad: grad * 5, lib=library)
+    op = getattr(torch.ops, namespace).op
+    assert_native(name, lambda: op(T))
+    with torch.library._scoped_library(namespace, "IMPL") as other:
+        other.impl("op", lambda x: x * 100, AUTOGRAD)
+        assert op(T).tolist() == [0, 100, 200]
+    assert op(T).tolist() == [0, 2, 4]
+
+
+# --------------------------------------------------------------------------------------------------
+# Subsystems
+
+
+class Seeing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {})) + 100
+
+
+def test_calls_of_subsystems_are_right(namespace, library):
+    name = f"{namespace}::op"
+    library.define("op(Tensor x, int n=1) -> Tensor")
+    torchop.register_kernel(name, TYPE, lambda x, n: x * 2, lib=library)
+    torchop.register_autograd(name, lambda ctx, grad: (grad * 2, None), lib=library)
+    torchop.register_fake(name, lambda x, n=1: torch.empty_like(x), lib=library)
+    torchop.register_vmap(
+        name, lambda info, in_dims, x, n=1: (x * 2 + 1000, in_dims[0]), lib=library
+    )
+    torchop.register_autocast(name, TYPE, torch.bfloat16, lib=library)
+    op = getattr(torch.ops, namespace).op
+    assert_native(name, lambda: op(T), lambda: op(leaf()), lambda: gradients(op, T))
+    with Seeing():
+        assert op(T).tolist() == [100, 102, 104]
+    with torch.autocast(TYPE, torch.bfloat16):
+        assert op(T).dtype is torch.bfloat16
+    assert op(T.to("meta")).device.type == "meta"
+    assert torch.vmap(op)(T).tolist() == [1000, 1002, 1004]
+    assert torch.func.grad(lambda x: op(x).sum())(T).tolist() == [2, 2, 2]
+    with torch.profiler.profile() as profile:
+        op(T)
+    assert any(event.name == name for event in profile.events())
+    compiled = torch.compile(lambda x: op(x) + 1, backend="aot_eager", fullgraph=True)
+    assert compiled(T).tolist() == [1, 3, 5]
+    x = leaf()
+    compiled(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2, 2]
+    if DEVICE.type == "cpu":
+        sparse = outcome(lambda: op(T.to_sparse()))
+        with torchop.native.disabled():
+            assert outcome(lambda: op(T.to_sparse())) == sparse
+
+
+# --------------------------------------------------------------------------------------------------
+# Lifetimes
+
+
+def test_operators_that_are_defined_again(namespace):
+    name = f"{namespace}::op"
+    for amount in (1, 2, 3):
+        with torchop.Library(namespace, "DEF") as library:
+            library.define(f"op(Tensor x, int n={amount}) -> Tensor")
+            torchop.register_kernel(name, TYPE, lambda x, n: x + n, lib=library)
+            torchop.register_autograd(
+                name, lambda ctx, grad, amount=amount: (grad * amount, None), lib=library
+            )
+            held = getattr(torch.ops, namespace).op.default
+            assert_native(name, functools.partial(held, T), functools.partial(gradients, held, T))
+            assert held(T).tolist() == [amount, 1 + amount, 2 + amount]
+            assert gradients(held, T) == [[amount] * 3]
+        with pytest.raises(torchop.OperatorGoneError):
+            held(T)
+
+
+def test_nothing_keeps_a_closed_library_alive(namespace):
+    def used() -> Any:
+        kernel = lambda x: x + 1  # noqa: E731  # of which there is a weak reference
+        library = torchop.Library(namespace, "FRAGMENT")
+        library.define("op(Tensor x) -> Tensor")
+        torchop.register_kernel(f"{namespace}::op", TYPE, kernel, lib=library)
+        torchop.register_autograd(f"{namespace}::op", lambda ctx, grad: grad, lib=library)
+        op = getattr(torch.ops, namespace).op
+        assert_native(f"{namespace}::op", lambda: op(T), lambda: op(leaf()))
+        library.close()
+        return weakref.ref(kernel)
+
+    kernel = used()
+    gc.collect()
+    assert kernel() is None
+
+
+# --------------------------------------------------------------------------------------------------
+# Operators of other packages
+
+
+def test_an_operator_of_another_package_is_left_to_accelerate(namespace):
+    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x, int n=1) -> Tensor")
+        library.impl("op", lambda x, n=1: x + n, BACKEND)
+        name = f"{namespace}::op"
+        with torchop.Library(namespace, "IMPL") as ours:
+            torchop.register_kernel(name, OTHER, lambda x, n: x, lib=ours)
+            op = getattr(torch.ops, namespace).op
+            op(T)
+            assert torchop.native.counters(name) == {}
+            with torchop.accelerate(f"{namespace}::*") as acceleration:
+                assert [row.accelerated for row in acceleration.operators] == [True]
+                assert_native(name, lambda: op(T), lambda: op(T, 4))
+                torchop.register_kernel(name, TYPE, lambda x, n: x * 10, lib=ours)
+                assert op(T).tolist() == [0, 10, 20]
+                assert_native(name, lambda: op(T), lambda: op(T, 4))
+
+
+@pytest.mark.parametrize("way", ["custom_op", "impl"])
+def test_a_formula_for_an_accelerated_operator_of_another_package(namespace, way):
+    name = f"{namespace}::op"
+    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+        if way == "custom_op":
+            torch.library.custom_op(
+                name, lambda x, n=7: x * n, mutates_args=(), schema="(Tensor x, int n=1) -> Tensor"
+            )
+        else:
+            library.define("op(Tensor x, int n=1) -> Tensor")
+            library.impl("op", lambda x, n=7: x * n, BACKEND)
+        op = getattr(torch.ops, namespace).op
+        seen: list[Any] = []
+
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            seen.append(inputs[1])
+            ctx.save_for_backward(inputs[0])
+
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return grad * ctx.saved_tensors[0] * 5, None
+
+        with torchop.accelerate(name), torchop.Library(namespace, "IMPL") as ours:
+            torchop.register_autograd(name, backward, setup_context=setup_context, lib=ours)
+            calls = [lambda: op(T), lambda: op(leaf()), lambda: gradients(lambda x: op(x, 3), T)]
+            assert_native(name, *calls)
+            assert set(seen) == {1, 3}
+            assert op(T).tolist() == [0, 7, 14]
