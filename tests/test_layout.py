@@ -48,7 +48,7 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # needs more merges or removes something else, or raises the limit in a commit that says why.
 MOST_PYTHON_LINES = 31_820  # of the whole package
 MOST_CORE_LINES = 14_900  # of Python, in all packages that are not in the ring
-MOST_CPP_LINES = 5_970
+MOST_CPP_LINES = 6_020
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
 # from public names and `torchop.extend`, as the tools of others are. The files of `_compat` that
 # only they use belong to them.
@@ -81,10 +81,8 @@ EXCEPTIONS = {
         | {"_rules", "_schema"},
     ),
     "_rules.providers": (
-        "what chooses between the kernels of providers becomes a part of plans, and what kernels "
-        "write over becomes a part of graphs",
-        {"_compat", "_core", "_errors", "_rules.companions", "_rules.effect", "_rules.kernels"}
-        | {"_rules.mutation", "_schema"},
+        "what chooses between the kernels of providers becomes a part of plans",
+        {"_compat", "_core", "_errors", "_rules.kernels", "_rules.mutation", "_schema"},
     ),
     "_rules.residuals": (
         "what calls that record a gradient run becomes a part of formulas, and of graphs",
