@@ -101,8 +101,9 @@ def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] |
 def definition_of_gradient(kernel: Any) -> Definition | None:
     """The definition whose gradients a kernel at Autograd records; None for other kernels."""
     rule = getattr(kernel, "__self__", None)
-    is_current = isinstance(rule, AutogradRule) and rule.definition.reason_gone is None
-    return rule.definition if is_current else None
+    if not isinstance(rule, AutogradRule) or rule.definition.reason_gone is not None:
+        return None
+    return rule.definition
 
 
 def calls_of(name: OpName) -> LowLevelCalls | None:

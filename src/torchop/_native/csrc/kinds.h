@@ -203,8 +203,7 @@ inline PyObject* plain_str(PyObject* value) {
 
 // Makes the int, float or str that a kernel would receive for a value of another type: for an int
 // or a bool where a float is expected, for a bool where an int is, and for an instance of a
-// subclass, such as an IntEnum. Returns nullptr, without an exception, for any other conversion. Out
-// of line, because few calls convert anything.
+// subclass, such as an IntEnum. Returns nullptr, without an exception, for any other conversion.
 __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* value) {
   // A class with `__torch_function__` decides about the whole call.
   if (!PyLong_CheckExact(value) && !PyBool_Check(value) && !is_plain_object(value))
