@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -264,3 +265,33 @@ def kernel_table(qualname: str) -> dict[str, str]:
     lines = torch._C._dispatch_dump_table(qualname).splitlines()
     pairs = (line.partition(": ") for line in lines)
     return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}
+
+
+# The keys that a TorchDispatchMode excludes while it handles a call, and that torch.func and
+# torch.export need: see pythonFallback in aten/src/ATen/core/PythonFallbackKernel.cpp.
+_TRANSFORM_KEYS = (
+    DispatchKey.PythonTLSSnapshot,
+    DispatchKey.FuncTorchDynamicLayerFrontMode,
+    DispatchKey.FuncTorchDynamicLayerBackMode,
+    DispatchKey.FuncTorchBatched,
+    DispatchKey.FuncTorchVmapMode,
+    DispatchKey.FuncTorchGradWrapper,
+    DispatchKey.Functionalize,
+    DispatchKey.PreDispatch,
+)
+_TRANSFORMS = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _TRANSFORM_KEYS))
+
+
+def is_handled_by_mode() -> bool:
+    """Whether a TorchDispatchMode made the call that this thread is dispatching."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.PythonTLSSnapshot)
+
+
+def with_transforms() -> Any:
+    """Let a kernel use torch.func and torch.export although a mode handles its call, in a block.
+
+    Otherwise the kernel would fail in the first call of a compiled function, in which
+    _AnalyzeCustomOpInputOutputMode of torch/_functorch/_aot_autograd/runtime_wrappers.py is active.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _TRANSFORMS
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

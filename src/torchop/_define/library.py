@@ -306,6 +306,9 @@ def checked_kernel(
                 # Last: a thread that sees the new check must not run the old kernel, and a call
                 # that is interrupted leaves the rest to the next one.
                 check, checked_schema = check_now, current_schema
+        if dispatch.is_handled_by_mode() and not with_keyset:  # one with a keyset redispatches
+            with dispatch.with_transforms():
+                return check_now(run(*args, **kwargs), qualname)
         return check_now(run(*args, **kwargs), qualname)
 
     def outdate_plan() -> None:

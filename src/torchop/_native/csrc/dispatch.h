@@ -140,6 +140,10 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   // Without the kernels for data, hardly anything works, and what fails first is not ours to say.
   if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))
     return Reason::Thread;
+  // A TorchDispatchMode handles the call, which excludes the keys of torch.func and torch.export:
+  // the kernel in Python includes them again.
+  if (C10_UNLIKELY(local.excluded_.has(DispatchKey::PythonTLSSnapshot)))
+    return Reason::Thread;
   // As the dispatcher asks. `at::hasCallbacks` takes a lock, and 40 ns for it.
   if (C10_UNLIKELY(at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value()))
     return Reason::Profiler;

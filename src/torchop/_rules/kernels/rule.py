@@ -328,11 +328,13 @@ class KernelRule(CompiledRule[Kernels]):
         if mutated is not None:
             mutated.check_memory(args, kwargs)
         function = definition.apart(function)
-        if definition.schema.has_lists:
-            # The kernel may change its lists; the checks that follow need those of the caller.
-            result = function(*_with_lists_copied(args), **kwargs)
+        # The kernel may change its lists; the checks that follow need those of the caller.
+        passed = _with_lists_copied(args) if definition.schema.has_lists else args
+        if dispatch.is_handled_by_mode():
+            with dispatch.with_transforms():
+                result = function(*passed, **kwargs)
         else:
-            result = function(*args, **kwargs)
+            result = function(*passed, **kwargs)
         return kernels.finish(definition, args, kwargs, result)
 
 
