@@ -86,6 +86,26 @@ def functional_storage(tensor: torch.Tensor) -> int:
     return int(getattr(tensor, "elem", tensor).untyped_storage()._cdata)
 
 
+def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of a functional trace are not known to be disjoint in memory.
+
+    Adds no guard on a size that is a symbol.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if functional_storage(one) != functional_storage(other):
+        return False
+
+    def end(tensor: torch.Tensor) -> Any:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        return tensor.storage_offset() + sum((n - 1) * step for n, step in steps) + 1
+
+    return one.dtype is not other.dtype or not (
+        statically_known_true(end(one) <= other.storage_offset())
+        or statically_known_true(end(other) <= one.storage_offset())
+    )
+
+
 def is_view_of_other_type(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a compiler's trace is a view of one with another dtype."""
     return _traced_base(tensor).dtype is not tensor.dtype

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchop._compat import registries, tracing
-from torchop._compat.classes import FunctionalTensorMode
+from torchop._compat import cpp_functionalization, registries, tracing
+from torchop._compat.classes import FunctionalTensorMode, ProxyTorchDispatchMode
 from torchop._core.call import map_tensors, mutated_tensors, returned_result
 from torchop._core.declaration import Declaration
 from torchop._core.definition import NOTHING, CompiledRule, Definition
@@ -38,6 +38,11 @@ from torchop._rules.functionalization.companions import (
     without_none,
 )
 from torchop._rules.functionalization.hidden_aliases import copy_hidden_aliases
+from torchop._rules.functionalization.regions import (
+    checking_regions,
+    functionalizing_in_regions,
+    needs_check_of_regions,
+)
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
@@ -68,6 +73,12 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         registries.offer_torch_dispatch(
             str(self.definition), FunctionalTensorMode, functionalizing(self.definition)
         )
+        if needs_check_of_regions(self.definition.schema):
+            registries.offer_torch_dispatch(
+                str(self.definition),
+                ProxyTorchDispatchMode,
+                checking_regions(self.definition),
+            )
 
     def install_on_defined(self) -> None:
         # At definition, not when a trace needs them: a process may load a cached or exported graph
@@ -75,6 +86,9 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         self.companions = {
             kind: define_of_kind(self.definition, kind) for kind in _needed(self.definition.schema)
         }
+        cpp_functionalization.implement(
+            self.definition.overload, functionalizing_in_regions(self.definition)
+        )
 
     def cache_parts(self) -> Iterator[object]:
         if self.inlined is not None:

@@ -1,0 +1,102 @@
+"""PyTorch's functionalization in C++, with which compilers trace regions that mutate their inputs.
+
+A trace uses `FunctionalTensorMode`, except in the subgraph of `invoke_subgraph`, which
+`FunctionalCallableWithEpilogue` (torch/_higher_order_ops/auto_functionalize.py) passes to
+`torch.func.functionalize`. Its fallback for custom operators takes none that mutates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from torchop._compat import tracing
+from torchop._compat.classes import DispatchKey, FunctionalTensorMode, OpOverload
+
+
+def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
+    """Install a kernel for functionalization in C++ under the Python dispatcher, as traces use it.
+
+    A kernel in the dispatcher would turn off auto-functionalization of the operator
+    (`FunctionalTensorMode.__torch_dispatch__`). A dispatcher kernel of the user takes precedence.
+    """
+    name, key = overload.name(), DispatchKey.Functionalize
+
+    def functionalize(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            return overload._op_dk(key, *args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    overload.py_kernels[key] = functionalize
+    overload._dispatch_cache.clear()
+
+
+def is_functional(tensor: torch.Tensor) -> bool:
+    """Return whether functionalization in C++ tracks a tensor."""
+    return torch._is_functional_tensor(tensor)
+
+
+@contextlib.contextmanager
+def traced_by_mode() -> Iterator[FunctionalTensorMode]:
+    """Leave functionalization in C++, and functionalize with a mode instead."""
+    keys = (
+        DispatchKey.Functionalize,
+        DispatchKey.FuncTorchDynamicLayerBackMode,
+        DispatchKey.FuncTorchDynamicLayerFrontMode,
+    )
+    include = torch._C._dispatch_tls_local_include_set()
+    for key in keys:
+        include = include.remove(key)
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    below: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        below = retrieve_current_functorch_interpreter().lower()
+    with below, torch._C._ForceDispatchKeyGuard(include, exclude), FunctionalTensorMode() as mode:
+        yield mode
+
+
+def current_value(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the value of a functional tensor, with all writes into its base."""
+    torch._functionalize_sync(tensor)
+    return torch._from_functional_tensor(tensor)
+
+
+def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Record that a functional tensor, and so its base, has a new value."""
+    torch._functionalize_replace(tensor, value)
+    torch._functionalize_commit_update(tensor)
+    torch._functionalize_sync(tensor)
+
+
+wrap: Callable[[torch.Tensor], torch.Tensor] = torch._to_functional_tensor
+# The same for the tensors of a mode, in a block of `traced_by_mode`.
+wrap_for_mode: Callable[[torch.Tensor], Any] = FunctionalTensor.to_functional
+
+
+def value_in_mode(tensor: Any) -> torch.Tensor:
+    """Return the value of a functional tensor of a mode."""
+    return tensor.from_functional() if isinstance(tensor, FunctionalTensor) else tensor
+
+
+_FINDS_MUTATIONS = InvokeSubgraphHOP.gen_schema.__code__
+
+
+def is_finding_mutations() -> bool:
+    """Return whether PyTorch traces a region to find the inputs that it mutates."""
+    callers = traceback.walk_stack(sys._getframe())
+    return any(frame.f_code is _FINDS_MUTATIONS for frame, _ in callers)
+
+
+def are_inputs(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether one of these tensors has the memory of an input of the graph being traced."""
+    inputs = (node.meta.get("val") for node in mode.tracer.graph.find_nodes(op="placeholder"))
+    memory = {tracing.functional_storage(t) for t in inputs if isinstance(t, torch.Tensor)}
+    return any(tracing.functional_storage(tensor) in memory for tensor in tensors)

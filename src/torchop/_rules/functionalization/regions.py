@@ -1,0 +1,117 @@
+"""Calls in a region that a compiler traces once and whose inputs the region mutates.
+
+PyTorch traces such a region, of `torch.compiler.nested_compile_region`, with functionalization in
+C++. The call is traced with a functional mode instead, so that the rule of the operator applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+from torch import Tensor
+
+from torchop._compat import cpp_functionalization as functional
+from torchop._compat import tracing
+from torchop._core.call import (
+    map_tensors,
+    mutated_tensors,
+    named_tensors,
+    passed,
+    replaced,
+    returned_result,
+)
+from torchop._core.definition import Definition
+from torchop._errors import FunctionalizationError
+from torchop._schema.forms import Form
+from torchop._schema.schema import Argument, Schema
+
+
+def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
+    """Return the kernel of a mutable operator for functionalization in C++."""
+    schema = definition.schema
+
+    def functionalize(*args: Any, **kwargs: Any) -> Any:
+        _check_memory(definition, args, kwargs)
+        before: dict[Tensor, Tensor] = {}
+        traced: dict[Tensor, Tensor] = {}
+
+        def trace(_: Argument, tensor: Tensor) -> Tensor:
+            if functional.is_functional(tensor) and tensor not in traced:
+                before[tensor] = functional.current_value(tensor)
+                traced[tensor] = functional.wrap_for_mode(before[tensor])
+            return traced.get(tensor, tensor)
+
+        with functional.traced_by_mode():
+            values, keywords = map_tensors(schema, args, kwargs, trace)
+            result = _map_results(
+                definition.overload(*values, **keywords), functional.value_in_mode
+            )
+            after = {tensor: functional.value_in_mode(value) for tensor, value in traced.items()}
+        for tensor, value in after.items():
+            if value is not before[tensor]:
+                functional.replace_value(tensor, value)
+        if schema.form is not Form.PLAIN:
+            return returned_result(schema, args, kwargs)
+        return _map_results(result, functional.wrap)
+
+    return functionalize
+
+
+def needs_check_of_regions(schema: Schema) -> bool:
+    """Return whether PyTorch may not see that a region mutates an input through this operator."""
+    keyword_only = {argument.name for argument in schema.keyword_only}
+    return any(
+        argument.is_mutated and (argument.kind != "Tensor" or argument.name in keyword_only)
+        for argument in schema.arguments
+    )
+
+
+def checking_regions(definition: Definition) -> Callable[..., Any]:
+    """Return the rule that refuses mutations of which PyTorch does not see that a region has them.
+
+    `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails on a
+    mutated list and on None, and does not read keyword arguments, so such a write would be lost.
+    """
+    schema = definition.schema
+
+    def trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = kwargs or {}
+        if functional.is_finding_mutations():
+            for name, value in passed(schema.mutated_places, args, kwargs):
+                if name in kwargs:
+                    tensors = [tensor for _, _, tensor in named_tensors([(name, value)])]
+                    problem = functional.are_inputs(mode, tensors) and "passed by keyword"
+                else:
+                    problem = not isinstance(value, Tensor) and "a list or None"
+                if problem:
+                    raise FunctionalizationError(
+                        f"{definition} mutates {name!r}, which is {problem}, in a region of "
+                        "torch.compiler.nested_compile_region. PyTorch only finds mutations of "
+                        "tensors that are passed by position. Call the operator outside of the "
+                        "region, or use one whose mutated arguments are positional tensors."
+                    )
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+
+    return trace
+
+
+def _map_results(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(result, tuple):
+        return tuple(replaced(item, Tensor, change) for item in result)
+    return replaced(result, Tensor, change)
+
+
+def _check_memory(definition: Definition, args: Any, kwargs: Any) -> None:
+    """Refuse mutated arguments that may overlap, because each is traced as memory of its own."""
+    for (name, one), (other_name, other) in combinations(
+        mutated_tensors(definition.schema, args, kwargs), 2
+    ):
+        if one is not other and tracing.may_overlap(one, other):
+            raise FunctionalizationError(
+                f"{definition} was called in a nested region, with mutated arguments that may "
+                f"overlap in memory ({name}, {other_name}). A compiler traces each of them as "
+                "memory of its own. Pass tensors that do not overlap, or call the operator outside "
+                "of torch.compiler.nested_compile_region."
+            )
