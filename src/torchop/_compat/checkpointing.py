@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils import checkpoint
@@ -35,17 +35,57 @@ def selective_checkpointing_is_active() -> bool:
 
 @contextlib.contextmanager
 def saving_in_trace() -> Iterator[None]:
-    """Makes a compiler keep what is traced here for the backward, and not compute it again.
-
-    That is of nodes in a checkpointed region. In others, the compiler would take it for one.
-    """
-    proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    if proxy_mode is None:
+    """Make a compiler save what is traced here in a checkpointed region for the backward."""
+    with _traced_nodes(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)) as nodes:
         yield
-        return
-    graph = cast(Any, proxy_mode).tracer.graph
-    count = len(graph.nodes)
-    yield
-    for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - count):
+    for node in nodes:
         if node.meta.get("recompute") is not None:
             node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
+
+
+@contextlib.contextmanager
+def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
+    """Make a compiler save what is traced here, whatever `activation_memory_budget` is.
+
+    Args:
+        proxy_mode: the mode that traces, by default the active one.
+    """
+    if proxy_mode is None:
+        proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    with _traced_nodes(proxy_mode) as nodes:
+        yield
+    budget = torch._functorch.config.activation_memory_budget
+    for node in nodes:
+        if node.meta.get("recompute") is not None:
+            continue  # in a checkpointed region, the policy of the region decides
+        node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
+        # Workaround for `choose_saved_values_set` (torch/_functorch/partitioners.py), which saves
+        # nothing if the budget is 0, and fails on a saved tuple. The partitioner takes the budget
+        # of the first node that has one for the whole graph.
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            for other in node.graph.nodes:
+                if other is node or "memory_budget" in other.meta:
+                    other.meta["memory_budget"] = 1.0
+        elif budget == 0:
+            node.meta.setdefault("memory_budget", _SMALLEST_BUDGET)
+
+
+_SMALLEST_BUDGET = 1e-9
+
+
+@contextlib.contextmanager
+def _traced_nodes(proxy_mode: Any) -> Iterator[list[torch.fx.Node]]:
+    """Yield a list that holds, after the block, the nodes that were traced in it."""
+    nodes: list[torch.fx.Node] = []
+    if proxy_mode is None:
+        yield nodes
+        return
+    graph = proxy_mode.tracer.graph
+    count = len(graph.nodes)
+    yield nodes
+    nodes += itertools.islice(reversed(graph.nodes), len(graph.nodes) - count)
+
+
+def new_context() -> Any:
+    """Return the context that a policy function gets outside of a checkpointed region."""
+    return checkpoint.SelectiveCheckpointContext(is_recompute=False)

@@ -11,6 +11,7 @@ from torchop._core import definition
 from torchop._core.definition import CompiledRule
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.checkpoint_modes import RecomputationRule
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.functionalization.rule import FunctionalizationRule
@@ -29,5 +30,6 @@ RULES: tuple[type[CompiledRule[Any]], ...] = (
     TorchDispatchRule,
     EffectRule,
     FunctionalizationRule,
+    RecomputationRule,
 )
 definition.kinds = RULES

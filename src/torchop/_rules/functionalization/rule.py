@@ -29,6 +29,7 @@ from torchop._core.call import map_tensors, mutated_tensors, returned_result
 from torchop._core.declaration import Declaration
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._errors import FunctionalizationError
+from torchop._rules.checkpoint_modes import saved_under_budget
 from torchop._rules.functionalization.companions import (
     FUNCTIONAL,
     MUTABLE,
@@ -135,7 +136,8 @@ def functionalizing(definition: Definition) -> Callable[..., Any]:
         args, kwargs = schema.fill_defaults(args, kwargs or {})
         values, keywords, copies = _copy_typed_views(mode, definition, args, kwargs)
         values, keywords = copy_hidden_aliases(mode, schema, values, keywords)
-        result, written = _trace(definition, rule, mode, types, values, keywords)
+        with saved_under_budget(op, args, kwargs):
+            result, written = _trace(definition, rule, mode, types, values, keywords)
         if result is NotImplemented:
             return result  # another mode or subclass may handle the operator
         with mode:

@@ -13,9 +13,16 @@ import torch.library
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torchop._compat import checkpointing, registries
+from torchop._compat.classes import ProxyTorchDispatchMode, Tag
 from torchop._core.user_rule import Rule
 from torchop._errors import ResultError, RuleSignatureError
-from torchop._rules.checkpoint_modes import Decision, Policy, in_checkpoint, offer_to_checkpoints
+from torchop._rules.checkpoint_modes import (
+    Decision,
+    Policy,
+    in_checkpoint,
+    in_trace,
+    offer_to_checkpoints,
+)
 from torchop._schema.callables import Lambda, Registered
 from torchop.extend import OpLike, OpOverload, observer, short_repr
 
@@ -66,6 +73,8 @@ class _CheckpointPolicyRule(Rule[Decision]):
         if registries.effect_of(op.name()) is None:
             for mode in checkpointing.POLICY_MODES:
                 registries.withdraw_offer(op.name(), mode, in_checkpoint)
+            if Tag.nondeterministic_seeded not in op.tags:
+                registries.withdraw_offer(op.name(), ProxyTorchDispatchMode, in_trace)
 
     def cache_parts(self, value: Decision) -> Iterator[object]:
         yield value.registered
