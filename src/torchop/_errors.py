@@ -272,7 +272,7 @@ class ProviderWarning(UserWarning):
 
 
 class SchemaWarning(UserWarning):
-    """A hand-written schema and its function agree in types, but not in names or defaults."""
+    """A hand-written schema is allowed, but not what its function or a compiler needs."""
 
 
 class OperatorNotFoundError(RuntimeError, AttributeError):

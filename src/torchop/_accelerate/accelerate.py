@@ -18,7 +18,7 @@ from torchop._accelerate.patterns import (
 )
 from torchop._compat import foreign_operators, logs, registries
 from torchop._core.lock import registration_lock
-from torchop._core.registry import own_definition
+from torchop._core.registry import find_schema, own_definition
 from torchop._native import switch
 from torchop._native.extension import api
 from torchop.extend import OpName, warn
@@ -40,6 +40,8 @@ class AcceleratedOperator(NamedTuple):
         op: the name of the operator.
         accelerated: whether its calls are native where they can be.
         reason: why not; empty if they are.
+        constants: the arguments for whose every value `torch.compile` compiles a program again,
+            because the schema says `int` and not `SymInt`.
 
     Example:
         >>> import torch, torchop
@@ -52,6 +54,7 @@ class AcceleratedOperator(NamedTuple):
     op: str
     accelerated: bool
     reason: str
+    constants: tuple[str, ...] = ()
 
 
 class Acceleration:
@@ -111,10 +114,18 @@ class Acceleration:
         return f"<Acceleration of {', '.join(self._patterns)}>"
 
     def __str__(self) -> str:
-        rows = [(row.op, "yes" if row.accelerated else "no", row.reason) for row in self.operators]
-        if not rows:
+        operators = self.operators
+        if not operators:
             return f"no operator matches {', '.join(self._patterns)} yet"
-        return aligned([("operator", "accelerated", "reason"), *rows])
+        rows = [("operator", "accelerated", "reason")]
+        rows += [(each.op, "yes" if each.accelerated else "no", each.reason) for each in operators]
+        constants = [
+            f"{each.op}: compiled again for each value of {', '.join(each.constants)}: the schema "
+            "says int, and SymInt would be one graph for all"
+            for each in operators
+            if each.constants
+        ]
+        return "\n".join([aligned(rows), *constants])
 
     def _matches(self, name: OpName) -> bool:
         return any(is_match(name, pattern) for pattern in self._patterns)
@@ -270,4 +281,5 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
         calls.outdate()  # because nobody tells of what others register
         calls()
         reason = calls.problem
-    return AcceleratedOperator(str(name), reason is None, reason or "")
+    constants = find_schema(name).constants
+    return AcceleratedOperator(str(name), reason is None, reason or "", constants)

@@ -71,6 +71,23 @@ _DYNAMO_FILE = os.path.join("torch", "_dynamo", "output_graph.py")
 _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
 
 
+def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments with which Dynamo calls an overload; None if it is not calling it.
+
+    They hold symbols that the dispatcher converts to numbers before a kernel sees them. Dynamo
+    passes them to `run_node` in torch/_dynamo/utils.py.
+    """
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code.co_name == "run_node" and frame.f_code.co_filename.endswith(_NODES_FILE):
+            values = frame.f_locals
+            called = values["node"].target in (op, op.overloadpacket)
+            return (values["args"], values["kwargs"]) if called else None
+    return None
+
+
+_NODES_FILE = os.path.join("torch", "_dynamo", "utils.py")
+
+
 def torchscript_asks() -> bool:
     """Whether TorchScript is who calls `inspect.signature`, which calls the caller of this."""
     for frame, _ in traceback.walk_stack(sys._getframe(2)):

@@ -72,6 +72,7 @@ class Schema:
         returns: the types of the results, as PyTorch spells them.
         mutated: the names of the arguments that are written.
         written_types: by name, the types of the arguments as the text has them, such as `int[2]?`.
+        constants: the names of the arguments of type `int`, and not `SymInt`, lists included.
         written_arguments: the arguments as the text has them, such as `int n=1`, and the `*`.
         form: a `Form`.
         is_mutable: whether the operator writes into arguments.
@@ -149,6 +150,11 @@ class Schema:
     @property
     def written_types(self) -> dict[str, str]:
         return {a.name: schemas.written_type(a) for a in self._parsed.arguments}
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """The arguments of type `int`, on whose value the dispatcher makes compilers guard."""
+        return tuple(n for n, kind in self.written_types.items() if kind.startswith("int"))
 
     @property
     def written_arguments(self) -> list[str]:

@@ -20,6 +20,7 @@ from torchop._errors import FakeKernelError, InliningError, RuleSignatureError, 
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, innermost, running
 from torchop._rules.fake.errors import data_was_read, missing_fake, returns_nothing, source_of
+from torchop._rules.fake.specialization import symbolic_arguments, warn_of_guards
 from torchop._schema.callables import Function, Lambda, decorator_or_call
 from torchop._schema.defaults import bind, fitted
 from torchop._schema.forms import Form
@@ -37,6 +38,7 @@ class Fake(NamedTuple):
     function: Callable[..., Any] | None
     check_result: ResultCheck
     outputs_are_fresh: bool
+    constants: tuple[str, ...]
 
 
 class FakeRule(CompiledRule[Fake]):
@@ -45,6 +47,7 @@ class FakeRule(CompiledRule[Fake]):
     function: Callable[..., Any] | None = None
     is_installed = False
     registration: registries.FakeRegistration | None = None
+    warned: tuple[str, ...] = ()  # the arguments that a warning has named as constants
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:
@@ -87,6 +90,7 @@ class FakeRule(CompiledRule[Fake]):
             function=None if self.function is None else bind(self.function, definition.schema),
             check_result=result_check(definition.schema.returns),
             outputs_are_fresh=not definition.declaration.is_lenient,
+            constants=definition.schema.constants,
         )
 
     def install_on_defined(self) -> None:
@@ -172,6 +176,12 @@ class FakeRule(CompiledRule[Fake]):
     def fake_kernel(self, /, *args: Any, **kwargs: Any) -> Any:
         """The kernel that FakeTensor runs."""
         definition, mode = self.definition, fake_tensors.active_fake_mode()
+        constants = definition.plan[FakeRule].constants
+        if len(constants) > len(self.warned) and mode is not None and mode.shape_env is not None:
+            symbolic = symbolic_arguments(definition, constants)
+            new = [name for name in symbolic if name not in self.warned]
+            self.warned += tuple(new)
+            warn_of_guards(definition, new)
         context = None if mode is None else FakeImplCtx(mode, definition.overload)
         with running(context or NoContext(definition)):
             return _run(definition, args, kwargs)
