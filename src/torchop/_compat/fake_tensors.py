@@ -41,13 +41,22 @@ def only_runs_fake(mode: Any, op: OpOverload, tensors: Iterable[torch.Tensor]) -
     return profiles is None and op not in decomposition_table and _are_plain(mode, tensors)
 
 
-def made_like(tensor: torch.Tensor, shape: Sequence[Any] | None, dtype: torch.dtype | None) -> Any:
+def made_like(
+    tensor: torch.Tensor,
+    shape: Sequence[Any] | None,
+    dtype: torch.dtype | None,
+    memory_format: torch.memory_format | None = None,
+) -> Any:
     """`tensor.new_empty(shape, dtype=dtype)`; without a shape, `torch.empty_like`.
 
     Where FakeTensor runs a kernel, it is made as FakeTensor makes it, but not looked up in its
     cache, which takes longer.
     """
-    mode: Any = active_fake_mode()
+    if memory_format is torch.contiguous_format:
+        if shape is None and tensor.layout is torch.strided:
+            shape = tensor.shape
+        memory_format = None
+    mode: Any = active_fake_mode() if memory_format is None else None
     is_plain = mode is not None and tensor.layout is torch.strided and _are_plain(mode, [tensor])
     strides = _written(tensor.stride()) if is_plain and shape is None else []
     if is_plain and strides[-1:] in ([], [1]):  # what `torch.empty` makes has no other last stride
@@ -57,8 +66,11 @@ def made_like(tensor: torch.Tensor, shape: Sequence[Any] | None, dtype: torch.dt
         if shape is not None or _written(made.stride()) == strides:
             return FakeTensor(mode, made, cast(FakeTensor, tensor).fake_device)
     if shape is None:
-        return torch.empty_like(tensor, dtype=dtype)
-    return tensor.new_empty(shape, dtype=dtype)
+        return torch.empty_like(tensor, dtype=dtype, memory_format=memory_format)
+    if memory_format is None:
+        return tensor.new_empty(shape, dtype=dtype)
+    options: Any = {"dtype": dtype or tensor.dtype, "device": tensor.device}
+    return torch.empty(shape, memory_format=memory_format, **options)
 
 
 def _written(sizes: Sequence[Any]) -> list[Any]:

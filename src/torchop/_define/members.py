@@ -135,7 +135,7 @@ MEMBERS: Mapping[str, Member] = {
     "signature": Member(),
     "fake": Member(
         _register_fake,
-        "a static function, or a dict with a declaration: like, shape, dtype",
+        "a static function, or a dict with a declaration: like, shape, dtype, memory_format",
         lambda value: callable(value) or isinstance(value, Mapping),
     ),
     "setup_context": Member(needs=("backward", "jvp")),

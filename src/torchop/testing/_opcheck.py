@@ -138,7 +138,13 @@ def opcheck(
 def _what_to_do(error: Exception) -> str:
     """What PyTorch's checks do not tell of a failure: which of two is whose, and the fix."""
     if "found mismatched tensor metadata" in str(error):
-        return " The first is the kernel's, and the fake kernel must return the same."
+        contiguous = (
+            " If the kernel returns a contiguous tensor whatever the strides of x are: "
+            'register_fake(like="x", memory_format=torch.contiguous_format).'
+        )
+        return " The first is the kernel's, and the fake kernel must return the same." + (
+            contiguous if "Stride mismatch" in str(error) else ""
+        )
     if "Gradients of the operator are different in eager-mode PyTorch vs" in str(error):
         return " Make the formula the same where it is traced, or register one."
     if "different in eager-mode PyTorch vs" in str(error):

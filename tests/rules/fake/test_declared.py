@@ -1,5 +1,8 @@
 """Fake kernels by declaration: what they describe, and what is refused at registration."""
 
+import contextlib
+from typing import ClassVar
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -144,6 +147,79 @@ def test_a_shape_is_computed_from_the_arguments_that_it_names(namespace):
     assert op(meta(2, 5), meta(5, 7)).shape == (2, 7, 3)
 
 
+FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
+@pytest.mark.parametrize("make", ["transposed", "channels last", "expanded", "conjugate", "a part"])
+def test_the_memory_format_is_that_of_empty_like(namespace, make, mode, memory_format):
+    op = define(namespace, "(Tensor x) -> Tensor")
+    op.register_fake(like="x", memory_format=memory_format)
+    device = "meta" if mode is contextlib.nullcontext else "cpu"
+    with mode() as fake:
+        x = LIKE[make]()
+        x = x.to("meta") if fake is None else fake.from_tensor(x)
+        if memory_format is torch.channels_last and x.dim() != 4:
+            with pytest.raises(RuntimeError, match="required rank 4 tensor"):
+                op(x)
+            return
+        expected = torch.empty_like(x, memory_format=memory_format)
+        assert described(op(x)) == described(expected)
+        assert op(x).device.type == device
+
+
+def test_memory_formats_of_shapes_several_outputs_and_lists(namespace):
+    op = define(namespace, "(Tensor x, Tensor[] xs) -> (Tensor, Tensor, Tensor[])")
+    op.register_fake(
+        like=("x", "x", "xs"),
+        shape=(None, lambda x: (1, 2, 3, 4), None),
+        memory_format=(torch.contiguous_format, torch.channels_last, torch.contiguous_format),
+    )
+    x = meta(2, 3).t()
+    first, second, (third, fourth) = op(x, [x, meta(3)])
+    assert described(first, third, fourth) == described(
+        *map(torch.empty_like, (meta(3, 2), meta(3, 2), meta(3)))
+    )
+    assert second.shape == (1, 2, 3, 4)
+    assert second.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_class_form_takes_a_memory_format(namespace):
+    @torchop.operator(f"{namespace}::op")
+    class op:
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone(memory_format=torch.contiguous_format)
+
+        fake: ClassVar = {"like": "x", "memory_format": torch.contiguous_format}
+
+    torchop.opcheck(op, (torch.ones(3, 2).t(),))
+
+
+def test_a_contiguous_output_compiles_with_symbolic_sizes(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    op.register_fake(like="x", memory_format=torch.contiguous_format)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: op(x.t()).view(-1), backend=counter, fullgraph=True)
+    for n in (4, 5, 6):
+        assert torch.equal(compiled(torch.ones(n, 3)), torch.ones(3 * n))
+    assert counter.frame_count == 2
+
+
+def test_opcheck_says_how_to_declare_other_strides(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    op.register_fake(like="x")
+    with pytest.raises(torchop.OpCheckError, match=r"memory_format=torch\.contiguous"):
+        torchop.opcheck(op, (torch.ones(3, 2).t(),))
+
+
 def test_several_outputs_and_lists(namespace):
     op = define(namespace, "(Tensor x, Tensor[] ys) -> (Tensor, Tensor[], Tensor?)")
     op.register_fake(
@@ -196,10 +272,12 @@ def test_the_tag_for_compile_caches_tells_declarations_apart(namespace):
         {"like": "x", "dtype": torch.int16},
         {"shape": lambda x: (x.shape[0],)},
         {"shape": lambda x: (x.shape[1],)},
+        {"like": "x", "memory_format": torch.contiguous_format},
+        {"like": "x", "memory_format": torch.channels_last},
     ):
         op.register_fake(**said)
         tags.add(torchop.cache_key_tag())
-    assert len(tags) == 6
+    assert len(tags) == 8
 
 
 # --------------------------------------------------------------------------------------------------
@@ -221,6 +299,13 @@ _TWO = "(Tensor x, Tensor[] xs) -> (Tensor, Tensor[])"
         (_ONE, {"dtype": torch.int8}, "nothing says what output 0 looks like"),
         (_ONE, {"like": "x", "dtype": "n"}, "dtype='n' for output 0 must name a Tensor or a torch"),
         (_ONE, {"like": "x", "dtype": 3}, "dtype for output 0 must be an argument or a dtype"),
+        (_ONE, {"like": "x", "memory_format": "channels_last"}, "must be a torch.memory_format"),
+        (_ONE, {"memory_format": torch.channels_last}, "nothing says what output 0 looks like"),
+        (
+            _TWO,
+            {"like": ("x", "xs"), "memory_format": torch.contiguous_format},
+            "memory_format must be a tuple with an entry for each of the 2 outputs",
+        ),
         (_ONE, {"shape": lambda x, k: x.shape}, "shape for output 0 takes k, but the arguments"),
         (
             _ONE,

@@ -1,10 +1,10 @@
-"""Fake kernels by declaration: the argument that an output looks like, its shape and its dtype."""
+"""Fake kernels by declaration: what an output looks like, its shape, dtype and memory format."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torchop._schema.schema import Argument
 Like = str | Sequence["str | None"] | None
 Shape = Callable[..., Any] | Sequence["Callable[..., Any] | None"] | None
 DType = str | torch.dtype | Sequence["str | torch.dtype | None"] | None
+Format = torch.memory_format | Sequence["torch.memory_format | None"] | None
 
 
 class _Output(NamedTuple):
@@ -31,12 +32,16 @@ class _Output(NamedTuple):
     shape: Callable[..., Any] | None
     parameters: tuple[str, ...]
     dtype: str | torch.dtype | None
+    memory_format: torch.memory_format | None
 
 
-def declared(definition: Definition, like: Like, shape: Shape, dtype: DType) -> Callable[..., Any]:
+def declared(
+    definition: Definition, like: Like, shape: Shape, dtype: DType, memory_format: Format
+) -> Callable[..., Any]:
     """Turns a declaration into a fake kernel."""
+    options = {"like": like, "shape": shape, "dtype": dtype, "memory_format": memory_format}
     try:
-        outputs = tuple(_outputs(definition, like, shape, dtype))
+        outputs = tuple(_outputs(definition, options))
     except _MisfitError as error:
         raise RuleSignatureError(
             f"{definition}: a fake kernel by declaration does not fit {definition.schema}: "
@@ -52,11 +57,10 @@ class _MisfitError(Exception):
     """What of a declaration does not fit the schema."""
 
 
-def _outputs(definition: Definition, like: Like, shape: Shape, dtype: DType) -> Iterator[_Output]:
+def _outputs(definition: Definition, options: Mapping[str, Any]) -> Iterator[_Output]:
     kinds = definition.schema.returns
     if not kinds:
         raise _MisfitError("the operator returns nothing, so there is nothing to describe")
-    options = {"like": like, "shape": shape, "dtype": dtype}
     each = [_for_each_output(len(kinds), name, value) for name, value in options.items()]
     for index, (kind, *described) in enumerate(zip(kinds, *each, strict=True)):
         yield _output(definition, index, kind, *described)
@@ -88,7 +92,13 @@ def _for_each_output(count: int, option: str, value: Any) -> list[Any]:
 
 
 def _output(
-    definition: Definition, index: int, kind: str, like: Any, shape: Any, dtype: Any
+    definition: Definition,
+    index: int,
+    kind: str,
+    like: Any,
+    shape: Any,
+    dtype: Any,
+    memory_format: Any,
 ) -> _Output:
     where = f"output {index}"
     if kind not in ("Tensor", "Optional[Tensor]", "List[Tensor]"):
@@ -121,7 +131,15 @@ def _output(
         raise _MisfitError(
             f"dtype for {where} must be an argument or a dtype, got {short_repr(dtype)}"
         )
-    return _Output(like, is_list, shape, _parameters(definition, where, shape, arguments), dtype)
+    if not isinstance(memory_format, (torch.memory_format, type(None))):
+        raise _MisfitError(
+            f"memory_format for {where} must be a torch.memory_format, such as "
+            f"torch.contiguous_format, got {short_repr(memory_format)}"
+        )
+    if memory_format is torch.preserve_format:
+        memory_format = None
+    parameters = _parameters(definition, where, shape, arguments)
+    return _Output(like, is_list, shape, parameters, dtype, memory_format)
 
 
 def _argument(arguments: dict[str, Argument], what: str, name: Any) -> Argument:
@@ -166,14 +184,14 @@ def _fake_kernel(
 
 
 def _fake_output(name: str, index: int, output: _Output, arguments: dict[str, Any]) -> Any:
-    like, dtype = arguments[output.like], output.dtype
+    like, dtype, memory_format = arguments[output.like], output.dtype, output.memory_format
     if isinstance(dtype, str):
         source = arguments[dtype]
         dtype = source.dtype if isinstance(source, Tensor) else source
     if output.is_list:
-        return [fake_tensors.made_like(tensor, None, dtype) for tensor in like]
+        return [fake_tensors.made_like(tensor, None, dtype, memory_format) for tensor in like]
     if output.shape is None:
-        return fake_tensors.made_like(like, None, dtype)
+        return fake_tensors.made_like(like, None, dtype, memory_format)
     shape = output.shape(*(arguments[parameter] for parameter in output.parameters))
     if not isinstance(shape, (tuple, list)) or not all(
         isinstance(size, (int, torch.SymInt)) for size in shape
@@ -182,4 +200,4 @@ def _fake_output(name: str, index: int, output: _Output, arguments: dict[str, An
             f"{name}: shape for output {index} must return a tuple of ints, such as "
             f"(x.shape[0], 3), got {short_repr(shape)}."
         )
-    return fake_tensors.made_like(like, shape, dtype)
+    return fake_tensors.made_like(like, shape, dtype, memory_format)

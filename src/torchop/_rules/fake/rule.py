@@ -26,7 +26,7 @@ from torchop._schema.defaults import bind, fitted
 from torchop._schema.forms import Form
 
 if TYPE_CHECKING:
-    from torchop._rules.fake.declared import DType, Like, Shape
+    from torchop._rules.fake.declared import DType, Format, Like, Shape
 
 
 NO_FUNCTION = "torchop"  # where the fake kernel of an operator comes from that was given none
@@ -307,6 +307,7 @@ def register_fake(
     like: Like = None,
     shape: Function | Lambda | Sequence[Callable[..., Any] | None] | None = None,
     dtype: DType = None,
+    memory_format: Format = None,
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
     allow_override: bool = True,
@@ -321,6 +322,7 @@ def register_fake(
     like: Like = None,
     shape: Shape = None,
     dtype: DType = None,
+    memory_format: Format = None,
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
     allow_override: bool = True,
@@ -334,7 +336,7 @@ def register_fake(
             strides and storage offset that the kernel would return. It must not read data. Without
             it, and without a declaration, a decorator is returned.
         like: instead of `func`, the name of the argument that the output looks like, except for
-            what `shape` and `dtype` say; with several outputs, a tuple of names. For an output that
+            what the other options say; with several outputs, a tuple of names. For an output that
             is a list, the name of a list. By default the first Tensor.
         shape: a function that returns the shape of the output, a tuple of ints, from those
             arguments of the operator that its parameters name. The output is then contiguous;
@@ -342,6 +344,9 @@ def register_fake(
             of functions or None.
         dtype: the dtype of the output: a `torch.dtype`, or the name of an argument that is one or
             has one. With several outputs, a tuple of these or None.
+        memory_format: the order of the output in memory, as for `torch.empty_like`:
+            `torch.contiguous_format` if the kernel returns a contiguous tensor whatever the strides
+            of `like` are, or `torch.channels_last`. With several outputs, a tuple of these or None.
         lib: the library whose lifetime the registration shares; by default it stays for good.
         allow_override: whether to replace an existing fake kernel.
 
@@ -370,18 +375,20 @@ def register_fake(
     of a fake kernel is the place of its function.
     """
     rule = resolve(op, "register_fake", lib).rule(FakeRule)
-    if like is None and shape is None and dtype is None:
+    if like is None and shape is None and dtype is None and memory_format is None:
         return decorator_or_call(
             lambda function: rule.register(function, allow_override=allow_override), func
         )
     if func is not None:
         raise RuleSignatureError(
             f"{rule.definition}: register_fake takes a function or a declaration (like, shape, "
-            "dtype), not both. Let the function return what you declared."
+            "dtype, memory_format), not both. Let the function return what you declared."
         )
     from torchop._rules.fake.declared import declared  # many programs need none
 
-    rule.register(declared(rule.definition, like, shape, dtype), allow_override=allow_override)
+    rule.register(
+        declared(rule.definition, like, shape, dtype, memory_format), allow_override=allow_override
+    )
     return None
 
 

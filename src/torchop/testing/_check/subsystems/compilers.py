@@ -144,7 +144,14 @@ def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
                     raise AssertionError(
                         f"result {index} has {what} {number} in dimension {dim}, but {hint} from "
                         "a fake kernel that gets symbols for sizes."
+                        + (_CONTIGUOUS if what == "stride" else "")
                     )
+
+
+_CONTIGUOUS = (
+    ' A kernel whose result is contiguous: register_fake(like="x", '
+    "memory_format=torch.contiguous_format)."
+)
 
 
 def fakes_on_the_device(op: Any, args: Any, kwargs: Any, device: str) -> None:
