@@ -47,6 +47,7 @@ from torchop.testing._check.subsystems import (
     compilers,
     contexts,
     gradients,
+    incoming_gradients,
     residuals,
     transforms,
 )
@@ -59,7 +60,15 @@ def kinds() -> tuple[CheckKind, ...]:
     """All checks there are, the cheap ones first."""
     # Contracts first: what others call an operator with may stay in its state.
     families = (contracts, settings, memory, larger, dtypes, values, integers, sharing, providers)
-    subsystems = (gradients, residuals, transforms, contexts, accelerator, compilers)
+    subsystems = (
+        gradients,
+        incoming_gradients,
+        residuals,
+        transforms,
+        contexts,
+        accelerator,
+        compilers,
+    )
     every = [kind for family in (*families, *subsystems) for kind in family.CHECKS]
     return tuple(sorted(every, key=lambda kind: kind.is_costly))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import checkpoint as checkpointing
 
 from torchop import ForwardModeError, MissingFormulaError
@@ -139,6 +141,50 @@ def saved_tensors_are_watched(op: Any, args: Any, kwargs: Any) -> None:
     given, kept = ([torch.ones_like(result) for result in results] for _ in range(2))
     torch.autograd.grad(results, inputs, given, allow_unused=True)
     probes.assert_same(given, kept, "the gradient that backward was given, after it")
+
+
+def incoming_gradient(result: Tensor) -> Tensor:
+    """A gradient for a result, in which each element differs."""
+    values = torch.linspace(0.5, 1.5, result.numel(), dtype=torch.double, device=result.device)
+    return values.reshape(result.shape).to(result.dtype)
+
+
+def second_derivatives_of_each_are_the_same(op: Any, args: Any, kwargs: Any) -> None:
+    """Second derivatives are the same if some tensors, or the incoming gradient, are frozen."""
+    function, inputs = probes.as_function(op, args, kwargs)
+    every = range(len(inputs))
+
+    def second(wanted: Sequence[int], required: Sequence[int], of_gradients: bool) -> list[Any]:
+        tensors = [t.detach().requires_grad_(n in required) for n, t in enumerate(inputs)]
+        chosen = [tensors[place] for place in wanted]
+        results = [result for result in function(*tensors) if result.requires_grad]
+        if not results:
+            return [None for _ in chosen]
+        given = [incoming_gradient(result).requires_grad_(of_gradients) for result in results]
+        first = torch.autograd.grad(results, chosen, given, create_graph=True, allow_unused=True)
+        recorded = [grad for grad in first if grad is not None and grad.requires_grad]
+        if not recorded:
+            return [None for _ in chosen]
+        total = probes.weighted_sum(recorded)
+        return [*torch.autograd.grad(total, chosen, allow_unused=True)]
+
+    def compare(what: str, wanted: Sequence[int], required: Sequence[int], frozen: bool) -> None:
+        what = f"second derivatives while {what} requires no grad"
+        expected = second(wanted, every, True)
+        try:
+            actual = second(wanted, required, not frozen)
+        except Exception as error:
+            text = f"{what}: backward raised {type(error).__name__}: {error}"
+            raise AssertionError(text) from error
+        probes.assert_same(actual, expected, what)
+
+    alone = [(place,) for place in every]
+    others = [tuple(n for n in every if n != place) for place in every]
+    for wanted in dict.fromkeys([*alone, *others]):
+        if wanted and len(wanted) < len(inputs):
+            constant = ", ".join(str(n) for n in every if n not in wanted)
+            compare(f"differentiable tensor {constant}", wanted, wanted, False)
+    compare("the incoming gradient", every, every, True)
 
 
 def checkpoints_the_same(op: Any, args: Any, kwargs: Any) -> None:
@@ -320,11 +366,15 @@ def checkpoint(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def needs_input_grad(subject: Subject, details: Details) -> Iterator[Case]:
-    """Is each gradient the same if no other is asked for?"""
+    """Is each gradient, and each second derivative, the same if no other is asked for?"""
     needs_formula(subject)
     for example in subject.trainable_examples[:2]:
         if sum(tensor.requires_grad for tensor in example.tensors) > 1:
             yield Case("the example", gradients_of_each_are_the_same, example)
+    with contextlib.suppress(CannotCheck):
+        needs_formula(subject, 2)
+        for example in subject.trainable_examples[:2]:
+            yield Case("second derivatives", second_derivatives_of_each_are_the_same, example)
     raise CannotCheck("no call has two tensors with a gradient")
 
 
@@ -338,5 +388,11 @@ def saved(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 CHECKS = family(
-    "subsystems", gradcheck, gradgradcheck, forward_mode, checkpoint, needs_input_grad, saved
+    "subsystems",
+    gradcheck,
+    gradgradcheck,
+    forward_mode,
+    checkpoint,
+    needs_input_grad,
+    saved,
 )

@@ -1,0 +1,95 @@
+"""Checks of incoming gradients, and of second derivatives with frozen inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.testing.zoo.specimen import product, save
+from tests.testing.zoo.wrong_gradients import product_backward
+from torchop.testing import check
+from torchop.testing._check.run import plan_checks, run_check
+from torchop.testing._check.subsystems.incoming_gradients import GRADIENT_LAYOUTS
+
+X, Y = (torch.arange(12.0).reshape(3, 4).sin() + n for n in (2, 3))
+
+
+def result_of(op, name="grad_strides"):
+    (planned,) = plan_checks(op, [(X, Y)], only=name)
+    return run_check(planned)
+
+
+def test_the_fix_in_the_message_is_one(namespace):
+    op = torchop.custom_op(f"{namespace}::op", product, mutates_args=())
+    op.register_autograd(backward_kernel=product_backward)
+    result = result_of(op)
+    assert result.outcome == "failed"
+    assert "contiguous_grads=True" in result.message
+    assert "as sum() passes it" in result.message
+    op.register_autograd(backward_kernel=product_backward, contiguous_grads=True)
+    assert result_of(op).outcome == "passed"
+
+
+def test_accelerated_operators(namespace):
+    op = torch.library.custom_op(f"{namespace}::op", product, mutates_args=())
+    op.register_autograd(
+        lambda ctx, grad: product_backward(grad, *ctx.saved_tensors), setup_context=save
+    )
+    with torchop.accelerate(f"{namespace}::op"):
+        assert result_of(op).outcome == "failed"
+
+
+@pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
+def test_each_layout_is_that_of_a_view(layout):
+    _, laid_out = GRADIENT_LAYOUTS[layout]
+    values = torch.arange(12.0).reshape(3, 4)
+    view = laid_out(values)
+    assert view.shape == values.shape
+    assert not view.is_contiguous() or view.storage_offset()
+    assert not view.isnan().any()
+    if "expanded" not in layout:
+        assert torch.equal(view, values)
+    # A kernel that ignores strides stays in the memory of the view, and reads something else.
+    rows = view.as_strided(values.shape, values.stride(), 0)
+    assert not torch.equal(rows, view)
+
+
+def test_random_gradients_are_not_compared(namespace):
+    generator = torch.Generator()
+    op = torchop.custom_op(f"{namespace}::op", product, mutates_args=())
+    op.register_autograd(
+        lambda ctx, grad: (grad * torch.rand(grad.shape, generator=generator), grad)
+    )
+    assert result_of(op).outcome == "passed"
+
+
+def test_results_with_one_element_have_no_other_strides(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: x.sum(), schema="(Tensor x) -> Tensor", mutates_args=()
+    )
+    op.register_autograd(
+        lambda ctx, grad: grad.expand(ctx.shape),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
+    )
+    assert check(op, (X,), only="grad_strides").ok
+
+
+def test_a_frozen_incoming_gradient(namespace):
+    """As that of backward(create_graph=True), which is ones that need no gradient."""
+
+    def cube(x: Tensor) -> Tensor:
+        return x**3
+
+    op = torchop.custom_op(f"{namespace}::op", cube, mutates_args=())
+
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * grad * (x if grad.requires_grad else x.detach()) ** 2
+
+    op.register_autograd(backward, setup_context=save)
+    (planned,) = plan_checks(op, [(X,)], only="needs_input_grad")
+    result = run_check(planned)
+    assert "while the incoming gradient requires no grad" in result.message
+    assert f"torch.ops.{namespace}.op" in result.program
