@@ -211,9 +211,6 @@ realworld-checks: $(REALWORLD)/.installed $(REALWORLD)/.installed-fbgemm $(REALW
 realworld-steps: $(REALWORLD)/.installed
 	$(BIN)/python benchmarks/realworld/steps.py
 
-realworld-providers: $(REALWORLD)/.installed
-	$(BIN)/python benchmarks/realworld/providers.py $(QUICK)
-
 realworld-tests: $(REALWORLD)/.installed
 	$(BIN)/python benchmarks/realworld/own_tests.py $(QUICK) $(QUANTO_TESTS)
 

@@ -10,16 +10,16 @@ default of its own signature. Native calls drop arguments in C++; this module do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchop._compat import stock_kernels
 from torchop._native import low_level
 from torchop._native.plan import Gradient
-from torchop._rules.providers.foreign import count_passed, is_dropped
-from torchop.extend import OpName, OpOverload, Schema
+from torchop.extend import Argument, OpName, OpOverload, Schema
 
 
 def find(
@@ -97,7 +97,7 @@ def _inputs(
         return None
 
     def inputs(args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
-        return note_lists(args[: count_passed(args, schema)])
+        return note_lists(args[: _count_passed(args, schema)])
 
     return inputs
 
@@ -115,10 +115,10 @@ def _as_filled(
     number.
     """
     kept = schema.kept_defaults
-    passed = count_passed(args, schema)
+    passed = _count_passed(args, schema)
     filled = (*args[:passed], *(kept[a.name] for a in schema.positional[passed:]))
     return filled, {
-        a.name: kept[a.name] if is_dropped(kwargs[a.name], a, schema) else kwargs[a.name]
+        a.name: kept[a.name] if _is_dropped(kwargs[a.name], a, schema) else kwargs[a.name]
         for a in schema.keyword_only
     }
 
@@ -131,3 +131,29 @@ def _has_simple_defaults(schema: Schema) -> bool:
         if argument.has_default
         for kept in [schema.kept_defaults[argument.name]]
     )
+
+
+def _count_passed(args: Sequence[Any], schema: Schema) -> int:
+    """How many of all positional arguments the dispatcher would pass."""
+    end = len(args)
+    while end > 0 and _is_dropped(args[end - 1], schema.positional[end - 1], schema):
+        end -= 1
+    return end
+
+
+def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:
+    """Whether the dispatcher passes nothing for an argument, because it equals its default."""
+    if not argument.has_default:
+        return False
+    if value is argument.default:
+        return True
+    # The dispatcher keeps the default of a device as a str, and no device equals a str.
+    return argument.name not in schema.spelled_devices and _is_equal(value, argument.default)
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    if type(value) is not type(default):
+        return False
+    if isinstance(value, list):
+        return len(value) == len(default) and all(map(_is_equal, value, default))
+    return not isinstance(value, Tensor) and bool(value == default)

@@ -17,7 +17,6 @@ from torchop import CustomOpDef
 from torchop._accelerate import gradients
 from torchop._accelerate.kernels import Kernels, find_kernels, version_counter
 from torchop._compat import (
-    dispatch,
     foreign_operators,
     libraries,
     operators,
@@ -28,7 +27,6 @@ from torchop._core.lock import registration_lock
 from torchop._native import low_level, switch
 from torchop._native.extension import api
 from torchop._native.plan import NativeCalls, unknown_type
-from torchop._rules.providers import foreign
 from torchop.extend import OpName, OpOverload, Schema
 
 if TYPE_CHECKING:
@@ -88,18 +86,10 @@ class ForeignCalls(NativeCalls):
             kernels, self.problem = find_kernels(native, name, overload)
         autograd_kernel, gradient, sources = gradients.find(native, name, overload, schema)
         finish, convert = kernels.finish(name, schema, overload)
-        providers = foreign.definition_of(name)
-        choosing = providers and providers.dispatcher_kernels.get(foreign.KEY)
-        pairs = kernels.pairs
-        if providers is not None:
-            pairs = tuple(
-                (kernel, foreign.native_kernel(providers, function, self._devices(kernel)))
-                for kernel, function in pairs
-            )
         sources = (*kernels.sources, *sources, *foreign_operators.dispatcher_source(overload))
         plan = self._plan(
-            kernels=pairs,
-            own_kernels=(autograd_kernel, version_counter(native, name, overload), choosing),
+            kernels=kernels.pairs,
+            own_kernels=(autograd_kernel, version_counter(native, name, overload), None),
             returned_parameters=kernels.returned_parameters(schema),
             are_fresh=kernels.stock is not None,  # only custom_op promises that
             gradient=gradient,
@@ -112,16 +102,6 @@ class ForeignCalls(NativeCalls):
         if kernels.pairs and plan.unknown_parameter is not None:
             self.problem = unknown_type(schema, plan)
         return plan
-
-    def _devices(self, kernel: Any) -> list[str]:
-        """The device types whose kernel this is."""
-        native, name = self._native, self.name
-        keys = [
-            key
-            for key in native.backends
-            if native.python_kernel(name.packet, name.overload, key) is kernel
-        ]
-        return [device for device in map(dispatch.device_of_key, keys) if device is not None]
 
 
 def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
@@ -156,7 +136,6 @@ def release(name: OpName) -> None:
 
 
 low_level.release_hooks.append(release)
-foreign.when_outdated.append(low_level.outdate)
 
 
 @functools.cache

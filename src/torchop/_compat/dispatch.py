@@ -32,13 +32,6 @@ def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
     return keyset & AFTER_ADINPLACEORVIEW
 
 
-def below_backend_select(keyset: DispatchKeySet) -> DispatchKeySet:
-    """The keys that are left of a call below BackendSelect: those of its backend."""
-    return keyset & _AFTER_BACKEND_SELECT
-
-
-_AFTER_BACKEND_SELECT = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
-
 # Not every key has a name in the class DispatchKey: three of the keys of autocast have none.
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
 

@@ -16,8 +16,7 @@ from torchop._native import switch
 from torchop._native.extension import api
 from torchop._native.reasons import Reason
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.providers import choice_of_call, foreign
-from torchop._rules.providers.priority import REFERENCE
+from torchop._rules.providers import choice_of_call
 from torchop._rules.user.preconditions import PRECONDITIONS
 from torchop.extend import OpLike
 
@@ -146,8 +145,7 @@ def _preconditions(op: OpLike, call: Call) -> tuple[str, ...]:
 
 def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:
     """The provider of a call, all providers in their order as text, and its function."""
-    function: Callable[..., Any] | None
-    definition = call.definition or foreign.definition_of(call.name)
+    definition = call.definition
     if definition is None:
         return None, (), None
     definition.check_defined()
@@ -155,8 +153,6 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
     if choice is None:
         return None, (), None
     provider, passed_by, function = choice.explain(arguments, keywords)
-    if provider == REFERENCE and not definition.is_ours:
-        function = None  # whatever the package has
     return provider, in_order(definition, choice, provider, passed_by), function
 
 

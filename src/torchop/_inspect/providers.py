@@ -131,8 +131,6 @@ def _registered(rule: KernelRule) -> Iterator[_Registered]:
     """List the kernels of the reference, and then the providers."""
     definition = rule.definition
     functions = {d: inspect.unwrap(f) for d, f in rule.functions.items()}
-    if not definition.is_ours:  # they call whatever kernels the package has
-        functions = dict.fromkeys(functions, definition.overload)
     for function in dict.fromkeys(functions.values()):
         devices = tuple(d for d, f in functions.items() if f is function)
         yield _Registered(priority.REFERENCE, devices, _place(function, definition), None)

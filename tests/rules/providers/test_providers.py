@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import DEVICE, TYPE, needs_context_in_backward
+from tests.devices import BACKEND, DEVICE, TYPE, needs_context_in_backward
 from tests.forking import run_forked
 from tests.rules.support import adding_one as define
 from tests.support import assert_clean, needs_native
@@ -37,6 +37,21 @@ def scaling(namespace, **options):
 
 # --------------------------------------------------------------------------------------------------
 # Registering
+
+
+@pytest.mark.parametrize("library", [torchop, torch.library], ids=["torchop", "torch.library"])
+def test_operators_that_torchop_did_not_define_have_none(namespace, library):
+    name = f"{namespace}::op"
+    with pytest.raises(torchop.OperatorNotFoundError, match=f"^the operator {name} does not exist"):
+        torchop.register_kernel(name, TYPE, adding(10), provider="fast")
+    lib = library.Library(namespace, "FRAGMENT")
+    lib.define("op(Tensor x) -> Tensor")
+    lib.impl("op", adding(1), BACKEND)
+    message = rf"^register_kernel\({name}\): torchop did not define .* torchop\.get_kernel\.$"
+    with pytest.raises(NotImplementedError, match=message):
+        torchop.register_kernel(name, TYPE, adding(10), provider="fast")
+    assert torchop.providers(name) == []
+    assert value(getattr(torch.ops, namespace).op) == 1
 
 
 @pytest.mark.parametrize("name", ["reference", "", "a b", "a,b", 3, "a::b"])

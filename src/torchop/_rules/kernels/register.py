@@ -66,8 +66,7 @@ def register_kernel(
             and has other names or defaults for them.
         ProviderNameError: a `ValueError`: a name that a provider cannot have.
         RuntimeError: a device type that PyTorch does not know.
-        NotImplementedError: an operator of another package that cannot have providers: a
-            composition, or one of PyTorch's own.
+        NotImplementedError: a provider, for an operator that torchop did not define.
         ValueError: the operator has no argument that could choose the device.
         TypeError: an argument about a provider has the wrong type, or is given without one.
 

@@ -20,12 +20,12 @@ from torchop._core.call import Call, tensors_in, values_by_name
 from torchop._core.definition import Definition
 from torchop._core.library import check_library
 from torchop._core.lock import registration_lock
-from torchop._core.registry import op_name, own_definition, resolve
+from torchop._core.registry import find_schema, op_name, own_definition, resolve
 from torchop._errors import nearest, short_repr
 from torchop._rules.kernels import backend_select, register
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.providers import foreign, priority
+from torchop._rules.providers import priority
 from torchop._rules.providers.candidates import DeviceKernels
 from torchop._rules.providers.choice import Choice
 from torchop._rules.providers.priority import (
@@ -156,10 +156,7 @@ def choice_of_call(
     device = backend_select.requested_device(schema, args, dict(kwargs))
     tensors = tensors_in((*arguments, *keywords.values()))
     device = device or next((tensor.device.type for tensor in tensors), "cpu")
-    rule = definition.rule(KernelRule)
-    # Of another package's operator, only the devices are ours that it has providers for.
-    is_here = definition.is_ours or not {device, None}.isdisjoint(rule.functions)
-    return rule.choice(device) if is_here else None, arguments, keywords
+    return definition.rule(KernelRule).choice(device), arguments, keywords
 
 
 def every_argument(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -181,7 +178,7 @@ def kernels_of_call(
 def providers_of(op: OpLike) -> list[Provider]:
     """The providers of an operator, in the order in which they were registered."""
     name = op_name(op, "providers")
-    definition = own_definition(op, name) or foreign.definition_of(name)
+    definition = own_definition(op, name)
     if definition is None:
         return []
     by_device = provider_table(definition.rule(KernelRule)).by_device
@@ -198,23 +195,15 @@ def _register(
     options: Mapping[str, Any],
 ) -> None:
     """Registers the kernel of a provider, which goes with a library if there is one."""
-    definition = _definition(op, device_types, lib)
+    definition = _definition(op, lib)
     rule = definition.rule(KernelRule)
     check_name(definition, name, device_types)
     provider = make_provider(definition, name, device_types, function, **options)
     with registration_lock:
-        state: dict[str, Any] = {}
-        if definition.is_ours:
-            names, install = rule.places(device_types)
-            provider = provider._replace(devices=tuple(names))
-        else:
-            install = functools.partial(foreign.install, definition)
-            kernels = tuple(foreign.checked_kernel(definition, each) for each in provider.kernels)
-            provider = provider._replace(function=kernels[0], kernels=kernels)
-            references = foreign.references(definition, device_types)
-            state["registered"] = {**rule.functions, **references}
+        names, install = rule.places(device_types)
+        provider = provider._replace(devices=tuple(names))
         providers = provider_table(rule).adding(definition.name, provider)
-        rule.update(install, providers=providers, **state)
+        rule.update(install, providers=providers)
         priority.add_rule(rule)
         if lib is not None:
             libraries.on_close(lib, functools.partial(_remove, weakref.ref(rule), provider))
@@ -223,19 +212,21 @@ def _register(
 def _remove(rule: weakref.ref[KernelRule], provider: Provider) -> None:
     if (alive := rule()) is not None:
         with registration_lock:
-            providers = provider_table(alive).without(provider)
-            alive.update(providers=providers)
-            if not alive.definition.is_ours and not providers.names:
-                foreign.end(alive.definition)
+            alive.update(providers=provider_table(alive).without(provider))
 
 
-def _definition(
-    op: OpLike, devices: Sequence[str | None], lib: torch.library.Library | None
-) -> Definition:
+def _definition(op: OpLike, lib: torch.library.Library | None) -> Definition:
     """What holds the providers of an operator, also where a library holds the registration."""
     name = op_name(op, "register_kernel")
     check_library(f"register_kernel({name})", lib)
-    definition = own_definition(op, name) or foreign.definition_for(name, devices)
+    definition = own_definition(op, name)
+    if definition is None:
+        find_schema(name)  # raises where there is no operator
+        raise NotImplementedError(
+            f"register_kernel({name}): torchop did not define this operator, so it cannot have "
+            "providers. Replace its kernel with torchop.Library.impl(..., allow_override=True), "
+            "and call the one that was there with torchop.get_kernel."
+        )
     definition.check_defined()
     return definition
 
