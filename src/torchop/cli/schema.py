@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 import torchop
 from torchop.cli.selection import Selection, selecting
-from torchop.extend import Argument, Operator, OpName, Schema, short_text
+from torchop.extend import Operator, OpName, Schema, short_text
 
 _FORMAT = 1
 
@@ -55,8 +54,8 @@ def compare(old: Path, new: Path, as_json: bool) -> None:
     """Compares two files of `schema dump`, and says what breaks.
 
     A change breaks exported programs and callers if the new schema is not backward compatible by
-    the rule that PyTorch has for its own operators. A change also breaks callers if they pass or
-    read a name that is gone. The exit code is 1 if something breaks, and 0 otherwise.
+    the rule that PyTorch has for its own operators. The exit code is 1 if something breaks, and 0
+    otherwise.
     """
     changes = list(changes_between(_read(old), _read(new)))
     if as_json:
@@ -71,8 +70,8 @@ class Change(NamedTuple):
 
     op: str
     kind: str  # "added", "removed" or "changed"
-    breaks: tuple[str, ...]  # what no longer works, and for whom
-    notes: tuple[str, ...]  # what changed, and breaks nobody
+    breaks: bool  # whether PyTorch says that the new schema is not backward compatible
+    differences: tuple[str, ...]  # the arguments and results that changed
     old: str = ""
     new: str = ""
 
@@ -84,10 +83,10 @@ def _print(changes: list[Change]) -> None:
         for sign, text in (("-", change.old), ("+", change.new)):
             if text:
                 click.echo(f"  {sign} {text}")
-        for note in (*change.breaks, *change.notes):
-            click.echo(f"    {note}")
+        for difference in change.differences:
+            click.echo(f"    {difference}")
     counts = {kind: sum(change.kind == kind for change in changes) for kind in _KINDS}
-    broken_count = sum(bool(change.breaks) for change in changes)
+    broken_count = sum(change.breaks for change in changes)
     counted = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     click.echo(f"operators: {counted}; {broken_count} of these break what was written before")
 
@@ -121,101 +120,39 @@ def changes_between(old: Mapping[str, Schema], new: Mapping[str, Schema]) -> Ite
     for op in sorted({*old, *new}):
         before, after = old.get(op), new.get(op)
         if before is None:
-            yield Change(op, "added", (), (), new=str(after))
+            yield Change(op, "added", False, (), new=str(after))
         elif after is None:
-            reason = "there is no such operator any more: keep it, and let it call its successor"
-            yield Change(op, "removed", (reason,), (), old=str(before))
+            yield Change(op, "removed", True, (), old=str(before))
         elif str(before) != str(after):
             yield _change(op, before, after)
 
 
 def _change(op: str, old: Schema, new: Schema) -> Change:
-    is_compatible = new.is_backward_compatible(old)
-    differences = list(_differences(old, new, is_compatible))
-    breaks = [text for text, is_breaking in differences if is_breaking and not is_compatible]
-    notes = [text for text, _ in differences if text not in breaks]
-    if not (breaks or is_compatible):
-        breaks = ["PyTorch does not regard the new schema as backward compatible"]
-    return Change(op, "changed", tuple(breaks), tuple(notes), str(old), str(new))
+    breaks = not new.is_backward_compatible(old)
+    return Change(op, "changed", breaks, tuple(_differences(old, new)), str(old), str(new))
 
 
-def _differences(old: Schema, new: Schema, is_compatible: bool) -> Iterator[tuple[str, bool]]:
-    """What differs, in words, and whether it is what breaks an incompatible schema."""
-    before, after = ({a.name: a for a in schema.arguments} for schema in (old, new))
-    renamed = {
-        earlier.name: later.name
-        for earlier, later in zip(old.arguments, new.arguments, strict=False)
-        if earlier.name not in after and later.name not in before and earlier.kind == later.kind
-    }
-    for name, later_name in renamed.items():
-        yield f"argument {name!r} is called {later_name!r} now: calls that name it fail", True
-    types_before, types_after = old.written_types, new.written_types
-    for name, argument in before.items():
-        if name in after:
-            if types_before[name] != types_after[name]:
-                yield _type_difference(name, types_before[name], types_after[name])
-            yield from _argument_differences(argument, after[name])
-        elif name not in renamed:
-            yield f"argument {name!r} is gone: calls that pass it fail", True
-    names = list(after)
-    for index, (name, argument) in enumerate(after.items()):
-        if name in before or name in renamed.values():
-            continue
-        is_new = f"argument {name!r} is new"
-        if not argument.has_default:
-            yield f"{is_new}, without a default: calls without it fail", True
-        elif not is_compatible and any(later in before for later in names[index:]):
-            yield f"{is_new}, and stands before older ones: put it after them", True
-        else:
-            yield f"{is_new}; calls without it get {_default(argument)}", False
+def _differences(old: Schema, new: Schema) -> Iterator[str]:
+    """Name the arguments and results that differ, which PyTorch's verdict does not."""
+    before, after = _arguments(old), _arguments(new)
+    for name in (*before, *(name for name in after if name not in before)):
+        if name not in after:
+            yield f"argument {name!r} is removed"
+        elif name not in before:
+            yield f"argument {name!r} is new"
+        elif before[name] != after[name]:
+            yield f"argument {name!r}: {before[name]} before, {after[name]} now"
     if [name for name in before if name in after] != [name for name in after if name in before]:
-        yield "the arguments are in another order: those passed by position move", True
-    for results in (_types_of_results, _text_of_results):
-        if results(old) != results(new):
-            yield f"it returns {results(new)}, and returned {results(old)}", True
-            break
+        yield "the arguments are in another order"
+    results = [schema.text.rpartition(" -> ")[2] for schema in (old, new)]
+    if results[0] != results[1]:
+        yield f"results: {results[0]} before, {results[1]} now"
 
 
-def _type_difference(name: str, old: str, new: str) -> tuple[str, bool]:
-    difference = f"argument {name!r} is of type {new}, and was of type {old}"
-    if old.replace("SymInt", "int") == new:
-        return (
-            f"{difference}: compilers make a graph for one value of it, so a dynamic size that is "
-            "passed there becomes fixed"
-        ), False
-    if re.sub(r"\[\d+\]", "[]", old) == new:
-        return f"{difference}: calls that pass one number for the whole list fail", True
-    return difference, new not in (f"{old}?", "Scalar", old.replace("int", "SymInt"))
-
-
-def _argument_differences(old: Argument, new: Argument) -> Iterator[tuple[str, bool]]:
-    name = f"argument {old.name!r}"
-    if new.is_mutated and not old.is_mutated:
-        yield f"{name} is written now: the tensors of callers change", True
-    if old.is_mutated and not new.is_mutated:
-        yield f"{name} is not written any more: callers read what was there before", True
-    if new.keyword_only and not old.keyword_only:
-        yield f"{name} is keyword-only now: calls that pass it by position fail", True
-    if old.keyword_only and not new.keyword_only:
-        yield f"{name} may be passed by position now", False
-    if old.has_default and not new.has_default:
-        yield f"{name} has no default any more: calls without it fail", True
-    elif new.has_default and not old.has_default:
-        yield f"{name} may be left out now, and is {_default(new)} then", False
-    elif _default(old) != _default(new):
-        changed = f"{name} is {_default(new)} by default, and was {_default(old)}"
-        problem = "calls without it, which exported programs hold too, mean something else"
-        yield f"{changed}: {problem}", True
-
-
-def _default(argument: Argument) -> str:
-    return short_text(repr(argument.default))
-
-
-def _types_of_results(schema: Schema) -> str:
-    return ", ".join(schema.returns) or "nothing"
-
-
-def _text_of_results(schema: Schema) -> str:
-    """With the names of results, and what they alias."""
-    return schema.text.rpartition(" -> ")[2]
+def _arguments(schema: Schema) -> dict[str, str]:
+    """The arguments as the schema writes them, by name."""
+    texts = [text for text in schema.written_arguments if text != "*"]
+    return {
+        argument.name: f"{text}, keyword-only" if argument.keyword_only else text
+        for argument, text in zip(schema.arguments, texts, strict=True)
+    }
