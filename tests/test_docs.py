@@ -166,10 +166,7 @@ def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
 NATIVE = {"accelerate", "class-form", "compiling", "native-calls"}
 
 
-NEEDS_AUTOTUNING = pytest.mark.needs_torch("2.12", "Inductor chooses for operators of any kind")
 NEEDS = {
-    "from-other-registries": NEEDS_AUTOTUNING,
-    "torchop._rules.providers.inductor.autotune_in_inductor": NEEDS_AUTOTUNING,
     "torchop._schema.forms.Form": pytest.mark.needs_torch("2.13", "torch.Tag.out"),
 }
 

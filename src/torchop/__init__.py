@@ -53,7 +53,6 @@ if typing.TYPE_CHECKING:
     from torchop._inspect.get_kernel import get_kernel
     from torchop._inspect.providers import Provided, providers
     from torchop._inspect.record import Recorded, record
-    from torchop._rules.providers.inductor import autotune_in_inductor
     from torchop.testing import opcheck
     from torchop.testing._tune import Tuned, tune, tuning
 
@@ -77,7 +76,6 @@ _LATE = {
     "_inspect.get_kernel": ("get_kernel",),
     "_inspect.providers": ("Provided", "providers"),
     "_inspect.record": ("Recorded", "record"),
-    "_rules.providers.inductor": ("autotune_in_inductor",),
     "testing": ("opcheck",),
     "testing._tune": ("Tuned", "tune", "tuning"),
 }
@@ -145,7 +143,6 @@ __all__ = [
     "tune",
     "tuning",
     "Tuned",
-    "autotune_in_inductor",
     # testing and asking
     "opcheck",
     "checking",

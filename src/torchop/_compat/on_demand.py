@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,27 +44,6 @@ def build_library(source: str, path: str) -> None:
     command += [f"-Wl,-soname,{os.path.basename(path)}", "-o", path]
     command += [f"-I{folder}" for folder in include_paths()]
     subprocess.run(command, input=source, text=True, check=True)
-
-
-def autotune_operator(
-    overload: Any, choices: Sequence[Callable[..., Any]], options: dict[str, Any]
-) -> Callable[[], None]:
-    """Has Inductor choose between an operator and functions; returns what ends that."""
-    try:
-        module: Any = importlib.import_module("torch._inductor.kernel.custom_op")
-        lowerings: Any = importlib.import_module("torch._inductor.lowering").user_lowerings
-        register, config = module.register_custom_op_autotuning, module.CustomOpConfig
-    except (ImportError, AttributeError):
-        raise NotImplementedError(
-            f"PyTorch {torch.__version__} has no register_custom_op_autotuning that takes any "
-            "operator. Use a newer release, or torchop.tune."
-        ) from None
-    register(overload, configs=[config(choice) for choice in choices], **options)
-
-    def end() -> None:
-        lowerings.pop(overload, None)
-
-    return end
 
 
 def load_aoti_package(path: str, **options: Any) -> Any:
