@@ -1,18 +1,13 @@
-"""Ranks that are simulated in one process: tensors that hold a shard for each, and collectives.
-
-Of the collectives that DTensor calls, a mode records the names, and how much they move.
-"""
+"""Ranks that are simulated in one process: tensors that hold a shard for each."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-
-from torchop._compat.classes import TorchDispatchMode, tree_leaves
 
 
 @contextlib.contextmanager
@@ -119,72 +114,3 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
     return first.clone()
-
-
-_NAMES = {
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "broadcast": "broadcast",
-    "broadcast_": "broadcast",
-    "scatter_": "scatter",
-    "gather_": "gather",
-    "send": "send",
-    "recv_": "recv",
-}
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
-
-
-class RecordingCollectives(TorchDispatchMode):
-    """Records the collectives of a block: the name of each, and the bytes on one rank."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        from torch.distributed.tensor import DTensor
-
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it calls the collectives
-        name = func._schema.name.rpartition("::")[2]
-        result = func(*args, **(kwargs or {}))
-        if func.namespace in _NAMESPACES and name in _NAMES:
-            passed, returned = _bytes((args, kwargs)), _bytes(result)
-            self.calls.append((_NAMES[name], max(passed, returned)))
-        return result
-
-
-def _bytes(values: Any) -> int:
-    tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
-    return sum(max(_sizes(tensor), default=0) for tensor in tensors)
-
-
-def _sizes(tensor: torch.Tensor) -> Iterator[int]:
-    """The bytes of a tensor on each rank that is here."""
-    parts = getattr(tensor, "_local_tensors", {0: tensor})
-    for part in parts.values():
-        yield part.numel() * part.element_size()

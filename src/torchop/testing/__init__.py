@@ -3,7 +3,6 @@
 from torchop import OpCheckError
 from torchop.testing._check.api import check
 from torchop.testing._check.report import CheckReport, Result
-from torchop.testing._communication import Collective, communication
 from torchop.testing._inputs import inputs
 from torchop.testing._opcheck import opcheck
 from torchop.testing._saved import saved_bytes
@@ -11,13 +10,11 @@ from torchop.testing._sharding import ShardingReport, check_sharding
 
 __all__ = [
     "CheckReport",
-    "Collective",
     "OpCheckError",
     "Result",
     "ShardingReport",
     "check",
     "check_sharding",
-    "communication",
     "inputs",
     "opcheck",
     "saved_bytes",
