@@ -18,6 +18,7 @@ from torchop._accelerate import gradients
 from torchop._accelerate.kernels import Kernels, find_kernels, version_counter
 from torchop._compat import (
     foreign_operators,
+    inductor_writes,
     libraries,
     operators,
     overload_functions,
@@ -125,6 +126,8 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
         if not overload_functions.is_cpp_function(overload_functions.replaced_function(overload)):
             return "something replaced the function that its object in torch.ops calls"
         adopted[name] = ForeignCalls(native, name, overload, library)
+        if overload._schema.is_mutable:
+            inductor_writes.register_lowerings(str(name))
         return None
 
 

@@ -13,6 +13,7 @@ from torchop._compat import (
     compilers,
     deregistration,
     dispatch,
+    inductor_writes,
     libraries,
     operators,
     registries,
@@ -241,6 +242,8 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
         core_library.note_place(library, name)
         deregistration.after_definition(*name)
         libraries.follow(library)
+        if "!" in schema:
+            inductor_writes.register_lowerings(str(name))
         if "__torch__" in schema:  # a TorchScript class
             registries.set_default_effect(str(name))
 

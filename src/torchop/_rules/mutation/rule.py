@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from torchop._compat import compilers, dispatch, libraries
+from torchop._compat import compilers, dispatch, inductor_writes, libraries
 from torchop._compat.classes import DispatchKeySet
 from torchop._core.call import (
     map_tensors,
@@ -77,6 +77,10 @@ class MutationRule(CompiledRule["Mutated | None"]):
         definition.implement("ADInplaceOrView", self.kernel, with_keyset=True)
         for key in dispatch.MATH_BIT_KEYS:
             definition.implement(key, self._resolve_views, with_keyset=True)
+
+    def install_on_defined(self) -> None:
+        if self.definition.schema.is_mutable:
+            inductor_writes.register_lowerings(str(self.definition))
 
     def compile(self) -> Mutated | None:
         return Mutated(self.definition) if self.definition.schema.is_mutable else None

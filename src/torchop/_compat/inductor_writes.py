@@ -1,0 +1,88 @@
+"""Lowerings that make Inductor compile operators that write into their arguments correctly.
+
+Workarounds for two mistakes of Inductor 2.13, which cause wrong values without an error:
+
+- `FallbackKernel.__init__` (`torch/_inductor/ir.py`) registers the call of an operator, which fixes
+  its place in the generated code, before its `MutationOutput` realizes the values that were
+  computed from the memory that the operator writes. In `y = x + 1; op(x); out.copy_(y)`, where
+  `x` and `out` are inputs of the graph, the sum was computed from the new `x`.
+- `aten.sym_storage_offset` has no lowering, unlike `sym_size` and `sym_stride`. So
+  `FallbackKernel.process_kernel` evaluates it on a fake tensor that has no storage offset, which
+  gives 0. Inductor inserts this call where it clones an argument that an operator writes
+  (`clone_preserve_strides`), if dynamic shapes make the storage offset symbolic.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from torchop._compat import import_hooks, operators, torch_ops
+
+_LOWERING = "torch._inductor.lowering"
+# Operators that were defined before Inductor was imported.
+_waiting: set[str] = set()
+
+
+def register_lowerings(qualname: str) -> None:
+    """Register the lowerings that an operator with mutable arguments needs, for later graphs."""
+    if _inductor() is not None:
+        _register(qualname)
+        return
+    if not _waiting:
+        import_hooks.when_imported(_LOWERING, _register_waiting)
+    _waiting.add(qualname)
+
+
+def _inductor() -> Any:
+    """Return the module of lowerings, once it is imported, if this release has `user_lowerings`."""
+    module = sys.modules.get(_LOWERING)
+    return module if hasattr(module, "user_lowerings") else None
+
+
+def _register_waiting() -> None:
+    while _waiting:
+        qualname = _waiting.pop()
+        # Operators of other packages may have been deregistered since.
+        if operators.has_entry(*operators.parts(qualname)) and _inductor() is not None:
+            _register(qualname)
+
+
+def _register(qualname: str) -> None:
+    module = _inductor()
+    module.lowerings.setdefault(torch.ops.aten.sym_storage_offset.default, _lower_storage_offset)
+    overload = torch_ops.lookup_overload(*operators.parts(qualname))
+    # A lowering that somebody registered for the operator comes first.
+    module.user_lowerings.setdefault(overload, functools.partial(_realize_readers, overload))
+
+
+def _realize_readers(op: OpOverload, *args: Any, **kwargs: Any) -> None:
+    """Realize what was computed from written arguments; None makes Inductor lower the call."""
+    import torch._inductor.ir  # imports Inductor
+    from torch._inductor.virtualized import V  # imports Inductor
+
+    for value in _written(op, args, kwargs):
+        for box in tree_leaves(value):
+            if isinstance(box, torch._inductor.ir.IRNode):
+                box.realize()
+                V.graph.mark_buffer_mutated(box.get_name())
+
+
+def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    arguments = op._schema.arguments
+    passed = {**{each.name: arg for each, arg in zip(arguments, args, strict=False)}, **kwargs}
+    return [passed.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
+
+
+def _lower_storage_offset(tensor: Any) -> Any:
+    """Return the offset of the traced tensor, as Inductor's lowering of `sym_stride` does."""
+    from torch._inductor.virtualized import V  # imports Inductor
+
+    offset = V.graph.current_node.meta["val"]
+    return offset.node.expr if isinstance(offset, torch.SymInt) else int(offset)
