@@ -158,3 +158,17 @@ def test_sparse_input_may_not_be_returned_either(namespace):
     )
     with pytest.raises(torchop.AliasError, match="output 0 is input 'x' itself"):
         op(torch.eye(2).to_sparse())
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [((2, 3), "'x' of shape [2, 3]."), ((0, 3), "'x' of shape [0, 3], which is empty.")],
+)
+def test_an_alias_error_names_the_shapes_of_the_call(namespace, shape, words):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x.contiguous()
+
+    with pytest.raises(torchop.AliasError) as caught:
+        op(torch.ones(shape))
+    assert f"output 0 is input 'x' itself, in a call with {words}" in str(caught.value)

@@ -283,6 +283,22 @@ def test_an_integer_that_is_too_large_is_told_so(namespace, parameter, number):
         op(T, "two")
 
 
+def test_none_in_a_list_of_tensors_is_named(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(xs: list[torch.Tensor]) -> torch.Tensor:
+        return xs[0].clone()
+
+    for xs in ([None], [torch.ones(1), None], [None, torch.ones(1)]):
+        with pytest.raises(
+            torchop.ArgumentError, match=r"Leave None out of xs, or .*Tensor\?\[\]"
+        ) as e:
+            op(xs)
+        assert "C++" not in str(e.value)
+    with pytest.raises(torchop.ArgumentError) as caught:
+        op([torch.ones(1), 3])
+    assert "Leave None" not in str(caught.value)
+
+
 def test_an_error_of_a_kernel_is_no_argument_error(namespace):
     inner = torchop.custom_op(f"{namespace}::inner", scale, mutates_args=())
 

@@ -249,6 +249,7 @@ def test_a_function_without_a_return_annotation_is_refused() -> None:
     ("mutates_args", "error", "words"),
     [
         ("y", SchemaError, ["mutates_args='y'", "string 'unknown'", "mutates_args=('y',)"]),
+        ("", SchemaError, ["mutates_args=''", "that mutates nothing write mutates_args=()."]),
         (["y"], SchemaError, ["{'y'} in mutates_args were not found", "a, b, c, d"]),
         ({"z", "y", "a"}, SchemaError, ["{'y', 'z'} in mutates_args were not found"]),
         (["a", "n"], SchemaError, ["names 'n' of type int", "only tensors", "a, b, c, d"]),

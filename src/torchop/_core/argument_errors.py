@@ -33,7 +33,8 @@ def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
     value, _, declaration = rest.partition("\nValue: ")[2].rpartition("\nDeclaration: ")
     schema = declaration.partition("\n")[0]
     return ArgumentError(
-        f"{sentence} Value: {short_text(value)}. Schema: {schema}.{_fix_of_argument(sentence)}"
+        f"{sentence} Value: {short_text(value)}. Schema: {schema}."
+        f"{_fix_of_argument(sentence, value)}"
     )
 
 
@@ -61,7 +62,7 @@ _VALUE = re.compile(
 )
 
 
-def _fix_of_argument(sentence: str) -> str:
+def _fix_of_argument(sentence: str, value: str) -> str:
     """What to pass instead of a value of the wrong type, if that is obvious."""
     match = _VALUE.match(sentence)
     if match is None:
@@ -70,6 +71,11 @@ def _fix_of_argument(sentence: str) -> str:
     expected = expected.removeprefix("Optional[") if got != "NoneType" else expected
     if expected.startswith("List[") and got != "list":
         return f" Pass a list, even for one: {name}=[...]."
+    if expected == "List[Tensor]" and re.search(r"[\[( ]None[,)\]]", value):
+        return (
+            f" Leave None out of {name}, or let the schema say Tensor?[] (annotated as "
+            "list[Tensor | None])."
+        )
     if expected.startswith("Tensor"):
         if got == "ndarray":
             return f" Convert it to a tensor: {name}=torch.from_numpy(...)."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import aliasing
+from torchop._compat import aliasing, functorch
 from torchop._core.call import named_inputs, named_outputs, returned_arguments, tensors_in
 from torchop._errors import AliasError, ResultError
 from torchop._schema.forms import Form
@@ -208,15 +208,26 @@ def alias_error(
             break
         owner[storage] = where
     return AliasError(
-        f"{name}: {fault}. Every output of an operator must be a fresh tensor: it may not alias an "
-        "input or another output, because compilers rely on it. Return a copy, .clone(). An "
-        "operator that writes into an argument names it in mutates_args and returns None."
+        f"{name}: {fault}{_shapes(tensors)}. Every output of an operator must be a fresh tensor: "
+        "it may not alias an input or another output, because compilers rely on it. Return a copy, "
+        ".clone(). An operator that writes into an argument names it in mutates_args and returns "
+        "None."
     )
 
 
+def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
+    """Words for the shapes of a call, because a kernel may alias for some only."""
+    shown = [
+        f"{where.removeprefix('input ')} of shape {list(tensor.shape)}"
+        f"{'' if tensor.numel() else ', which is empty'}"
+        for _, where, tensor in tensors[:4]
+    ]
+    return f", in a call with {' and '.join(shown)}" if shown else ""
+
+
 def storage_of(tensor: Tensor) -> int:
-    """An identity of a tensor's memory; a sparse tensor has its own."""
-    if tensor.layout is not torch.strided:
+    """An identity of a tensor's memory; a sparse or functorch tensor has its own."""
+    if tensor.layout is not torch.strided or functorch.is_wrapped(tensor):
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
 

@@ -73,10 +73,14 @@ def mutated_names(where: str, mutates_args: str | Iterable[str]) -> tuple[str, .
     if isinstance(mutates_args, str):
         if mutates_args == UNKNOWN:
             return None
+        fix = (
+            f"for one argument write mutates_args=({short_repr(mutates_args)},)"
+            if mutates_args.isidentifier()
+            else "for a function that mutates nothing write mutates_args=()"
+        )
         raise SchemaError(
             f"{where}: mutates_args={short_repr(mutates_args)}: expected a sequence of argument "
-            "names, or the string 'unknown'; for one argument write "
-            f"mutates_args=({short_repr(mutates_args)},)."
+            f"names, or the string 'unknown'; {fix}."
         )
     try:
         names = tuple(mutates_args)

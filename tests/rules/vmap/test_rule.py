@@ -202,7 +202,12 @@ def test_output_is_mapped_over_where_the_rule_says(namespace, out_dim):
 
 @pytest.mark.parametrize(
     "returned",
-    [((X, X * 2), 0), ((X, X * 2), (0, 0)), ([X, X * 2], [0, 0]), ((X, X.T * 2), (0, 1))],
+    [
+        ((X.clone(), X * 2), 0),
+        ((X.clone(), X * 2), (0, 0)),
+        ([X.clone(), X * 2], [0, 0]),
+        ((X.clone(), X.T * 2), (0, 1)),
+    ],
 )
 def test_dimensions_may_be_given_once_or_for_each_output(namespace, returned):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
@@ -221,7 +226,7 @@ def test_list_of_outputs_is_mapped_over(namespace, dims):
     def op(x: Tensor) -> List[Tensor]:
         return [x.clone(), x.clone()]
 
-    op.register_vmap(lambda info, in_dims, x: ([x, x * 2], dims))
+    op.register_vmap(lambda info, in_dims, x: ([x.clone(), x * 2], dims))
     first, second = torch.vmap(op)(X)
     assert torch.equal(first, X)
     assert torch.equal(second, X * 2)
@@ -246,6 +251,42 @@ def test_wrong_result_of_a_rule_names_the_operator_and_what_is_wrong(namespace, 
     op.register_vmap(lambda info, in_dims, x, n: returned)
     with pytest.raises(torchop.ResultError, match=f"{namespace}::op: .*{words}"):
         torch.vmap(op)(X)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (lambda info, in_dims, x, n: (x, in_dims[0]), "output 0 is input 'x' itself"),
+        (lambda info, in_dims, x, n: (x.view(x.shape), 0), "output 0 shares memory with input 'x'"),
+    ],
+)
+def test_a_rule_that_returns_its_input_is_refused(namespace, rule, words):
+    op = define(namespace)
+    op.register_vmap(rule)
+    message = rf"{namespace}::op: vmap rule: {words}, in a call with 'x' of shape \[2, 3\]"
+    with pytest.raises(torchop.AliasError, match=message):
+        torch.vmap(op)(X)
+    compiled = torch.compile(torch.vmap(op), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="vmap rule: output 0"):
+        compiled(X)
+
+
+def test_a_rule_that_returns_its_input_is_refused_in_nested_transforms(namespace):
+    op = define(namespace)
+    op.register_vmap(lambda info, in_dims, x, n: (x, in_dims[0]))
+    with pytest.raises(torchop.AliasError, match=f"{namespace}::op: vmap rule: output 0 is input"):
+        torch.vmap(torch.vmap(op))(X[None])
+    op.register_vmap(lambda info, in_dims, x, n: (x.clone(), in_dims[0]))
+    assert torch.equal(torch.vmap(torch.vmap(op))(X[None]), X[None])
+
+
+def test_a_rule_of_an_operator_with_views_may_return_them(namespace):
+    @torchop.custom_op(f"{namespace}::view", mutates_args=(), schema="(Tensor(a) x) -> Tensor(a)")
+    def view(x):
+        return x.view(-1)
+
+    view.register_vmap(lambda info, in_dims, x: (x.view(x.shape), in_dims[0]))
+    assert torch.equal(torch.vmap(view)(X), X)
 
 
 @pytest.mark.parametrize("outputs", [(X,), (X, X, X), X])

@@ -306,6 +306,17 @@ wrong(
     lambda: [(torch.zeros(3),)],
 )
 
+wrong(
+    _with_vmap(
+        "vmap_returns_input",
+        lambda info, dims, x: (x, dims[0]),
+        lambda x: x.clone(),
+        "(Tensor x) -> Tensor",
+    ),
+    "subsystems.vmap",
+    one,
+)
+
 _SCALES: dict[Any, float] = {}
 
 

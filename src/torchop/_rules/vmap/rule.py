@@ -8,7 +8,8 @@ from typing import Any, Final, Literal, overload
 import torch.library
 
 from torchop._compat import compilers, dispatch, functorch
-from torchop._core.contract import result_check, spell_result
+from torchop._core.call import tensors_in
+from torchop._core.contract import alias_error, result_check, shares_memory, spell_result
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import ResultError, RuleSignatureError, add_note, short_repr
@@ -113,7 +114,9 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
 
 def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:
     """Checks the results of a rule and their dimensions, which PyTorch does not."""
-    check_result = result_check(definition.schema.returns)
+    schema, declaration = definition.schema, definition.declaration
+    check_result = result_check(schema.returns)
+    is_functional = schema.is_functional and not declaration.is_lenient and definition.is_ours
 
     def checked(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         returned = rule(info, in_dims, *args, **kwargs)
@@ -124,9 +127,26 @@ def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., 
                 f"{spell_result(returned)}."
             )
         output = check_result(returned[0], definition, "vmap rule")
-        return output, _checked_dims(definition, output, returned[1], info.batch_size)
+        dims = _checked_dims(definition, output, returned[1], info.batch_size)
+        if is_functional:
+            _check_fresh(definition, args, kwargs, output)
+        return output, dims
 
     return checked
+
+
+def _check_fresh(definition: Definition, args: Any, kwargs: Any, output: Any) -> None:
+    """Reject an output in the memory of an argument, as for kernels: writes would reach both."""
+    tensors = [*tensors_in((*args, *kwargs.values()))]
+    outputs = [*tensors_in(output if isinstance(output, tuple) else (output,))]
+    if any(map(functorch.is_wrapped, (*tensors, *outputs))):
+        # At another level of the transforms: tensors without a storage of their own.
+        ids = [*map(id, outputs)]
+        is_alias = len({*ids}) < len(ids) or any(id(tensor) in ids for tensor in tensors)
+    else:
+        is_alias = shares_memory(args, kwargs, output)
+    if is_alias:
+        raise alias_error(f"{definition}: vmap rule", definition.schema, args, kwargs, output)
 
 
 def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: int) -> Any:
