@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -138,13 +139,17 @@ def opcheck(
 def _what_to_do(error: Exception) -> str:
     """What PyTorch's checks do not tell of a failure: which of two is whose, and the fix."""
     if "found mismatched tensor metadata" in str(error):
-        contiguous = (
-            " If the kernel returns a contiguous tensor whatever the strides of x are: "
-            'register_fake(like="x", memory_format=torch.contiguous_format).'
+        text = " The first is the kernel's, and the fake kernel must return the same."
+        strides = re.search(r"Strides are \(([\d, ]+)\) and", str(error))
+        steps = (
+            [] if strides is None else [int(step) for step in strides[1].split(",") if step.strip()]
         )
-        return " The first is the kernel's, and the fake kernel must return the same." + (
-            contiguous if "Stride mismatch" in str(error) else ""
-        )
+        if steps and steps == sorted(steps, reverse=True):
+            text += (
+                " If the kernel returns a contiguous tensor whatever the strides of x are: "
+                'register_fake(like="x", memory_format=torch.contiguous_format).'
+            )
+        return text
     if "Gradients of the operator are different in eager-mode PyTorch vs" in str(error):
         return " Make the formula the same where it is traced, or register one."
     if "different in eager-mode PyTorch vs" in str(error):
