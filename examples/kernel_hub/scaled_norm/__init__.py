@@ -1,0 +1,8 @@
+"""RMS normalization and its parts, as a package of the kernel hub."""
+
+from . import layers
+from ._ops import NAMESPACE
+from .activations import gate, negate
+from .norm import rms_norm, use_float64
+
+__all__ = ["NAMESPACE", "gate", "layers", "negate", "rms_norm", "use_float64"]

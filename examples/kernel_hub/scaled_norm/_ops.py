@@ -1,0 +1,11 @@
+"""The namespace of this build; the hub's builder writes a file like this one."""
+
+import torch
+
+# The hub loads the package under a name that ends with the build id.
+NAMESPACE = f"_{__package__.rpartition('.')[2]}"
+ops = getattr(torch.ops, NAMESPACE)
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    return f"{NAMESPACE}::{op_name}"
