@@ -4,17 +4,15 @@ Every row is one function, with inputs of 250 KB each; every column is one way t
 through it:
 
 - plain call: the function itself, differentiated by PyTorch.
-- save: an operator of it, with `derive_autograd("save")`.
-- recompute: the same with `derive_autograd("recompute")`.
+- derived: an operator of it, with `derive_autograd()`.
 - checkpoint: the plain call inside `torch.utils.checkpoint`.
-- compiled: the operator with `"recompute"` in a graph of `torch.compile` with `aot_eager`.
+- compiled: the operator in a graph of `torch.compile` with `aot_eager`.
 
 The numbers are the bytes that autograd holds on to, each storage once, in thousands; the time of
 forward and backward together is beside them, in multiples of that of the plain call.
 
-Take-away: "recompute" keeps the inputs and nothing else, like a checkpoint; a compiled graph also
-keeps the 5 KB of the random number generator. "save" keeps what the plain call keeps. Recomputing
-takes the time of another forward.
+Take-away: a derived formula keeps the inputs and nothing else, like a checkpoint; a compiled graph
+also keeps the 5 KB of the random number generator. Recomputing takes the time of another forward.
 """
 
 from __future__ import annotations
@@ -31,10 +29,9 @@ import _harness
 import torchop
 from _harness import Bar, Call
 
-PLAIN, SAVE, RECOMPUTE, CHECKPOINT, COMPILED = ROUTES = (
+PLAIN, DERIVED, CHECKPOINT, COMPILED = ROUTES = (
     "plain call",
-    "save",
-    "recompute",
+    "derived",
     "checkpoint",
     "compiled",
 )
@@ -66,19 +63,14 @@ class Measured(NamedTuple):
 
 def routes(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """The ways to train through a function."""
-    operators = {}
-    for strategy in ("recompute", "save"):
-        name = f"bench_training::{function.__name__}_{strategy}"
-        op = torchop.custom_op(name, function, mutates_args=())
-        op.register_fake(lambda *tensors: torch.empty_like(tensors[0]))
-        op.derive_autograd(strategy)
-        operators[strategy] = op
+    op = torchop.custom_op(f"bench_training::{function.__name__}", function, mutates_args=())
+    op.register_fake(lambda *tensors: torch.empty_like(tensors[0]))
+    op.derive_autograd()
     return {
         PLAIN: function,
-        SAVE: operators["save"],
-        RECOMPUTE: operators["recompute"],
+        DERIVED: op,
         CHECKPOINT: lambda *tensors: checkpoint(function, *tensors, use_reentrant=False),
-        COMPILED: torch.compile(operators["recompute"], fullgraph=True, backend="aot_eager"),
+        COMPILED: torch.compile(op, fullgraph=True, backend="aot_eager"),
     }
 
 
@@ -133,9 +125,8 @@ def bars(results: dict[str, dict[str, Measured]], side: int) -> list[Bar]:
         name = function.__name__
         # The state of the generator, where a body draws numbers and in every graph.
         checked += [
-            Bar(f"{name}: kept by recompute", row[RECOMPUTE].kilobytes, inputs + 6, " KB"),
+            Bar(f"{name}: kept by derived", row[DERIVED].kilobytes, inputs + 6, " KB"),
             Bar(f"{name}: kept when compiled", row[COMPILED].kilobytes, inputs + 6, " KB"),
-            Bar(f"{name}: kept by save", row[SAVE].kilobytes, row[PLAIN].kilobytes, " KB"),
         ]
     return checked
 

@@ -41,7 +41,7 @@ BY_HAND = {
 .. data:: derived
 
    Stands in a class in the place of a backward. It says that the formula is derived, as
-   `CustomOp.derive_autograd` does. `derived("save")` chooses the strategy.
+   `CustomOp.derive_autograd` does.
 """,
     "torchop.EffectType": """\
 .. class:: EffectType

@@ -273,16 +273,16 @@ def test_a_formula_that_a_graph_breaks(
 
 @target.needs_accelerator
 @needs_graphs
-@pytest.mark.parametrize("strategy", ["formula", "recompute", "save"])
-def test_a_backward_that_is_captured(namespace: str, strategy: str) -> None:
+@pytest.mark.parametrize("is_derived", [False, True])
+def test_a_backward_that_is_captured(namespace: str, is_derived: bool) -> None:
     op = define(namespace, lambda x: (x * x).contiguous())
-    if strategy == "formula":
+    if is_derived:
+        op.derive_autograd()
+    else:
         op.register_autograd(
             lambda ctx, grad: 2 * grad * ctx.saved_tensors[0],
             setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
         )
-    else:
-        op.derive_autograd(strategy)
     report = run(op, "capture")
     assert failed(report) == {}
     assert [(result.outcome, result.cases) for result in report.results] == [("passed", 2)]

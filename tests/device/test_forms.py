@@ -46,27 +46,24 @@ def structured_arguments(define: Define) -> Any:
     return [combine(Pair(ones(), ones(), 3.0), []), result, pair.first.grad]
 
 
-def derived(strategy: str) -> arms.Scenario:
-    def derived_formula(define: Define) -> Any:
-        @define("drop", mutates_args=())
-        def drop(x: Tensor, weight: Tensor) -> Tensor:
-            kept = torch.rand(x.shape, device=x.device) < 0.5
-            return (x * weight).sin() * kept
+def derived_formula(define: Define) -> Any:
+    @define("drop", mutates_args=())
+    def drop(x: Tensor, weight: Tensor) -> Tensor:
+        kept = torch.rand(x.shape, device=x.device) < 0.5
+        return (x * weight).sin() * kept
 
-        drop.derive_autograd(strategy)
-        drop.register_autocast(TYPE, torch.bfloat16)
-        results = []
-        for context in (torch.enable_grad(), torch.autocast(TYPE, torch.bfloat16)):
-            x, weight = ones(requires_grad=True), ones(requires_grad=True)
-            drop(x, weight)  # the first one makes the class of nodes
-            with context:
-                y = drop(x, weight)
-            torch.rand(3, device=SECOND)  # must not matter to the backward
-            y.sum().backward()
-            results += [y, x.grad, weight.grad, torch.rand(1, device=SECOND)]
-        return results
-
-    return derived_formula
+    drop.derive_autograd()
+    drop.register_autocast(TYPE, torch.bfloat16)
+    results = []
+    for context in (torch.enable_grad(), torch.autocast(TYPE, torch.bfloat16)):
+        x, weight = ones(requires_grad=True), ones(requires_grad=True)
+        drop(x, weight)  # the first one makes the class of nodes
+        with context:
+            y = drop(x, weight)
+        torch.rand(3, device=SECOND)  # must not matter to the backward
+        y.sum().backward()
+        results += [y, x.grad, weight.grad, torch.rand(1, device=SECOND)]
+    return results
 
 
 def family(define: Define) -> Any:
@@ -94,8 +91,7 @@ def optional_lists(define: Define) -> Any:
 
 SCENARIOS: dict[str, tuple[arms.Scenario, dict[str, int] | None]] = {
     "structured arguments": (structured_arguments, {"native": 3}),
-    "derived formula": (derived("recompute"), None),
-    "derived formula that saves": (derived("save"), None),
+    "derived formula": (derived_formula, None),
     "family": (family, None),
     "optional lists": (optional_lists, {"native": 3}),
 }

@@ -8,7 +8,6 @@ from hypothesis.strategies import DrawFn
 from tests.devices import AUTOGRAD, BACKEND, DEVICE
 from tests.differential.chance import one_in
 from tests.differential.spec import (
-    DERIVED,
     FORMS,
     KINDS,
     RETURNS,
@@ -104,7 +103,7 @@ def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
     if not _differentiable(parameters, form, returns):
         formula = "none"
     elif formula != "none" and _derivable(parameters, form, returns) and draw(one_in(4)):
-        formula = draw(st.sampled_from(DERIVED))
+        formula = "derived"
     devices = None
     if any(p.kind.holds_tensors for p in parameters) and draw(one_in(4)):
         devices = DEVICE.type
@@ -119,7 +118,7 @@ def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
         if registration not in _TAKE_FORMULAS or any(p.mutated for p in parameters):
             formula = "none"
         if registration != "custom_op":
-            formula = "none" if formula in DERIVED else formula
+            formula = "none" if formula == "derived" else formula
             return OperatorSpec(
                 parameters, returns, kernel=kernel, registration=registration, formula=formula
             )

@@ -20,7 +20,7 @@ import torchop
 from tests.devices import AUTOGRAD, BACKEND, DEVICE, OTHER
 from tests.differential.describe import describe
 from tests.differential.scripts import current, run_backward, run_kernel, run_setup_context
-from tests.differential.spec import DERIVED, RETURNS, OperatorSpec, Override, Parameter
+from tests.differential.spec import RETURNS, OperatorSpec, Override, Parameter
 from torchop._native import low_level
 from torchop._native.reasons import Reason
 from torchop._rules.autograd.rule import AutogradRule
@@ -205,8 +205,8 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
     )
     if spec.fake and spec.form != "inplace":  # which needs none, and says so
         handle.register_fake(_function(spec, "fake", annotated=False, defaults=True))
-    if spec.formula in DERIVED:
-        handle.derive_autograd(spec.formula)
+    if spec.formula == "derived":
+        handle.derive_autograd()
     else:
         _differentiate(spec, handle.register_autograd)
     if spec.autocast:

@@ -88,9 +88,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("Any[]", None),
 )
 
-# How a formula is derived from what the kernel does.
-DERIVED = ("recompute", "save")
-
 # What an operator returns, and how a function is annotated that does.
 RETURNS: dict[str, str] = {
     "Tensor": "Tensor",
@@ -158,7 +155,7 @@ class OperatorSpec(NamedTuple):
     style: str = "schema"  # or "inferred", or "kernel without defaults"
     kernel: str = "plain"  # or "wrapped", "signed", "replaced defaults"
     registration: str = "custom_op"  # or one of _REGISTRATIONS in generation.py
-    formula: str = "none"  # or "backward", "setup_context", or one in DERIVED
+    formula: str = "none"  # or "backward", "setup_context" or "derived"
     autocast: bool = False
     fake: bool = False
     devices: str | None = None

@@ -186,12 +186,12 @@ class Operators:
         self.alias.register_autograd(lambda ctx, grad: grad)
         self.rerun = define("rerun", lambda x, n: x.sin() * n, "(Tensor x, int n) -> Tensor")
         self.rerun.derive_autograd()
-        self.graph = define(
-            "graph",
+        self.rerun_lists = define(
+            "rerun_lists",
             lambda x, ys, *, n=2: ([x.sin() * n, x * 2], x.argmax()),
             "(Tensor x, Tensor[] ys, *, int n=2) -> (Tensor[], Tensor)",
         )
-        self.graph.derive_autograd("save")
+        self.rerun_lists.derive_autograd()
         self.objects = define(
             "objects",
             lambda x, a, b, c, d, *, e=None: (x + 1, a),
@@ -201,8 +201,8 @@ class Operators:
         self.objects.register_autograd(lambda ctx, grad, _: (grad, None, None, None, None))
         self.raising = define("raising", self.raise_error, "(Tensor x) -> Tensor")
         self.raising.register_autograd(lambda ctx, grad: grad)
-        self.raising_graph = define("raising_graph", self.raise_error, "(Tensor x) -> Tensor")
-        self.raising_graph.derive_autograd("save")
+        self.raising_rerun = define("raising_rerun", self.raise_error, "(Tensor x) -> Tensor")
+        self.raising_rerun.derive_autograd()
 
     @staticmethod
     def raise_error(x: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ BACKWARD = {
     "backward through a list": lambda ops: ops.lists(XS, (1, 2)).sum().backward(),
     "backward through many": lambda ops: ops.many(X)[0].sum().backward(),
     "backward of a derived formula": lambda ops: ops.rerun(X, 3).sum().backward(),
-    "backward of the graph of the body": lambda ops: ops.graph(X, XS, n=3)[0][0].sum().backward(),
+    "derived backward of lists": lambda ops: ops.rerun_lists(X, XS, n=3)[0][0].sum().backward(),
     "backward with objects": lambda ops: ops.objects(X, OBJECT, [], None, None)[0].sum().backward(),
     "double backward": lambda ops: torch.autograd.grad(
         torch.autograd.grad(ops.saving(X).sum(), X, create_graph=True)[0].sum(), X
@@ -263,7 +263,7 @@ ERRORS = {
     "alias with grad": lambda ops: refused(lambda: ops.alias(X), torchop.AliasError),
     "kernel raises": lambda ops: refused(lambda: ops.raising(T), ZeroDivisionError),
     "kernel raises with grad": lambda ops: refused(lambda: ops.raising(X), ZeroDivisionError),
-    "body raises": lambda ops: refused(lambda: ops.raising_graph(X), ZeroDivisionError),
+    "body raises": lambda ops: refused(lambda: ops.raising_rerun(X), ZeroDivisionError),
 }
 # Refused by the dispatcher, after the native way had looked at the arguments.
 REFUSED = {

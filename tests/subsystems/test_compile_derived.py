@@ -13,17 +13,16 @@ import torchop
 from tests.devices import TYPE
 from tests.subsystems.graphs import AotRecorder, operators
 
-each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
 each_backend = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 
 
-def wave(name, strategy="recompute"):
+def wave(name):
     @torchop.custom_op(name, mutates_args=())
     def op(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return (x.sin() if x.mean() > 0 else x.cos()) * y, x.argmax()
 
     op.register_fake(lambda x, y: (torch.empty_like(x), x.new_empty((), dtype=torch.int64)))
-    op.derive_autograd(strategy)
+    op.derive_autograd()
     return op
 
 
@@ -42,9 +41,8 @@ def compiled(function, backend="aot_eager", **options):
 
 
 @each_backend
-@each_strategy
-def test_compiled_training_has_the_gradients_of_eager_training(namespace, strategy, backend):
-    op = wave(f"{namespace}::wave", strategy)
+def test_compiled_training_has_the_gradients_of_eager_training(namespace, backend):
+    op = wave(f"{namespace}::wave")
 
     def function(x, y):
         first, _ = op(x.exp() - 1, y)
@@ -222,11 +220,10 @@ def test_a_second_derivative_inside_a_compiled_graph_is_refused(namespace):
         compiled(function)(torch.rand(()))
 
 
-@each_strategy
 # PyTorch 2.12 says so of its own buffer, the first time that it loads a program.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-def test_an_exported_program_is_saved_loaded_and_trained(namespace, strategy):
-    op = wave(f"{namespace}::wave", strategy)
+def test_an_exported_program_is_saved_loaded_and_trained(namespace):
+    op = wave(f"{namespace}::wave")
 
     class Model(torch.nn.Module):
         def __init__(self):

@@ -44,7 +44,7 @@ def _register_fake(op: CustomOp[..., Any], fake: Any, members: Mapping[str, Any]
 
 def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[str, Any]) -> object:
     if isinstance(backward, Derived):
-        op.derive_autograd(backward.strategy)
+        op.derive_autograd()
         return None
     contiguous = members.get("contiguous_grads", False)
     if "save_for_backward" in members:

@@ -40,8 +40,7 @@ class Plan:
         # output). For a function of torch.library also inputs(args), which returns the list of what
         # it takes, and what tells from a result what `ctx` keeps of lists; None where there are no
         # lists. For a derived formula also look(inputs, keyword_only_inputs), called before
-        # the kernel; what it returns is one more argument of setup_context. Or, for one that keeps
-        # the graph of the body, record_body(inputs, keyword_only_inputs): all of such a call.
+        # the kernel; what it returns is one more argument of setup_context.
         gradient: tuple[Callable[[], Any], Callable[..., Any] | None]
         | tuple[
             Callable[[], Any],
@@ -49,7 +48,6 @@ class Plan:
             Callable[..., tuple[list[Any], Any]] | None,
         ]
         | tuple[Callable[[], Any], Callable[..., Any], None, Callable[..., Any]]
-        | Callable[[tuple[Any, ...], dict[str, Any]], Any]
         | None,
         finish: Callable[[tuple[Any, ...], dict[str, Any], Any], Any],
         # What the rest was read from, if it may change untold: (dict, key, value), or (set, key,

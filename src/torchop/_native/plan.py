@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 # How a plan is to record a gradient: see `NativeCalls._plan`.
-Gradient = tuple[Any, ...] | Callable[..., Any] | str | None
+Gradient = tuple[Any, ...] | str | None
 
 
 def _float(value: Any) -> float:
@@ -100,8 +100,8 @@ class NativeCalls:
     ) -> Plan:
         """A plan of this operator; the arguments are those of `Plan` in `_call_path.pyi`.
 
-        `gradient` starts with the autograd.Function of the nodes, or is what runs the whole call;
-        or it is a string that says why the dispatcher has to record gradients.
+        `gradient` starts with the autograd.Function of the nodes; or it is a string that says why
+        the dispatcher has to record gradients.
         """
         gradient = recipe.unknown_nodes() or gradient
         self.gradient_problem = gradient if isinstance(gradient, str) else None
@@ -211,8 +211,6 @@ def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
-    if formula.record_body is not None:
-        return converting(formula.record_body, schema)
     # It is made when a call first records a gradient.
     function = definition.rule(AutogradRule).cached_function
     if function is None:

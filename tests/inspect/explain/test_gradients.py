@@ -36,8 +36,6 @@ def test_gradient_of_a_derived_formula(namespace):
     op = adding(namespace)
     op.derive_autograd()
     op(needing_grad())
-    check(op, Reason.NATIVE, needing_grad())
-    op.derive_autograd("save")
     explanation = check(op, Reason.NATIVE, needing_grad())
     assert explanation.kernels[0] == "autograd: records the gradient"
 

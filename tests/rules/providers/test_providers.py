@@ -643,11 +643,10 @@ def test_a_block_is_not_traced(namespace):
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize(("strategy", "runs"), [("recompute", 3), ("save", 0)])
-def test_a_derived_formula_differentiates_the_reference(namespace, strategy, runs, native):
+def test_a_derived_formula_differentiates_the_reference(namespace, native):
     """Autograd need not be able to follow what other providers do."""
     op = define(namespace, priority=["numpy"])
-    op.derive_autograd(strategy)
+    op.derive_autograd()
     calls = []
 
     @op.register_kernel(TYPE, provider="numpy")
@@ -664,7 +663,7 @@ def test_a_derived_formula_differentiates_the_reference(namespace, strategy, run
             result.backward(torch.full((3,), 5.0))
         assert result.tolist() == [2, 2, 2]
         assert x.grad.tolist() == [5, 5, 5]
-    assert len(calls) == runs
+    assert len(calls) == 3
     calls.clear()
     assert op(torch.ones(3)).tolist() == [2, 2, 2]
     assert len(calls) == 1

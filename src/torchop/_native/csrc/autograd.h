@@ -12,12 +12,9 @@ namespace torchop {
 
 // The gradient of an operator; the plan keeps the objects alive.
 struct Gradient {
-  // Makes a node of the graph, and the object that is its `ctx`.
+  // Makes a node of the graph, and the object that is its `ctx`. Without it, calls that record a
+  // gradient go to the dispatcher.
   PyObject* node_maker = nullptr;
-  // record_body(inputs, keyword_only_inputs), which runs the body and keeps its graph: all of the
-  // call, instead of a node and the kernel. Without either, calls that record a gradient go to the
-  // dispatcher.
-  PyObject* record_body = nullptr;
   // Whether tensors in lists may have no gradient, so that `wants_gradient` has to be asked.
   bool passes_lists_by = false;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)

@@ -111,16 +111,6 @@ __attribute__((noinline, cold)) PyObject* convert(const Plan& plan, PyObject* ma
   return result ? PyObject_CallOneArg(plan.convert, result.get()) : nullptr;
 }
 
-// The graph of the body is the gradient of the call.
-__attribute__((noinline)) PyObject* record_body(const Plan& plan, const Values& values) {
-  THPObjectPtr args = values.positional(), keywords = values.keyword_only();
-  if (!args || !keywords)
-    return nullptr;
-  PyObject* arguments[] = {nullptr, args.get(), keywords.get()};
-  return PyObject_Vectorcall(
-      plan.gradient.record_body, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
-}
-
 // Makes it for the first call that needs it.
 __attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) {
   FallbackOperator* found = plan.fallback_operator.load(std::memory_order_acquire);
@@ -193,7 +183,7 @@ Decision decide(
       return stop(Reason::Anomaly);
     decision.notes_gradient = true;
   } else if (grad && decision.route.through_autograd) {
-    if (plan.gradient.node_maker == nullptr && plan.gradient.record_body == nullptr)
+    if (plan.gradient.node_maker == nullptr)
       return stop(Reason::Gradient);
     if (C10_UNLIKELY(plan.gradient.passes_lists_by && !wants_gradient(values)))
       return decision;
@@ -231,9 +221,7 @@ PyObject* try_call(
   if (plan.residuals.type == nullptr && thread_records(all_recordings))
     apart.emplace(all_recordings).stop();
   PyObject* result;
-  if (decision.records_gradient && plan.gradient.record_body != nullptr) {
-    result = record_body(plan, values);
-  } else if (decision.records_gradient) {
+  if (decision.records_gradient) {
     // The node comes first: where an input refuses to be differentiated, nothing was written.
     const Residuals* residuals =
         is_authors && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;

@@ -339,8 +339,7 @@ PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
   Values values((*plan).parameters);
   Decision decision = decide(*plan, values, args, size_t(count), keywords);
   const Gradient& gradient = (*plan).gradient;
-  if (decision.records_gradient && gradient.record_body == nullptr &&
-      is_for_dispatcher(gradient, values))
+  if (decision.records_gradient && is_for_dispatcher(gradient, values))
     decision.reason = Reason::Capture;
   return Py_BuildValue(
       "(i(OOO)On)",

@@ -275,7 +275,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (residuals != Py_None)
     Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording))); // plans come and go
   plan.own = OwnKernels{given(autograd), given(version_counter), given(backend_select)};
-  if (PyTuple_Check(gradient)) {
+  if (gradient != Py_None) {
     PyObject *node_maker, *setup_context, *inputs = Py_None, *look = Py_None;
     if (!PyArg_ParseTuple(gradient, "OO|OO", &node_maker, &setup_context, &inputs, &look))
       return nullptr;
@@ -288,8 +288,6 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     plan.gradient.recording = plan.residuals.recording;
     plan.gradient.passes_lists_by =
         plan.gradient.as_dispatched && lists_may_hold_none(plan.parameters);
-  } else {
-    plan.gradient.record_body = given(gradient);
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (plan.op.has_value())

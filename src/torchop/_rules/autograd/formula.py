@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
-from torchop._errors import short_repr
 from torchop._rules.autograd.forward_mode import Tangents
 from torchop._schema.callables import setup_caller
 
@@ -43,9 +42,6 @@ class Formula:
             is saved.
         look: `look(inputs, keyword_only_inputs)`, before the kernel of a native call. If it returns
             NotImplemented, the dispatcher makes the call.
-        record_body: `record_body(inputs, keyword_only_inputs)`, which runs the body and keeps its
-            graph: all of a call that no mode, subclass or transform has to see as one of the
-            operator.
         tangents: the formula for forward mode, set by the rule when it compiles a plan.
     """
 
@@ -68,7 +64,6 @@ class Formula:
         self.look: Callable[[Any, Any], Any] | None = None
         if training is not None:
             self.save, self.look = training.saving(self.setup), training.look
-        self.record_body: Callable[[Any, Any], Any] | None = None
         self.tangents: Tangents | None = None
 
     @property
@@ -88,32 +83,14 @@ class Formula:
 
 NO_FORMULA = Formula(None)
 
-Strategy = Literal["recompute", "save"]
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
-
 
 class Derived:
-    """Declares in a class, in place of a backward, that it is derived from the body.
+    """Declares in a class, in place of a backward, that it is derived from the body."""
 
-    Attributes:
-        strategy: `"recompute"` or `"save"`; see `CustomOp.derive_autograd`.
-    """
-
-    __slots__ = ("strategy",)
-
-    def __init__(self, strategy: Strategy) -> None:
-        if strategy not in STRATEGIES:
-            raise ValueError(
-                f'torchop.derived expects "recompute" or "save", got {short_repr(strategy)}.'
-            )
-        self.strategy: Strategy = strategy
-
-    def __call__(self, strategy: Strategy) -> Derived:
-        """The same with another strategy: `torchop.derived("save")`."""
-        return Derived(strategy)
+    __slots__ = ()
 
     def __repr__(self) -> str:
-        return f"torchop.derived({self.strategy!r})"
+        return "torchop.derived"
 
 
-derived = Derived("recompute")
+derived = Derived()

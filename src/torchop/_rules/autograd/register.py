@@ -9,7 +9,7 @@ import torch.library
 
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
-from torchop._errors import RuleSignatureError, short_repr
+from torchop._errors import RuleSignatureError
 from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import (
     check_derivable,
@@ -18,7 +18,7 @@ from torchop._rules.autograd.checks import (
     uses_numpy,
 )
 from torchop._rules.autograd.contiguous_grads import with_contiguous_grads
-from torchop._rules.autograd.formula import STRATEGIES, Formula, SetupContext, Strategy
+from torchop._rules.autograd.formula import Formula, SetupContext
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.callables import (
     Function,
@@ -238,25 +238,18 @@ def register(
         )
 
 
-def derive_autograd(op: OpLike, /, strategy: Strategy = "recompute") -> None:
+def derive_autograd(op: OpLike, /) -> None:
     """Derives the backward formula from the body, with PyTorch's autograd.
 
-    In eager mode, `backward` differentiates the kernel of the device, also more than once.
-    A compiled graph has one operator for the forward, `name__training`, and one for the
-    backward, `name__backward`. Both use the same random numbers and the same dtypes of
-    autocast.
-
-    Args:
-        strategy: `"recompute"` saves the inputs of a call, and runs the body again in the
-            backward. `"save"` keeps the graph of the body, and runs the body once. Compiled
-            graphs, transforms of `torch.func`, modes and Tensor subclasses see the operator, so
-            they recompute.
+    A call saves its inputs. In eager mode, `backward` runs the kernel of the device again and
+    differentiates it, also more than once. A compiled graph has one operator for the forward,
+    `name__training`, and one for the backward, `name__backward`. Both use the same random numbers
+    and the same dtypes of autocast.
 
     Raises:
         DerivedFormulaError: a `RuntimeError`: the operator mutates, aliases or has an effect;
             or operators with these two names exist already.
         NotImplementedError: it takes or returns tensors in places that autograd cannot follow.
-        ValueError: an unknown strategy.
 
     An input on which no output depends has a gradient of zeros. If autograd cannot follow the
     body, because it uses NumPy or detaches tensors, the backward raises `DerivedFormulaError`.
@@ -279,12 +272,7 @@ def derive_autograd(op: OpLike, /, strategy: Strategy = "recompute") -> None:
 
     rule = resolve(op, "derive_autograd").rule(AutogradRule)
     definition = rule.definition
-    if strategy not in STRATEGIES:
-        raise ValueError(
-            f'{definition}: derive_autograd expects strategy="recompute" or "save", got '
-            f"{short_repr(strategy)}."
-        )
     check_derivable(definition, decomposes=rule.decomposition is not None)
     check_has_gradient(definition)
     with registration_lock:
-        rule.update(formula=graph_operators.derived_formula(definition, strategy))
+        rule.update(formula=graph_operators.derived_formula(definition))

@@ -10,7 +10,7 @@ import torch
 import torch.library
 
 from torchop._compat import autograd, compilers, dispatch, functorch
-from torchop._compat.classes import DispatchKey, DispatchKeySet
+from torchop._compat.classes import DispatchKeySet
 from torchop._core.call import tensors_in
 from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
@@ -127,19 +127,9 @@ class AutogradRule(CompiledRule[Formula]):
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
             formula = definition.plan[AutogradRule]
-            record_body = formula.record_body
             if is_dual and formula.training is not None:
                 raise forward_mode.refuse_recording(definition)
-            # With its body recorded, a call is none of the operator for anybody: so not where
-            # forward mode, a transform, or a mode or subclass (the key Python) has to see one.
-            if (
-                record_body is None
-                or is_dual
-                or functorch.is_active()
-                or keyset.has(DispatchKey.Python)
-            ):
-                return apply(self.function, definition, keyset, args, kwargs, is_dual=is_dual)
-            return record_body(*schema.fill_defaults(args, kwargs))
+            return apply(self.function, definition, keyset, args, kwargs, is_dual=is_dual)
         # The set of keys says where this call goes on; the guard, where those of the kernel start.
         with autograd.below_autograd():
             keyset = keyset & dispatch.AFTER_AUTOGRAD

@@ -160,12 +160,12 @@ BODIES = {
 }
 
 
-def operator(name: str, body: Callable[..., Any], strategy: str = "recompute") -> Any:
+def operator(name: str, body: Callable[..., Any]) -> Any:
     """An operator of a body, with a fake kernel and a derived formula."""
     op = torchop.custom_op(name, body, mutates_args=())
     # A fake kernel knows no values: what depends on some is described by its first branch.
     op.register_fake(_FAKE.get(body.__name__, body))
-    op.derive_autograd(strategy)
+    op.derive_autograd()
     return op
 
 

@@ -1,17 +1,14 @@
 """Deriving formulas in tests, and bodies for many of them."""
 
-import pytest
 import torch
 from torch import Tensor
 
 import torchop
 
-each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
 
-
-def derived(name, body, strategy="recompute", **options):
+def derived(name, body, **options):
     op = torchop.custom_op(name, body, mutates_args=(), **options)
-    op.derive_autograd(strategy)
+    op.derive_autograd()
     return op
 
 

@@ -8,13 +8,12 @@ from torch.testing import assert_close
 from .derived_bodies import BODIES, differentiable_outputs, operator, spread
 
 each_body = pytest.mark.parametrize("name", BODIES)
-each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
 
 
-def prepared(namespace, name, strategy="recompute"):
+def prepared(namespace, name):
     """A body, its operator, the tensors of its inputs, and a function from these to arguments."""
     body = BODIES[name]
-    return body, operator(f"{namespace}::{name}", body.function, strategy), *spread(body.inputs())
+    return body, operator(f"{namespace}::{name}", body.function), *spread(body.inputs())
 
 
 def gradients(function, tensors, arrange):
@@ -33,19 +32,17 @@ def _same_inputs():
     torch.manual_seed(11)
 
 
-@each_strategy
 @each_body
-def test_gradients_are_those_of_the_body_called_plainly(namespace, name, strategy):
-    body, op, tensors, arrange = prepared(namespace, name, strategy)
+def test_gradients_are_those_of_the_body_called_plainly(namespace, name):
+    body, op, tensors, arrange = prepared(namespace, name)
     assert_close(
         gradients(op, tensors, arrange), gradients(body.function, tensors, arrange), rtol=0, atol=0
     )
 
 
-@each_strategy
 @each_body
-def test_first_and_second_derivatives_are_those_of_finite_differences(namespace, name, strategy):
-    _, op, tensors, arrange = prepared(namespace, name, strategy)
+def test_first_and_second_derivatives_are_those_of_finite_differences(namespace, name):
+    _, op, tensors, arrange = prepared(namespace, name)
 
     def function(*inputs):
         return tuple(differentiable_outputs(op(*arrange(*inputs))))

@@ -6,16 +6,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests.rules.autograd.derived.support import derived, each_strategy, one_tensor, sine
+from tests.rules.autograd.derived.support import derived, one_tensor, sine
 from tests.rules.support import leaf_of
 from torchop import DerivedFormulaError
 
 
 def test_the_handle_says_that_its_formula_is_derived(namespace):
-    op = derived(f"{namespace}::f", sine)
-    assert "autograd derived (recompute)" in repr(op)
-    op.derive_autograd("save")
-    assert "autograd derived (save)" in repr(op)
+    assert "autograd derived" in repr(derived(f"{namespace}::f", sine))
 
 
 def test_deriving_again_and_registering_a_formula_replace_each_other(namespace):
@@ -23,19 +20,8 @@ def test_deriving_again_and_registering_a_formula_replace_each_other(namespace):
     x = leaf_of(0.5)
     op.register_autograd(lambda ctx, grad: 7 * grad)
     assert torch.autograd.grad(op(x), x)[0].item() == 7
-    op.derive_autograd("save")
-    assert_close(torch.autograd.grad(op(x), x)[0], x.cos())
     op.derive_autograd()
     assert_close(torch.autograd.grad(op(x), x)[0], x.cos())
-
-
-def test_a_call_between_registrations_keeps_its_own_formula(namespace):
-    op = derived(f"{namespace}::f", sine, "save")
-    x = leaf_of(0.5)
-    saved = op(x)
-    op.derive_autograd("recompute")
-    recomputed = op(x)
-    assert_close(torch.autograd.grad(saved, x), torch.autograd.grad(recomputed, x))
 
 
 def test_a_call_with_another_formula_is_not_differentiated_by_a_derived_one(namespace):
@@ -47,29 +33,20 @@ def test_a_call_with_another_formula_is_not_differentiated_by_a_derived_one(name
         y.backward()
 
 
-def test_recomputation_outlives_a_change_of_the_strategy(namespace):
+def test_a_call_outlives_another_derivation(namespace):
     op = derived(f"{namespace}::f", sine)
     x = leaf_of(0.5)
     y = op(x)
-    op.derive_autograd("save")
+    op.derive_autograd()
     assert_close(torch.autograd.grad(y, x)[0], x.cos())
 
 
-@each_strategy
-def test_tensors_without_data_have_gradients_without_data(namespace, strategy):
-    op = derived(
-        f"{namespace}::f", lambda x: x.sin() if x.mean() > 0 else x, strategy, **one_tensor
-    )
+def test_tensors_without_data_have_gradients_without_data(namespace):
+    op = derived(f"{namespace}::f", lambda x: x.sin() if x.mean() > 0 else x, **one_tensor)
     op.register_fake(like="x")
     x = torch.empty(2, 3, device="meta", requires_grad=True)
     op(x).sum().backward()
     assert (x.grad.shape, x.grad.device.type) == (x.shape, "meta")
-
-
-def test_an_unknown_strategy_is_refused(namespace):
-    op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
-    with pytest.raises(ValueError, match=r'expects strategy="recompute" or "save", got \'cache\''):
-        op.derive_autograd("cache")
 
 
 def test_an_operator_that_mutates_is_refused(namespace):
@@ -155,8 +132,4 @@ def test_the_companions_end_with_the_operator(namespace):
 
 
 def test_what_stands_for_a_backward_in_a_class():
-    assert torchop.derived.strategy == "recompute"
-    assert torchop.derived("save").strategy == "save"
-    assert repr(torchop.derived("save")) == "torchop.derived('save')"
-    with pytest.raises(ValueError, match=r'expects "recompute" or "save", got \'cache\''):
-        torchop.derived("cache")
+    assert repr(torchop.derived) == "torchop.derived"

@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
 from tests.devices import TYPE
-from tests.rules.autograd.derived.support import derived, each_strategy, sine
+from tests.rules.autograd.derived.support import derived, sine
 from tests.rules.support import leaf_of
 from tests.support import counting, needs_native
 from torchop._rules.autograd.derived.replay import ambient_state
@@ -31,19 +31,15 @@ def chain(x: Tensor) -> Tensor:
     return x
 
 
-def test_recompute_saves_the_inputs_and_save_the_graph(namespace):
+def test_a_call_saves_the_inputs_and_the_state(namespace):
     x = torch.ones(1000, requires_grad=True)
-    recompute, result = saved_bytes(derived(f"{namespace}::r", chain), x)
-    save, _ = saved_bytes(derived(f"{namespace}::s", chain, "save"), x)
-    state = ambient_state([x]).packed.numel()
-    assert recompute == 4000 + state
-    assert save == 5 * 4000
+    saved, result = saved_bytes(derived(f"{namespace}::f", chain), x)
+    assert saved == 4000 + ambient_state([x]).packed.numel()
     result.sum().backward()
 
 
-@each_strategy
-def test_a_graph_is_used_twice_only_if_it_is_retained(namespace, strategy):
-    op = derived(f"{namespace}::f", sine, strategy)
+def test_a_graph_is_used_twice_only_if_it_is_retained(namespace):
+    op = derived(f"{namespace}::f", sine)
     x = leaf_of(0.5)
     y = op(x)
     y.backward(retain_graph=True)
@@ -53,21 +49,15 @@ def test_a_graph_is_used_twice_only_if_it_is_retained(namespace, strategy):
         y.backward()
 
 
-@each_strategy
-def test_an_operator_used_twice_in_a_graph(namespace, strategy):
-    op = derived(
-        f"{namespace}::f", lambda x, y: x * y, strategy, schema="(Tensor x, Tensor y)->Tensor"
-    )
+def test_an_operator_used_twice_in_a_graph(namespace):
+    op = derived(f"{namespace}::f", lambda x, y: x * y, schema="(Tensor x, Tensor y)->Tensor")
     x = leaf_of(2.0)
     op(op(x, x), x).backward()  # one input depends on the other
     assert_close(x.grad, 3 * x.detach() ** 2)
 
 
-@each_strategy
-def test_only_the_gradients_that_are_needed(namespace, strategy):
-    op = derived(
-        f"{namespace}::f", lambda x, y: x * y, strategy, schema="(Tensor x, Tensor y)->Tensor"
-    )
+def test_only_the_gradients_that_are_needed(namespace):
+    op = derived(f"{namespace}::f", lambda x, y: x * y, schema="(Tensor x, Tensor y)->Tensor")
     x, y = torch.ones(2), torch.ones(2, requires_grad=True)
     op(x, y).sum().backward()
     assert x.grad is None
@@ -77,14 +67,13 @@ def test_only_the_gradients_that_are_needed(namespace, strategy):
     assert not op(x, y.detach()).requires_grad
 
 
-@each_strategy
-def test_an_input_that_no_output_depends_on_has_zeros(namespace, strategy):
+def test_an_input_that_no_output_depends_on_has_zeros(namespace):
     def choose(x: Tensor, y: Tensor) -> Tensor:
         if x.sum() > 100:
             return torch.ones(2, dtype=x.dtype)
         return x.exp() if x.sum() > 0 else y.exp()
 
-    op = derived(f"{namespace}::f", choose, strategy)
+    op = derived(f"{namespace}::f", choose)
     for x in (leaf_of(1.0, 2.0), leaf_of(-1.0, -2.0), leaf_of(100.0, 100.0)):
         y = leaf_of(3.0, 4.0)
         result = op(x, y)
@@ -94,9 +83,8 @@ def test_an_input_that_no_output_depends_on_has_zeros(namespace, strategy):
         assert_close(y.grad, y.detach().exp() if x.sum() < 0 else torch.zeros_like(y))
 
 
-@each_strategy
-def test_a_saved_input_that_was_written_is_noticed(namespace, strategy):
-    op = derived(f"{namespace}::f", sine, strategy)
+def test_a_saved_input_that_was_written_is_noticed(namespace):
+    op = derived(f"{namespace}::f", sine)
     x = leaf_of(1.0) * 1
     y = op(x)
     x.mul_(2)
@@ -105,9 +93,8 @@ def test_a_saved_input_that_was_written_is_noticed(namespace, strategy):
 
 
 @needs_native
-@each_strategy
-def test_calls_are_native(namespace, strategy):
-    op = derived(f"{namespace}::f", sine, strategy)
+def test_calls_are_native(namespace):
+    op = derived(f"{namespace}::f", sine)
     x = leaf_of(0.5)
     op(x).backward()
     with counting(op) as calls, torch.no_grad():
@@ -118,9 +105,8 @@ def test_calls_are_native(namespace, strategy):
     assert calls == {"native": 1}
 
 
-@each_strategy
-def test_subclasses_and_conjugate_views(namespace, strategy):
-    op = derived(f"{namespace}::f", lambda x: (x * x).abs(), strategy, schema="(Tensor x)->Tensor")
+def test_subclasses_and_conjugate_views(namespace):
+    op = derived(f"{namespace}::f", lambda x: (x * x).abs(), schema="(Tensor x)->Tensor")
     z = torch.randn(3, dtype=torch.complex64, requires_grad=True)
     (gradient,) = torch.autograd.grad(op(z.conj()).sum(), z)
     assert_close(gradient, torch.autograd.grad((z.conj() * z.conj()).abs().sum(), z)[0])
@@ -169,8 +155,6 @@ def test_the_kernel_of_the_device_is_differentiated(namespace):
     assert_close(torch.autograd.grad(op(x), x)[0], 2 * x.cos())
     with op.set_kernel_enabled(TYPE, enabled=False):
         assert_close(torch.autograd.grad(op(x), x)[0], x.cos())
-    op.derive_autograd("save")
-    assert_close(torch.autograd.grad(op(x), x)[0], 2 * x.cos())
 
 
 @pytest.mark.filterwarnings("ignore::torchop.SchemaWarning")
@@ -181,9 +165,8 @@ def test_defaults_are_those_of_the_schema(namespace):
     assert torch.autograd.grad(op(x, 5), x)[0].item() == 5
 
 
-@each_strategy
-def test_no_memory_is_kept(namespace, strategy):
-    op = derived(f"{namespace}::f", sine, strategy)
+def test_no_memory_is_kept(namespace):
+    op = derived(f"{namespace}::f", sine)
     x = leaf_of(0.5)
     op(x).backward()
     gc.collect()

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchop
-from tests.rules.autograd.derived.support import each_strategy
 from tests.rules.support import leaf_of
 from tests.support import counting, needs_native
 from torchop import DerivedFormulaError
@@ -51,13 +50,12 @@ SCHEMAS = {drop: "(Tensor x, float p=0.5, Generator? generator=None) -> Tensor"}
 def derived(
     namespace: str,
     body: Callable[..., Any],
-    strategy: str = "recompute",
     schema: str | None = None,
 ) -> Any:
     name = "f" if body.__name__ == "<lambda>" else body.__name__
     schema = schema or SCHEMAS.get(body)
     op = torchop.custom_op(f"{namespace}::{name}", body, mutates_args=(), schema=schema)
-    op.derive_autograd(strategy)
+    op.derive_autograd()
     # The first call that records a gradient makes the class of the nodes.
     first = leaf_of([1.0, 2.0], [3.0, 4.0])
     op(first, [first]) if body is weigh else op(first)
@@ -108,11 +106,10 @@ CALLS = {
 }
 
 
-@each_strategy
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, True, False)])
-def test_gradients_are_those_of_the_dispatcher(namespace, call, needs, strategy):
-    op = derived(namespace, weigh, strategy)
+def test_gradients_are_those_of_the_dispatcher(namespace, call, needs):
+    op = derived(namespace, weigh)
 
     def scenario(op: Any) -> Any:
         inputs = tensors(*needs)
@@ -120,9 +117,8 @@ def test_gradients_are_those_of_the_dispatcher(namespace, call, needs, strategy)
         node, described = total.grad_fn, None
         if node is not None:
             described = [node.name(), len(node.next_functions)]
-            if strategy == "recompute":
-                saved = [tensor is None for tensor in node.saved_tensors]
-                described += [str(node.needs_input_grad), str(saved)]
+            saved = [tensor is None for tensor in node.saved_tensors]
+            described += [str(node.needs_input_grad), str(saved)]
             (total.sum() + sine.sum()).backward()
         return [total.detach(), index, [x.grad for x in inputs]], described, index.requires_grad
 
@@ -131,9 +127,8 @@ def test_gradients_are_those_of_the_dispatcher(namespace, call, needs, strategy)
     assert native[1:] == dispatched[1:]
 
 
-@each_strategy
-def test_second_and_third_derivatives(namespace, strategy):
-    op = derived(namespace, weigh, strategy)
+def test_second_and_third_derivatives(namespace):
+    op = derived(namespace, weigh)
 
     def scenario(op: Any) -> Any:
         x, y, _ = tensors(True, True, True)
@@ -182,25 +177,23 @@ def _checkpoints(op: Any) -> Any:
     return results
 
 
-@each_strategy
 @pytest.mark.parametrize(
     "scenario",
     [_write_an_input, _use_a_graph_twice, _hooks, _checkpoints],
     ids=lambda s: s.__name__,
 )
-def test_autograd_treats_the_call_as_that_of_the_dispatcher(namespace, scenario, strategy):
-    native, dispatched = both_ways(derived(namespace, weigh, strategy), scenario)
+def test_autograd_treats_the_call_as_that_of_the_dispatcher(namespace, scenario):
+    native, dispatched = both_ways(derived(namespace, weigh), scenario)
     assert native == dispatched
 
 
-@each_strategy
-def test_what_a_kernel_does_to_a_list_does_not_reach_the_backward(namespace, strategy):
+def test_what_a_kernel_does_to_a_list_does_not_reach_the_backward(namespace):
     def body(x: Tensor, sizes: list[int]) -> Tensor:
         sizes.append(7)
         return x * len(sizes)
 
     op = torchop.custom_op(f"{namespace}::body", body, mutates_args=())
-    op.derive_autograd(strategy)
+    op.derive_autograd()
     op(leaf_of(1.0), [])
 
     def scenario(op: Any) -> Any:
@@ -222,15 +215,14 @@ def _saves_state(y: Tensor) -> bool:
     return y.grad_fn.saved_tensors[-1] is not None
 
 
-@each_strategy
 @pytest.mark.parametrize("p", [0.5, 0.0])
-def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespace, p, strategy):
-    op = derived(namespace, drop, strategy)
+def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespace, p):
+    op = derived(namespace, drop)
 
     def scenario(op: Any) -> Any:
         x = torch.ones(100, requires_grad=True)
         y = op(x, p)
-        assert strategy == "save" or _saves_state(y)
+        assert _saves_state(y)
         torch.rand(3)
         y.sum().backward()
         assert torch.equal(x.grad, y.detach())
@@ -278,16 +270,15 @@ def test_a_generator_that_is_passed_is_replayed(namespace):
         torch.testing.assert_close(native, scenario(op), rtol=0, atol=0)
 
 
-@each_strategy
-def test_autocast_is_that_of_the_forward(namespace, strategy):
-    op = derived(namespace, matmul, strategy)
+def test_autocast_is_that_of_the_forward(namespace):
+    op = derived(namespace, matmul)
 
     def scenario(op: Any) -> Any:
         x = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             y = op(x)
         assert y.dtype is torch.bfloat16
-        assert strategy == "save" or _saves_state(y)
+        assert _saves_state(y)
         y.float().sum().backward()
         with torch.autocast("cpu", torch.bfloat16):
             expected = x @ x
@@ -301,15 +292,14 @@ def test_autocast_is_that_of_the_forward(namespace, strategy):
 # Errors
 
 
-@each_strategy
-def test_an_effect_that_is_declared_later_is_refused_before_the_kernel_runs(namespace, strategy):
+def test_an_effect_that_is_declared_later_is_refused_before_the_kernel_runs(namespace):
     runs = []
 
     def body(x: Tensor) -> Tensor:
         runs.append(1)
         return x * 2
 
-    op = derived(namespace, body, strategy)
+    op = derived(namespace, body)
     runs.clear()
     op.register_effect("ordered")
     for context in (contextlib.nullcontext(), torchop.native.disabled()):
@@ -321,14 +311,13 @@ def test_an_effect_that_is_declared_later_is_refused_before_the_kernel_runs(name
     assert not runs
 
 
-@each_strategy
-def test_an_error_of_the_kernel_leaves_nothing_behind(namespace, strategy):
+def test_an_error_of_the_kernel_leaves_nothing_behind(namespace):
     def body(x: Tensor) -> Tensor:
         if x.sum() > 100:
             raise ValueError("too much")
         return x * 2
 
-    op = derived(namespace, body, strategy)
+    op = derived(namespace, body)
     x = leaf_of(1000.0)
     with counting(op) as calls, pytest.raises(ValueError, match="too much"):
         op(x)
@@ -339,7 +328,7 @@ def test_an_error_of_the_kernel_leaves_nothing_behind(namespace, strategy):
 
 
 def test_a_body_that_left_autograd_is_refused_in_the_backward(namespace):
-    op = derived(namespace, lambda x: x.detach() * 2, "save", "(Tensor x) -> Tensor")
+    op = derived(namespace, lambda x: x.detach() * 2, "(Tensor x) -> Tensor")
 
     def scenario(op: Any) -> Any:
         return message_of(op(leaf_of(1.0)).backward)
@@ -356,7 +345,7 @@ def test_lists_that_the_body_returns_are_those_of_the_dispatcher(namespace):
         parts[:] = [x.sin(), x.cos()]
         return parts
 
-    op = derived(namespace, body, "save")
+    op = derived(namespace, body)
 
     def scenario(op: Any) -> Any:
         result = op(leaf_of(1.0, 2.0))
@@ -372,7 +361,7 @@ def test_integers_and_what_no_gradient_reaches(namespace):
     def body(x: Tensor) -> tuple[Tensor, Tensor, int]:
         return x.argmax(), torch.ones(3), 7
 
-    op = derived(namespace, body, "save", "(Tensor x) -> (Tensor, Tensor, SymInt)")
+    op = derived(namespace, body, "(Tensor x) -> (Tensor, Tensor, SymInt)")
 
     def scenario(op: Any) -> Any:
         x = leaf_of(1.0, 2.0)
@@ -388,7 +377,7 @@ def test_a_number_that_is_a_tensor_is_not_one_of_the_outputs(namespace):
     def body(x: Tensor) -> tuple[float, Tensor]:
         return x.detach().sum(), torch.ones(3)
 
-    op = derived(namespace, body, "save", "(Tensor x) -> (float, Tensor)")
+    op = derived(namespace, body, "(Tensor x) -> (float, Tensor)")
 
     def scenario(op: Any) -> Any:
         x = leaf_of(1.0, 2.0)

@@ -9,12 +9,11 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.devices import TYPE
-from tests.rules.autograd.derived.support import derived, dropout, each_strategy
+from tests.rules.autograd.derived.support import derived, dropout
 
 
-@each_strategy
-def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespace, strategy):
-    op = derived(f"{namespace}::f", dropout, strategy)
+def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespace):
+    op = derived(f"{namespace}::f", dropout)
 
     def train(function):
         torch.manual_seed(5)
@@ -28,15 +27,12 @@ def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespac
         assert torch.equal(ours, plain)
 
 
-@each_strategy
 @pytest.mark.parametrize("is_default", [True, False])
-def test_a_seed_of_the_forward_that_is_set_again_is_left_for_others(
-    namespace, strategy, is_default
-):
+def test_a_seed_of_the_forward_that_is_set_again_is_left_for_others(namespace, is_default):
     def noisy(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return x * torch.rand(x.shape, generator=generator)
 
-    op = derived(f"{namespace}::f", noisy, strategy)
+    op = derived(f"{namespace}::f", noisy)
     generator = torch.default_generator if is_default else torch.Generator()
     generator.manual_seed(5)
     x = torch.ones(4, requires_grad=True)
@@ -48,12 +44,11 @@ def test_a_seed_of_the_forward_that_is_set_again_is_left_for_others(
     assert torch.equal(generator.get_state(), state)
 
 
-@each_strategy
-def test_a_generator_among_the_arguments_is_replayed(namespace, strategy):
+def test_a_generator_among_the_arguments_is_replayed(namespace):
     def noisy(x: Tensor, generator: torch.Generator) -> Tensor:
         return x * torch.rand(x.shape, generator=generator)
 
-    op = derived(f"{namespace}::f", noisy, strategy)
+    op = derived(f"{namespace}::f", noisy)
     x = torch.ones(4, requires_grad=True)
     generator = torch.Generator().manual_seed(1)
     y = op(x, generator)
@@ -63,9 +58,8 @@ def test_a_generator_among_the_arguments_is_replayed(namespace, strategy):
     assert torch.equal(generator.get_state(), state)
 
 
-@each_strategy
-def test_a_batch_of_gradients_shares_the_random_numbers_of_the_forward(namespace, strategy):
-    op = derived(f"{namespace}::f", dropout, strategy)
+def test_a_batch_of_gradients_shares_the_random_numbers_of_the_forward(namespace):
+    op = derived(f"{namespace}::f", dropout)
     x = torch.ones(5, requires_grad=True)
     y = op(x)
     (jacobian,) = torch.autograd.grad(y, x, torch.eye(5), is_grads_batched=True)
@@ -85,9 +79,8 @@ def test_random_numbers_are_replayed_by_a_checkpoint_too(namespace):
     assert torch.equal(train(op), train(dropout))
 
 
-@each_strategy
-def test_selective_checkpointing_may_save_the_operator(namespace, strategy):
-    op = derived(f"{namespace}::f", dropout, strategy)
+def test_selective_checkpointing_may_save_the_operator(namespace):
+    op = derived(f"{namespace}::f", dropout)
     contexts = functools.partial(create_selective_checkpoint_contexts, [op.overload])
     x = torch.ones(100, requires_grad=True)
 
@@ -99,17 +92,16 @@ def test_selective_checkpointing_may_save_the_operator(namespace, strategy):
     assert torch.equal(train(op), train(dropout))
 
 
-@each_strategy
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("ignore:Detected that context_fn")
-def test_what_a_checkpoint_saved_knows_its_random_numbers(namespace, strategy, compiled):
+def test_what_a_checkpoint_saved_knows_its_random_numbers(namespace, compiled):
     calls = []
 
     def body(x: Tensor) -> Tensor:
         calls.append(1)
         return torch.nn.functional.dropout(x, 0.5)
 
-    op = derived(f"{namespace}::f", body, strategy, tags=torch.Tag.nondeterministic_seeded)
+    op = derived(f"{namespace}::f", body, tags=torch.Tag.nondeterministic_seeded)
     op.register_fake(like="x")
     x = torch.rand(100, requires_grad=True)
 
@@ -144,8 +136,7 @@ def test_what_a_checkpoint_saved_knows_its_random_numbers(namespace, strategy, c
     assert calls_of_training([]) == 2
 
 
-@each_strategy
-def test_autocast_is_that_of_the_forward(namespace, strategy):
+def test_autocast_is_that_of_the_forward(namespace):
     dtypes = []
 
     def product(x: Tensor, y: Tensor) -> Tensor:
@@ -153,7 +144,7 @@ def test_autocast_is_that_of_the_forward(namespace, strategy):
         dtypes.append(result.dtype)
         return result
 
-    op = derived(f"{namespace}::f", product, strategy)
+    op = derived(f"{namespace}::f", product)
     x, y = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
         z = op(x, y)

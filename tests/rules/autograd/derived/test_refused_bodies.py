@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests.rules.autograd.derived.support import derived, each_strategy, sine
+from tests.rules.autograd.derived.support import derived, sine
 from tests.rules.support import leaf_of
 from torchop import DerivedFormulaError
 
@@ -38,7 +38,6 @@ def through_data(x: Tensor) -> Tensor:
     return x.data.exp()
 
 
-@each_strategy
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
@@ -49,8 +48,8 @@ def through_data(x: Tensor) -> Tensor:
         (through_data, "left autograd in torch.Tensor.data"),
     ],
 )
-def test_a_body_that_leaves_autograd_is_refused(namespace, body, problem, strategy):
-    op = derived(f"{namespace}::f", body, strategy)
+def test_a_body_that_leaves_autograd_is_refused(namespace, body, problem):
+    op = derived(f"{namespace}::f", body)
     x = leaf_of(0.5)
     with pytest.raises(DerivedFormulaError, match=rf"{namespace}::f: .*{problem}.*{WAYS_OUT}"):
         op(x).sum().backward()
@@ -87,11 +86,10 @@ def sum_of_two(op, x):
     return (first + left).sum()
 
 
-@each_strategy
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_one_output_that_left_autograd_is_refused(namespace, strategy, native, create_graph):
-    op = derived(f"{namespace}::f", partly, strategy)
+def test_one_output_that_left_autograd_is_refused(namespace, native, create_graph):
+    op = derived(f"{namespace}::f", partly)
     x = leaf_of(0.5, 1.5)
     op(x)  # the first call that records a gradient is never native
     with contextlib.nullcontext() if native else torchop.native.disabled():
@@ -104,13 +102,12 @@ def test_one_output_that_left_autograd_is_refused(namespace, strategy, native, c
     assert_close(gradient, 2 - x.detach().sin())
 
 
-@each_strategy
-def test_one_output_that_left_autograd_is_refused_in_a_structure(namespace, strategy):
+def test_one_output_that_left_autograd_is_refused_in_a_structure(namespace):
     @torchop.custom_op(f"{namespace}::f", mutates_args=())
     def op(x: Pair) -> Pair:
         return Pair(x.first + x.second, through_detached_numpy(x.first))
 
-    op.derive_autograd(strategy)
+    op.derive_autograd()
     x = Pair(leaf_of(0.5), leaf_of(1.5))
     result = op(x)
     with pytest.raises(DerivedFormulaError, match="output 1 depends on the inputs, but its body"):
@@ -119,10 +116,9 @@ def test_one_output_that_left_autograd_is_refused_in_a_structure(namespace, stra
     assert_close(x.first.grad, torch.ones_like(x.first))
 
 
-@each_strategy
 @pytest.mark.parametrize("rule", ["sequential", "of the operator's own"])
-def test_one_output_that_left_autograd_is_refused_in_vmap(namespace, strategy, rule):
-    op = derived(f"{namespace}::f", partly, strategy)
+def test_one_output_that_left_autograd_is_refused_in_vmap(namespace, rule):
+    op = derived(f"{namespace}::f", partly)
     if rule == "sequential":
         op.register_vmap("sequential")
     else:
@@ -134,9 +130,8 @@ def test_one_output_that_left_autograd_is_refused_in_vmap(namespace, strategy, r
     assert_close(first, torch.full((3, 2), 2.0))
 
 
-@each_strategy
-def test_a_compiled_graph_may_return_an_output_that_nobody_differentiates(namespace, strategy):
-    op = derived(f"{namespace}::f", partly, strategy)
+def test_a_compiled_graph_may_return_an_output_that_nobody_differentiates(namespace):
+    op = derived(f"{namespace}::f", partly)
     op.register_fake(
         lambda x, several=True: (
             torch.empty_like(x),
@@ -154,23 +149,21 @@ def test_a_compiled_graph_may_return_an_output_that_nobody_differentiates(namesp
         torch.autograd.grad((first + left).sum(), x)
 
 
-@each_strategy
-def test_outputs_that_are_detached_on_purpose_are_no_mistake(namespace, strategy):
+def test_outputs_that_are_detached_on_purpose_are_no_mistake(namespace):
     def with_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.exp(), x.detach().mean()
 
-    op = derived(f"{namespace}::f", with_statistics, strategy)
+    op = derived(f"{namespace}::f", with_statistics)
     x = leaf_of(0.5)
     op(x)[0].sum().backward()
     assert_close(x.grad, x.detach().exp())
 
 
-@each_strategy
-def test_a_constant_chosen_by_a_detached_value_is_no_mistake(namespace, strategy):
+def test_a_constant_chosen_by_a_detached_value_is_no_mistake(namespace):
     def body(x: Tensor) -> Tensor:
         return x * 2 if x.detach().abs().sum() > 1 else torch.zeros_like(x)
 
-    op = derived(f"{namespace}::f", body, strategy)
+    op = derived(f"{namespace}::f", body)
     x = leaf_of(0.5)
     op(x).sum().backward()
     assert_close(x.grad, torch.zeros_like(x))

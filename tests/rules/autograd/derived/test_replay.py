@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.rules.autograd.derived.support import derived, each_strategy
+from tests.rules.autograd.derived.support import derived
 from tests.support import needs_native
 from torchop._compat import devices
 from torchop._core import generators
@@ -164,14 +164,13 @@ def default_dtype(dtype):
 
 
 @pytest.mark.parametrize("in_forward", [True, False])
-@each_strategy
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_default_dtype_is_that_of_the_forward(namespace, native, in_forward, strategy, dtype):
+def test_the_default_dtype_is_that_of_the_forward(namespace, native, in_forward, dtype):
     def body(x: torch.Tensor) -> torch.Tensor:
         return (x * torch.rand(8)).float()
 
-    op = derived(f"{namespace}::f", body, strategy)
+    op = derived(f"{namespace}::f", body)
     setting, plain = default_dtype(dtype), contextlib.nullcontext()
     with contextlib.nullcontext() if native else torchop.native.disabled():
         for _ in range(2):  # the first call that records a gradient is never native
@@ -187,15 +186,14 @@ def test_the_default_dtype_is_that_of_the_forward(namespace, native, in_forward,
 
 
 @pytest.mark.parametrize("in_forward", [True, False])
-@each_strategy
-def test_the_default_device_is_that_of_the_forward(namespace, in_forward, strategy):
+def test_the_default_device_is_that_of_the_forward(namespace, in_forward):
     devices = []
 
     def body(x: torch.Tensor) -> torch.Tensor:
         devices.append(torch.empty(1).device.type)
         return x * 2
 
-    op = derived(f"{namespace}::f", body, strategy)
+    op = derived(f"{namespace}::f", body)
     x = torch.ones(8, requires_grad=True)
     with torch.device("meta") if in_forward else contextlib.nullcontext():
         result = op(x).sum()
@@ -238,11 +236,10 @@ def seeds(x: torch.Tensor) -> torch.Tensor:
 BODIES = [restores, restores_by_fork, restores_by_the_generator, reads, seeds]
 
 
-@each_strategy
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("native", [True, False])
-def test_a_body_without_the_tag_may_restore_or_read_the_state(namespace, body, strategy, native):
-    op = derived(f"{namespace}::f", body, strategy)
+def test_a_body_without_the_tag_may_restore_or_read_the_state(namespace, body, native):
+    op = derived(f"{namespace}::f", body)
     with contextlib.nullcontext() if native else torchop.native.disabled():
         for _ in range(2):
             torch.manual_seed(7)

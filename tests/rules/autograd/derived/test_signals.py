@@ -16,7 +16,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 import torchop
-from tests.rules.autograd.derived.support import derived, each_strategy
+from tests.rules.autograd.derived.support import derived
 from tests.rules.support import leaf_of
 from torchop import DerivedFormulaError
 
@@ -113,21 +113,19 @@ def refused(op: Any) -> None:
 
 
 @pytest.mark.pairwise
-@each_strategy
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("scenario", [backward, second_derivative, refused])
 # An exception in a generator that is closed is lost, whoever raises it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_thread_is_as_before(namespace, strategy, native, scenario):
-    op = derived(f"{namespace}::f", body, strategy)
+def test_the_thread_is_as_before(namespace, native, scenario):
+    op = derived(f"{namespace}::f", body)
     with contextlib.nullcontext() if native else torchop.native.disabled():
         check_at_each_point(functools.partial(scenario, op))
 
 
-@each_strategy
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_thread_is_as_before_after_a_forward_with_autocast(namespace, strategy):
-    op = derived(f"{namespace}::f", body, strategy)
+def test_the_thread_is_as_before_after_a_forward_with_autocast(namespace):
+    op = derived(f"{namespace}::f", body)
     x = leaf_of(0.5, 1.5)
     with torch.autocast("cpu"):
         y = op(x)[0].sum()
@@ -140,10 +138,9 @@ def test_the_thread_is_as_before_where_calls_are_checked(namespace):
         check_at_each_point(lambda: op(torch.ones(2)))
 
 
-@each_strategy
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_thread_is_as_before_inside_of_a_transform(namespace, strategy):
-    op = derived(f"{namespace}::f", body, strategy)
+def test_the_thread_is_as_before_inside_of_a_transform(namespace):
+    op = derived(f"{namespace}::f", body)
 
     def function(x: Tensor) -> Tensor:
         # Here, because functions of the transform itself are not safe from signals.

@@ -5,15 +5,13 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.rules.autograd.derived.support import derived, each_strategy
+from tests.rules.autograd.derived.support import derived
 
 
-@each_strategy
-def test_torch_func_differentiates_through_the_body(namespace, strategy):
+def test_torch_func_differentiates_through_the_body(namespace):
     op = derived(
         f"{namespace}::f",
         lambda x: x**3 if x.sum() > 0 else -x,
-        strategy,
         schema="(Tensor x)->Tensor",
     )
     x = torch.tensor([1.0, 2.0], dtype=torch.float64)
@@ -26,12 +24,11 @@ def test_torch_func_differentiates_through_the_body(namespace, strategy):
     assert_close(torch.autograd.functional.jacobian(op, x, vectorize=True), torch.diag(3 * x**2))
 
 
-@each_strategy
-def test_arguments_left_out_are_no_part_of_a_batch(namespace, strategy):
+def test_arguments_left_out_are_no_part_of_a_batch(namespace):
     def body(x: Tensor, scale: float = 2.0) -> Tensor:
         return x.sin() * scale
 
-    op = derived(f"{namespace}::f", body, strategy)
+    op = derived(f"{namespace}::f", body)
     op.register_vmap("sequential")
     xs = torch.rand(3, 2, dtype=torch.float64)
     for arguments in ((), (3.0,)):
@@ -39,11 +36,8 @@ def test_arguments_left_out_are_no_part_of_a_batch(namespace, strategy):
         assert_close(grads, xs.cos() * (arguments or (2.0,))[0])
 
 
-@each_strategy
-def test_a_batch_without_elements_has_gradients_without_elements(namespace, strategy):
-    op = derived(
-        f"{namespace}::f", lambda x, w: x * w, strategy, schema="(Tensor x, Tensor w) -> Tensor"
-    )
+def test_a_batch_without_elements_has_gradients_without_elements(namespace):
+    op = derived(f"{namespace}::f", lambda x, w: x * w, schema="(Tensor x, Tensor w) -> Tensor")
     op.register_fake(lambda x, w: torch.empty_like(x))
     op.register_vmap("sequential")
     of_one = torch.func.grad(lambda x, w: op(x, w).sum(), argnums=(0, 1))
@@ -52,9 +46,8 @@ def test_a_batch_without_elements_has_gradients_without_elements(namespace, stra
         assert [grad.shape for grad in grads] == [(size, 2), (size, 2)]
 
 
-@each_strategy
-def test_forward_mode_goes_over_the_derived_backward(namespace, strategy):
-    op = derived(f"{namespace}::f", lambda x: x**3, strategy, schema="(Tensor x) -> Tensor")
+def test_forward_mode_goes_over_the_derived_backward(namespace):
+    op = derived(f"{namespace}::f", lambda x: x**3, schema="(Tensor x) -> Tensor")
     op.register_jvp(
         lambda ctx, tangent: 3 * ctx.saved_tensors[0] ** 2 * tangent,
         setup_context=lambda ctx, inputs, output: ctx.save_for_forward(*inputs),
@@ -64,14 +57,13 @@ def test_forward_mode_goes_over_the_derived_backward(namespace, strategy):
     assert torch.autograd.gradgradcheck(op, x.requires_grad_(), check_fwd_over_rev=True)
 
 
-@each_strategy
 @pytest.mark.parametrize("has_rule", [True, False])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_gradients_of_each_element_of_a_batch(namespace, strategy, has_rule):
+def test_gradients_of_each_element_of_a_batch(namespace, has_rule):
     def body(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return (x * weight).sin() if x.sum() > 0 else x * weight.exp(), x.detach() * 2
 
-    op = derived(f"{namespace}::f", body, strategy)
+    op = derived(f"{namespace}::f", body)
 
     def branches(x, weight):
         positive = (x.sum(-1, keepdim=True) > 0).expand_as(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,39 +16,32 @@ from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.differentiate import (
     Rerun,
-    differentiable,
     output_tensors,
 )
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors
 from torchop._rules.autograd.formula import Formula
-from torchop._rules.autograd.gradients import is_differentiable, placed
+from torchop._rules.autograd.gradients import placed
 from torchop._rules.effect import EffectRule
 
 
 class DerivedFormula(Formula):
-    """A formula whose backward differentiates the body of the operator."""
+    """A formula whose backward differentiates the body of the operator.
 
-    def __init__(
-        self, definition: Definition, strategy: str, for_graphs: tuple[Any, Definition] | None
-    ) -> None:
+    The forward saves the inputs, and the body runs again in the backward.
+    """
+
+    def __init__(self, definition: Definition, for_graphs: tuple[Any, Definition] | None) -> None:
         super().__init__(definition)
-        self.strategy = strategy
         # The training form and the backward operator, which compiled graphs call. These two have
         # none: PyTorch's compilers do not compute second derivatives.
         self.for_graphs = for_graphs
         self.backward = self._backward
         self.save = self._save
-        if strategy == "save":
-            self.record_body = self._record_body
-        else:
-            self.look = self._look
+        self.look = self._look
 
     @property
     def title(self) -> str:
-        return f"autograd derived ({self.strategy})"
-
-    # ----------------------------------------------------------------------------------------------
-    # "recompute": the forward saves the inputs, and the body runs again in the backward
+        return "autograd derived"
 
     def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         """Makes the call; returns the result and the ambient state, if the backward needs it."""
@@ -142,45 +134,6 @@ class DerivedFormula(Formula):
             gradients = rerun.gradients(flat_grads, create_graph=torch.is_grad_enabled())
         return placed(gradients, ctx.needs_input_grad)
 
-    # ----------------------------------------------------------------------------------------------
-    # "save": autograd records the graph of the body, as if there were no operator
-
-    def _record_body(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the body with its graph, on inputs that include the defaults."""
-        self._refuse_effect()
-        call, tensors = split_tensors(args, kwargs)
-        needed = [tensor.requires_grad for tensor in tensors]
-        entered = iter(_apply(_Entered, *itertools.compress(tensors, needed)))
-        inputs = [next(entered) if need else t for t, need in zip(tensors, needed, strict=True)]
-        # For an output without a history that gets a gradient: to say why, the body runs again.
-        state = replay.ambient_state((*args, *kwargs.values()))
-        rerun = Rerun(self.definition, call, tensors, needed, None)
-        results = differentiable(self.definition, lambda: rerun.run(inputs))
-        # An independent output hangs on one of the inputs, whichever: it only gives that zeros.
-        first = next(itertools.compress(inputs, needed))
-        indices = itertools.count()
-
-        def attached(output: Tensor | None) -> Any:
-            index = next(indices)
-            if output is None or not is_differentiable(output) or output.requires_grad:
-                return output
-
-            def check(grad: Tensor) -> None:
-                with_state = rerun._replace(state=state.packed)
-                with_state.refuse_left_autograd([(index, grad)], rerun.outputs)
-
-            return _apply(_Independent, output, first, check)
-
-        def attached_all(kind: str, value: Any) -> Any:
-            if "Tensor" not in kind:  # a number, which may be a tensor all the same
-                return value
-            if isinstance(value, (list, tuple)):
-                return list(map(attached, value))
-            return attached(value)
-
-        outputs = tuple(map(attached_all, self.definition.schema.returns, results))
-        return outputs if len(outputs) > 1 else outputs[0]
-
     def _refuse_effect(self) -> None:
         # The effect may be declared after the formula was derived.
         if self.definition.plan[EffectRule] not in (None, "none"):
@@ -189,41 +142,6 @@ class DerivedFormula(Formula):
                 "would happen again in this backward, because it runs the body again. Write the "
                 "formula with register_autograd."
             )
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)
-
-
-class _Entered(torch.autograd.Function):
-    """Passes the inputs to the body; an input that no gradient reaches gets zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Not views: the body's graph would include what is later written into the inputs.
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return grads
-
-
-class _Independent(torch.autograd.Function):
-    """Passes on an output that is independent of the inputs, which get a gradient of zeros."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, entered: Tensor, check: Callable[[Tensor], None]
-    ) -> Tensor:
-        ctx.check = check
-        ctx.save_for_backward(entered)
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.check(grad)
-        (entered,) = ctx.saved_tensors
-        return None, torch.zeros_like(entered), None
 
 
 def _second_derivative(definition: Definition) -> DerivedFormulaError:

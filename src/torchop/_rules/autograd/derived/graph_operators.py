@@ -52,9 +52,9 @@ _IN_CUDA_GRAPH = (
 ForGraphs = tuple["TrainingOperator", Definition]
 
 
-def derived_formula(definition: Definition, strategy: str) -> DerivedFormula:
+def derived_formula(definition: Definition) -> DerivedFormula:
     """Makes the derived formula of an operator that can have one."""
-    return DerivedFormula(definition, strategy, _operators_for_graphs(definition))
+    return DerivedFormula(definition, _operators_for_graphs(definition))
 
 
 def _operators_for_graphs(definition: Definition) -> ForGraphs:
@@ -68,7 +68,7 @@ def _operators_for_graphs(definition: Definition) -> ForGraphs:
             training = TrainingOperator(definition)
             backward = define_backward(definition)
             for companion in (training.companion, backward):
-                inner = DerivedFormula(companion, "recompute", None)
+                inner = DerivedFormula(companion, None)
                 companion.rule(AutogradRule).update(formula=inner)
             attributes["_torchop_for_graphs"] = training, backward
 

@@ -224,8 +224,7 @@ def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
 
 _WHILE_CAPTURED = (
     "A graph is captured on the device, so the state of its generator can be neither read nor set. "
-    "Pass the random numbers as an argument, or call it outside of the capture; in eager mode, "
-    'derive_autograd("save") works as well, which keeps the numbers of the forward.'
+    "Pass the random numbers as an argument, or call it outside of the capture."
 )
 # The namespaces of operators that are not looked into: a tag says which of them draw.
 _OF_PYTORCH = frozenset({"aten", "prim", "prims"})
