@@ -14,9 +14,7 @@ import logging
 import os
 import random
 import signal
-import struct
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -257,30 +255,6 @@ if hasattr(os, "register_at_fork"):  # which Windows has not
 def forks() -> int:
     """How often this process has forked."""
     return _forks[0]
-
-
-def set_decimal_comma() -> None:
-    """Sets a locale whose decimal point is a comma.
-
-    Containers have none, so it is written: the tables of glibc are the numbers of a category, of
-    its items, and of their places, and then the items.
-
-    Raises:
-        NotImplementedError: the C library takes none.
-    """
-    with tempfile.TemporaryDirectory(prefix="torchop-") as folder, contextlib.suppress(OSError):
-        os.mkdir(f"{folder}/comma")
-        items = (b",\0\0\0", b"\0" * 4, b"\x7f\0\0\0", b",\0\0\0", b"\0" * 4, b"UTF-8\0")
-        places = [32 + 4 * place for place in range(6)]
-        head = struct.pack("=8I", 0x20031115 ^ locale.LC_NUMERIC, 6, *places)
-        with open(f"{folder}/comma/LC_NUMERIC", "wb") as file:
-            file.write(head + b"".join(items))
-        os.environ["LOCPATH"] = folder
-        for name in ("comma", "de_DE.UTF-8", "fr_FR.UTF-8"):
-            with contextlib.suppress(locale.Error):
-                locale.setlocale(locale.LC_NUMERIC, name)
-                return
-    raise NotImplementedError("the C library has no locale whose decimal point is a comma")
 
 
 def open_files() -> int:

@@ -22,7 +22,6 @@ from torchop.testing import CheckReport, check
 from torchop.testing._check import contracts
 from torchop.testing._check.api import report_of
 from torchop.testing._check.kinds import family
-from torchop.testing._check.larger import counts_beyond_int32
 from torchop.testing._check.run import kinds, plan_checks, run_check
 from torchop.testing._check.subject import CannotCheck
 from torchop.testing.process_state import process_state
@@ -250,19 +249,15 @@ def test_what_cannot_be_done_says_why(good: Any) -> None:
     assert str(report).count("cannot be done because:") == 4
 
 
-def test_costly_and_large_checks(good: Any) -> None:
+def test_costly_checks_come_last(good: Any) -> None:
     names = [item.name for item in plan_checks(good, [EXAMPLE])]
     assert names[-1] == "subsystems.inductor"
-    assert "memory.large" not in names
-    assert "memory.large" not in [i.name for i in plan_checks(good, [EXAMPLE], only="memory")]
-    (large,) = plan_checks(good, [EXAMPLE], only="memory.large")
-    assert large.name == "memory.large"
 
 
 def test_checks_are_items(flat: Any) -> None:
     """What other runners build on."""
     checks = plan_checks(flat, [EXAMPLE])
-    planned = [kind.name for kind in kinds() if not kind.on_request]
+    planned = [kind.name for kind in kinds()]
     # It has no providers.
     assert [item.name for item in checks] == [n for n in planned if "providers." not in n]
     assert len({item.name for item in checks}) == len(checks)
@@ -271,20 +266,6 @@ def test_checks_are_items(flat: Any) -> None:
     result = run_check(item)
     assert (result.check, result.outcome) == ("memory.gaps", "failed")
     assert report_of([item], [result], 1.0).failures[0].check == "memory.gaps"
-
-
-def test_large_tensors_are_counted_with_64_bits(namespace: str) -> None:
-    """With 2**10 in place of 2**31 elements: an operator that counts with ten bits."""
-
-    def kernel(x: Tensor) -> Tensor:
-        result = x + 1
-        result.view(-1)[1024:] = 0
-        return result
-
-    wrong = torchop.custom_op(f"{namespace}::ten_bits", kernel, mutates_args=())
-    with pytest.raises(AssertionError, match="the ends of result 0 of 264 rows"):
-        counts_beyond_int32(wrong.overload, EXAMPLE, {}, elements=2**10)
-    counts_beyond_int32(torch.ops.aten.sin.default, EXAMPLE, {}, elements=2**10)
 
 
 def test_running_a_check_raises_nothing(namespace: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import locale
 import os
 import threading
 
@@ -14,22 +13,8 @@ from torchop.testing.process_state import (
     open_files,
     process_state,
     restored,
-    set_decimal_comma,
     threads,
 )
-
-
-def test_a_comma_is_the_decimal_point_of_c_and_then_a_dot_again() -> None:
-    c = ctypes.CDLL(None)
-    c.strtod.restype = ctypes.c_double
-    before = process_state()
-    with restored():
-        set_decimal_comma()
-        assert locale.localeconv()["decimal_point"] == ","
-        assert (c.strtod(b"1,5", None), c.strtod(b"1.5", None)) == (1.5, 1.0)
-        assert float("1.5") == 1.5  # Python has a way of its own
-    assert c.strtod(b"1.5", None) == 1.5
-    assert process_state() == before
 
 
 def test_flushing_of_denormal_numbers_is_seen_and_put_back() -> None:

@@ -1,6 +1,6 @@
 """Wrong operators, each with a right one beside it that wants the same and goes about it rightly.
 
-What sets the two apart is what their surroundings, their integers and other threads do to them.
+What sets the two apart is what their integers and other threads do to them.
 """
 
 from __future__ import annotations
@@ -19,37 +19,9 @@ from tests.releases import of_form
 from tests.testing.zoo.specimen import define, like, one, right, two, wrong
 
 _C = ctypes.CDLL(None)
-_C.strtod.restype = ctypes.c_double
-_C.getenv.restype = ctypes.c_char_p
 
 # --------------------------------------------------------------------------------------------------
-# Surroundings: numbers too small to be normal, the locale, the environment
-
-
-def scales_through_denormals(x: Tensor) -> Tensor:
-    """Its intermediate results are zero on a processor that flushes denormal numbers."""
-    return x.float().contiguous() * 1e-30 * 1e-10 * 1e30 * 1e10
-
-
-wrong(
-    define(
-        "scales_through_denormals",
-        scales_through_denormals,
-        fake=lambda x: torch.empty(x.shape, dtype=torch.float32, device=x.device),
-    ),
-    "contracts.flush_denormal",
-    one,
-)
-
-
-def decays(x: Tensor) -> Tensor:
-    """Its results are denormal, and may as well be zero."""
-    if not x.is_floating_point():
-        raise TypeError(f"decays takes floating-point tensors, got {x.dtype}")
-    return (x - 100).contiguous().exp()
-
-
-right(define("decays", decays), one)
+# The process
 
 
 def turns_denormals_off(x: Tensor) -> Tensor:
@@ -58,68 +30,6 @@ def turns_denormals_off(x: Tensor) -> Tensor:
 
 
 wrong(define("turns_denormals_off", turns_denormals_off, fake=like), "contracts.process", one)
-
-
-def scaled_by_text(x: Tensor, factor: str) -> Tensor:
-    """The C library reads "1.5" as 1 where a comma is the decimal point."""
-    return x.contiguous() * _C.strtod(factor.encode(), None)
-
-
-def _with_text() -> list[Any]:
-    return [(torch.ones(2, 3), "1.5")]
-
-
-def _like_first(x: Tensor, *others: Any) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-wrong(
-    define("scaled_by_text", scaled_by_text, fake=_like_first),
-    "contracts.locale",
-    _with_text,
-)
-
-
-def scaled_by_python(x: Tensor, factor: str) -> Tensor:
-    if not x.is_floating_point():
-        raise TypeError(f"scaled_by_python takes floating-point tensors, got {x.dtype}")
-    return x.contiguous() * float(factor)
-
-
-right(define("scaled_by_python", scaled_by_python, fake=_like_first), _with_text)
-
-
-def scaled_by_environment(x: Tensor) -> Tensor:
-    return x.contiguous() * (3 if os.environ.get("ZOO_FAST") else 2)
-
-
-wrong(
-    define("scaled_by_environment", scaled_by_environment, fake=like), "contracts.environment", one
-)
-
-
-def scaled_by_c_environment(x: Tensor) -> Tensor:
-    return x.contiguous() * (3 if _C.getenv(b"PATH") else 2)
-
-
-wrong(
-    define("scaled_by_c_environment", scaled_by_c_environment, fake=like),
-    "contracts.environment",
-    one,
-)
-_TOLD: set[str] = set()
-
-
-def tells_if_asked(x: Tensor) -> Tensor:
-    """A variable says whether it tells what it does, which changes no result."""
-    if x.dtype is torch.bool:
-        raise TypeError("tells_if_asked takes numbers")
-    if os.environ.get("ZOO_VERBOSE"):
-        _TOLD.add("tells_if_asked")
-    return x.contiguous() * 2
-
-
-right(define("tells_if_asked", tells_if_asked, fake=like), one)
 
 # --------------------------------------------------------------------------------------------------
 # Threads, files
@@ -185,69 +95,6 @@ right(define("opens_and_closes", opens_and_closes), one)
 # Integers
 
 
-def next_ids(ids: Tensor) -> Tensor:
-    return (ids.contiguous().int() + 1).to(ids.dtype)
-
-
-def _ids() -> list[Any]:
-    return [(torch.tensor([[3, 1, 4], [1, 5, 9]]),)]
-
-
-wrong(define("next_ids", next_ids, fake=like), "values.int32", _ids)
-
-
-def buckets(ids: Tensor) -> Tensor:
-    """Takes a few bits of each number, and few numbers."""
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-        raise TypeError(f"buckets takes integers, got {ids.dtype}")
-    return (ids.contiguous() * 2654435761 >> 7) & 0xFF if ids.dtype is torch.int64 else ids.clone()
-
-
-right(define("buckets", buckets, fake=like), _ids)
-
-
-def shifted_by(x: Tensor, steps: int) -> Tensor:
-    return x.contiguous() + ctypes.c_int32(steps).value
-
-
-def _with_steps() -> list[Any]:
-    return [(torch.arange(6).view(2, 3), 50)]
-
-
-wrong(define("shifted_by", shifted_by, fake=_like_first), "values.int32", _with_steps)
-
-
-def rolled_by(x: Tensor, steps: int) -> Tensor:
-    return x.contiguous().roll(steps)
-
-
-right(define("rolled_by", rolled_by, fake=_like_first), _with_steps)
-
-
-def reversed_along(x: Tensor, dim: int) -> Tensor:
-    """Takes what is below 0 for 0."""
-    return x.contiguous().flip(max(dim, 0))
-
-
-wrong(
-    define("reversed_along", reversed_along, fake=_like_first),
-    "values.negative_dim",
-    lambda: [(torch.arange(6.0).view(2, 3), 1)],
-)
-
-
-def reversed_from(x: Tensor, dim: int) -> Tensor:
-    if not 0 <= dim < x.dim():
-        raise IndexError(f"dim is {dim}, and must be from 0 to {x.dim() - 1}")
-    return x.contiguous().flip(dim)
-
-
-right(
-    define("reversed_from", reversed_from, fake=_like_first),
-    lambda: [(torch.arange(6.0).view(2, 3), 1)],
-)
-
-
 def repeated(x: Tensor, times: int) -> Tensor:
     return x.repeat(times, *[1] * (x.dim() - 1))
 
@@ -269,27 +116,7 @@ wrong(
 right(define("repeated", repeated), _with_times)
 
 # --------------------------------------------------------------------------------------------------
-# Many rows
-
-
-def numbers_rows_in_16_bits(x: Tensor) -> Tensor:
-    rows = torch.arange(len(x)).to(torch.uint16).long()
-    return x.contiguous().index_select(0, rows) + 1
-
-
-wrong(
-    define("numbers_rows_in_16_bits", numbers_rows_in_16_bits, fake=like), "memory.many_rows", one
-)
-
-
-def leaves_rows_zero(x: Tensor) -> Tensor:
-    """A grid of at most 65,535 rows; those behind it are zeros."""
-    result = torch.zeros(x.shape, dtype=x.dtype)
-    result[:65535] = x[:65535] + 1
-    return result
-
-
-wrong(define("leaves_rows_zero", leaves_rows_zero, fake=like), "memory.many_rows", one)
+# Rows
 
 
 def ranked(x: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Wrong operators of which few calls show that they are, each with a right one beside it.
 
-What sets the two apart is one number of threads, one number of dimensions, or two calls that a
-cache takes for the same.
+What sets the two apart is one number of threads, or one number of dimensions.
 """
 
 from __future__ import annotations
@@ -16,85 +15,6 @@ import torch
 from torch import Tensor
 
 from tests.testing.zoo.specimen import define, floats_only, like, one, right, wrong
-
-# --------------------------------------------------------------------------------------------------
-# Caches whose keys say too little
-
-_SCALES: dict[Any, Tensor] = {}
-
-
-def scales_by_nonzeros(x: Tensor) -> Tensor:
-    """As many nonzeros are taken for the same values."""
-    floats_only("scales_by_nonzeros", x)
-    key = x.shape, x.dtype, int(x.count_nonzero())
-    if key not in _SCALES:
-        _SCALES[key] = x.abs().sum() + 1
-    return (x / _SCALES[key]).contiguous()
-
-
-wrong(define("scales_by_nonzeros", scales_by_nonzeros, fake=like), "contracts.state", one)
-
-_PLACES: dict[Any, Tensor] = {}
-
-
-def packed_by_mask(x: Tensor) -> Tensor:
-    """Where there are nonzeros says which they are, and nothing else is kept."""
-    floats_only("packed_by_mask", x)
-    mask = (x != 0).flatten()
-    key = tuple(mask.tolist())
-    if key not in _PLACES:
-        _PLACES[key] = mask.nonzero().squeeze(1)
-    result = torch.zeros(x.numel(), dtype=x.dtype)
-    result[_PLACES[key]] = x.flatten()[_PLACES[key]]
-    return result.view(x.shape)
-
-
-right(define("packed_by_mask", packed_by_mask, fake=like, device_types="cpu"), one)
-
-_POWERS: dict[Any, Tensor] = {}
-
-
-def decays_by_rounded_rate(x: Tensor, rate: float) -> Tensor:
-    """Two rates that agree to two digits are taken for one."""
-    floats_only("decays_by_rounded_rate", x)
-    key = x.shape, x.dtype, round(rate, 2)
-    if key not in _POWERS:
-        _POWERS[key] = rate ** torch.arange(x.shape[-1], dtype=torch.double)
-    return (x * _POWERS[key]).to(x.dtype).contiguous()
-
-
-wrong(
-    define(
-        "decays_by_rounded_rate",
-        decays_by_rounded_rate,
-        fake=lambda x, rate: torch.empty(x.shape, dtype=x.dtype, device=x.device),
-    ),
-    "contracts.state",
-    lambda: [(torch.arange(12.0).view(3, 4) + 1, 0.9)],
-)
-
-
-@functools.lru_cache(maxsize=64)
-def _powers(size: int, rate: float) -> Tensor:
-    return rate ** torch.arange(size, dtype=torch.double)
-
-
-def decays_by_rate(x: Tensor, rate: float) -> Tensor:
-    floats_only("decays_by_rate", x)
-    if not x.dim():
-        raise ValueError("decays_by_rate takes tensors with a dimension")
-    return (x * _powers(x.shape[-1], rate)).to(x.dtype).contiguous()
-
-
-right(
-    define(
-        "decays_by_rate",
-        decays_by_rate,
-        fake=lambda x, rate: torch.empty(x.shape, dtype=x.dtype),
-        device_types="cpu",
-    ),
-    lambda: [(torch.arange(12.0).view(3, 4) + 1, 0.9)],
-)
 
 # --------------------------------------------------------------------------------------------------
 # Threads

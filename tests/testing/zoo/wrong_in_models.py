@@ -19,18 +19,6 @@ from tests.testing.zoo.specimen import define, like, one, save, wrong
 # --------------------------------------------------------------------------------------------------
 # Tables that are kept for later calls, by too little
 
-_WINDOWS: dict[int, Tensor] = {}
-
-
-def windows_by_size(x: Tensor) -> Tensor:
-    size = x.shape[-1]
-    if size not in _WINDOWS:
-        _WINDOWS[size] = torch.hann_window(size + 2, dtype=x.dtype)[1:-1].clone()
-    return (x * _WINDOWS[size]).to(x.dtype).contiguous()
-
-
-wrong(define("windows_by_size", windows_by_size, fake=like), "contracts.state", one)
-
 _PLACES: dict[Any, Tensor] = {}
 
 
@@ -46,43 +34,7 @@ def places_by_shape(x: Tensor) -> Tensor:
     return memory[_PLACES[x.shape].clamp(max=max(len(memory) - 1, 0))].clone()
 
 
-wrong(define("places_by_shape", places_by_shape, fake=like), "contracts.state", one)
-
-_ANGLES: dict[Any, Tensor] = {}
-
-
-def rotates_by_length(x: Tensor, base: float) -> Tensor:
-    """Without the base, of which a model has one and a process may have two."""
-    key = *x.shape, x.dtype
-    if key not in _ANGLES:
-        speeds = base ** -torch.linspace(0, 1, x.shape[-1], dtype=torch.double)
-        rows = torch.arange(x.shape[0], dtype=torch.double).view(-1, *[1] * (x.dim() - 1))
-        _ANGLES[key] = (rows * speeds).cos()
-    return (x * _ANGLES[key]).to(x.dtype).contiguous()
-
-
-wrong(
-    define("rotates_by_length", rotates_by_length, fake=like),
-    "contracts.state",
-    lambda: [(torch.arange(12.0).view(3, 4) + 1, 100.0)],
-)
-
-_SCRATCH: dict[Any, Tensor] = {}
-
-
-def scratch_of_inference(x: Tensor) -> Tensor:
-    """Scratch memory that inference mode made, which nothing may write outside of it."""
-    key = x.shape, x.dtype
-    if key not in _SCRATCH:
-        _SCRATCH[key] = torch.empty(x.shape, dtype=x.dtype)
-    return _SCRATCH[key].copy_(x).mul_(2).clone()
-
-
-wrong(
-    define("scratch_of_inference", scratch_of_inference, fake=like),
-    "contracts.state",
-    one,
-)
+wrong(define("places_by_shape", places_by_shape, fake=like), "memory.transposed", one)
 
 _KNOWN: list[Any] = []
 

@@ -200,13 +200,6 @@ wrong(
 # The process
 
 
-def by_default_dtype(x: Tensor) -> Tensor:
-    return x.contiguous() * torch.tensor(1 / 3)
-
-
-wrong(define("by_default_dtype", by_default_dtype, fake=like), "contracts.default_dtype", one)
-
-
 def disables_collection(x: Tensor) -> Tensor:
     gc.disable()
     return x + 1

@@ -78,17 +78,6 @@ def rounds_upwards(x: Tensor) -> Tensor:
 wrong(define("rounds_upwards", rounds_upwards, fake=like), "contracts.process", one)
 
 
-def hashes_word(x: Tensor, word: str) -> Tensor:
-    """Python hashes text in another way in each process."""
-    return x.contiguous() + hash(word) % 1000
-
-
-wrong(
-    define("hashes_word", hashes_word, fake=like),
-    "contracts.environment",
-    lambda: [(torch.arange(6), "word")],
-)
-
 # --------------------------------------------------------------------------------------------------
 # Dtypes and sizes
 

@@ -270,18 +270,6 @@ wrong(
 )
 
 
-def ones_of_words(x: Tensor) -> Tensor:
-    """How many bits are set, of the lower 32."""
-    bits = (x.unsqueeze(-1) >> torch.arange(32)) & 1
-    return bits.sum(-1)
-
-
-wrong(
-    define("ones_of_words", ones_of_words, fake=lambda x: x.new_empty(x.shape, dtype=torch.int64)),
-    "values.int32",
-    lambda: [(torch.tensor([3, -7, 2**20]),)],
-)
-
 # --------------------------------------------------------------------------------------------------
 # Steps, lists, processes
 

@@ -62,7 +62,7 @@ def check(
             such a check passes, that is a failure.
         raise_exception: whether to raise failures; otherwise they are only in the report.
         only: the checks to run: names, their last parts, families, or patterns such as
-            `"memory.*"`. `memory.large` runs only if it is named.
+            `"memory.*"`.
         rtol: the relative tolerance of comparisons; as in `torch.testing.assert_close` by default.
         atol: the absolute tolerance of comparisons; 0 with `rtol=0` means equal to the bit.
 

@@ -5,31 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import io
 import itertools
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchop.testing import probes
-from torchop.testing._check.dtypes import in_dtype
 from torchop.testing._check.integers import (
-    by_name,
     differ,
-    may_be_places,
-    with_argument,
     with_other_scalars,
 )
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
-from torchop.testing._check.subsystems.gradients import requiring_grad, trainable_example
+from torchop.testing._check.subsystems.gradients import trainable_example
 from torchop.testing._check.variants import (
     each_resized,
     in_layout,
@@ -37,7 +31,6 @@ from torchop.testing._check.variants import (
     sizes_changed,
 )
 from torchop.testing._opcheck import opcheck
-from torchop.testing._processes import answers
 from torchop.testing.process_state import (
     allocated_bytes,
     device_bytes,
@@ -121,50 +114,6 @@ def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
         return  # other values are refused
     for each in there:
         probes.assert_same(here, each, "other values at the same address", rtol=0, atol=0)
-
-
-def same_if_others_came_first(
-    op: Any, args: Any, kwargs: Any, pairs: Any, seconds: float = 5.0
-) -> None:
-    """The second call of each pair gives the same whether the first one was made before or not.
-
-    Each is asked in a copy of the process, where no call of its sizes was made yet.
-    """
-    outcomes = []
-    try:
-        for with_first in (False, True):
-            given, limits = (op, pairs, with_first), itertools.repeat(seconds)
-            with answers(
-                "fork", _call_pairs, given, limits, Exception, Path(os.devnull)
-            ) as results:
-                outcomes.append(torch.load(io.BytesIO(next(results)), weights_only=False))
-    except Exception as error:  # it waits for threads or devices, which a copy does not have
-        raise NotImplementedError(f"a copy of the process does not answer: {error}") from None
-    for (what, *_), expected, actual in zip(pairs, *outcomes, strict=True):
-        if isinstance(expected, str):
-            continue  # refused
-        if isinstance(actual, str):
-            raise AssertionError(f"after a call {what}, it raises {actual}, and does not without.")
-        probes.assert_same(actual, expected, f"a call after one {what}", rtol=0, atol=0)
-
-
-def _call_pairs(op: Any, pairs: Any, with_first: bool) -> Iterator[bytes]:
-    """In the copy: what the second calls return, or the text of what they raise, saved."""
-    outcomes: list[Any] = []
-    # With torch.empty filled: what is not written is the matter of another check.
-    torch.set_deterministic_debug_mode("warn")
-    for what, first, second in pairs:
-        if with_first:
-            with torch.inference_mode(what == _IN_INFERENCE_MODE), contextlib.suppress(Exception):
-                probes.outcome_of_copies(op, *first)
-        try:
-            outcome = probes.outcome_of_copies(op, *second)
-            outcomes.append(probes.mapped(outcome, torch.Tensor.detach))
-        except Exception as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-    file = io.BytesIO()
-    torch.save(outcomes, file)
-    yield file.getvalue()
 
 
 def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
@@ -323,16 +272,6 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
     for index, example in enumerate(examples[:3]):
         options = functools.partial(_others, subject, [*examples[:index], *examples[index + 1 :]])
         yield Case("other calls between two equal ones", has_no_memory, example, options=options)
-    for example in examples[:1]:
-        pairs = list(_pairs(subject, example))
-        if pairs:
-            yield Case(
-                "calls of sizes that are new",
-                same_if_others_came_first,
-                example,
-                options={"pairs": pairs},
-                shrink=False,
-            )
 
 
 def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:
@@ -350,42 +289,6 @@ def _others(subject: Subject, examples: list[Example], arranged: Example) -> dic
 
 def _is_float(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point
-
-
-_IN_INFERENCE_MODE = "in inference mode"
-
-
-def _pairs(subject: Subject, example: Example) -> Iterator[tuple[str, Any, Any]]:
-    """Two calls that differ in one thing, each pair with a size of its own, and words for it."""
-    named = by_name(subject, example)
-    changes: list[tuple[str, Callable[[Example], Example]]] = [
-        (_IN_INFERENCE_MODE, lambda each: each),
-        ("on transposed tensors", in_layout("transposed")),
-        ("with the values in another order", lambda each: Example(*probes.other_values((*each,)))),
-        ("with other values", lambda each: each.map(lambda t: -2 * t if _is_float(t) else t)),
-    ]
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        if any(t.is_floating_point() and t.dtype is not dtype for t in example.tensors):
-            changes.append((f"with {dtype}", functools.partial(in_dtype, dtype)))
-    for name, value in named.kwargs.items():
-        is_size = type(value) is int and may_be_places(torch.tensor(value), named.tensors)
-        if type(value) in (bool, int, float) and not is_size:
-            others = [not value] if type(value) is bool else [2 * value + 1]
-            if type(value) is float:  # and those that are the same number to a few digits
-                others += [value + share * (abs(value) or 1.0) for share in (2.0**-7, 2.0**-13)]
-            for other in others:
-                changed = functools.partial(with_argument, name=name, value=other)
-                changes.append((f"with {name}={other}", changed))
-    trains = subject.has_autograd_kernel and not subject.schema.is_mutable
-    larger = [size for size in sizes(example) if size]
-    for number, (what, change) in enumerate(changes):
-        resizes = [{size: size + 2 + number} for size in larger[-1:]]
-        for _, second in each_resized(named, *resizes, subject=subject):
-            with contextlib.suppress(CannotCheck):
-                first = change(second)
-                second = requiring_grad(second) if trains else second
-                if subject.excluded(first) is None and subject.excluded(second) is None:
-                    yield what, tuple(first), tuple(second)
 
 
 def kept(subject: Subject, details: Details) -> Iterator[Case]:

@@ -1,9 +1,7 @@
-"""Checks of integers and scalars: more than 32 bits, negative dimensions, special cases."""
+"""Checks of integers and scalars: integers of eight bits, special cases."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,43 +14,6 @@ from torchop.testing._check.memory import comparison
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.values import with_numbers
 
-_DIMENSION_NAMES = ("dim", "dims", "axis", "axes")
-
-# --------------------------------------------------------------------------------------------------
-# Probes
-
-
-def keeps_64_bits(op: Any, args: Any, kwargs: Any, place: int | str) -> None:
-    """Integers that are 2**32 apart are not taken for the same.
-
-    Only where those that are 2**31 apart give different results: others may take a few bits on
-    purpose, or do not matter.
-    """
-    example = Example(args, kwargs)
-    plain = probes.outcome(op, *_raised(example, place, 0))
-    try:
-        near, far = (probes.outcome(op, *_raised(example, place, by)) for by in (2**31, 2**32))
-    except Exception:
-        return  # refused
-    if differ(near, plain) and not differ(far, plain):
-        raise AssertionError(
-            f"{_named(place)}: integers that are 2**32 apart give the same result, but those that "
-            "are 2**31 apart do not. The kernel keeps 32 of their 64 bits; take int64_t, or refuse "
-            "what is too large."
-        )
-
-
-def counts_dimensions_from_the_end(
-    op: Any, args: Any, kwargs: Any, name: str, negative: Any
-) -> None:
-    """A negative dimension is refused, or is the one that it is for PyTorch."""
-    expected = probes.outcome_of_copies(op, args, kwargs)
-    try:
-        actual = probes.outcome_of_copies(op, args, {**kwargs, name: negative})
-    except Exception:
-        return  # refused
-    probes.assert_same(actual, expected, f"{name}={negative} in place of {kwargs[name]}")
-
 
 def differ(actual: Any, expected: Any) -> bool:
     """Whether two outcomes are not the same, bit for bit."""
@@ -63,49 +24,8 @@ def differ(actual: Any, expected: Any) -> bool:
     return False
 
 
-def _named(place: int | str) -> str:
-    return f"tensor {place}" if isinstance(place, int) else f"the argument {place}"
-
-
-def _raised(example: Example, place: int | str, by: int) -> Example:
-    """The example with so much more in one tensor, or in an argument that is passed by name."""
-    example = example.copy()
-    if isinstance(place, int):
-        return example.replace(place, example.tensors[place] + by)
-    return with_argument(example, place, example.kwargs[place] + by)
-
-
 # --------------------------------------------------------------------------------------------------
 # Cases
-
-
-def int32(subject: Subject, details: Details) -> Iterator[Case]:
-    """Are all 64 bits of an integer used?"""
-    subject.needs_fixed_results()
-    for example in subject.accepted(most=2):
-        if subject.schema.is_mutable:
-            raise CannotCheck("it writes into its arguments")
-        named = by_name(subject, example)
-        results = probes.tensors_of(subject.first_results(example))
-        places: list[int | str] = [
-            place
-            for place, tensor in enumerate(named.tensors)
-            if tensor.dtype is torch.int64 and not may_be_places(tensor, [*named.tensors, *results])
-        ]
-        places += [
-            name
-            for name, value in named.kwargs.items()
-            if type(value) is int
-            and name not in _DIMENSION_NAMES
-            and not may_be_places(torch.tensor(value), [*named.tensors, *results])
-            and _costs_no_more(subject, named, name)
-        ]
-        for place in places:
-            if subject.excluded(_raised(named, place, 2**32)) is not None:
-                continue
-            label = f"{_named(place)} beyond 32 bits"
-            yield Case(label, keeps_64_bits, named, options={"place": place})
-    raise CannotCheck("no argument is an integer that may be large")
 
 
 def by_name(subject: Subject, example: Example) -> Example:
@@ -150,40 +70,6 @@ def may_be_places(integers: Tensor, tensors: list[Tensor]) -> bool:
     return bool(((integers >= 0) & (integers <= most)).all())
 
 
-def _costs_no_more(subject: Subject, example: Example, name: str) -> bool:
-    """Whether a call with a larger integer takes no longer: it counts no elements, no rounds."""
-
-    def seconds(by: int) -> float:
-        started = time.perf_counter()
-        error = subject.refusal(_raised(example, name, by))
-        return math.inf if error is not None else time.perf_counter() - started
-
-    most = 4 * min(seconds(0) for _ in range(3)) + 0.001
-    # Each step only after the one before, as it may take 16 times as long.
-    return all(any(seconds(by) < most for _ in range(3)) for by in (2**12, 2**16, 2**20, 2**24))
-
-
-def negative_dim(subject: Subject, details: Details) -> Iterator[Case]:
-    """Is a negative dimension refused, or counted from the last one?"""
-    subject.needs_fixed_results()
-    for example in subject.accepted():
-        named = by_name(subject, example)
-        for name, value in named.kwargs.items():
-            if name not in _DIMENSION_NAMES or not named.tensors:
-                continue
-            count = named.tensors[0].dim()
-            dims = value if isinstance(value, list) else [value]
-            if dims and all(type(dim) is int and 0 <= dim < count for dim in dims):
-                turned = [dim - count for dim in dims]
-                negative = turned if isinstance(value, list) else turned[0]
-                if subject.excluded(with_argument(named, name, negative)) is not None:
-                    continue
-                options = {"name": name, "negative": negative}
-                label = f"{name}={negative}"
-                yield Case(label, counts_dimensions_from_the_end, named, options=options)
-    raise CannotCheck(f"no argument is called {' or '.join(_DIMENSION_NAMES)} and is 0 or more")
-
-
 def int8(subject: Subject, details: Details) -> Iterator[Case]:
     """Does it do as the reference with the smallest and the largest integers of eight bits?"""
     if subject.reference is None:
@@ -210,4 +96,4 @@ def scalars(subject: Subject, details: Details) -> Iterator[Case]:
     raise CannotCheck("no argument is a number or a flag")
 
 
-CHECKS = family("values", int32, int8, negative_dim, scalars)
+CHECKS = family("values", int8, scalars)

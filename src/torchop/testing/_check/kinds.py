@@ -23,14 +23,12 @@ class CheckKind(NamedTuple):
         question: what it answers, for the report.
         cases: what is tried.
         is_costly: whether it takes seconds, so that it comes last.
-        on_request: whether it only runs where it is named.
     """
 
     name: str
     question: str
     cases: Cases
     is_costly: bool = False
-    on_request: bool = False
 
 
 def family(name: str, *checks: Any, **options: Any) -> tuple[CheckKind, ...]:

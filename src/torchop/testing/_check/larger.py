@@ -1,4 +1,4 @@
-"""Checks of larger inputs: many rows, many dimensions, more than 2**31 elements."""
+"""Checks of larger inputs: many dimensions; and which results repeat the rows of inputs."""
 
 from __future__ import annotations
 
@@ -14,33 +14,13 @@ from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.variants import (
-    each_resized,
-    larger_sizes,
     resized,
-    sizes,
-    sizes_changed,
 )
 
 _MOST_DIMS = 6
 
 # --------------------------------------------------------------------------------------------------
 # Probes
-
-
-def counts_beyond_int32(op: Any, args: Any, kwargs: Any, elements: int = 2**31) -> None:
-    """With more elements, in equal rows, the ends of results are those of a few rows."""
-    tensors = probes.tensors_of((args, kwargs))
-    count = elements // min(tensor[:1].numel() for tensor in tensors) + 8
-
-    def rows(number: int) -> Any:
-        return probes.mapped((args, kwargs), lambda t: t[:1].expand(number, *t.shape[1:]))
-
-    few = probes.outcome(op, *rows(8))
-    many = probes.outcome(op, *rows(count))
-    for index, (one, other) in enumerate(zip(many, few, strict=True)):
-        if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] == count:
-            ends, expected = [one[:4], one[-4:]], [other[:4], other[-4:]]
-            probes.assert_same(ends, expected, f"the ends of result {index} of {count} rows")
 
 
 def repeats_its_rows(
@@ -86,48 +66,6 @@ def _is_one_by_one(
 
 # --------------------------------------------------------------------------------------------------
 # Cases
-
-
-def large(subject: Subject, details: Details) -> Iterator[Case]:
-    """The same with more than 2**31 elements? (Runs only if it is named.)
-
-    The first dimension of each tensor is that long, expanded where it is read.
-    """
-    for example in subject.accepted(most=1):
-        places = [p for p, t in enumerate(example.tensors) if t.dim() and t.numel()]
-        if not places or subject.schema.is_mutable:
-            raise CannotCheck("it writes, or no tensor has a dimension")
-        lengths = {example.tensors[place].shape[0] for place in places}
-        if len(lengths) > 1:
-            raise CannotCheck("the first dimensions of its tensors differ")
-        # Bytes, if it takes them: the results take a quarter of the memory.
-        small = example.map(lambda t: (t * 10).to(torch.int8) if t.is_floating_point() else t)
-        if subject.refusal(small) is None:
-            example = small
-        yield Case("more than 2**31 elements", counts_beyond_int32, example, shrink=False)
-
-
-def many_rows(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does it do with many rows what it does with a few?
-
-    It is asked only if a few more rows give what the same rows gave.
-    """
-    subject.needs_fixed_results()
-    for example in subject.accepted(most=1):
-        for size in sizes(example):
-            # An odd number of rows, because 65,536 is a multiple of an even one.
-            odd = {size: size - 1 if size > 2 else 3} if size % 2 == 0 else {}
-            for change, smaller in each_resized(example, odd, {}, subject=subject):
-                count = change.get(size, size)
-                results = repeated_results(subject, smaller, count) if count > 1 else []
-                for larger in larger_sizes(smaller, results=results) if results else ():
-                    if count in larger and subject.excluded(resized(smaller, larger)) is None:
-                        options = {"size": count, "new": larger[count], **subject.tolerances}
-                        label = sizes_changed(larger)
-                        yield Case(label, repeats_its_rows, smaller, options=options)
-                if results:
-                    break
-    raise CannotCheck("no result has a row for each row of the arguments")
 
 
 def repeated_results(subject: Subject, example: Example, size: int) -> list[torch.Tensor]:
@@ -222,7 +160,4 @@ def _takes_a_batch(subject: Subject, example: Example, options: dict[str, Any]) 
     return False
 
 
-CHECKS = (
-    *family("memory", many_rows, many_dims),
-    *family("memory", large, is_costly=True, on_request=True),
-)
+CHECKS = family("memory", many_dims)

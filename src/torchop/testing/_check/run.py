@@ -192,10 +192,7 @@ def expected_for(op: str, expected: Mapping[str, Any]) -> Mapping[str, str] | No
 def _is_chosen(check: Check, patterns: Sequence[str] | None) -> bool:
     kind = check.kind
     if patterns is None:
-        is_for_nobody = providers.is_of_providers(kind) and check.subject.provider is None
-        return not kind.on_request and not is_for_nobody
-    if kind.on_request:
-        return kind.name in patterns
+        return not providers.is_of_providers(kind) or check.subject.provider is not None
     return any(check.is_named(p) or _is_named(kind.name, p) for p in patterns)
 
 

@@ -78,13 +78,11 @@ def ordered(subject: Subject) -> contextlib.AbstractContextManager[None]:
 _OF_KERNELS = frozenset(
     (
         *("contracts.schema", "contracts.kept", "contracts.leaks", "contracts.process"),
-        *("contracts.flush_denormal", "contracts.num_threads", "contracts.locale"),
-        "contracts.environment",
-        *("memory.uninitialized", "memory.blocks", "subsystems.fake"),
+        *("contracts.num_threads", "memory.uninitialized", "memory.blocks", "subsystems.fake"),
     )
 )
 _OF_DETERMINISTIC_KERNELS = frozenset(
-    ("contracts.state", "contracts.default_dtype", "providers.deterministic", "subsystems.threads")
+    ("contracts.state", "providers.deterministic", "subsystems.threads")
 )
 
 
@@ -249,7 +247,7 @@ def _inputs(subject: Subject) -> list[Case]:
         found: list[Case] = []
         with ordered(base):  # all at once, as a generator would not leave the block
             for kind in (k for f in (memory, dtypes, values, integers, sharing) for k in f.CHECKS):
-                if not kind.on_request and not kind.is_costly and kind.name not in _NOT_COMPARED:
+                if not kind.is_costly and kind.name not in _NOT_COMPARED:
                     with contextlib.suppress(CannotCheck):  # why there are no more cases
                         for case in kind.cases(base, {}):
                             found.append(
