@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from torchop._compat import autograd, compilers
 from torchop._core.blocks import Block
+from torchop._core.call import named_inputs, named_outputs
 from torchop._core.lock import registration_lock
-from torchop._core.snapshot import Snapshot
+from torchop._core.snapshot import BACKWARD, KERNEL, SETUP_CONTEXT, Snapshot, Words
 from torchop._schema.schema import Schema
 from torchop._schema.structure import values
 
@@ -31,12 +32,16 @@ class checking(Block):  # noqa: N801  (called like a function)
     NumPy and of C extensions.
 
     It checks the calls of this thread and of its backward, also from compiled code and from other
-    kernels, and every kernel that was registered with torchop. On a GPU, backward runs in threads
-    of PyTorch's own, and before PyTorch 2.12 no block reaches these. Blocks may be nested, and you
-    can decorate a function. A block is slow, because it copies the inputs of each call; calls
-    outside of blocks cost nothing extra. Some inputs cannot be compared: tensors without data,
-    MKL-DNN tensors, tensors for whose copy the device has no room, and all tensors while a graph is
-    captured on their device. Other threads should not write into the same memory meanwhile.
+    kernels, and every kernel that was registered with torchop. It also checks that `backward` does
+    not write into its incoming gradients, nor `setup_context` into inputs and outputs. A compiled
+    graph has run both when it was compiled, so it must be compiled in the block.
+
+    On a GPU, backward runs in threads of PyTorch's own, and before PyTorch 2.12 no block reaches
+    these. Blocks may be nested, and you can decorate a function. A block is slow, because it copies
+    the inputs of each call; calls outside of blocks cost nothing extra. Some inputs cannot be
+    compared: tensors without data, MKL-DNN tensors, tensors for whose copy the device has no room,
+    and all tensors while a graph is captured on their device. Other threads should not write into
+    the same memory meanwhile.
 
     Raises:
         UndeclaredMutationError: in the block, by the call of an operator.
@@ -119,8 +124,18 @@ def follow(plan: _Plan) -> None:
         _plans.add(plan)
 
 
+def is_watching() -> bool:
+    """Whether a block is open in any thread. The registration lock must be held."""
+    return bool(_blocks)
+
+
 def checked(
-    name: object, schema: Schema, kernel: Callable[..., Any], *, leading: int = 0
+    name: object,
+    schema: Schema,
+    kernel: Callable[..., Any],
+    *,
+    leading: int = 0,
+    words: Words = KERNEL,
 ) -> Callable[..., Any]:
     """Returns the kernel for a plan: one that looks, while a block is open somewhere.
 
@@ -135,9 +150,50 @@ def checked(
     def looking(*args: Any, **kwargs: Any) -> Any:
         if not is_open():
             return kernel(*args, **kwargs)
-        snapshot = Snapshot(schema, args[leading:], kwargs)
+        snapshot = Snapshot(schema, args[leading:], kwargs, words)
         result = kernel(*args, **kwargs)
         snapshot.check(name)
         return result
+
+    return looking
+
+
+def checked_backward(
+    name: object, backward: Callable[..., Any] | None
+) -> Callable[..., Any] | None:
+    """Return the backward formula for a plan, which checks its gradients as `checked` does."""
+    if backward is None or not _blocks:
+        return backward
+
+    @compilers.never_traced
+    @functools.wraps(backward)
+    def looking(ctx: Any, *grads: Any) -> Any:
+        if not is_open():
+            return backward(ctx, *grads)
+        snapshot = Snapshot.of_formula(named_outputs(grads), BACKWARD)
+        result = backward(ctx, *grads)
+        snapshot.check(name)
+        return result
+
+    return looking
+
+
+def checked_save(
+    name: object, schema: Schema, save: Callable[..., None] | None
+) -> Callable[..., None] | None:
+    """Return the `save` of a formula for a plan, which checks the inputs and the output."""
+    if save is None or not _blocks:
+        return save
+
+    @compilers.never_traced
+    @functools.wraps(save)
+    def looking(ctx: Any, inputs: Any, keywords: Any, output: Any, *seen: Any) -> None:
+        if not is_open():
+            save(ctx, inputs, keywords, output, *seen)
+            return
+        named = [(where, tensor) for _, where, tensor in named_inputs(schema, inputs, keywords)]
+        snapshot = Snapshot.of_formula([*named, *named_outputs(output)], SETUP_CONTEXT)
+        save(ctx, inputs, keywords, output, *seen)
+        snapshot.check(name)
 
     return looking

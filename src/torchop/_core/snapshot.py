@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,49 @@ from torchop._schema.schema import Schema
 MARGIN = 2**24  # bytes
 
 
+class Words(NamedTuple):
+    """The words of errors: for a kernel, or for a function of a formula.
+
+    Attributes:
+        mutated: what happened to an input, of which it formats the `argument` and `where`.
+        function: who wrote into it.
+        fix: what to do instead.
+        state_fix: what to do instead of changing the shape and the like.
+        around_fix: what else to do, if the memory beside a view is to be written.
+    """
+
+    mutated: str
+    function: str
+    fix: str
+    state_fix: str
+    around_fix: str = ""
+
+
+KERNEL = Words(
+    # The words that torch.library's opcheck has for it come first.
+    "Argument {argument} is not defined as mutable but was mutated, {where}",
+    "the kernel",
+    "Name it in mutates_args, or write into a copy.",
+    "An operator may not do that to an argument. Change a copy, or x.detach().",
+    " To write there on purpose, take the whole base tensor as an argument and name it in "
+    "mutates_args.",
+)
+# Of operators whose schema torchop wrote, so that it declares no mutation.
+COMPANION = KERNEL._replace(fix="Write into a copy, such as x.clone().", around_fix="")
+BACKWARD = Words(
+    "the incoming gradient of {where} was mutated",
+    "backward",
+    "Autograd passes the same tensor to other nodes, so write into a copy, such as grad.clone().",
+    "Autograd passes the same tensor to other nodes, so change a copy, or grad.detach().",
+)
+SETUP_CONTEXT = Words(
+    "{where} was mutated",
+    "setup_context",
+    "Callers use the same tensor, so write into a copy, such as x.clone().",
+    "Callers use the same tensor, so change a copy, or x.detach().",
+)
+
+
 class Snapshot:
     """The inputs of one call, and what of them its schema does not allow to be mutated.
 
@@ -28,16 +71,44 @@ class Snapshot:
     of which the device has no room for a copy, and everything while a graph is captured.
     """
 
-    def __init__(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        words: Words = KERNEL,
+    ) -> None:
+        self._take(named_inputs(schema, args, kwargs), frozenset(schema.mutated), words)
+        # PyTorch's operators with out= may resize it, as torch.add(x, y, out=torch.empty(0)).
+        self._resizable = {a.name for a in schema.keyword_only if a.is_mutated and schema.returns}
+
+    @classmethod
+    def of_formula(cls, tensors: Iterable[tuple[str, Tensor]], words: Words) -> Snapshot:
+        """A snapshot of what a function of a formula gets: tensors, and what messages call them.
+
+        Compilers and transforms of `torch.func` run formulas on tensors without data, of which the
+        counts of in-place writes are compared.
+        """
+        snapshot = cls.__new__(cls)
+        named = [(where, where, tensor) for where, tensor in tensors]
+        snapshot._take(named, frozenset(), words)
+        taken = {id(item.tensor) for item in snapshot._inputs}
+        snapshot._counted = [
+            _Input(*each, False, {"version": version_of(each[2])})
+            for each in named
+            if id(each[2]) not in taken
+        ]
+        return snapshot
+
+    def _take(
+        self, named: Iterable[tuple[str, str, Tensor]], mutable: frozenset[str], words: Words
+    ) -> None:
+        self._words = words
+        self._counted: list[_Input] = []
         with dispatch.plain_tensors(), autograd.below_autograd():
-            mutable = frozenset(schema.mutated)
-            # PyTorch's operators with out= may resize it, as torch.add(x, y, out=torch.empty(0)).
-            self._resizable = {
-                a.name for a in schema.keyword_only if a.is_mutated and schema.returns
-            }
             inputs = [
                 _Input(argument, where, tensor, argument in mutable, _state(tensor))
-                for argument, where, tensor in named_inputs(schema, args, kwargs)
+                for argument, where, tensor in named
                 if _has_data(tensor)
             ]
             if devices.are_captured([item.tensor for item in inputs]):
@@ -55,11 +126,13 @@ class Snapshot:
             self._check_layouts(name)
             protected = [item for item in self._inputs if not item.is_mutable]
             for item in protected:
-                _check_state(name, item)
+                self._check_state(name, item)
             for memory in self._memories:
                 self._check_contents(name, memory)
             for item in protected:
                 self._check_version(name, item)
+        for item in self._counted:
+            self._check_version(name, item)
 
     def check_layouts(self, name: object) -> None:
         """Raise UndeclaredMutationError if a declared mutation changed more than values."""
@@ -110,16 +183,15 @@ class Snapshot:
                 index = written.nonzero()[0].tolist()
                 at = f", first at index {index}" if item.tensor.layout is torch.strided else ""
                 raise UndeclaredMutationError(
-                    f"{_mutated(name, item)}: the kernel changed its values{at}. "
-                    "Name it in mutates_args, or write into a copy."
+                    f"{self._mutated(name, item)}: {self._words.function} changed its values{at}. "
+                    f"{self._words.fix}"
                 )
         # A mutable input that was resized or got another storage may not be there any more.
         for item, _ in holders[:1]:
             raise UndeclaredMutationError(
-                f"{_mutated(name, item)}: the kernel wrote into its storage, outside the elements "
-                "of this view. Use its strides and its storage offset, or make it contiguous. To "
-                "write there on purpose, take the whole base tensor as an argument and name it in "
-                "mutates_args."
+                f"{self._mutated(name, item)}: {self._words.function} wrote into its storage, "
+                "outside the elements of this view. Use its strides and its storage offset, or "
+                f"make it contiguous.{self._words.around_fix}"
             )
 
     def _check_version(self, name: object, item: _Input) -> None:
@@ -127,13 +199,29 @@ class Snapshot:
         if before == now:
             return
         storages = {storage_of(part) for part in self._mutable_parts}
-        if any(storage_of(part) in storages for part in _parts(item.tensor)):
+        if storages and any(storage_of(part) in storages for part in _parts(item.tensor)):
             return  # views are counted together
+        compared = len(item.state) > 1
+        values = ", although its values are the same" if compared else ""
         raise UndeclaredMutationError(
-            f"{_mutated(name, item)}: the kernel wrote into it, although its values are the same "
-            f"(its version went from {before} to {now}). Name it in mutates_args, or write into a "
-            "copy."
+            f"{self._mutated(name, item)}: {self._words.function} wrote into it{values} "
+            f"(its version went from {before} to {now}). {self._words.fix}"
         )
+
+    def _check_state(self, name: object, item: _Input) -> None:
+        now = _state(item.tensor)
+        for what, before in item.state.items():
+            if what != "version" and now.get(what) != before:
+                raise UndeclaredMutationError(
+                    f"{self._mutated(name, item)}: {self._words.function} "
+                    f"{_change(what, item.state, now, 'its {}')}. {self._words.state_fix}"
+                )
+
+    def _mutated(self, name: object, item: _Input) -> str:
+        if item.is_mutable:
+            return f"{name}: memory that is not defined as mutable was mutated, beside {item.where}"
+        mutated = self._words.mutated.format(argument=item.argument, where=item.where)
+        return f"{name}: {mutated}"
 
 
 def overlap(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
@@ -188,16 +276,6 @@ class _Memory(NamedTuple):
         )
 
 
-def _check_state(name: object, item: _Input) -> None:
-    now = _state(item.tensor)
-    for what, before in item.state.items():
-        if what != "version" and now.get(what) != before:
-            raise UndeclaredMutationError(
-                f"{_mutated(name, item)}: the kernel {_change(what, item.state, now, 'its {}')}. "
-                "An operator may not do that to an argument. Change a copy, or x.detach()."
-            )
-
-
 # What a kernel that writes into a tensor must leave alone, the cause before its consequences.
 _LAYOUT = ("storage", "storage size", "dtype", "device", "shape", "strides", "storage offset")
 _LAYOUT = (*_LAYOUT, "conjugate bit", "negative bit")
@@ -219,15 +297,6 @@ def _is_inplace_view(name: object) -> bool:
     return operators.is_registered(
         parts.packet, parts.overload
     ) and torch.Tag.inplace_view in operators.registered_tags(parts.packet, parts.overload)
-
-
-def _mutated(name: object, item: _Input) -> str:
-    if item.is_mutable:
-        return f"{name}: memory that is not defined as mutable was mutated, beside {item.where}"
-    # The words that torch.library's opcheck has for it come first.
-    return (
-        f"{name}: Argument {item.argument} is not defined as mutable but was mutated, {item.where}"
-    )
 
 
 def _has_data(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch.library
 
 from torchop._compat import autograd, compilers, dispatch, functorch
 from torchop._compat.classes import DispatchKeySet
+from torchop._core import checking
 from torchop._core.call import tensors_in
 from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
@@ -50,8 +51,10 @@ class AutogradRule(CompiledRule[Formula]):
         return "Autograd" in self.definition.dispatcher_kernels
 
     def compile(self) -> Formula:
+        watches = checking.is_watching() and self.formula.function is not None
         # A copy, because plans are never changed, and a later `register_jvp` changes the tangents.
-        formula = self.formula if self.tangents is None else copy.copy(self.formula)
+        is_same = self.tangents is None and not watches
+        formula = self.formula if is_same else copy.copy(self.formula)
         if self.tangents is not None:
             jvp, setup_context = self.tangents
             has_keywords = bool(self.definition.schema.keyword_only)
@@ -59,6 +62,10 @@ class AutogradRule(CompiledRule[Formula]):
             if setup is not None and asks_for_residuals(setup_context or formula.setup_context):
                 setup = self.training_form().computing(setup)
             formula.tangents = jvp, setup
+        if watches:
+            definition = self.definition
+            formula.backward = checking.checked_backward(definition, formula.backward)
+            formula.save = checking.checked_save(definition, definition.schema, formula.save)
         return formula
 
     def cache_parts(self) -> Iterator[object]:

@@ -19,6 +19,7 @@ from torchop._core.contract import (
 from torchop._core.declaration import Declaration, Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
+from torchop._core.snapshot import COMPANION, KERNEL
 from torchop._errors import AliasError, ArgumentError, warn
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
@@ -136,12 +137,13 @@ class KernelRule(CompiledRule[Kernels]):
 
     def compile(self) -> Kernels:
         definition = self.definition
+        words = COMPANION if definition.declaration.is_companion else KERNEL
 
         def each_checked(
             functions: Mapping[str | None, Callable[..., Any]],
         ) -> Mapping[str | None, Callable[..., Any]]:
             return {
-                device: checked(definition, definition.schema, function)
+                device: checked(definition, definition.schema, function, words=words)
                 for device, function in functions.items()
             }
 

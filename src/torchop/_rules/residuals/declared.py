@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import GenericAlias
 from typing import Any
 
-from torchop._core import contract
+from torchop._core import checking, contract
 from torchop._core.call import named_inputs, named_outputs, tensors_in
 from torchop._core.contract import result_check, storage_of
 from torchop._errors import AliasError, ResultError, SchemaError, short_repr
@@ -86,7 +86,11 @@ class Declared:
         """What native calls know, which run the author's function: `Residuals` in residuals.h."""
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
-        asks = training and (formula.setup_context, training.guard, training.mark)
+        # Native calls pass residuals to the author's function, which `checking` would not see.
+        is_checked = checking.is_watching()
+        asks = (
+            training and not is_checked and (formula.setup_context, training.guard, training.mark)
+        )
         handed = self.named, functools.partial(Request, self), count
         return *in_native_calls(native), *handed, *(asks or [None] * 3)
 

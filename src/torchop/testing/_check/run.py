@@ -60,15 +60,8 @@ def kinds() -> tuple[CheckKind, ...]:
     """All checks there are, the cheap ones first."""
     # Contracts first: what others call an operator with may stay in its state.
     families = (contracts, settings, memory, larger, dtypes, values, integers, sharing, providers)
-    subsystems = (
-        gradients,
-        incoming_gradients,
-        residuals,
-        transforms,
-        contexts,
-        accelerator,
-        compilers,
-    )
+    of_gradients = (gradients, incoming_gradients, residuals)
+    subsystems = (*of_gradients, transforms, contexts, accelerator, compilers)
     every = [kind for family in (*families, *subsystems) for kind in family.CHECKS]
     return tuple(sorted(every, key=lambda kind: kind.is_costly))
 

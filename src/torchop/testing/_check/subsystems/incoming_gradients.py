@@ -94,7 +94,8 @@ def _difference(actual: Sequence[Any], expected: Sequence[Any], what: str) -> st
     """The difference between gradients, in words; empty if they agree up to rounding."""
     try:
         # Kernels may round in another order, and a wrong stride changes much more.
-        probes.assert_same(actual, expected, what, **probes.rounding(torch.half, expected))
+        tolerances: dict[str, Any] = {**probes.rounding(torch.half, expected)}
+        probes.assert_same(actual, expected, what, **tolerances)
     except AssertionError as error:
         return str(error)
     return ""
