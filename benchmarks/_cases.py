@@ -123,7 +123,7 @@ PROFILED = RULES._replace(
 )
 # The mode, and the subclass, make a call of their own when they got the first: that one is native.
 IN_MODE = RULES._replace(
-    name="in_mode", title="dispatch mode", context=_contexts.PassOn, ways=("thread", "native")
+    name="in_mode", title="dispatch mode", context=_contexts.PassOn, ways=("mode", "native")
 )
 SUBCLASS = RULES._replace(
     name="subclass",

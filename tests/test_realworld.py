@@ -149,7 +149,7 @@ GOOD = own_tests.Run({"a": "passed", "b": "skipped"}, {"quanto::op": {"native": 
         (GOOD._replace(calls={}), ["no test called an operator of quanto::"]),
         (GOOD._replace(calls={"other::op": {"native": 1}}), ["no test called"]),
         (
-            GOOD._replace(calls={"quanto::op": {"thread": 2}}),
+            GOOD._replace(calls={"quanto::op": {"mode": 2}}),
             ["quanto::op: no call was native"],
         ),
     ],

@@ -323,7 +323,7 @@ SCENARIOS: dict[Callable[[Define], Any], dict[str, int] | None] = {
     lists_and_optional_tensors: {"native": 1, "gradient": 1},
     no_formula: None,
     views_of_conjugates: {"keys": 2, "native": 1},
-    transforms: {"thread": 3},
+    transforms: {"mode": 3},
     a_checkpoint: None,
     compiled: None,
     exported: None,

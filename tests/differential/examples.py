@@ -21,7 +21,7 @@ FOCUSES = (
     *["argument type"] * 3,
     *("binding", "binding", "subclass", "subclass", *["keys"] * 5, "no tensors"),
     *("operator", "operator", "override", "override", "override", "override", "override"),
-    *("thread", "thread", "function mode", "function mode", *["autocast"] * 5),
+    *("mode", "mode", "function mode", "function mode", *["autocast"] * 5),
     *("tangent", "tangent", "tangent", "profiler", "profiler", *["anomaly"] * 4),
 )
 

@@ -201,7 +201,7 @@ SITUATIONS: dict[str, dict[str, Situation]] = {
         "multithreading off": _plain(lambda: torch.autograd.set_multithreading_enabled(False)),
         "dual level, no dual argument": _dual_beside,
     },
-    "thread": {
+    "mode": {
         "TorchDispatchMode": _inside(_SeesDispatch),
         "FakeTensorMode": _faked,
         "fake tensors": _fake_outside,

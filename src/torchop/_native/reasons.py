@@ -32,7 +32,7 @@ class Reason(enum.IntEnum):
         "transform of torch.func, ...)"
     )
     BACKENDS = "{why}"
-    THREAD = "a mode, a transform of torch.func or a trace is active"
+    MODE = "a mode, a transform of torch.func or a trace is active"
     PROFILER = "a profiler observes calls"
     FUNCTION_MODE = "a TorchFunctionMode is active, such as `with torch.device(...)`"
     AUTOCAST = "autocast is on, and the operator has an autocast rule"

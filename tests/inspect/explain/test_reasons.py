@@ -182,24 +182,24 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
         ),
     ],
 )
-def test_thread(op, mode):
+def test_mode(op, mode):
     entered = mode()
     if isinstance(entered, torch._C._ExcludeDispatchKeyGuard):
         with entered:  # what is excluded is looked up, and does not matter
             check(op, Reason.NATIVE, T)
         return
     with entered:
-        check(op, Reason.THREAD, T)
+        check(op, Reason.MODE, T)
     check(op, Reason.NATIVE, T)
 
 
-def test_thread_without_kernels_for_data(op):
+def test_mode_without_kernels_for_data(op):
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)):
-        check(op, Reason.THREAD, T)
+        check(op, Reason.MODE, T)
     check(op, Reason.NATIVE, T)
 
 
-def test_thread_in_a_transform(op):
+def test_mode_in_a_transform(op):
     seen = []
 
     def function(x):
@@ -209,13 +209,13 @@ def test_thread_in_a_transform(op):
     with counting(op) as calls:
         torch.func.grad(lambda x: function(x).sum())(T)
     assert "native" not in calls
-    assert [explanation.reason for explanation in seen] == [Reason.THREAD.text]
+    assert [explanation.reason for explanation in seen] == [Reason.MODE.text]
 
 
-def test_thread_in_a_trace(op):
+def test_mode_in_a_trace(op):
     with counting(op) as calls:
         graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: op(x))(T)
-    assert calls["thread"] > 0  # below the trace, the values are computed natively
+    assert calls["mode"] > 0  # below the trace, the values are computed natively
     assert op.overload in [node.target for node in graph.graph.nodes]
 
 

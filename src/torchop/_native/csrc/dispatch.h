@@ -136,14 +136,14 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   // to see the call: a mode, functorch, torch.jit.trace, the dispatcher in Python.
   const DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
   if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))
-    return Reason::Thread;
+    return Reason::Mode;
   // Without the kernels for data, hardly anything works, and what fails first is not ours to say.
   if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))
-    return Reason::Thread;
+    return Reason::Mode;
   // A TorchDispatchMode handles the call, which excludes the keys of torch.func and torch.export:
   // the kernel in Python includes them again.
   if (C10_UNLIKELY(local.excluded_.has(DispatchKey::PythonTLSSnapshot)))
-    return Reason::Thread;
+    return Reason::Mode;
   // As the dispatcher asks. `at::hasCallbacks` takes a lock, and 40 ns for it.
   if (C10_UNLIKELY(at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value()))
     return Reason::Profiler;

@@ -15,7 +15,7 @@ enum class Reason : uint8_t {
   Tangent,        // forward-mode differentiation
   Keys,           // a tensor that is not dense, or not plain: sparse, quantized, meta, conjugated
   Backends,       // no tensor, or tensors of several backends
-  Thread,         // a mode, a transform of torch.func, a trace
+  Mode,           // a mode, a transform of torch.func, a trace
   Profiler,       // somebody observes calls
   FunctionMode,   // a TorchFunctionMode, torch.device(...) contexts among them
   Autocast,       // the operator has an autocast rule, and autocast is on
