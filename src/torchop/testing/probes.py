@@ -297,6 +297,12 @@ def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> tor
     return rows[outside]
 
 
+def argument_names(op: Any, args: Any, kwargs: Any) -> list[str]:
+    """Return what messages call each tensor of a call, such as "argument 'xs[1]'"."""
+    inputs = named_inputs(Schema(op._schema), args, kwargs)
+    return [where.replace("input", "argument", 1) for _, where, _ in inputs]
+
+
 @contextlib.contextmanager
 def memory_watched(
     op: Any, args: Any, kwargs: Any, what: str, writable: Sequence[torch.Tensor] | None = None
@@ -311,18 +317,17 @@ def memory_watched(
     """
     if writable is None:
         writable = written(written_places(op), args, kwargs)
-    schema = Schema(op._schema)
-    inputs = [(where, tensor) for _, where, tensor in named_inputs(schema, args, kwargs)]
-    before = [(tensor.shape, memory_around(tensor, writable)) for _, tensor in inputs]
-    snapshot = Snapshot(schema, args, kwargs)
+    tensors = tensors_of((args, kwargs))
+    before = [(tensor.shape, memory_around(tensor, writable)) for tensor in tensors]
+    snapshot = Snapshot(Schema(op._schema), args, kwargs)
     yield
     snapshot.check_layouts(op.name())
-    for (where, tensor), (shape, around) in zip(inputs, before, strict=True):
+    names = argument_names(op, args, kwargs)
+    for name, tensor, (shape, around) in zip(names, tensors, before, strict=True):
         if tensor.shape != shape:
             continue  # out=, which PyTorch's operators resize over what is behind it
         if not torch.equal(memory_around(tensor, writable), around):
-            place = where.removeprefix("input ")
-            raise AssertionError(f"{what} wrote into the memory around argument {place}.")
+            raise AssertionError(f"{what} wrote into the memory around {name}.")
 
 
 def free_zeros(tensors: Sequence[torch.Tensor]) -> None:

@@ -397,6 +397,19 @@ def test_the_exception_of_supported_is_the_reason(namespace):
         assert value(op) == 1
 
 
+def test_a_fallback_that_is_intended_is_silent(namespace):
+    for order in (["small", "reference"], []):  # what the two messages advise
+        op = define(namespace, priority=order)
+        op.register_kernel(TYPE, adding(10), provider="small", supports=lambda x: len(x) < 10)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert value(op, torch.zeros(50)) == 1
+    op = define(namespace, priority=["vendor", "reference"])
+    op.register_kernel(TYPE, adding(10), provider="vendor", supported=lambda: "there is no library")
+    with pytest.warns(torchop.ProviderWarning, match="If that is intended, leave it out of that"):
+        assert value(op) == 1
+
+
 def test_one_of_several_that_declines_is_logged_and_the_last_is_warned_of(namespace):
     op = define(namespace, priority=["small", "large"])
     op.register_kernel(TYPE, adding(10), provider="small", supports=lambda x: len(x) < 10)
@@ -406,7 +419,11 @@ def test_one_of_several_that_declines_is_logged_and_the_last_is_warned_of(namesp
     with pytest.warns(torchop.ProviderWarning) as caught:
         assert value(op, torch.zeros(500)) == 1
     assert [str(w.message).split("'")[1] for w in caught] == ["small", "large"]
-    assert all(str(w.message).endswith("is in the order of the operator's author.") for w in caught)
+    intended = (
+        "It is in the order of the operator's author. If that is intended, end that order with "
+        "'reference', which stands for the reference."
+    )
+    assert all(str(w.message).endswith(intended) for w in caught)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert value(op, torch.zeros(600)) == 1

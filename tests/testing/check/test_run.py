@@ -61,3 +61,34 @@ def test_a_formula_that_raises_is_one_cause_wherever_it_runs(namespace: str) -> 
     results = [run_check(check) for check in checks]
     assert [result.outcome for result in results] == ["failed"] * 4
     assert {result.cause for result in results} == {"ValueError: it is wrong"}
+
+
+def test_failures_name_arguments(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::second", mutates_args=())
+    def second(x: Tensor, ys: list[Tensor]) -> Tensor:
+        memory = torch.empty(0).set_(ys[0].untyped_storage())
+        return x + memory[: x.numel()].view(x.shape)
+
+    example = (torch.rand(2, 3), [torch.rand(2, 3)])
+    names = ["memory.offset", "sharing.one", "sharing.overlap"]
+    report = check(second, example, only=names, raise_exception=False)
+    messages = {failure.check: failure.message for failure in report.failures}
+    assert messages["sharing.overlap"].startswith("argument 'x' and argument 'ys[0]' overlap: ")
+
+    @torchop.custom_op(f"{namespace}::around", mutates_args=("x",))
+    def around(x: Tensor, y: Tensor) -> None:
+        torch.empty(0).set_(y.untyped_storage()).add_(0 * y.sum() + 1)
+
+    report = check(around, example[:1] * 2, only="memory.gaps", raise_exception=False)
+    assert "wrote into the memory around argument 'y'" in report.failures[0].message
+
+
+def test_no_precondition_is_suggested_for_what_breaks_the_contract(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::swap", mutates_args=("x",))
+    def swap(x: Tensor, y: Tensor) -> None:
+        x.set_(y.clone())
+
+    call = (torch.rand(2, 3), torch.rand(2, 3))
+    report = check(swap, call, only="memory.transposed", raise_exception=False)
+    assert "swapped the storage of argument 'x'" in report.failures[0].message
+    assert "register_preconditions" not in report.failures[0].message

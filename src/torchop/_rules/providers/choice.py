@@ -315,7 +315,8 @@ class Choice:
             # One of several in an order that is passed by for another one is no surprise, except
             # where it can never run.
             provider = providers.get(name)
-            warns = falls_back or provider is None or provider.why_unsupported() is not None
+            never_runs = provider is None or provider.why_unsupported() is not None
+            warns = falls_back or never_runs
             if (name, warns) in self._kernels.reported:
                 continue
             self._kernels.reported.add((name, warns))
@@ -324,7 +325,16 @@ class Choice:
             text = f"{op}: the provider {name!r} is passed by{on}, because {why}{end}."
             logs.calls.info("%s", text)
             if warns:
-                warn(f"{text} It is in the order of {selection.order.by}.", ProviderWarning)
+                fix = (
+                    "leave it out of that order"
+                    if never_runs
+                    else f"end that order with {REFERENCE!r}, which stands for the reference"
+                )
+                warn(
+                    f"{text} It is in the order of {selection.order.by}. If that is intended, "
+                    f"{fix}.",
+                    ProviderWarning,
+                )
 
 
 _UNMEASURED = "no measurement is for such a call"

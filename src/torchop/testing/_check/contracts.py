@@ -118,26 +118,24 @@ def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
 
 def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
     """Nothing holds the memory of the arguments after the call."""
+    names = iter(probes.argument_names(op, args, kwargs))
     watched = []
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.detach().clone()
+        name, copy = next(names), tensor.detach().clone()
         if tensor.layout is torch.strided and tensor.numel():
-            watched.append(StorageWeakRef(copy.untyped_storage()))
+            watched.append((name, StorageWeakRef(copy.untyped_storage())))
         return copy
 
     call_args, call_kwargs = probes.mapped((args, kwargs), copied)
     with torch.no_grad():
         probes.outcome(op, call_args, call_kwargs)
     del call_args, call_kwargs
-    if not all(memory.expired() for memory in watched):
+    if not all(memory.expired() for _, memory in watched):
         gc.collect()
-    alive = [number for number, memory in enumerate(watched) if not memory.expired()]
+    alive = [name for name, memory in watched if not memory.expired()]
     if alive:
-        raise AssertionError(
-            f"after the call, something still holds the memory of tensor {alive[0]} of its "
-            "arguments."
-        )
+        raise AssertionError(f"after the call, something still holds the memory of {alive[0]}.")
 
 
 def leaks_nothing(

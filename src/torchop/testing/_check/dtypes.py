@@ -223,7 +223,7 @@ def promotion(subject: Subject, details: Details) -> Iterator[Case]:
         for place in places if len(places) > 1 else []:
             for dtype in (torch.float64, torch.bfloat16):
                 changed = example.replace(place, example.tensors[place].to(dtype))
-                yield _faked(f"tensor {place} in {dtype}", changed)
+                yield _faked(f"{subject.names(example)[place]} in {dtype}", changed)
     raise CannotCheck("no call has two floating-point tensors")
 
 

@@ -82,7 +82,8 @@ def int8(subject: Subject, details: Details) -> Iterator[Case]:
                 limits = torch.iinfo(tensor.dtype)
                 numbers = [limits.min, limits.max, 0]
                 changed = example.replace(place, with_numbers(numbers, 1, tensor))
-                yield comparison(subject, f"tensor {place} full of limits", changed)
+                label = f"{subject.names(example)[place]} full of limits"
+                yield comparison(subject, label, changed)
     raise CannotCheck("no tensor holds integers of eight bits that are no indices")
 
 

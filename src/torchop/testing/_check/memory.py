@@ -122,7 +122,7 @@ def _with_layout(layout: str, subject: Subject, details: Details) -> Iterator[Ca
                 problem = "every tensor is written, and may not be expanded"
                 continue
         for chosen in all_and_each(places):
-            label = f"{_which(chosen, places)} {layout}"
+            label = f"{_which(subject.names(example), chosen, places)} {layout}"
             yield comparison(subject, label, example, in_layout(layout, chosen))
             if subject.schema.is_mutable:
                 arrange = in_layout(layout, chosen, finite=True)
@@ -130,10 +130,10 @@ def _with_layout(layout: str, subject: Subject, details: Details) -> Iterator[Ca
     raise CannotCheck(problem)
 
 
-def _which(chosen: list[int], places: Collection[int]) -> str:
+def _which(names: list[str], chosen: list[int], places: Collection[int]) -> str:
     if len(places) == 1:
         return "the tensor"
-    return "all tensors" if len(chosen) == len(places) else f"tensor {chosen[0]}"
+    return "all tensors" if len(chosen) == len(places) else names[chosen[0]]
 
 
 def conjugate(subject: Subject, details: Details) -> Iterator[Case]:
@@ -221,7 +221,7 @@ def zero_dim(subject: Subject, details: Details) -> Iterator[Case]:
         places = sorted({*places} - referred(example))
         for chosen in all_and_each(places):
             changed = [t.flatten()[0].clone() if p in chosen else t for p, t in enumerate(tensors)]
-            label = f"{_which(chosen, places)} without a dimension"
+            label = f"{_which(subject.names(example), chosen, places)} without a dimension"
             scalars = example.with_tensors(changed)
             yield comparison(subject, label, scalars, in_layout("offset", chosen))
     raise CannotCheck("no tensor has a dimension")

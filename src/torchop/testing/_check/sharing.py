@@ -99,7 +99,8 @@ def _pairs(name: str, subject: Subject, details: Details) -> Iterator[Case]:
             if with_written and sharing is not _interleaved and _differ(example, left, right):
                 continue  # nobody passes a weight that is a part of what is written
             arrange = functools.partial(_share, sharing, left, right)
-            label = f"tensors {left} and {right} {_WORDS[sharing]}"
+            names = subject.names(example)
+            label = f"{names[left]} and {names[right]} {_WORDS[sharing]}"
             if with_written and sharing is not _interleaved:
                 options = {"what": "an argument that is read is also written"}
                 yield Case(label, same_or_refused, example, arrange, options, calls=False)

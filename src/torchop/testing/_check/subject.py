@@ -247,6 +247,10 @@ class Subject:
         inputs = enumerate(named_inputs(self.schema, *example))
         return {place for place, (name, _, _) in inputs if name in self.schema.mutated}
 
+    def names(self, example: Example) -> list[str]:
+        """Return what messages call each tensor of an example, such as "argument 'xs[1]'"."""
+        return probes.argument_names(self.op, *example)
+
     def refusal(self, example: Example, results: list[Any] | None = None) -> Exception | None:
         """What the operator raises for these arguments; `results` gets its outcome."""
         excluded = self.excluded(example) or self.declined(example)

@@ -55,7 +55,7 @@ def _values(name: str, subject: Subject, details: Details) -> Iterator[Case]:
             for numbers in choice(torch.finfo(tensor.dtype)):
                 for step, amount in ((2, "with"), (1, "full of")):
                     changed = example.replace(place, with_numbers(numbers, step, tensor))
-                    label = f"tensor {place} {amount} {words}"
+                    label = f"{subject.names(example)[place]} {amount} {words}"
                     yield comparison(subject, label, changed, in_layout(layout))
     raise CannotCheck("no argument is a small tensor of a floating-point dtype")
 

@@ -201,7 +201,8 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
             written = subject.written_places(example) if layout == "expanded" else ()
             chosen = sorted(places.difference(written))
             for some in all_and_each(chosen):
-                which = "all tensors" if some == chosen else f"tensor {some[0]}"
+                is_one = len(some) == 1
+                which = subject.names(example)[some[0]] if is_one else "all tensors"
                 yield check(f"{which} {layout}", example, in_layout(layout, some))
         present = sizes(example)
         changes = [{n: new} for n in present for new in (0, 1, n + 1) if n and new != n]

@@ -48,6 +48,13 @@ def gradients_are_right(
         check_at([t.requires_grad_() for t in beside])
 
 
+def _differentiable(op: Any, args: Any, kwargs: Any) -> list[str]:
+    """Return what messages call the tensors that require grad."""
+    names = probes.argument_names(op, args, kwargs)
+    pairs = zip(names, probes.tensors_of((args, kwargs)), strict=True)
+    return [name for name, tensor in pairs if tensor.requires_grad]
+
+
 def gradients_are_double(op: Any, args: Any, kwargs: Any) -> None:
     """Gradients of what is double have more digits than float32 could hold."""
     function, inputs = probes.as_function(op, args, kwargs)
@@ -57,9 +64,10 @@ def gradients_are_double(op: Any, args: Any, kwargs: Any) -> None:
     for place, grad in enumerate(torch.autograd.grad(total, moved, allow_unused=True)):
         is_double = grad is not None and grad.dtype is torch.double
         if is_double and probes.has_digits_of_float32(probes.dense(grad)):
+            name = _differentiable(op, args, kwargs)[place]
             raise AssertionError(
-                f"the gradient of differentiable tensor {place} is of {grad.dtype}, but each "
-                f"element is a float32: {probes.shown(grad)}. The formula computes in float32."
+                f"the gradient of {name} is of {grad.dtype}, but each element is a float32: "
+                f"{probes.shown(grad)}. The formula computes in float32."
             )
 
 
@@ -72,9 +80,10 @@ def gradients_are_numbers(op: Any, args: Any, kwargs: Any, what: str) -> None:
     grads = torch.autograd.grad(probes.weighted_sum(results), inputs, allow_unused=True)
     for place, grad in enumerate(grads):
         if grad is not None and bool(probes.dense(grad).isnan().any()):
+            name = _differentiable(op, args, kwargs)[place]
             raise AssertionError(
-                f"{what}: results are finite, but the gradient of differentiable tensor {place} "
-                f"is {probes.shown(probes.dense(grad))}. Choose what it is there, such as 0, by "
+                f"{what}: results are finite, but the gradient of {name} is "
+                f"{probes.shown(probes.dense(grad))}. Choose what it is there, such as 0, by "
                 "torch.where, and divide by 0 in neither of what it chooses from. If no caller "
                 "may pass such a call, declare it: register_preconditions."
             )
@@ -112,7 +121,8 @@ def gradients_of_each_are_the_same(op: Any, args: Any, kwargs: Any) -> None:
             if results
             else (None,)
         )
-        what = f"the gradient of tensor {place}, which alone requires grad"
+        name = _differentiable(op, args, kwargs)[place]
+        what = f"the gradient of {name}, which alone requires grad"
         probes.assert_same([actual], [expected], what)
 
 
@@ -273,7 +283,7 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     for example in examples:
         yield Case("the example in double", gradients_are_right, example)
     for example in examples:
-        for label, smaller in _broadcast(example):
+        for label, smaller in _broadcast(subject, example):
             yield Case(label, gradients_are_right, smaller)
         changes = [{size: 0} for size in sizes(example) if size]
         for change, empty in each_resized(example, *changes, subject=subject):
@@ -287,7 +297,7 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
         for place, tensor in enumerate(example.tensors):
             if tensor.requires_grad and tensor.layout is torch.strided:
                 zeros = _leaf(example.replace(place, torch.zeros_like(tensor)), example)
-                options = {"what": f"tensor {place} full of zeros"}
+                options = {"what": f"{subject.names(example)[place]} full of zeros"}
                 yield Case(options["what"], gradients_are_numbers, zeros, options=options)
     yield Case("digits in double", gradients_are_double, examples[0])
 
@@ -301,13 +311,13 @@ def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     yield Case("the example in double", gradients_are_right, example, options=options)
 
 
-def _broadcast(example: Example) -> Iterator[tuple[str, Example]]:
+def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example]]:
     """One tensor with a dimension of size 1, which the operator may refuse."""
     tensors = example.tensors
     for place, tensor in enumerate(tensors if len(tensors) > 1 else ()):
         for dim, size in enumerate(tensor.shape[:3]):
             if size > 1 and tensor.dtype.is_floating_point:
-                label = f"tensor {place} with size 1 in dimension {dim}"
+                label = f"{subject.names(example)[place]} with size 1 in dimension {dim}"
                 narrow = tensor.detach().narrow(dim, 0, 1).clone()
                 yield label, _leaf(example.replace(place, narrow), example)
 
