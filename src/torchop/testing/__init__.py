@@ -3,6 +3,7 @@
 from torchop import OpCheckError
 from torchop.testing._check.api import check
 from torchop.testing._check.report import CheckReport, Result
+from torchop.testing._copied import copied_bytes
 from torchop.testing._inputs import inputs
 from torchop.testing._opcheck import opcheck
 from torchop.testing._saved import saved_bytes
@@ -15,6 +16,7 @@ __all__ = [
     "ShardingReport",
     "check",
     "check_sharding",
+    "copied_bytes",
     "inputs",
     "opcheck",
     "saved_bytes",

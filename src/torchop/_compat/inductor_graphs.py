@@ -1,0 +1,151 @@
+"""Graphs as Inductor generates code from them, after all of its passes."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch.fx import Graph, Node
+
+_VIEWS = frozenset(
+    {"alias", "as_strided", "expand", "permute", "reshape", "select", "slice", "squeeze", "t"}
+    | {"transpose", "unsqueeze", "view"}
+)
+
+
+class Lowered(NamedTuple):
+    """A graph that Inductor is about to lower.
+
+    Attributes:
+        graph: the graph after all passes.
+        inputs: the names of its inputs, as the function that was compiled spells them.
+    """
+
+    graph: Graph
+    inputs: Mapping[Node, str]
+
+
+class _LoweredError(Exception):
+    """Stops Inductor before it generates code."""
+
+
+def lowered_graph(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Lowered | None:
+    """Return the forward graph of a function, without running it; None if its graph is empty."""
+    import torch._dynamo  # start-up time
+    import torch._functorch.config
+    import torch._inductor.config
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.graph import GraphLowering
+
+    graphs: list[Graph] = []
+    sources: list[str] = []
+    thread, run = threading.get_ident(), GraphLowering.run
+
+    def record(self: Any, *inputs: Any) -> Any:
+        if threading.get_ident() != thread:  # another thread compiles its own graph
+            return run(self, *inputs)
+        graphs.append(self.module.graph)
+        raise _LoweredError
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        sources.extend(map(_source, module.graph.find_nodes(op="placeholder")))
+        return compile_fx(module, inputs)
+
+    # A graph from a cache is not lowered.
+    caches = (
+        torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    )
+    original = getattr(function, "_torchdynamo_orig_callable", function)
+    original = getattr(original, "_orig_mod", original)
+    compiled = torch.compile(original, backend=backend, fullgraph=True)
+    with caches[0], caches[1], mock.patch.object(GraphLowering, "run", record):
+        try:
+            compiled(*args, **kwargs)
+        except BackendCompilerFailed:
+            if not graphs:
+                raise
+    if not graphs:
+        return None
+    names = {}
+    for place, node in enumerate(graphs[0].find_nodes(op="placeholder")):
+        index = _input_index(node, place)
+        names[node] = sources[index] if index is not None and index < len(sources) else node.name
+    return Lowered(graphs[0], names)
+
+
+def _source(node: Node) -> str:
+    """Return the name of an input in the source code that was compiled."""
+    source: Any = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", node.name)
+    name = name() if callable(name) else name
+    name = re.sub(r"^[LG]\['(\w+)'\]", r"\1", name)
+    name = re.sub(r"\._(?:buffers|parameters|modules)\['([^']+)'\]", r".\1", name)
+    return str(name).removeprefix("self.")
+
+
+def _input_index(node: Node, place: int) -> int | None:
+    """Return the place of an input of AOT Autograd's graph among the inputs of Dynamo's."""
+    described = node.meta.get("desc")
+    if described is None:
+        return place
+    while hasattr(described, "base_of"):
+        described = described.base_of
+    index = getattr(described, "idx", None)
+    return index if isinstance(index, int) else None
+
+
+def view_root(node: Node) -> Node:
+    """Return the node whose memory a node is a view of."""
+    while _name(node) in _VIEWS and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def is_clone(node: Node) -> bool:
+    """Whether a node copies its input, in the program or because Inductor inserted the copy."""
+    return _name(node) == "clone"
+
+
+def is_inserted_clone(node: Node) -> bool:
+    """Whether Inductor inserted a copy; `clone_preserve_strides` copies memory, not elements."""
+    return is_clone(node) and _name(node.all_input_nodes[0]) == "as_strided"
+
+
+def is_copy_back(node: Node) -> bool:
+    """Whether a node writes into an input of the graph, as `copy_` does."""
+    return _name(node) == "copy_"
+
+
+def written(node: Node) -> Iterator[tuple[str, Node]]:
+    """Yield the arguments that a call of an operator writes, by their names in its schema."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    arguments = node.target._schema.arguments
+    passed = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for value in torch.utils._pytree.tree_leaves(passed.get(argument.name)):
+                if isinstance(value, Node):
+                    yield argument.name, value
+
+
+def size_in_bytes(node: Node) -> int:
+    """Return the bytes of a node's elements; symbolic sizes count as in the call that is traced."""
+    value = node.meta["val"]
+    numel = value.numel()
+    return int(getattr(getattr(numel, "node", None), "hint", numel)) * int(value.element_size())
+
+
+def _name(node: Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+        return str(target._overloadpacket.__name__)
+    return ""

@@ -1,0 +1,115 @@
+"""copied_bytes: how much memory a compiled function copies, to let operators write."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Node
+
+from torchop._compat import inductor_graphs
+from torchop._compat.inductor_graphs import Lowered
+
+
+def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> dict[str, int]:
+    """Return how many bytes a compiled function copies because operators write into tensors.
+
+    Inductor lets an operator write into a copy if the old value of the argument may be read later,
+    and copies the new value back if the argument is an input of the graph. For a large cache, this
+    costs more than the operator.
+
+    The function is compiled with `fullgraph=True`, up to the generation of code. It is not run, so
+    nothing is written. Only the forward is counted, without the bodies of branches, loops and
+    nested regions.
+
+    Args:
+        function: a function, a module or an operator, compiled or not.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The bytes that are copied, there and back, by the name of the argument. An item of a list is
+        named as in `"caches[0]"`, a parameter or buffer of a module as in `state_dict`. A tensor
+        that the function computes is named by the argument of the operator that writes it, as in
+        `"mylib::update.cache"`. Arguments of which nothing is copied are left out.
+
+    Raises:
+        Exception: what tracing the function raises, such as an error for a graph break.
+
+    Example:
+        >>> import torch, torchop
+        >>> from torchop.testing import copied_bytes
+        >>> @torchop.custom_op("docs::append", mutates_args=("cache",))
+        ... def append(cache: torch.Tensor, row: torch.Tensor) -> None:
+        ...     cache[0] = row
+        >>> def once(cache, row):
+        ...     append(cache, row)
+        ...     return cache.sum()
+        >>> def twice(cache, row):
+        ...     append(cache, row)
+        ...     before = cache.sum()
+        ...     append(cache, row + 1)
+        ...     return before * 2
+        >>> cache, row = torch.zeros(8, 4), torch.ones(4)
+        >>> copied_bytes(once, cache, row), copied_bytes(twice, cache, row)
+        ({}, {'cache': 256})
+    """
+    lowered = inductor_graphs.lowered_graph(function, args, kwargs)
+    if lowered is None:
+        return {}
+    clones = _clones(lowered)
+    copied: dict[str, int] = {}
+    for clone, name in clones.items():
+        copied[name] = copied.get(name, 0) + inductor_graphs.size_in_bytes(clone)
+    for node in filter(inductor_graphs.is_copy_back, lowered.graph.nodes):
+        # `x.copy_(x)` remains where an operator writes into the input itself.
+        target, value = (inductor_graphs.view_root(node.all_input_nodes[n]) for n in (0, -1))
+        is_cloned = value in clones
+        if target in lowered.inputs and (is_cloned or _is_written_copy(value)):
+            size = inductor_graphs.size_in_bytes(node.all_input_nodes[0])
+            name = lowered.inputs[target]
+            # An operator that returns a list wrote into a copy of its own.
+            copied[name] = copied.get(name, 0) + size * (1 if is_cloned else 2)
+    return {_parameter(function, name): size for name, size in copied.items()}
+
+
+def _clones(lowered: Lowered) -> dict[Node, str]:
+    """Return the copies that operators write, with the name of the tensor that was copied."""
+    copies_back = [*filter(inductor_graphs.is_copy_back, lowered.graph.nodes)]
+    copied_back = {inductor_graphs.view_root(node.all_input_nodes[-1]) for node in copies_back}
+    mutated = {inductor_graphs.view_root(node.all_input_nodes[0]) for node in copies_back}
+    clones: dict[Node, str] = {}
+    for node in lowered.graph.nodes:
+        for argument, value in inductor_graphs.written(node):
+            root = inductor_graphs.view_root(value)
+            is_ours = inductor_graphs.is_inserted_clone(root) or (
+                inductor_graphs.is_clone(root) and root in copied_back
+            )
+            if is_ours and root not in clones and not inductor_graphs.is_copy_back(node):
+                origin = inductor_graphs.view_root(root.all_input_nodes[0])
+                if origin in lowered.inputs and origin not in mutated:
+                    continue  # the program itself passes a copy
+                name = clones.get(origin) or lowered.inputs.get(origin)
+                clones[root] = name or f"{node.target._schema.name}.{argument}"
+    return clones
+
+
+def _is_written_copy(node: Node) -> bool:
+    """Whether a node is what a companion that writes into copies returns for an argument."""
+    while node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return str(node.target).partition(".default")[0].endswith("__functional")
+
+
+def _parameter(function: Callable[..., Any], name: str) -> str:
+    """Return the name of a parameter for an argument of a function that takes `*args`."""
+    found = re.match(r"args\[(\d+)\]", name)
+    if found is None:
+        return name
+    parameters = [*inspect.signature(function).parameters]
+    index = int(found[1])
+    is_named = index < len(parameters) and "args" not in parameters
+    return parameters[index] + name[found.end() :] if is_named else name
