@@ -197,8 +197,6 @@ MISTAKES: dict[str, Callable[[str], Any]] = {
     "accelerate, an object": function("accelerate", HUGE),
     "record": lambda _: torchop.record(TEXT).__enter__(),
     "record, an object": lambda _: torchop.record(HUGE).__enter__(),
-    "register_argument_type": function("register_argument_type", HUGE, HUGE, HUGE),
-    "register_argument_type, to": function("register_argument_type", Config, HUGE, HUGE),
     "opcheck": on_sample("opcheck", (torch.ones(1),), test_utils=TEXT),
     "opcheck, an object": on_sample("opcheck", HUGE),
     "call": lambda n: sample(n)(TEXT),

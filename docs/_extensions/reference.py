@@ -31,12 +31,6 @@ BY_HAND = {
    Turns a Triton kernel into one that compilers can trace, inside a `triton_op`. It is
    `torch.library.wrap_triton`.
 """,
-    "torchop.data_dependent": """\
-.. data:: data_dependent
-
-   What a fake kernel returns for a result that is not a tensor and that depends on the data of
-   tensors. Tracers then refuse the call with `DataDependentError`.
-""",
     "torchop.derived": """\
 .. data:: derived
 

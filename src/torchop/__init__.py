@@ -37,8 +37,6 @@ from torchop._rules.user.inverse import inverse, right_inverse
 from torchop._rules.user.sharding import register_sharding, sharding
 from torchop._rules.vmap.rule import register_vmap
 from torchop._schema.infer import infer_schema
-from torchop._schema.structure.shapes import register_argument_type
-from torchop._schema.structure.values import data_dependent
 
 # What is imported when it is first used, because nothing else needs it.
 if typing.TYPE_CHECKING:
@@ -105,8 +103,6 @@ __all__ = [
     "CustomOp",
     "CustomOpDef",
     "infer_schema",
-    "register_argument_type",
-    "data_dependent",
     # the forms of one operator
     "out_op",
     "OperatorFamily",

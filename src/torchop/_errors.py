@@ -18,7 +18,6 @@ __all__ = [
     "ArgumentError",
     "ArgumentValueError",
     "BackwardNotTraceableError",
-    "DataDependentError",
     "DerivedFormulaError",
     "EffectError",
     "FakeKernelError",
@@ -150,10 +149,6 @@ class ArgumentError(TypeError, RuntimeError):
 
 class ArgumentValueError(ArgumentError, ValueError):
     """A call passed a value of the right type that is not one of the allowed values."""
-
-
-class DataDependentError(RuntimeError):
-    """A tracer needs a result that depends on the data of tensors."""
 
 
 class ResultError(TypeError, RuntimeError):

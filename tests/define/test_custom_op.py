@@ -233,8 +233,8 @@ def test_advice_fits_what_a_schema_has_no_place_for(namespace):
 
     advice = {
         keywords: r"write each keyword behind a '\*', with a type and a default, such as \*, scale",
-        mapping: r"dict\[str, float\] or the like, a TypedDict or a dataclass",
-        tensors: r"nearest supported type is: a TypedDict or a dataclass\.",
+        mapping: r"dict\[str, float\] or the like, or a dataclass",
+        tensors: r"nearest supported type is: a dataclass\.",
         values: r"options.*supported",
         more: r"list\[Tensor\]",
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
 import gc
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.testing import assert_close
-from typing_extensions import TypedDict
 
 import torchop
 from tests.subsystems.graphs import Recorder
@@ -79,12 +77,6 @@ class _Pair(NamedTuple):
     scale: float = 2.0
 
 
-class _Keys(TypedDict):
-    weight: Tensor
-    count: int
-    scale: float
-
-
 def _product(x: Tensor, weight: Tensor, count: int, scale: float) -> Tensor:
     return x * weight * scale + count
 
@@ -112,11 +104,6 @@ KINDS = {
         lambda x, c: _of_object(x, c.inner),
     ),
     "NamedTuple": (_Pair, _Pair, _of_object),
-    "TypedDict": (
-        _Keys,
-        lambda weight, count, scale: _Keys(weight=weight, count=count, scale=scale),
-        lambda x, config: _product(x, **config),
-    ),
 }
 
 
@@ -254,37 +241,6 @@ def test_code_that_takes_part_in_reading_a_field_is_traced(namespace, traced):
     config = _WithDescriptor(torch.ones(2), 1, 3.0)
     assert_close(compiled(torch.ones(2), config), op(torch.ones(2), config))
     assert "__get__" in traced
-
-
-class _Loud(dict):
-    def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
-        return value * 2 if key == "scale" else value
-
-
-KEYS = {"weight": torch.ones(2), "count": 1, "scale": 2.0}
-REFUSED = [
-    ({**KEYS, "more": 1}, "got the key 'more', which _Keys does not"),
-    ({"weight": torch.ones(2), "count": 1}, "expected the key 'scale', which _Keys requires"),
-    (collections.UserDict(KEYS), "config: expected a dict, _Keys, got UserDict"),
-]
-
-
-def test_dicts_of_other_types_and_keys_are_taken_as_in_eager_mode(namespace, traced):
-    op = _operator(namespace, _Keys, KINDS["TypedDict"][2])
-    x = torch.ones(2)
-
-    def compiled(config: Any) -> Tensor:
-        # A graph of its own: where one failed, Dynamo may leave the code alone.
-        torch._dynamo.reset()
-        return torch.compile(lambda: op(x, config), backend="eager")()
-
-    assert_close(compiled(dict(KEYS)), op(x, dict(KEYS)))
-    assert traced == []
-    assert_close(compiled(_Loud(KEYS)), op(x, _Loud(KEYS)))
-    for config, message in REFUSED:
-        with pytest.raises(torchop.ArgumentError, match=message):
-            compiled(config)
 
 
 def test_what_a_dataclass_must_not_hold_is_refused_in_a_trace_too(namespace, traced):

@@ -323,33 +323,24 @@ class Config:
 
 class Found(NamedTuple):
     values: Tensor
-    total: int
-
-
-class Degrees: ...
-
-
-def degrees(value: float) -> Degrees: ...
-
-
-torchop.register_argument_type(Degrees, flatten=lambda angle: {"value": 1.0}, unflatten=degrees)
+    rest: Tensor | None
 
 
 @torchop.custom_op("typed::structured", mutates_args=())
 def structured(
-    x: Tensor, config: Config, mode: Literal["a", "b"] = "a", *, by: Degrees | None = None
+    x: Tensor, config: Config, mode: Literal["a", "b"] = "a", *, by: float = 1.0
 ) -> Found: ...
 
 
 @structured.register_fake
 def structured_fake(
-    x: Tensor, config: Config, mode: Literal["a", "b"] = "a", *, by: Degrees | None = None
+    x: Tensor, config: Config, mode: Literal["a", "b"] = "a", *, by: float = 1.0
 ) -> Found:
-    return Found(x, torchop.data_dependent)
+    return Found(x, None)
 
 
 assert_type(structured(x, Config(x, 2.0)), Found)
-assert_type(structured(x, config=Config(x), mode="b", by=Degrees()).total, int)
+assert_type(structured(x, config=Config(x), mode="b", by=2.0).rest, Tensor | None)
 assert_type(structured.source, str | None)
 
 

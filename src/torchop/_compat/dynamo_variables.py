@@ -122,17 +122,6 @@ class _Trace:
             for name in names
         ]
 
-    def entries(self, value: Any) -> dict[Any, Any] | None:
-        if self.type_of(value) is not dict:
-            return None
-        keys = self._call(tuple, value).as_python_constant()
-        return {key: self._entry(value, key) for key in keys}
-
-    def _entry(self, value: Any, key: Any) -> Any:
-        # Not through `operator.getitem`, which Dynamo traces like any function since 2.15.
-        arguments = [self.describe(key)]
-        return value.realize().call_method(self._translator, "__getitem__", arguments, {})
-
     def constant(self, value: Any) -> Any:
         return value.realize().as_python_constant()
 

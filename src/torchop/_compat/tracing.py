@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -32,27 +32,6 @@ def is_tracing(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether what runs here becomes part of a graph, or has no data: a compiler's trace."""
     modes = map(torch._C._get_dispatch_mode, _TRACING_MODES)
     return any(mode is not None for mode in modes) or any(map(is_traced, tensors))
-
-
-def shown_to_tracer(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """A size that a tracer did not see computed, computed again from the sizes of tensors.
-
-    The tracer could write its formula into the graph without that, but in 2.13 it uses an operator
-    for sums that an exported file cannot hold.
-    """
-    if isinstance(value, (list, tuple)):
-        return type(value)(shown_to_tracer(item, tensors) for item in value)
-    if not isinstance(value, torch.SymInt) or proxy_tensor.get_proxy_mode() is None:
-        return value
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
-    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
-    symbols = {size.node.expr: size for size in sizes if isinstance(size, torch.SymInt)}
-    formula = value.node.expr
-    if not formula.free_symbols <= symbols.keys():
-        return value
-    return sympy_interp(PythonReferenceAnalysis, symbols, formula)
 
 
 def is_traceable_type(cls: type) -> bool:

@@ -15,7 +15,6 @@ from torchop._core.call import named_inputs, named_outputs
 from torchop._core.lock import registration_lock
 from torchop._core.snapshot import BACKWARD, KERNEL, SETUP_CONTEXT, Snapshot, Words
 from torchop._schema.schema import Schema
-from torchop._schema.structure import values
 
 # This costs nothing while nobody uses it, because the plan then contains the plain kernel. The
 # first block in the process makes all plans stale, so they are compiled again with a checking
@@ -110,9 +109,6 @@ def is_open() -> bool:
     if not _blocks or _thread.open_blocks:
         return bool(_blocks)
     return bool(autograd.context_of_backward().get(_blocks_of_caller, ()))
-
-
-values.is_checking = is_open
 
 
 def follow(plan: _Plan) -> None:

@@ -190,10 +190,10 @@ def define_function(
         name, function, schema, mutates_args, all_tags
     )
     check_no_generator(what, function, parsed)
-    effect = declared_effect(name, effects, parsed, convention)
+    effect = declared_effect(name, effects, parsed)
     inlined = inlining.check_compile(name, compile, effect)
     if declared is not None:
-        declared.check_operator(parsed, convention)
+        declared.check_operator(parsed)
         if inlined is not None:
             raise SchemaError(
                 f'{name}: residuals and compile="inline" exclude each other, because a compiler '

@@ -15,7 +15,6 @@ from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
 from torchop._errors import EffectError, MissingEffectError, MissingEffectWarning, short_repr, warn
 from torchop._rules.checkpoint_modes import offer_to_checkpoints
-from torchop._schema.convention import Convention
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -121,12 +120,9 @@ class EffectRule(CompiledRule[Declared]):
             registries.withdraw_offers(str(self.definition), FunctionalTensorMode)
 
 
-def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Convention) -> Declared:
+def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
     """Returns the effect that `custom_op` declares, and warns if a declaration is missing."""
     declared = check_effect(name, effect, schema, "effects")
-    structure = convention.structure
-    if structure is not None and structure.values.places and schema.returns_nothing:
-        declared = declared or "none"  # what it returns is known without the call
     if declared is not None:
         check_not_traced(name, declared)
     elif schema.returns_nothing and not schema.is_mutable:

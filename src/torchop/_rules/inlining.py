@@ -87,8 +87,6 @@ def install(definition: Definition, inlined: Inlined) -> None:
     registries.offer_torch_dispatch(name, FunctionalTensorMode, hook)
     if definition.schema.form is Form.PLAIN:
         definition.rule(FakeRule).replace(body)
-        if definition.structure is not None:
-            definition.structure.values.describe_by(definition.structure.function)
 
 
 def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:

@@ -7,7 +7,7 @@ import enum
 import itertools
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Optional, TypedDict, Union
+from typing import Any, Literal, NamedTuple, Optional, Union
 
 import torch
 from hypothesis import strategies as st
@@ -65,11 +65,8 @@ def _made(kind: str, fields: Mapping[str, Any]) -> Any:
         cls = dataclasses.make_dataclass(name, fields.items(), frozen=kind == "frozen")
     elif kind == "slots":
         cls = dataclasses.make_dataclass(name, fields.items(), slots=True)
-    elif kind == "NamedTuple":
-        cls = NamedTuple(name, list(fields.items()))  # type: ignore[misc]  # known here only
     else:
-        make: Any = TypedDict
-        cls = make(name, dict(fields))
+        cls = NamedTuple(name, list(fields.items()))  # type: ignore[misc]  # known here only
     # Where pickle looks for it.
     cls.__module__ = __name__
     setattr(sys.modules[__name__], name, cls)
@@ -79,7 +76,7 @@ def _made(kind: str, fields: Mapping[str, Any]) -> Any:
 @st.composite
 def structures(draw: DrawFn, depth: int = 2) -> Structured:
     """A class with fields, some of which are structures themselves, or may be None."""
-    kind = draw(st.sampled_from(["dataclass", "frozen", "slots", "NamedTuple", "TypedDict"]))
+    kind = draw(st.sampled_from(["dataclass", "frozen", "slots", "NamedTuple"]))
     fields: dict[str, Structured] = {}
     for index in range(draw(st.integers(1, 4))):
         if depth and draw(st.booleans()):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional, TypedDict
+from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
-from typing_extensions import NotRequired
 
 
 class Mode(enum.Enum):
@@ -16,7 +15,7 @@ class Mode(enum.Enum):
     CUBIC = 2
 
 
-class Sides(enum.Flag):
+class Sides(enum.Enum):
     LEFT = 1
     RIGHT = 2
 
@@ -81,11 +80,6 @@ def with_calls(size: int, calls: int) -> State:
 class Point(NamedTuple):
     x: int
     y: float = 0.5
-
-
-class Options(TypedDict):
-    first: int
-    second: NotRequired[Optional[float]]
 
 
 class WithTensor(NamedTuple):

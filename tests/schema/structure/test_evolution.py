@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Optional, TypedDict
+from typing import Any, Optional
 
 import pytest
 import torch
 from torch import Tensor
-from typing_extensions import NotRequired
 
 import torchop
 
@@ -31,14 +30,6 @@ class New:
     sizes: tuple[int, int] = (1, 2)
     bias: Optional[Tensor] = None
     inner: Old | None = None
-
-
-class OldOptions(TypedDict):
-    scale: float
-
-
-class NewOptions(OldOptions):
-    count: NotRequired[int]
 
 
 Kernel = Callable[[Tensor, Any], Tensor]
@@ -94,13 +85,6 @@ def test_a_file_leaves_out_what_equalled_the_default(namespace: str, tmp_path: P
     export(namespace, Old, lambda x, cfg: x * cfg.scale, Old, file)
     define(namespace, New, lambda x, cfg: x * cfg.scale)
     assert torch.export.load(file).module()(torch.ones(2)).tolist() == [5, 5]
-
-
-def test_a_key_that_is_not_required_can_be_added(namespace: str, tmp_path: Path) -> None:
-    file = tmp_path / "model.pt2"
-    export(namespace, OldOptions, lambda x, cfg: x * cfg["scale"], lambda x: {"scale": 3.0}, file)
-    define(namespace, NewOptions, lambda x, cfg: x * cfg["scale"] * cfg.get("count", 7))
-    assert torch.export.load(file).module()(torch.ones(2)).tolist() == [21, 21]
 
 
 def test_a_field_without_a_default_is_missed_by_name(namespace: str, tmp_path: Path) -> None:

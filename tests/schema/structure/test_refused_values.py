@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.schema.structure.structures import Checked, Mode, More, Options, Plain, Point, Sides
+from tests.schema.structure.structures import Checked, Mode, More, Plain, Point, Sides
 from torchop import ArgumentError, ArgumentValueError
 
 
@@ -26,7 +26,6 @@ class Everything:
     point: Any = Point(1)  # noqa: RUF009  (nobody can change it)
     table: Any = dataclasses.field(default_factory=lambda: {"a": 1.0})
     rows: Any = dataclasses.field(default_factory=lambda: [[1]])
-    options: Any = dataclasses.field(default_factory=lambda: {"first": 1})
 
 
 Everything.__annotations__ = {
@@ -39,7 +38,6 @@ Everything.__annotations__ = {
     "point": Point,
     "table": dict[str, float],
     "rows": list[list[int]],
-    "options": Options,
 }
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -68,12 +66,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"rows": [[1], [2, "3"]]},
         ArgumentError,
         r"cfg\.rows\[1\]\[1\]: expected int, got str",
-    ),
-    "missing key": ({"options": {}}, ArgumentError, r"cfg\.options: expected the key 'first'"),
-    "unknown key": (
-        {"options": {"first": 1, "third": 2}},
-        ArgumentError,
-        r"cfg\.options: got the key 'third'.*it has first, second",
     ),
 }
 

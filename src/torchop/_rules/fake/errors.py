@@ -13,13 +13,6 @@ from torchop._rules.effect import how_to_declare
 from torchop._schema.schema import Schema
 from torchop._schema.types import spell
 
-
-def returns_nothing(definition: Definition) -> bool:
-    """Whether an operator has no outputs, and so needs no fake kernel."""
-    structure = definition.structure
-    return definition.schema.returns_nothing and (structure is None or not structure.values.places)
-
-
 # It says what to write, and none of it is in PyTorch's part of the traceback.
 fake_tensors.keep_out_of_log(MissingFakeError)
 
@@ -27,7 +20,7 @@ fake_tensors.keep_out_of_log(MissingFakeError)
 def missing_fake(definition: Definition) -> MissingFakeError:
     """The error of an operator without a fake kernel, with an outline of one."""
     missing = f"There was no fake impl registered for {definition}"
-    if returns_nothing(definition):
+    if definition.schema.returns_nothing:
         return MissingFakeError(f"{missing}, nor an effect. {how_to_declare(definition)}")
     parameters, result = _suggested(definition)
     return MissingFakeError(

@@ -19,7 +19,7 @@ from torchop._core.registry import OpLike, resolve
 from torchop._errors import FakeKernelError, InliningError, RuleSignatureError, add_note, warn
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, innermost, running
-from torchop._rules.fake.errors import data_was_read, missing_fake, returns_nothing, source_of
+from torchop._rules.fake.errors import data_was_read, missing_fake, source_of
 from torchop._rules.fake.specialization import symbolic_arguments, warn_of_guards
 from torchop._schema.callables import Function, Lambda, decorator_or_call
 from torchop._schema.defaults import bind, fitted
@@ -107,7 +107,6 @@ class FakeRule(CompiledRule[Fake]):
         """Makes `function` the fake kernel."""
         definition = self.definition
         schema = definition.schema
-        users_function = function
         if not getattr(function, "is_declared", False):  # a declaration is of the results alone
             function = definition.authored(function)
         function = definition.convention.fake(function)
@@ -125,8 +124,6 @@ class FakeRule(CompiledRule[Fake]):
                     UserWarning,
                 )
             self.replace(function)
-            if definition.structure is not None:
-                definition.structure.values.describe_by(users_function)
 
     def replace(self, function: Callable[..., Any]) -> None:
         """Makes `function` the fake kernel, without the checks of `register`."""
@@ -235,7 +232,7 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
         if schema.form is not Form.PLAIN:
             return returned_result(schema, args, kwargs)
         has_purpose = schema.is_mutable or definition.plan[EffectRule] is not None
-        if has_purpose and returns_nothing(definition):
+        if has_purpose and definition.schema.returns_nothing:
             return None
         raise missing_fake(definition)
     try:

@@ -20,7 +20,6 @@ from torchop._rules.residuals.handover import (
     in_native_calls,
 )
 from torchop._rules.residuals.training import follow_rule, training_form
-from torchop._schema.convention import Convention
 from torchop._schema.declared import declared_schema
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -59,19 +58,13 @@ class Declared:
         self._what = f"kernel, among its residuals ({self.spelled}),"
         self._are_tensors = set(self.schema.returns) == {"Tensor"} and self.structure is None
 
-    def check_operator(self, schema: Schema, convention: Convention) -> None:
+    def check_operator(self, schema: Schema) -> None:
         """Refuses operators that cannot have residuals."""
         if not schema.is_functional or not schema.returns:
             raise SchemaError(
                 f"{self.op}: residuals are for functional operators, which return fresh tensors "
                 f"and mutate nothing; got {schema}. Define such an operator; derive_inplace() and "
                 "derive_out() of its handle make the forms that write."
-            )
-        structures = (self.structure, convention.structure)
-        if all(each is not None and each.values.places for each in structures):
-            raise SchemaError(
-                f"{self.op}: both the result and the residuals have values that are no tensors, "
-                "and only one of them may. Return such values from the operator alone."
             )
 
     def handing_over(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,7 +116,7 @@ class Declared:
         """The object that a `setup_context` gets, from the residuals as graphs have them."""
         values: Any = tuple(flat) if len(flat) > 1 else flat[0] if flat else None
         if self.structure is not None:
-            values = self.structure.rebuilt_result(values, self.structure.values.last())
+            values = self.structure.rebuilt_result(values)
         return self.named(*values) if len(self.named._fields) > 1 else self.named(values)
 
     def check_fresh(

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torchop._errors import GradientError, OperatorGoneError, RuleSignatureError
+from torchop._errors import GradientError, OperatorGoneError
 from torchop._schema.callables import check_setup_context, check_signature, setup_caller
 from torchop._schema.convention import Convention, Formula, Function
 from torchop._schema.structure.structure import Structure
@@ -33,17 +33,10 @@ class StructuredConvention(Convention):
 
     def fake(self, function: Function, /) -> Function:
         """A fake kernel that is called with objects, or a declaration about flat arguments."""
-        structure = self.structure
         if getattr(function, "is_declared", False):
-            if structure.values.places:
-                raise RuleSignatureError(
-                    f"{structure.op} returns more than tensors, which only a function can "
-                    "describe, not a declaration. Register a function that returns what the "
-                    "kernel returns."
-                )
             return function
-        self._check(f"{structure.op}: a fake kernel", function)
-        return structure.kernel(function, is_fake=True)
+        self._check(f"{self.structure.op}: a fake kernel", function)
+        return self.structure.kernel(function)
 
     def vmap(self, function: Any, /) -> Any:
         """A vmap rule: `in_dims` has mappings by the names of fields, and so may `out_dims`."""
@@ -128,7 +121,7 @@ class StructuredConvention(Convention):
             ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any, **residuals: Any
         ) -> None:
             objects, keyword_objects = structure.objects(*inputs, **keyword_only_inputs)
-            result = structure.rebuilt_result(output, structure.values.last())
+            result = structure.rebuilt_result(output)
             call(Context(ctx, structure), objects, keyword_objects, result, **residuals)
 
         def without_keywords(ctx: Any, inputs: Any, output: Any, **residuals: Any) -> None:

@@ -26,10 +26,13 @@ from torchop._schema.structure.kinds import (
     without_annotated,
 )
 from torchop._schema.structure.nodes import Fields, Leaf, Maybe, Node, Pair, Several, result_leaf
-from torchop._schema.structure.shapes import MISSING, TypedDictShape, argument_shape, result_shape
+from torchop._schema.structure.shapes import MISSING, argument_shape, result_shape
 from torchop._schema.structure.source import is_plain
 from torchop._schema.structure.structure import Parameter, Structure
 from torchop._schema.text import write_results
+
+# How messages name the whole result.
+_RESULT = "the result"
 
 
 def derive_structure(
@@ -107,8 +110,8 @@ def _nearest(annotation: Any) -> str:
     if origin is tuple and Ellipsis not in items and any(item != items[0] for item in items):
         return "a NamedTuple"
     if (origin or inner) in (dict, collections.abc.Mapping):
-        named = "a TypedDict or a dataclass"
-        return named if torch.Tensor in items else f"a dict[str, float] or the like, {named}"
+        named = "a dataclass"
+        return named if torch.Tensor in items else f"a dict[str, float] or the like, or {named}"
     if origin is not None and len(items) == 1 and types.has_fields(items[0]):
         return "a dataclass of lists"
     return types.nearest(annotation)
@@ -150,11 +153,13 @@ def _result(op: str, where: str, signature: inspect.Signature) -> tuple[Node | N
     try:
         result = build_result(op, annotation)
     except UnsupportedTypeError as error:
+        place = "" if error.path == _RESULT else f" at {error.path!r}"
         raise SchemaError(
-            f"{where}: return has unsupported type {types.spell(error.annotation)}; supported are "
-            f"{types.RETURNABLE}, Optional[Tensor], and a NamedTuple or dataclass of these."
+            f"{where}: return has unsupported type {types.spell(error.annotation)}{place}; "
+            f"supported are {types.RETURNABLE}, Optional[Tensor], and a NamedTuple or dataclass of "
+            "tensors."
         ) from None
-    return result, write_results([leaf.kind.schema for leaf in result.leaves() if leaf.is_tensor])
+    return result, write_results([leaf.kind.schema for leaf in result.leaves()])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -186,7 +191,7 @@ class Builder:
             return leaf
         inner, optional = types.strip_optional(annotation)
         if optional:
-            return self._maybe(inner, path, default, None, inside)
+            return self._maybe(inner, path, default, inside)
         node = self._fields(annotation, path, default, inside) or self._pair(
             annotation, path, default
         )
@@ -218,15 +223,11 @@ class Builder:
             )
         return name
 
-    def _maybe(
-        self, inner: Any, path: str, default: Any, absent: Any, inside: tuple[Any, ...]
-    ) -> Maybe:
-        part = MISSING if default is absent else default
-        node = self.build(inner, path, part, inside)
-        # A key that may be missing can hold a structure that may be None: two flags.
-        name = self._name(f"{path}.present" if isinstance(node, Maybe) else f"{path}.given")
+    def _maybe(self, inner: Any, path: str, default: Any, inside: tuple[Any, ...]) -> Maybe:
+        node = self.build(inner, path, MISSING if default is None else default, inside)
+        name = self._name(f"{path}.given")
         flag = Leaf(self.op, path, name, KINDS[bool], MISSING, checked=False)
-        return Maybe(self.op, flag, node, absent, default)
+        return Maybe(self.op, flag, node, default)
 
     def _fields(
         self, annotation: Any, path: str, default: Any, inside: tuple[Any, ...]
@@ -251,12 +252,7 @@ class Builder:
         nodes: dict[str, Node] = {}
         for name, field in shape.fields.items():
             place = f"{path}.{name}", defaults.get(name, MISSING)
-            if isinstance(shape, TypedDictShape) and name not in shape.required:
-                # Calls in older graphs leave out a key that was added since.
-                inner = without_annotated(field.annotation)
-                nodes[name] = self._maybe(inner, *place, MISSING, (*inside, annotation))
-            else:
-                nodes[name] = self.build(field.annotation, *place, (*inside, annotation))
+            nodes[name] = self.build(field.annotation, *place, (*inside, annotation))
         return Fields(self.op, path, nodes, shape)
 
     def _pair(self, annotation: Any, path: str, default: Any) -> Pair | None:
@@ -289,12 +285,12 @@ class Builder:
 
 
 def build_result(
-    op: str, annotation: Any, path: str = "the result", inside: tuple[Any, ...] = ()
+    op: str, annotation: Any, path: str = _RESULT, inside: tuple[Any, ...] = ()
 ) -> Node:
     """The tree of a result, or of a part of one that is inside other structures.
 
-    A leaf is what a flat schema can say: a tensor that may be missing, or several in a list or
-    tuple. Or it is a value that follows from the metadata of the inputs, such as a list of numbers.
+    A leaf is what a flat schema can say of tensors: one that may be missing, or several in a list
+    or tuple.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     inner, optional = types.strip_optional(annotation)
@@ -304,30 +300,16 @@ def build_result(
         return result_leaf(op, path, "Tensor[]")
     if origin is tuple and args == (torch.Tensor, Ellipsis):
         return result_leaf(op, path, "Tensor[]", lambda tensors, where: tuple(tensors))
-    if _is_value(annotation):
-        return result_leaf(op, path)
     shape = result_shape(annotation)
     if shape is None:
         raise UnsupportedTypeError(path, annotation)
     _check_end(f"{op}: {path}", annotation, inside, "Return")
     nodes = {}
     for name, field in shape.fields.items():
-        place = f"{path}[{name}]" if origin is tuple else f"{path}.{name}"
+        # An f-string would call the `__format__` of a name, by which two fields may look like one.
+        place = f"{path}[{name}]" if origin is tuple else ".".join((path, name))
         nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
     return Several(op, path, nodes, shape)
-
-
-_VALUES = (int, float, bool, str, torch.dtype, torch.device, torch.Size)
-
-
-def _is_value(annotation: Any) -> bool:
-    inner, _ = types.strip_optional(annotation)
-    if inner in _VALUES:
-        return True
-    origin, args = typing.get_origin(inner), typing.get_args(inner)
-    if origin in (list, tuple) and args:
-        return all(item is Ellipsis or _is_value(item) for item in args)
-    return types.is_union(inner) and all(_is_value(item) for item in args)
 
 
 def _check_end(where: str, annotation: Any, inside: tuple[Any, ...], verb: str) -> None:

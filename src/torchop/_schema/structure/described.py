@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torchop._errors import ArgumentError
 from torchop._schema.structure.nodes import Fields, Leaf, Node
-from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, Shape, TypedDictShape
+from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, Shape
 from torchop._schema.structure.structure import Structure
 
 # The descriptors of classes with slots and of NamedTuples, which run no Python code.
@@ -30,13 +30,6 @@ class Compiler(Protocol):
         """Descriptions of all these attributes of an object of this very class; otherwise None.
 
         Reading the attributes runs no code of the class.
-        """
-
-    def entries(self, value: Any) -> Mapping[Any, Any] | None:
-        """Descriptions of the values in a dict, by key; None for all others.
-
-        Raises:
-            NotImplementedError: a key is not the same in every call of the graph.
         """
 
     def constant(self, value: Any) -> Any:
@@ -103,13 +96,9 @@ def _leaves(node: Node, value: Any, compiler: Compiler) -> Iterator[tuple[str, A
 
 def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler) -> Iterable[Any]:
     parts: Iterable[Any] | None = None
-    if isinstance(shape, (DataclassShape, NamedTupleShape)):
-        if _has_plain_attributes(shape.cls, names):
-            parts = compiler.attributes(value, shape.cls, names)
-    elif isinstance(shape, TypedDictShape):
-        entries = compiler.entries(value)
-        if entries is not None and entries.keys() == set(names):
-            parts = [entries[name] for name in names]
+    is_class = isinstance(shape, (DataclassShape, NamedTupleShape))
+    if is_class and _has_plain_attributes(shape.cls, names):
+        parts = compiler.attributes(value, shape.cls, names)
     if parts is None:
         raise UnclearError
     return parts

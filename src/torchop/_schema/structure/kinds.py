@@ -9,7 +9,7 @@ import enum
 import operator
 import typing
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
@@ -142,9 +142,8 @@ def choice_kind(annotation: Any) -> Kind | None:
     """The kind of a Literal or an Enum class; None if the annotation is neither."""
     if typing.get_origin(annotation) is typing.Literal:
         return _literal(typing.get_args(annotation))
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return _flags(annotation) if issubclass(annotation, enum.Flag) else _members(annotation)
-    return None
+    is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
+    return _members(annotation) if is_enum and not issubclass(annotation, enum.Flag) else None
 
 
 def _literal(values: tuple[Any, ...]) -> Kind | None:
@@ -193,21 +192,6 @@ def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Ki
         return members[name]
 
     return Kind("str", encode, decode=decode)
-
-
-def _flags(cls: type[enum.Flag]) -> Kind:
-    def encode(value: Any, where: str) -> int:
-        if not isinstance(value, cls):
-            raise wrong_type(where, types.spell(cls), value)
-        return int(value.value)  # a combination has no name
-
-    def decode(value: Any, where: str) -> Any:
-        try:
-            return cls(int(value))
-        except ValueError as error:
-            raise ArgumentValueError(f"{where}: {error}.") from None
-
-    return Kind("SymInt", encode, decode=decode)
 
 
 def _expected(choices: tuple[Any, ...]) -> str:
@@ -387,14 +371,6 @@ def leaf_kind(annotation: Any) -> Kind | None:
 
 
 def without_annotated(annotation: Any) -> Any:
-    while wrapper(annotation) in _WRAPPERS:
+    while typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     return annotation
-
-
-def wrapper(annotation: Any) -> str:
-    # By name, because `typing_extensions` defines its own for Python 3.10.
-    return str(typing.get_origin(annotation)).rpartition(".")[2].rstrip("'>")
-
-
-_WRAPPERS = frozenset({"Annotated", "Required", "NotRequired", "ReadOnly"})

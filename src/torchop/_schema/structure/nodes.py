@@ -240,8 +240,8 @@ class Several(Fields):
         return dict.fromkeys(self.fields, value)  # one for all of them
 
 
-def result_leaf(op: str, path: str, schema: str = "", decode: Encode | None = None) -> Leaf:
-    """A result of the flat operator; without a `schema`, a value that it does not return."""
+def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -> Leaf:
+    """A result of the flat operator."""
     return Leaf(op, path, path, Kind(schema, unchanged, decode=decode), MISSING, checked=False)
 
 
@@ -275,24 +275,20 @@ class Pair(Node):
 
 
 class Maybe(Node):
-    """A structure that may be absent: a flag tells, because its parts may be None themselves.
+    """A structure that may be None: a flag tells, because its parts may be None themselves."""
 
-    What stands for no structure is None, or `MISSING` for a key.
-    """
-
-    def __init__(self, op: str, flag: Leaf, inner: Node, absent: Any, default: Any) -> None:
+    def __init__(self, op: str, flag: Leaf, inner: Node, default: Any) -> None:
         super().__init__(op, inner.path, (flag, inner))
         self.flag = flag
         self.inner = inner
-        self.absent = absent
-        if default is absent or default is not MISSING:
-            flag.default = default is not absent
+        if default is not MISSING:
+            flag.default = default is not None
         for leaf in inner.leaves():
             leaf.make_optional()
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         flag = variables[self.flag.name]
-        source.line(f"{flag} = {value} is not {source.object(self.absent, 'missing')}")
+        source.line(f"{flag} = {value} is not None")
         with source.block(f"if {flag}:"):
             self.inner.flatten(source, value, variables)
         with source.block("else:"):
@@ -301,7 +297,7 @@ class Maybe(Node):
 
     def rebuild(self, source: Source, variables: Variables) -> str:
         local = source.variable(f"made_{self.flag.name.removesuffix('_given')}")
-        source.line(f"{local} = {source.object(self.absent, 'missing')}")
+        source.line(f"{local} = None")
         with source.block(f"if {variables[self.flag.name]}:"):
             source.line(f"{local} = {self.inner.rebuild(source, variables)}")
         return local
@@ -310,4 +306,4 @@ class Maybe(Node):
         return self.inner.gather(values)
 
     def spread(self, value: Any) -> dict[str, Any]:
-        return {} if value is self.absent else self.inner.spread(value)
+        return {} if value is None else self.inner.spread(value)

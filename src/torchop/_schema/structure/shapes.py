@@ -1,4 +1,4 @@
-"""Structures with fields: dataclasses, NamedTuple, TypedDict, tuples, and classes of users."""
+"""Structures with fields: dataclasses, NamedTuples, and tuples as results."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from torchop._errors import ArgumentError, ResultError, SchemaError, short_repr
-from torchop._schema import signatures, types
-from torchop._schema.callables import accepts, check_callable
-from torchop._schema.structure.kinds import wrapper, wrong_type
+from torchop._errors import ResultError, SchemaError
+from torchop._schema import types
+from torchop._schema.callables import accepts
+from torchop._schema.structure.kinds import wrong_type
 from torchop._schema.structure.source import Source, is_plain
-
-T = TypeVar("T")
 
 # Stands for a default, or a key, that is not there.
 MISSING: Any = inspect.Parameter.empty
@@ -161,118 +159,10 @@ class NamedTupleShape(ClassShape):
         return f"{source.object(self.cls)}({', '.join(fields.values())})"
 
 
-class TypedDictShape(Shape):
-    """A dict with the keys of a TypedDict, of which some may be missing."""
-
-    def __init__(self, cls: Any) -> None:
-        super().__init__(cls.__name__, {n: Field(hint) for n, hint in hints_of(cls).items()})
-        self.required = frozenset(_required_keys(cls))
-
-    def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        required, spelled = source.object(self.required, "required"), source.object(self.spelled)
-        source.require_keys(
-            value, frozenset(self.fields), check_keys, required, spelled, repr(where)
-        )
-        missing = source.object(MISSING, "missing")
-
-        def entry(name: str) -> str:
-            key = source.object(name)
-            return f"{value}[{key}]" if name in self.required else f"{value}.get({key}, {missing})"
-
-        return entry
-
-    def make(self, source: Source, fields: Mapping[str, str]) -> str:
-        local = source.variable("made_dict")
-        required = {name: value for name, value in fields.items() if name in self.required}
-        source.line(f"{local} = {source.items(required)}")
-        missing = source.object(MISSING, "missing")
-        for name, value in fields.items():
-            if name not in self.required:
-                with source.block(f"if {value} is not {missing}:"):
-                    source.line(f"{local}[{source.object(name)}] = {value}")
-        return local
-
-
-def check_keys(
-    value: Any, keys: frozenset[str], required: frozenset[str], spelled: str, where: str
-) -> None:
-    """Refuses what is no dict, and one with other keys than its TypedDict."""
-    if not isinstance(value, dict):
-        raise wrong_type(where, f"a dict, {spelled}", value)
-    for name in sorted(required):
-        if name not in value:
-            raise ArgumentError(
-                f"{where}: expected the key {short_repr(name)}, which {spelled} requires."
-            )
-    for name in value:
-        if name not in keys:
-            raise ArgumentError(
-                f"{where}: got the key {short_repr(name)}, which {spelled} does not have; it has "
-                f"{', '.join(sorted(keys))}."
-            )
-
-
-class ArgumentType(NamedTuple):
-    """What a user registered for a class; the parameters of `unflatten` are its fields."""
-
-    flatten: Callable[[Any], Any]
-    unflatten: Callable[..., Any]
-    signature: inspect.Signature
-
-
-_registered: dict[type, ArgumentType] = {}
-
-
-class RegisteredShape(ClassShape):
-    """A class for which a user told how to take it apart, and how to make it again."""
-
-    def __init__(self, cls: type, registration: ArgumentType) -> None:
-        parameters = registration.signature.parameters.values()
-        super().__init__(cls, {p.name: Field(p.annotation, p.default) for p in parameters})
-        self.flatten = registration.flatten
-        self.unflatten = registration.unflatten
-
-    def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        super().take_apart(source, value, where)
-        flatten = source.object(self.flatten, f"flatten_{self.spelled}")
-        parts = source.variable(f"{value}_parts")
-        source.line(f"{parts} = {flatten}({value})")
-        what = f"{where}: flatten of {self.spelled}"
-        source.require_keys(parts, frozenset(self.fields), check_parts, repr(what))
-        return lambda name: f"{parts}[{source.object(name)}]"
-
-    def make(self, source: Source, fields: Mapping[str, str]) -> str:
-        unflatten = source.object(self.unflatten, f"unflatten_{self.spelled}")
-        return f"{unflatten}({source.keywords(fields)})"
-
-    def parts(self, value: Any) -> Mapping[str, Any] | None:
-        if type(value) is self.cls:
-            parts = self.flatten(value)
-            check_parts(parts, self.fields, f"flatten of {self.spelled}")
-            return typing.cast("Mapping[str, Any]", parts)
-        return Shape.parts(self, value)
-
-
-def check_parts(parts: Any, names: Iterable[str], where: str) -> None:
-    """Refuses what a user's `flatten` returned, if `unflatten` would not get all of it."""
-    names = sorted(names)
-    if not isinstance(parts, Mapping):
-        raise wrong_type(where, f"a dict with the keys {', '.join(names)}", parts)
-    if len(parts) != len(names) or any(name not in parts for name in names):
-        raise ArgumentError(
-            f"{where}: expected the keys {', '.join(names)}, which unflatten takes, got "
-            f"{', '.join(map(str, parts))}."
-        )
-
-
 def argument_shape(annotation: Any) -> Shape | None:
     """The shape of a structure that is an argument; None if the annotation is none."""
     if not isinstance(annotation, type):
         return None
-    if annotation in _registered:  # itself, and no other class
-        return RegisteredShape(annotation, _registered[annotation])
-    if issubclass(annotation, dict) and hasattr(annotation, "__required_keys__"):
-        return TypedDictShape(annotation)
     return _class_shape(annotation, is_of_result=False)
 
 
@@ -331,93 +221,17 @@ def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
         raise SchemaError(
             f"{types.spell(cls)} cannot be taken apart: its __init__ does not take its fields "
             f"({', '.join(fields)}) by name, so the object cannot be rebuilt. Let __init__ take "
-            "them, or register the class with torchop.register_argument_type."
+            "them."
         )
     return fields
 
 
-def _required_keys(cls: Any) -> set[str]:
-    """The keys that a TypedDict requires, also where its annotations are strings.
-
-    `__required_keys__` does not look into those (https://peps.python.org/pep-0655).
-    """
-    required = set(cls.__required_keys__)
-    for name, hint in hints_of(cls, extras=True).items():
-        kept = wrapper(hint)
-        if kept == "Required":
-            required.add(name)
-        elif kept == "NotRequired":
-            required.discard(name)
-    return required
-
-
-def hints_of(cls: Any, *, extras: bool = False) -> dict[str, Any]:
-    """The annotations of a class, evaluated; with `extras`, in wrappers such as `Annotated`."""
+def hints_of(cls: Any) -> dict[str, Any]:
+    """The annotations of a class, evaluated."""
     try:
-        return typing.get_type_hints(cls, localns={"Tensor": torch.Tensor}, include_extras=extras)
+        return typing.get_type_hints(cls, localns={"Tensor": torch.Tensor})
     except Exception as error:
         raise SchemaError(
             f"{types.spell(cls)} has an annotation that is not a type ({error}); import what it "
             "names at module level, where annotations are looked up."
         ) from None
-
-
-def register_argument_type(
-    cls: type[T], *, flatten: Callable[[T], dict[str, Any]], unflatten: Callable[..., T]
-) -> None:
-    """Lets operators take objects of a class of yours.
-
-    The flat operator takes one argument for each parameter of `unflatten`, so an exported program
-    holds plain values, and only needs your class when the kernel runs.
-
-    Args:
-        cls: the class; subclasses are other classes.
-        flatten: `flatten(object)` returns the parts, a dict by the names of the parameters of
-            `unflatten`. Compilers trace it.
-        unflatten: `unflatten(**parts)` makes an equal object. The annotations of its parameters are
-            those that a parameter of `custom_op` may have.
-
-    Raises:
-        SchemaError: a `ValueError`: a parameter of `unflatten` has no name or no annotation, or
-            `cls` is a type that operators take already.
-        TypeError: `cls` is not a class, or one of the others is not a function.
-
-    Example:
-        >>> import fractions, torch, torchop
-        >>> def halves(numerator: int, denominator: int = 1) -> fractions.Fraction:
-        ...     return fractions.Fraction(numerator, denominator)
-        >>> torchop.register_argument_type(
-        ...     fractions.Fraction,
-        ...     flatten=lambda f: {"numerator": f.numerator, "denominator": f.denominator},
-        ...     unflatten=halves,
-        ... )
-        >>> @torchop.custom_op("docs::times", mutates_args=())
-        ... def times(x: torch.Tensor, by: fractions.Fraction) -> torch.Tensor:
-        ...     return x * by.numerator / by.denominator
-        >>> times(torch.ones(2), fractions.Fraction(3, 2))
-        tensor([1.5000, 1.5000])
-        >>> print(times.schema)
-        docs::times(Tensor x, *, SymInt by_numerator, SymInt by_denominator=1) -> Tensor
-
-    The idea is `torch.utils._pytree.register_pytree_node`, with parts that have names and types.
-    """
-    if not isinstance(cls, type):
-        raise TypeError(f"register_argument_type expects a class, got {short_repr(cls)}.")
-    where = f"register_argument_type({cls.__name__})"
-    check_callable(f"{where}: flatten", flatten)
-    check_callable(f"{where}: unflatten", unflatten)
-    if types.argument_type(cls) is not None or issubclass(cls, torch.Tensor):
-        raise SchemaError(f"register_argument_type: operators accept {types.spell(cls)} already.")
-    signature = signatures.signature(unflatten)
-    for parameter in signature.parameters.values():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise SchemaError(
-                f"{where}: unflatten is called with a keyword for each part, which "
-                f"{short_repr(str(parameter))} cannot take. Name the parts."
-            )
-        if parameter.annotation is parameter.empty:
-            raise SchemaError(
-                f"{where}: the parameter {parameter.name!r} of unflatten must have a type "
-                "annotation, which gives the schema its type."
-            )
-    _registered[cls] = ArgumentType(flatten, unflatten, signature)

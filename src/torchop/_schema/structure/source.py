@@ -93,15 +93,6 @@ class Source:
         self._objects[name] = value
         return name
 
-    def require_keys(
-        self, value: str, keys: frozenset[str], check: Callable[..., None], *arguments: str
-    ) -> None:
-        """Writes what calls `check(value, keys, ...)` if a value is no dict with these keys."""
-        expected = self.object(keys, "keys")
-        is_no_dict = f"{self.object(type)}({value}) is not {self.object(dict)}"
-        with self.block(f"if {is_no_dict} or {value}.keys() != {expected}:"):
-            self.line(f"{self.object(check)}({', '.join((value, expected, *arguments))})")
-
     def attribute(self, value: str, name: str) -> str:
         """The expression for an attribute of a value."""
         if is_plain(name):
@@ -114,11 +105,6 @@ class Source:
             f"{name}={value}" if is_plain(name) else f"**{{{self.object(name)}: {value}}}"
             for name, value in arguments.items()
         )
-
-    def items(self, entries: Mapping[str, str]) -> str:
-        """A dict with these keys."""
-        pairs = (f"{self.object(key)}: {value}" for key, value in entries.items())
-        return f"{{{', '.join(pairs)}}}"
 
     @property
     def text(self) -> str:

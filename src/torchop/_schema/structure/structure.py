@@ -7,13 +7,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from torchop._schema import defaults
-from torchop._schema.structure.nodes import Leaf, Node, Variables, result_leaf
+from torchop._schema.structure.nodes import Leaf, Node, result_leaf
 from torchop._schema.structure.shapes import MISSING, TupleShape
 from torchop._schema.structure.source import Source
-from torchop._schema.structure.values import Call, Values
 from torchop._schema.text import (
     numbered_alias,
     results_of,
@@ -57,7 +54,6 @@ class Structure:
         keyword_only: the flat arguments that graphs hold by name.
         schema_text: the flat schema, without the name.
         flat_signature: of the flat kernels.
-        values: what the operator returns beside tensors.
         overload: the flat operator, when it is defined.
         at_end: called once, when the operator is gone.
     """
@@ -89,13 +85,11 @@ class Structure:
             self.result_count = len(results_of(self.schema_text))
         else:
             self.result_count = len(shape.fields) if isinstance(shape, TupleShape) else 1
-        leaves = tuple(self.result.leaves())
-        self._tensors = [leaf.name for leaf in leaves if leaf.is_tensor]
-        self.values = Values(op, tuple(leaf.path for leaf in leaves if not leaf.is_tensor))
+        self._tensors = [leaf.name for leaf in self.result.leaves()]
         self.overload: Callable[..., Any] | None = None
         self.at_end: Callable[[], None] | None = None
         # Makes flat kernels and fake kernels from the user's functions.
-        self._binders: dict[str, Callable[..., Any]] = {}
+        self._bind: Callable[..., Any] | None = None
         # The functions that call the flat operator, and its name in their source.
         self._callers: list[tuple[Any, str]] = []
 
@@ -183,7 +177,9 @@ class Structure:
             if is_flat or not self.returns_objects:
                 source.line(f"return {call}")
             else:
-                self._write_call(source, call, variables)
+                result = source.variable("result")
+                source.line(f"{result} = {call}")
+                self._write_return(source, result)
         function = source.function(written_name)
         function.__name__ = function.__qualname__ = name
         if not is_flat:
@@ -212,37 +208,15 @@ class Structure:
         assert self.overload is not None  # the operator is called
         return self.caller(self.overload, "call")
 
-    def _write_call(self, source: Source, call: str, variables: Variables) -> None:
-        result = source.variable("result")
-        variables_of_result = self._variables_of_result(source, result)
-        if not self.values.places:
-            source.line(f"{result} = {call}")
-            self._write_return(source, result, variables_of_result)
-            return
-        names = ", ".join(variables_of_result[place] for place in self.values.places)
-        values = source.object(self.values, "values")
-        with source.block(f"if {source.object(torch.compiler.is_dynamo_compiling, 'traced')}():"):
-            source.line(f"{result} = {call}")
-            described = source.variable("described")
-            source.line(f"{described} = {values}.traced_fake()({self._user_call()})")
-            self.result.flatten(source, described, variables_of_result)
-            source.line(f"{names}, = {values}.known(({names},))")
-        with source.block("else:"):
-            waiting = source.variable("waiting")
-            with source.block(f"with {source.object(Call, 'Call')}({values}) as {waiting}:"):
-                source.line(f"{result} = {call}")
-            arguments = "".join(f"{variables[leaf.name]}, " for leaf in self.positional)
-            source.line(f"{names}, = {waiting}.values(({arguments}))")
-        self._write_return(source, result, variables_of_result)
-
     def _variables_of_result(self, source: Source, result: str) -> dict[str, str]:
         if isinstance(self.result, Leaf):
             return {self.result.name: result}
         leaves = enumerate(self.result.leaves())
         return {leaf.name: source.variable(f"{result}_{index}") for index, leaf in leaves}
 
-    def _write_return(self, source: Source, result: str, variables: Variables) -> None:
-        """Writes what returns the tensors of `result` and the values, as objects."""
+    def _write_return(self, source: Source, result: str) -> None:
+        """Writes what returns the tensors of `result`, as objects."""
+        variables = self._variables_of_result(source, result)
         tensors = ", ".join(variables[name] for name in self._tensors)
         if tensors and tensors != result:
             source.line(f"{tensors} = {result}")
@@ -256,12 +230,11 @@ class Structure:
         """The flat kernel that calls the user's function."""
         return self.kernel(self.function)
 
-    def kernel(self, function: Callable[..., Any], *, is_fake: bool = False) -> Callable[..., Any]:
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The flat kernel that calls `function` with objects, and takes apart what it returns."""
-        what = "fake kernel" if is_fake else "kernel"
-        if what not in self._binders:
-            self._binders[what] = self._binder(what)
-        flat = self._binders[what](function)
+        if self._bind is None:
+            self._bind = self._binder("kernel")
+        flat = self._bind(function)
         functools.update_wrapper(flat, function)
         flat.__signature__ = self.flat_signature
         return flat  # type: ignore[no-any-return]
@@ -277,53 +250,38 @@ class Structure:
         function = source.variable("function")
         with source.block(f"def bind({function}):"):
             with source.block(f"def kernel{_written(self.flat_signature, source)}:"):
-                flat = ""
-                if self.values.places and what == "kernel":
-                    flat = source.variable("flat")
-                    arguments = {leaf.name: variables[leaf.name] for leaf in self.leaves}
-                    source.line(f"{flat} = {source.items(arguments)}")
                 objects = [p.node.rebuild(source, variables) for p in self.parameters]
                 call = f"{function}({self._user_call(objects)})"
                 if what == "arguments":
                     source.line(f"return {call}")
                 else:
-                    self._write_flat_return(source, call, flat)
+                    self._write_flat_return(source, call)
             source.line("return kernel")
         return source.function("bind")
 
-    def _write_flat_return(self, source: Source, call: str, flat: str) -> None:
-        """Writes what returns the tensors; `flat` has the arguments if values are compared."""
+    def _write_flat_return(self, source: Source, call: str) -> None:
+        """Writes what returns the tensors of what a call returned."""
         result = source.variable("result")
         source.line(f"{result} = {call}")
         variables = self._variables_of_result(source, result)
         self.result.flatten(source, result, variables)
-        if self.values.places:
-            operator = source.object(self.values, "values")
-            values = f"({', '.join(variables[place] for place in self.values.places)},)"
-            if flat:
-                structure = source.object(self, "structure")
-                source.line(f"{operator}.compare({structure}.overload, {flat}, {values})")
-            source.line(f"{operator}.hand_over({values})")
         tensors = ", ".join(variables[name] for name in self._tensors)
         source.line(f"return {tensors or None}")
 
     @functools.cached_property
-    def rebuilt_result(self) -> Callable[[Any, tuple[Any, ...]], Any]:
-        """`rebuilt_result(flat_result, values)`: the result as the user's functions return it."""
-        source = Source(f"result of {self.op}", ("result", "values"))
-        with source.block("def rebuilt(result, values):"):
-            variables = self._variables_of_result(source, "result")
-            places = enumerate(self.values.places)
-            variables |= {place: f"values[{index}]" for index, place in places}
-            self._write_return(source, "result", variables)
+    def rebuilt_result(self) -> Callable[[Any], Any]:
+        """`rebuilt_result(flat_result)`: the result as the user's functions return it."""
+        source = Source(f"result of {self.op}", ("result",))
+        with source.block("def rebuilt(result):"):
+            self._write_return(source, "result")
         return source.function("rebuilt")
 
     @functools.cached_property
     def flat_result(self) -> Callable[[Any], Any]:
-        """`flat_result(result)`: the tensors of it; the values are handed over."""
+        """`flat_result(result)`: the tensors of it."""
         source = Source(f"flat result of {self.op}", ("returned",))
         with source.block("def flat(returned):"):
-            self._write_flat_return(source, "returned", "")
+            self._write_flat_return(source, "returned")
         return source.function("flat")
 
     # ----------------------------------------------------------------------------------------------

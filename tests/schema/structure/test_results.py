@@ -1,0 +1,312 @@
+"""Structured results, whose tensors the flat operator returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchop
+from torchop import ResultError, SchemaError
+
+
+class Sorted(NamedTuple):
+    values: Tensor
+    order: Optional[Tensor]
+
+
+@dataclasses.dataclass
+class Split:
+    whole: Tensor
+    parts: tuple[Tensor, ...]
+
+
+def optional(x: Tensor, given: bool = True) -> Optional[Tensor]:
+    return x + 1 if given else None
+
+
+def with_optional(x: Tensor, given: bool = True) -> tuple[Tensor, Optional[Tensor]]:
+    return x + 1, x + 2 if given else None
+
+
+def several(x: Tensor, given: bool = True) -> tuple[Tensor, ...]:
+    return (x + 1, x + 2) if given else ()
+
+
+def named(x: Tensor, given: bool = True) -> Sorted:
+    return Sorted(x + 1, x + 2 if given else None)
+
+
+def split(x: Tensor, given: bool = True) -> Split:
+    return Split(x + 1, (x + 2, x + 3) if given else ())
+
+
+def nested(x: Tensor, given: bool = True) -> tuple[Sorted, list[Tensor]]:
+    return named(x, given), [x + 3]
+
+
+FORMS: dict[str, tuple[Callable[..., Any], str]] = {
+    "Optional[Tensor]": (optional, "Tensor?"),
+    "optional entry": (with_optional, "(Tensor, Tensor?)"),
+    "tuple[Tensor, ...]": (several, "Tensor[]"),
+    "NamedTuple": (named, "(Tensor, Tensor?)"),
+    "dataclass": (split, "(Tensor, Tensor[])"),
+    "nested": (nested, "(Tensor, Tensor?, Tensor[])"),
+}
+
+
+def fake_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """These functions compute nothing that depends on data, so they describe themselves."""
+    return lambda x, given=True: function(torch.empty_like(x), given)
+
+
+def define(namespace: str, form: str) -> tuple[Any, Callable[..., Any]]:
+    function, returned = FORMS[form]
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    assert op._schema.endswith(f") -> {returned}")
+    op.register_fake(fake_of(function))
+    return op, function
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if dataclasses.is_dataclass(expected):
+        assert_same(tuple(vars(found).items()), tuple(vars(expected).items()))
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (Split(torch.ones(1), ()), Split(torch.zeros(1), ())),
+        ((1, "a"), (1, "b")),
+        ((torch.ones(1),), [torch.ones(1)]),
+        ((1,), (1, 2)),
+    ],
+)
+def test_the_comparison_can_fail(found: Any, expected: Any) -> None:
+    assert_same(expected, expected)
+    with pytest.raises(AssertionError):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("form", list(FORMS))
+def test_a_call_returns_what_the_function_returns(namespace: str, form: str, given: bool) -> None:
+    op, function = define(namespace, form)
+    x = torch.arange(3.0)
+    for _ in range(2):
+        assert_same(op(x, given), function(x, given))
+    with torchop.native.disabled():
+        assert_same(op(x, given=given), function(x, given))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: op(x, given), fullgraph=True, backend="aot_eager")
+    assert_same(compiled(x), function(x, given))
+    with FakeTensorMode() as mode:
+        fake = op(mode.from_tensor(x), given)
+    assert isinstance(fake, type(function(x, given)))
+
+
+def test_gradients_flow_through_structures(namespace: str) -> None:
+    op, _ = define(namespace, "dataclass")
+    seen = []
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        seen.append(output)
+
+    @op.register_autograd(setup_context=setup_context)
+    def _(ctx: Any, grad: Any) -> Any:
+        seen.append(grad)
+        return grad.whole + sum(grad.parts), None
+
+    x = torch.ones(2, requires_grad=True)
+    result = op(x)
+    (result.whole * 2 + result.parts[0] * 3 + result.parts[1] * 4).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [9, 9]
+    assert [type(value) for value in seen] == [Split, Split]
+
+
+def test_vmap_of_structures(namespace: str) -> None:
+    op, function = define(namespace, "nested")
+
+    @op.register_vmap
+    def _(info: Any, in_dims: Any, x: Tensor, given: bool = True) -> Any:
+        return function(x.movedim(in_dims[0], 0), given), 0
+
+    x = torch.arange(6.0).reshape(3, 2)
+    mapped = torch.vmap(op, in_dims=1)(x)
+    assert_same(mapped, function(x.t()))
+
+
+@dataclasses.dataclass
+class Scale:
+    factor: float
+    weight: Tensor
+
+
+def scaled_size(config: Scale, *, times: int = 1) -> tuple[Tensor, int]:
+    return config.weight * config.factor, times
+
+
+def named_scaled(config: Scale) -> Sorted:
+    return Sorted(config.weight * config.factor, None)
+
+
+def scaled(config: Scale) -> Tensor:
+    return config.weight * config.factor
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        (scaled, r"def _\(config\):\n.*\n *return torch\.empty_like\(config\.weight\)\n"),
+        (scaled_size, r"def _\(config, \*, times\):\n.*\n *return torch.*weight\), \.\.\.\n"),
+        (named_scaled, r"return \.\.\.  # .*Sorted, as the kernel does\n"),
+    ],
+)
+def test_a_missing_fake_kernel_is_shown_as_its_author_has_to_write_it(
+    namespace: str, function: Callable[..., Any], shown: str
+) -> None:
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    meta = torch.empty(2, device="meta")
+    with pytest.raises(torchop.MissingFakeError, match=shown):
+        op(Scale(2.0, meta))
+
+
+def test_a_mode_gets_the_structures_and_calls_with_them(namespace: str) -> None:
+    class Doubling(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    op, function = define(namespace, "NamedTuple")
+    seen = []
+
+    @op.register_torch_dispatch(Doubling)
+    def _(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        seen.append((func == op.overload, func.namespace, args[1]))
+        return func(*args, **kwargs)._replace(order=None)
+
+    with Doubling():
+        result = op(torch.ones(2))
+    assert_same(result, function(torch.ones(2), given=False))
+    assert seen == [(True, namespace, True)]
+
+
+# --------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ((torch.ones(1),), "the result: expected Sorted, but the function returned a tuple of 1"),
+        (None, "the result: expected Sorted, but the function returned a NoneType"),
+        (Sorted(1.0, None), r"must return 2 values \(Tensor, Optional\[Tensor\]\)"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_result_is_refused(namespace: str, result: Any, message: str) -> None:
+    def function(x: Tensor) -> Sorted:
+        return result  # type: ignore[no-any-return]
+
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    with pytest.raises(ResultError, match=message):
+        op(torch.ones(1))
+
+
+@dataclasses.dataclass
+class Validated:
+    values: Tensor
+    rows: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = self.values.shape[0]
+
+
+@dataclasses.dataclass
+class Unmade:
+    values: Tensor
+    rows: int = dataclasses.field(init=False, default=3)
+
+
+@dataclasses.dataclass
+class Endless:
+    values: Tensor
+    rest: Endless
+
+
+def test_a_result_with_code_of_its_own_is_made_again_by_it(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Validated:
+        return Validated(x * 3)
+
+    op.register_autograd(lambda ctx, grad: grad.values * 3)  # which __post_init__ has no part in
+    x = torch.ones(2, requires_grad=True)
+    result = op(x)
+    assert result.rows == 2
+    result.values.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Unmade, r"Unmade cannot be a result: its __init__ does not take the field 'rows'"),
+        (
+            Endless,
+            r"the result\.rest is a .*Endless inside a .*Endless, so the schema would",
+        ),
+    ],
+)
+def test_a_result_that_cannot_be_made_again_is_refused(
+    namespace: str, cls: type, message: str
+) -> None:
+    def function(x: Tensor) -> Any: ...
+
+    function.__annotations__["return"] = cls
+    with pytest.raises(SchemaError, match=message):
+        torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+
+
+class Counted(NamedTuple):
+    values: Tensor
+    count: int
+
+
+@pytest.mark.parametrize(
+    ("annotation", "message"),
+    [
+        (dict[str, Tensor], r"unsupported type dict\[str, torch.Tensor\]; supported are Tensor"),
+        (tuple[Tensor, list[int]], r"unsupported type list\[int\] at 'the result\[1\]'; supported"),
+        (
+            Counted,
+            r"unsupported type int at 'the result\.count'; supported .* dataclass of tensors",
+        ),
+        (str, "unsupported type str; supported"),
+        (torch.Size, "unsupported type torch.Size; supported"),
+    ],
+)
+def test_other_results_than_tensors_are_refused(
+    namespace: str, annotation: Any, message: str
+) -> None:
+    def function(x: Tensor) -> Any: ...
+
+    function.__annotations__["return"] = annotation
+    with pytest.raises(SchemaError, match=message):
+        torchop.custom_op(f"{namespace}::op", function, mutates_args=())
