@@ -277,8 +277,10 @@ class _Memory(NamedTuple):
 
 
 # What a kernel that writes into a tensor must leave alone, the cause before its consequences.
-_LAYOUT = ("storage", "storage size", "dtype", "device", "shape", "strides", "storage offset")
-_LAYOUT = (*_LAYOUT, "conjugate bit", "negative bit")
+_LAYOUT = (
+    *("storage", "storage size", "dtype", "device", "shape", "strides", "storage offset"),
+    *("conjugate bit", "negative bit"),
+)
 
 
 def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: str) -> str:

@@ -398,9 +398,8 @@ class _Run:
             if not message.startswith(case.label):
                 message = f"{case.label}: {message}"
         example, options = case.arguments()
-        # What breaks the contract is wrong whatever callers pass.
-        is_about_values = case.arrange is not None and not breaks_contract(error)
-        if is_about_values and self._fails_contiguous(case, example, options):
+        is_legal = not breaks_contract(error)
+        if case.arrange and is_legal and self._fails_contiguous(case, example, options):
             message += (
                 "\nIt is not the layout: the same values fail in contiguous memory too. If no "
                 "caller may pass them, declare what one may pass: register_preconditions."
