@@ -13,6 +13,7 @@ from tests.forking import run_forked
 from tests.rules.user.sharding.operators import X, define, sine
 from tests.rules.user.sharding.ranks import assert_right, on_mesh, words
 from tests.support import assert_clean
+from torchop._rules.user.sharding import register_sharding
 
 
 def test_operators_may_share_a_rule(namespace: str, mesh: Any) -> None:
@@ -48,6 +49,28 @@ def test_a_function_takes_the_arguments(namespace: str) -> None:
     op = sine(namespace)
     with pytest.raises(torchop.RuleSignatureError, match=r"a sharding rule is called with \(x\)"):
         op.register_sharding(lambda: "a -> a")
+
+
+def test_an_operator_is_no_rule(namespace: str) -> None:
+    op = sine(namespace)
+    for rule in (torch.ops.aten.topk.default, torch.ops.aten.topk, sine(f"{namespace}b")):
+        with pytest.raises(
+            torchop.ShardingRuleError, match=r"a sharding rule is .*; got .*topk|op"
+        ):
+            op.register_sharding(rule)
+
+
+def test_a_rule_for_an_operator_of_pytorch_replaces_the_one_of_dtensor(mesh: Any) -> None:
+    def placements() -> list[str]:
+        # The first decision is cached by DTensor before there is another rule.
+        return [words(result) for result in torch.topk(on_mesh(mesh, X, "S0"), 1)]
+
+    before = placements()
+    assert before == ["S0", "S0"]
+    with torchop.Library("aten", "IMPL") as library:
+        register_sharding(torch.ops.aten.topk.default, "replicate", lib=library)
+        assert placements() == ["R", "R"]
+    assert placements() == before
 
 
 def test_in_place_results_have_the_operand_of_the_argument(namespace: str) -> None:

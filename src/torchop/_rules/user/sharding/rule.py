@@ -9,6 +9,7 @@ from typing import Any
 import torch.library
 
 from torchop._compat import dtensor, dtensor_registry, dtensor_strategies
+from torchop._compat.classes import CustomOpDef, OpOverloadPacket
 from torchop._compat.dtensor_calls import Call, Row, holds_tensors
 from torchop._compat.dtensor_registry import Registration
 from torchop._core.user_rule import Rule
@@ -94,7 +95,9 @@ class _ShardingRule(Rule[ShardingRule]):
         if isinstance(value, (str, Sharding)):
             rule = _read(op, schema, value, options)
             return ShardingRule(functools.partial(rows_of, rule), repr(rule), names)
-        if not callable(value):
+        # An operator can be called, but not with the arguments that stand for tensors.
+        is_operator = isinstance(value, (OpOverload, OpOverloadPacket, CustomOpDef))
+        if not callable(value) or is_operator:
             raise ShardingRuleError(
                 f"{op.name()}: a sharding rule is a text such as 'b k, k n -> b n', one of "
                 f"{', '.join(map(repr, checks.PRESETS))}, torchop.sharding(...), or a function of "
