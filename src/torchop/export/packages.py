@@ -26,6 +26,7 @@ from torchop.export.programs import (
     in_package,
     modules_of,
 )
+from torchop.export.results import check_results, unsupported_results
 from torchop.extend import Operator, OpName, warn
 
 _SOURCE = """\
@@ -71,6 +72,9 @@ def aoti_package(
     They are the entry `torchop_operators` of the package's metadata, so a server in C++ can read
     them before it loads the package.
 
+    Compiled code trusts fake kernels, so the program is run on its example inputs first, and the
+    results of each custom operator are compared with its fake kernel.
+
     Args:
         ep: the program.
         package_path: where to write the package, a path that ends with `.pt2`; by default, a
@@ -84,7 +88,10 @@ def aoti_package(
         The path of the package.
 
     Raises:
-        RuntimeError: Inductor cannot compile the program.
+        RuntimeError: Inductor cannot compile the program; names the operators that return what a
+            package cannot hold.
+        FakeKernelError: with the example inputs of the program, an operator returned a tensor with
+            other metadata than its fake kernel; names the operator.
         ArgumentError: a `TypeError`: `libraries` is one path; it takes a list.
         OSError: a library cannot be loaded; the exception that caused it says why.
         MissingKernelError: with `libraries`, an operator that the package calls has no kernel in
@@ -92,7 +99,8 @@ def aoti_package(
         NotImplementedError: with `libraries`, anywhere but on Linux.
 
     Warns:
-        UserWarning: the package calls operators whose kernel is in Python; names them.
+        UserWarning: the package calls operators whose kernel is in Python; names them. Or the
+            program cannot be run here, so results were not compared.
 
     Example:
         >>> import torch, torchop, torchop.export
@@ -121,13 +129,14 @@ def aoti_package(
             "define the operators in C++ with TORCH_LIBRARY, and load their library before the "
             "package."
         )
+    check_results(ep)
     configs = dict(inductor_configs or {})
     metadata = configs.get("aot_inductor.metadata") or {}
     configs["aot_inductor.metadata"] = {**metadata, METADATA: modules_of(ep)}
     path = None if package_path is None else os.fspath(package_path)
     if libraries:
         return _carrying(list(map(os.path.abspath, libraries)), ep, path, configs)
-    path = on_demand.compile_aoti_package(ep, path, configs)
+    path = _compiled(ep, path, configs)
     names, device = contents_of_package(path)
     without = _without_kernels(names, device)
     in_python = ", ".join(f"{op} (see {site})" for op, site in without.items())
@@ -188,13 +197,29 @@ def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, confi
         # A process loads one library of a name, so every package has another.
         carrier = os.path.join(folder, f"{_CARRIER}{uuid.uuid4().hex}")
         on_demand.build_library("", carrier)
-        path = on_demand.compile_aoti_package(ep, path, configs, linked=carrier)
+        path = _compiled(ep, path, configs, carrier)
         try:
             _put_in(libraries, carrier, path)
         except BaseException:
             os.remove(path)  # which nobody could run
             raise
     return path
+
+
+def _compiled(
+    ep: ExportedProgram, path: str | None, configs: Any, linked: str | None = None
+) -> str:
+    try:
+        return on_demand.compile_aoti_package(ep, path, configs, linked)
+    except Exception as error:
+        unsupported = "; ".join(unsupported_results(ep))
+        if not unsupported:
+            raise
+        raise RuntimeError(
+            f"aoti_package: {unsupported}. An operator of a package can only return tensors, lists "
+            "of tensors and None. Return a 0-dim tensor instead of a number, or write an operator "
+            "that returns only tensors for this program."
+        ) from error
 
 
 def _put_in(libraries: list[str], carrier: str, path: str) -> None:

@@ -1,0 +1,24 @@
+"""Fake results of a call with real tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from torchop._compat.classes import FakeTensorMode, OpOverload, tree_map_only
+
+
+def fake_results(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Return the results of the fake kernel; sizes that depend on data are symbols."""
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), (args, kwargs)
+        )
+        return op(*args, **kwargs)
+
+
+def is_builtin(op: OpOverload) -> bool:
+    """Return whether an operator belongs to PyTorch."""
+    return bool(torch._library.utils.is_builtin(op))
