@@ -184,6 +184,12 @@ def registration_site(name: OpName) -> str:
     return operators.registration_site(name.packet, name.overload)
 
 
+def defining_module(name: OpName) -> str | None:
+    """The module that defined an operator by `torchop.define`; None if that is not known."""
+    place = process_place(name)
+    return None if place is None else place.module
+
+
 def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeError:
     """The error about a second definition of an operator."""
     return RuntimeError(

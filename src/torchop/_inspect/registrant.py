@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchop._compat import dispatch, operators, registries, stock_kernels
-from torchop._core.library import process_place
-from torchop._core.registry import registration_site
+from torchop._core.registry import defining_module, registration_site
 from torchop._native import low_level, switch
 from torchop.extend import Operator, OpName
 
@@ -67,8 +66,8 @@ def _modules_of(op: OpName) -> set[str]:
     sites = registration_site(op), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
     names = set(map(_module_of, functions_of(op)))
-    if (place := process_place(op)) is not None:
-        names.add(place.module)
+    if (module := defining_module(op)) is not None:
+        names.add(module)
     newest = next(reversed(sys.modules))
     by_file = _modules_by_file(len(sys.modules), newest, id(sys.modules.get(newest)))
     for file in files:
