@@ -96,8 +96,9 @@ def _leaves(node: Node, value: Any, compiler: Compiler) -> Iterator[tuple[str, A
 
 def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler) -> Iterable[Any]:
     parts: Iterable[Any] | None = None
-    is_class = isinstance(shape, (DataclassShape, NamedTupleShape))
-    if is_class and _has_plain_attributes(shape.cls, names):
+    if isinstance(shape, (DataclassShape, NamedTupleShape)) and _has_plain_attributes(
+        shape.cls, names
+    ):
         parts = compiler.attributes(value, shape.cls, names)
     if parts is None:
         raise UnclearError
