@@ -62,6 +62,11 @@ def _register(qualname: str) -> None:
     module.user_lowerings.setdefault(overload, functools.partial(_realize_readers, overload))
 
 
+def is_ours(lowering: object) -> bool:
+    """Return whether a lowering is the one of this file, which leaves the call to Inductor."""
+    return isinstance(lowering, functools.partial) and lowering.func is _realize_readers
+
+
 def _realize_readers(op: OpOverload, *args: Any, **kwargs: Any) -> None:
     """Realize what was computed from written arguments; None makes Inductor lower the call."""
     import torch._inductor.ir  # imports Inductor

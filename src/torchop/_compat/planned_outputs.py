@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from torchop._compat import import_hooks, operators, torch_ops
+from torchop._compat import import_hooks, inductor_writes, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
 _REINPLACE = "torch._inductor.fx_passes.reinplace"
@@ -119,7 +119,9 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
         return False
     lowerings = _lowerings()
     assert lowerings is not None  # or the pass would not know the operator
-    lowerings.setdefault(inplace, lambda *args, **kwargs: _lower_inplace(inplace, args, kwargs))
+    # Inductor's own node returns memory that it takes for fresh, and writes later results there.
+    if inplace not in lowerings or inductor_writes.is_ours(lowerings[inplace]):
+        lowerings[inplace] = lambda *args, **kwargs: _lower_inplace(inplace, args, kwargs)
     return True
 
 
