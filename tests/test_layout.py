@@ -77,8 +77,8 @@ EXCEPTIONS = {
     ),
     "_inspect": (
         "it tells what the rules, the plan and the dispatcher would do with a call",
-        {"_compat", "_core.definition", "_core.library", "_core.registry", "_core.user_rule"}
-        | {"_errors", "_native", "_rules", "_schema"},
+        {"_compat", "_core.definition", "_core.registry", "_core.user_rule", "_errors", "_native"}
+        | {"_rules", "_schema"},
     ),
     "_rules.providers": (
         "what chooses between the kernels of providers becomes a part of plans",
