@@ -131,7 +131,7 @@ def test_kernels_of_a_library(namespace, accelerated, library):
         == f"its kernel for {spelled_key(BACKEND)} takes dispatch keys"
     )
     assert rows[f"{namespace}::empty"].reason == "none of its kernels is a Python function"
-    assert rows[f"{namespace}::op.two"] == (f"{namespace}::op.two", True, "")
+    assert rows[f"{namespace}::op.two"] == (f"{namespace}::op.two", True, "", ())
 
 
 def test_what_torch_library_impl_puts_around_a_kernel_is_spared(namespace, accelerated, seen):

@@ -271,6 +271,7 @@ def test_lists_of_gradients_and_undefined_ones(namespace):
     assert seen == [True] * 6
 
 
+@pytest.mark.needs_torch("2.13", "torch.Tag.inplace")
 def test_an_operator_in_the_inplace_form(namespace):
     op = torchop.custom_op(
         f"{namespace}::double_",
