@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def test_a_case_is_compared_with_and_without(namespace) -> None:
     check = operators.check
     assert check(_case.Case(f"{namespace}::good", lambda: (ones, 2.0))) == ""
     assert "has other values" in check(_case.Case(f"{namespace}::counted", lambda: (ones,)))
-    converted = check(_case.Case(f"{namespace}::good", lambda: (ones, True)))
+    converted = check(_case.Case(f"{namespace}::good", lambda: (ones, np.float32(2.0))))
     assert converted.startswith("it is not native: argument 'by' does not have exactly the type")
 
 

@@ -27,8 +27,9 @@ from torchop._core import define, registry
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
 from torchop._native import switch
-from torchop._rules import RULES, inlining
+from torchop._rules import inlining
 from torchop._rules.fake.rule import FakeRule
+from torchop._rules.functionalization.rule import FunctionalizationRule
 from torchop._rules.kernels.rule import KernelRule
 
 T = torch.zeros(2)
@@ -55,12 +56,12 @@ STEPS: dict[str, tuple[Any, str]] = {
     "make the definition": (define, "Definition"),
     "follow the library": (libraries, "on_close"),
     "install the kernel": (KernelRule, "install"),
-    "install the last rule": (RULES[-1], "install"),
+    "install a later rule": (FunctionalizationRule, "install"),
     "implement a key": (libraries, "implement"),
     "define": (libraries, "define"),
     "refresh the packet": (torch_ops, "refresh_packet"),
     "install the fake kernel": (FakeRule, "install_on_defined"),
-    "install the last rule on it": (RULES[-1], "install_on_defined"),
+    "install a later rule on it": (FunctionalizationRule, "install_on_defined"),
     "make the handle": (define, "make_handle"),
     "make calls native": (switch, "make_native"),
     "publish": (registries, "publish"),

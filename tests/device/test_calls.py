@@ -288,8 +288,11 @@ def a_checkpoint(define: Define) -> Any:
 def compiled(define: Define) -> Any:
     op = scale(define)
     x = ones(requires_grad=True)
-    y = torch.compile(lambda x: op(x) + 1, backend="aot_eager", fullgraph=True)(x)
-    y.sum().backward()
+    program = torch.compile(lambda x: op(x) + 1, backend="aot_eager", fullgraph=True)
+    program(x.detach())  # in which AOT Autograd analyses aliases with a mode
+    program(x.detach())
+    y = program(x)
+    program(x).sum().backward()
     return [y, x.grad]
 
 

@@ -197,7 +197,7 @@ def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, confi
         # A process loads one library of a name, so every package has another.
         carrier = os.path.join(folder, f"{_CARRIER}{uuid.uuid4().hex}")
         on_demand.build_library("", carrier)
-        path = _compiled(ep, path, configs, carrier)
+        path = _compiled(ep, path, configs, linked=carrier)
         try:
             _put_in(libraries, carrier, path)
         except BaseException:
@@ -206,11 +206,9 @@ def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, confi
     return path
 
 
-def _compiled(
-    ep: ExportedProgram, path: str | None, configs: Any, linked: str | None = None
-) -> str:
+def _compiled(ep: ExportedProgram, path: str | None, configs: Any, **options: str) -> str:
     try:
-        return on_demand.compile_aoti_package(ep, path, configs, linked)
+        return on_demand.compile_aoti_package(ep, path, configs, **options)
     except Exception as error:
         unsupported = "; ".join(unsupported_results(ep))
         if not unsupported:

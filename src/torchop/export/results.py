@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from torchop._compat.classes import TorchDispatchMode
 from torchop._compat.fake_results import fake_results, is_builtin
 from torchop.extend import OpOverload, named_outputs, short_text, warn
 
