@@ -14,6 +14,7 @@ import torch
 
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import clear_caches, propagator
+from torchop._compat.dtensor_aten import SIZES, specs_like
 from torchop._compat.dtensor_calls import Row, Rows, first_hashed, holds_tensors, is_written
 from torchop._compat.dtensor_strategies import (
     Moving,
@@ -30,13 +31,17 @@ class Registration:
 
     Attributes:
         op: the operator.
+        rows: the placements that its rule accepts for a call.
         may_be_stale: whether another thread may have decisions of an earlier rule in the cache of
             its own, which only that thread can clear.
     """
 
-    def __init__(self, op: OpOverload, rows: Rows, unhashed: Sequence[str]) -> None:
+    def __init__(
+        self, op: OpOverload, rows: Rows, unhashed: Sequence[str], like: OpOverload | None = None
+    ) -> None:
         self.op = op
         self.rows = rows
+        self._like = like
         self.may_be_stale = bool(_callers.get(op.name(), set()) - {threading.get_ident()})
         self._decisions: dict[Any, Any] = {}
         self._keywords: dict[Any, dict[str, Any]] = {}
@@ -48,6 +53,11 @@ class Registration:
             if (registry := getattr(engine, name, None)) is not None
         ]
         engine.register_op_strategy(op, self.strategy, _schema_info(op, unhashed))
+        if like is not None:
+            for sizes in (getattr(engine, name, {}) for name in SIZES):
+                if like in sizes:
+                    self._replaced.append((sizes, sizes.get(op)))
+                    sizes[op] = sizes[like]
         clear_caches()
 
     def undo(self) -> None:
@@ -63,6 +73,8 @@ class Registration:
         from torch.distributed.tensor._op_schema import OpStrategy
 
         _callers.setdefault(self.op.name(), set()).add(threading.get_ident())
+        if self._like is not None:
+            return OpStrategy(specs_like(self.op, self._like, self.rows, op_schema))
         return OpStrategy(decisive_specs(self.op, self.rows, op_schema))
 
     def propagate(self, op_schema: Any) -> Any:

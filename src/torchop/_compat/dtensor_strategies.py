@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import itertools
@@ -122,7 +123,7 @@ def _keywords(op_schema: Any) -> list[Any]:
 
 def _question(op: OpOverload, rows: Rows, op_schema: Any) -> tuple[Call, Inputs, Sequence[Row]]:
     """The call that DTensor asks about, its tensors, and what a rule accepts for them."""
-    call, strategies = _call(op, op_schema)
+    call, strategies = call_of(op, op_schema)
     return call, Inputs(strategies, call.mesh), rows(call)
 
 
@@ -139,7 +140,7 @@ def _specs(
     return specs
 
 
-def _call(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
+def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
     """The call that DTensor asks about, and its strategy for each tensor in it."""
     strategies: list[Any] = []
     inputs: list[Input] = []
@@ -165,7 +166,7 @@ def _call(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
         name: info_of(names.index(name), op_schema.kwargs_schema[name])
         for name in sorted(op_schema.kwargs_schema, key=names.index)
     }
-    results = _results(_with_specs(op_schema))
+    results = _results(with_specs(op_schema))
     mesh = _mesh(op, strategies)
     return Call(args, kwargs, inputs, list(_infos(results)), mesh), strategies
 
@@ -175,9 +176,20 @@ class _Last(threading.local):
 
     op_schema: Any = None
     results: Any = None
+    assumed: tuple[Any, Any] | None = None  # a question, and the answer without a fake kernel
 
 
 _last = _Last()
+
+
+@contextlib.contextmanager
+def assumed_results(op_schema: Any, results: Any) -> Iterator[None]:
+    """Has DTensor use these results of a call, for which it runs no fake kernel then."""
+    before, _last.assumed = _last.assumed, (op_schema, results)
+    try:
+        yield
+    finally:
+        _last.assumed = before
 
 
 def remember_results() -> None:
@@ -189,7 +201,9 @@ def remember_results() -> None:
     ask = engine._propagate_tensor_meta_non_cached
 
     def ask_and_remember(op_schema: Any) -> Any:
-        results = ask(op_schema)
+        assumed = _last.assumed
+        is_assumed = assumed is not None and assumed[0] is op_schema
+        results = assumed[1] if is_assumed and assumed is not None else ask(op_schema)
         _last.op_schema, _last.results = op_schema, results
         return results
 
@@ -229,7 +243,7 @@ def results_of(
     return list(_infos(propagator()._propagate_tensor_meta_non_cached(schema)))
 
 
-def _with_specs(op_schema: Any) -> Any:
+def with_specs(op_schema: Any) -> Any:
     """The call that DTensor asks about, with the spec of each tensor instead of its strategy."""
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
 

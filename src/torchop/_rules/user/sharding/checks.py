@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchop._compat.dtensor_calls import first_hashed
-from torchop._errors import ShardingRuleError
+from torchop._errors import ShardingError, ShardingRuleError
 from torchop._rules.residuals import residual_count
 from torchop._rules.user.sharding.notation import ANY, Operand, Sharding
 from torchop.extend import Argument, OpOverload, Schema, short_repr
@@ -87,6 +87,17 @@ def fits_residuals(rule: Sharding, count: int) -> bool:
     """Whether a rule has an operand for each of `count` residuals, or a list for all."""
     operands = rule.residuals or ()
     return len(operands) == count or (count > 0 and [o.is_list for o in operands] == [True])
+
+
+def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
+    """The error for a call that returns residuals, if the rule says nothing about these."""
+    return ShardingError(
+        f"{op.name()}: a call that records a gradient saves {count} "
+        f"residual{'s' * (count > 1)}, and the sharding rule {shown} does not say how these "
+        "are sharded. Write an operand for each of them after a semicolon, such as '; b h' in "
+        "'b h d -> b h d; b h', or register another rule for "
+        f"'{op.name()}__with_residuals'. If in doubt, use 'replicate': every rank computes all."
+    )
 
 
 def check_schema(op: OpOverload, schema: Schema) -> None:

@@ -28,6 +28,7 @@ class ShardingRule(NamedTuple):
     rows: Rows
     cached: object  # what compilers bake into a graph
     unhashed: tuple[str, ...] = ()  # the names of arguments that are not in the key of a call
+    like: OpOverload | None = None  # the ATen operator whose rule of DTensor decides
 
 
 def rule_of_derived(

@@ -15,7 +15,7 @@ from torchop._compat.dtensor_registry import Registration
 from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, ShardingError, ShardingRuleError
 from torchop._rules.autograd.formula import plain_calls
-from torchop._rules.user.sharding import checks
+from torchop._rules.user.sharding import checks, like
 from torchop._rules.user.sharding.derived import Rows, ShardingRule, rule_of_derived
 from torchop._rules.user.sharding.notation import Sharding
 from torchop._schema.callables import Lambda, Registered
@@ -67,13 +67,7 @@ def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
     saving = rule.saving(count)
     if saving is not None:
         return saving
-    raise ShardingError(
-        f"{op.name()}: a call that records a gradient saves {count} "
-        f"residual{'s' * (count > 1)}, and the sharding rule {rule.shown} does not say how these "
-        "are sharded. Write an operand for each of them after a semicolon, such as '; b h' in "
-        "'b h d -> b h d; b h', or register another rule for "
-        f"'{op.name()}__with_residuals'. If in doubt, use 'replicate': every rank computes all."
-    )
+    raise checks.residuals_error(op, count, rule.shown)
 
 
 class _ShardingRule(Rule[ShardingRule]):
@@ -93,15 +87,18 @@ class _ShardingRule(Rule[ShardingRule]):
         checks.check_schema(op, schema)
         names = checks.check_unhashed(op, unhashed, schema)
         if isinstance(value, (str, Sharding)):
-            rule = _read(op, schema, value, options)
-            return ShardingRule(functools.partial(rows_of, rule), repr(rule), names)
-        # An operator can be called, but not with the arguments that stand for tensors.
-        is_operator = isinstance(value, (OpOverload, OpOverloadPacket, CustomOpDef))
-        if not callable(value) or is_operator:
+            read = _read(op, schema, value, options)
+            return ShardingRule(functools.partial(rows_of, read), repr(read), names)
+        if isinstance(value, (OpOverload, OpOverloadPacket, CustomOpDef)):
+            rule = like.rule(op, schema, value, names, options)
+            self._check_acyclic(op, rule)
+            return rule
+        if not callable(value):
             raise ShardingRuleError(
                 f"{op.name()}: a sharding rule is a text such as 'b k, k n -> b n', one of "
-                f"{', '.join(map(repr, checks.PRESETS))}, torchop.sharding(...), or a function of "
-                f"the operator's arguments that returns one of these; got {short_repr(value)}."
+                f"{', '.join(map(repr, checks.PRESETS))}, torchop.sharding(...), an ATen operator "
+                "with the same signature, or a function of the operator's arguments that returns "
+                f"a rule of the first three kinds; got {short_repr(value)}."
             )
         if options:
             raise ShardingRuleError(
@@ -111,6 +108,17 @@ class _ShardingRule(Rule[ShardingRule]):
             )
         ask = observer(f"{op.name()}: a sharding rule", op, value)
         return ShardingRule(_chosen(ask), value, names)
+
+    def _check_acyclic(self, op: OpOverload, rule: ShardingRule) -> None:
+        """Refuses a rule that leads back to its operator, which may be an ATen operator too."""
+        aten = rule.like
+        while aten is not None and aten is not op:
+            aten = self.lookup(aten).like if self.has(aten) else None
+        if aten is op:
+            raise ShardingRuleError(
+                f"{op.name()}: the sharding rule {rule.cached} is sharded like {op.name()} itself. "
+                "Without a registration, DTensor uses its own rule for an ATen operator."
+            )
 
     def missing(self, op: OpOverload) -> ShardingRule:
         raise self.missing_error(op)
@@ -156,8 +164,10 @@ class _ShardingRule(Rule[ShardingRule]):
                 f"{op.name()}: torchop does not support the DTensor of torch {torch.__version__}, "
                 f"so the sharding rule cannot be registered: {self._unsupported}."
             )
-        unhashed = self.lookup(op).unhashed
-        registration = Registration(op, lambda call: self.lookup(op).rows(op, call), unhashed)
+        rule = self.lookup(op)
+        registration = Registration(
+            op, lambda call: self.lookup(op).rows(op, call), rule.unhashed, rule.like
+        )
         if registration.may_be_stale or dtensor_registry.needs_python(op):
             dtensor_registry.take_over(op, registration)
         return registration
@@ -238,8 +248,9 @@ def register_sharding(
             `"pointwise"`, `"batch"` (the first dimension of every tensor is the batch) or
             `"replicate"`; or a rule from `torchop.sharding`; or a function of the operator's
             arguments that returns one of these. For each tensor, the function gets an object with
-            the `shape`, `stride`, `dtype` and `ndim` of the whole tensor. Without a rule, a
-            decorator is returned.
+            the `shape`, `stride`, `dtype` and `ndim` of the whole tensor. Or an ATen operator with
+            the same signature, such as `torch.ops.aten.topk.default`, whose rule of DTensor is
+            used. Without a rule, a decorator is returned.
         whole: as for `torchop.sharding`.
         reduce: as for `torchop.sharding`.
         linear: as for `torchop.sharding`.
