@@ -29,7 +29,11 @@ class Inputs:
         self.current: list[Placements] = [spec.placements for spec in specs]
         # Tensors of one shape on the same placements cost the same, and often there are many.
         kinds: dict[Any, int] = {}
-        self._kinds = [kinds.setdefault(spec, index) for index, spec in enumerate(specs)]
+        self._kinds = [
+            # Symbolic sizes have no hash.
+            kinds.setdefault(spec, index) if _is_static(spec) else index
+            for index, spec in enumerate(specs)
+        ]
         self._costs: dict[tuple[int, Placements], list[Any]] = {}
         self._fits: dict[tuple[int, Placements], bool] = {}
 
@@ -97,6 +101,11 @@ class Inputs:
         everywhere = (Replicate(),) * self.mesh.ndim
         index = next(i for i, each in enumerate(self.current) if each != everywhere)
         return bool(sum(self.costs(index, everywhere)) > 0)
+
+
+def _is_static(spec: Any) -> bool:
+    meta = spec.tensor_meta
+    return all(type(size) is int for size in (*meta.shape, *meta.stride))
 
 
 def placements_of(combination: Combination) -> list[Placements]:

@@ -16,7 +16,9 @@ from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 from torch.distributed.tensor._sharding_prop import _select_min_cost_strategy
 
 import torchop
+from tests.forking import run_forked
 from tests.strategies import stable
+from tests.support import assert_clean
 from torchop._compat import dtensor_moves, simulated_ranks
 from torchop._compat.dtensor import propagator
 from torchop._compat.dtensor_strategies import Moving, decisive_specs, op_specs
@@ -189,3 +191,27 @@ def test_a_call_that_moves_nothing_computes_no_cost(
         specs = decisive_specs(op, lambda call: SHARDING.lookup(op).rows(op, call), wrapped)
     assert [[i.placements for i in spec.input_specs] for spec in specs] == [[placed] * 3]
     assert set(asked) == set(itertools.product(range(3), [placed]))
+
+
+@pytest.mark.parametrize("rule", ["'a k, k b -> a b'", "torch.ops.aten.mm.default"])
+def test_sizes_are_symbolic_in_compiled_calls(rule: str) -> None:
+    source = f"""
+        import torch, torchop, torch.distributed as dist
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        mesh = init_device_mesh("cpu", (2,))
+        schema = "(Tensor x, Tensor w) -> Tensor"
+        op = torchop.custom_op("t::op", lambda x, w: x @ w, mutates_args=(), schema=schema)
+        op.register_fake(lambda x, w: x.new_empty(x.shape[0], w.shape[1]))
+        op.derive_autograd()
+        op.register_sharding({rule})
+        compiled = torch.compile(op, backend="aot_eager", fullgraph=True, dynamic=True)
+        for rows in (4, 6):
+            x = distribute_tensor(torch.ones(rows, 8), mesh, [Shard(0)]).requires_grad_()
+            w = distribute_tensor(torch.ones(8, 3), mesh, [Replicate()]).requires_grad_()
+            y = compiled(x, w)
+            y.sum().backward()
+            print(tuple(y.shape), y.placements == x.grad.placements == x.placements)
+    """
+    assert assert_clean(run_forked(source)).splitlines() == ["(4, 3) True", "(6, 3) True"]
