@@ -202,8 +202,10 @@ def remember_results() -> None:
 
     def ask_and_remember(op_schema: Any) -> Any:
         assumed = _last.assumed
-        is_assumed = assumed is not None and assumed[0] is op_schema
-        results = assumed[1] if is_assumed and assumed is not None else ask(op_schema)
+        if assumed is not None and assumed[0] is op_schema:
+            results = assumed[1]
+        else:
+            results = ask(op_schema)
         _last.op_schema, _last.results = op_schema, results
         return results
 
