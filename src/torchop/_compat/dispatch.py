@@ -278,8 +278,8 @@ _TRANSFORMS = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _TRANS
 def is_handled_by_mode() -> bool:
     """Whether a TorchDispatchMode made the call that this thread is dispatching.
 
-    False below a transform of torch.func, whose interpreter excludes these keys on purpose: including
-    them would enter it a second time (`saveLocalDispatchKeySet` in ATen/functorch/Interpreter.h).
+    False below a transform of torch.func, whose interpreter excludes these keys on purpose.
+    Including them would enter it again: see saveLocalDispatchKeySet, ATen/functorch/Interpreter.h.
     """
     return (
         torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.PythonTLSSnapshot)
