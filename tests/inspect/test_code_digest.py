@@ -293,3 +293,27 @@ print(torchop.cache_key_tag())
 def test_the_digest_is_the_same_in_every_process() -> None:
     tags = {assert_clean(run_program(_PROGRAM, PYTHONHASHSEED=seed)) for seed in ("1", "2")}
     assert len(tags) == 1
+
+
+class _Attributes(dict[str, Any]):
+    """A configuration of a common kind, whose missing attributes are a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+class _Slots:
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_objects_that_raise_for_a_missing_attribute() -> None:
+    def digest_of(value: Any) -> bytes:
+        digest = CodeDigest("")
+        digest.add_registered(lambda: value)
+        return digest.digest()
+
+    assert digest_of(_Attributes(scale=2)) == digest_of(_Attributes(scale=2))
+    assert digest_of(_Attributes(scale=2)) != digest_of(_Attributes(scale=3))
+    assert digest_of([_Slots()]) == digest_of([_Slots()])

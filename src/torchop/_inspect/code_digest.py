@@ -279,7 +279,7 @@ def _home(value: Any) -> str:
 
 def _spell(value: Any) -> str:
     """The name of a function or class; of the class of an object, whose repr may be an address."""
-    named = value if isinstance(getattr(value, "__qualname__", None), str) else type(value)
+    named = value if isinstance(_attribute(value, "__qualname__"), str) else type(value)
     return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
@@ -292,8 +292,19 @@ def _attributes(value: Any) -> dict[str, Any]:
             if isinstance(vars(cls).get(name), types.MemberDescriptorType):
                 with contextlib.suppress(AttributeError):  # it has no value
                     found[name] = vars(cls)[name].__get__(value)
-    attributes = getattr(value, "__dict__", None)
+    attributes = _attribute(value, "__dict__")
     return found | attributes if type(attributes) is dict else found
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Return an attribute of an object, or None.
+
+    `__getattr__` may raise any exception: a dict whose items are attributes raises a KeyError.
+    """
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
 
 
 def _held_by(value: Any) -> Any:
