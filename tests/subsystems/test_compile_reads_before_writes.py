@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import torchop
 from tests.releases import of_form
-from tests.support import on_both
+from tests.support import assert_clean, on_both, run_program
 
 Write = Callable[..., Any]
 
@@ -316,3 +316,19 @@ def test_views_of_one_base_are_written_where_they_are(namespace: str, dynamic: b
         (ours, views), (expected, others) = tensors(columns), tensors(columns)
         assert_close(compiled(views), program(others))
         assert_close(ours, expected)
+
+
+def test_inductor_is_imported_after_an_operator_was_deregistered() -> None:
+    """A kernel that another library registered keeps the name in the dispatcher."""
+    program = run_program("""
+        import torch, torchop
+        library = torchop.Library("gone", "DEF")
+        library.define("f_(Tensor(a!) x) -> ()")
+        torchop.register_kernel("gone::f_", "cpu", lambda x: None)
+        library._destroy()
+        library = torchop.Library("stays", "DEF")
+        library.define("f_(Tensor(a!) x) -> ()")
+        import torch._inductor.lowering
+        print(*map(str, torch._inductor.lowering.user_lowerings))
+    """)
+    assert assert_clean(program).split() == ["stays.f_.default"]

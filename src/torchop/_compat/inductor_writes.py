@@ -49,8 +49,8 @@ def _inductor() -> Any:
 def _register_waiting() -> None:
     while _waiting:
         qualname = _waiting.pop()
-        # Operators of other packages may have been deregistered since.
-        if operators.has_entry(*operators.parts(qualname)) and _inductor() is not None:
+        # It may have been deregistered since, while another library holds a kernel for it.
+        if operators.has_schema(qualname) and _inductor() is not None:
             _register(qualname)
 
 

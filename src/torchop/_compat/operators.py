@@ -49,10 +49,11 @@ def all_operators() -> set[str]:
     TorchScript's registry, which `is_registered` uses, must not be asked about an operator that
     may be destroyed: it remembers some, and reads freed memory.
     """
-    return set(filter(_has_schema, torch._C._dispatch_get_all_op_names()))
+    return set(filter(has_schema, torch._C._dispatch_get_all_op_names()))
 
 
-def _has_schema(qualname: str) -> bool:
+def has_schema(qualname: str) -> bool:
+    """Return whether an operator is defined, without asking TorchScript's registry."""
     name, _, overload = qualname.partition(".")
     try:
         torch._C._dispatch_find_schema_or_throw(name, overload)
@@ -72,7 +73,7 @@ def defined_in_python() -> set[str]:
     # PyTorch keeps the names as they were written, one of them with a new line. A copy, because a
     # garbage collection may finalize libraries, which removes their names.
     names = (re.sub(r"\s", "", name) for name in torch.library._defs.copy())
-    return set(filter(_has_schema, names))
+    return set(filter(has_schema, names))
 
 
 def overload_names(qualname: str) -> list[str]:
