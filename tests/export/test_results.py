@@ -123,6 +123,32 @@ def test_the_comparison_leaves_no_trace(namespace):
     assert torch.equal(program.state_dict["count"], torch.zeros(1))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # that torch.export reads
+@pytest.mark.parametrize("buffer", ["expanded", "made in inference mode", "transposed"])
+def test_buffers_and_inputs_that_cannot_be_written_or_copied(namespace, buffer):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    op.register_fake(torch.empty_like)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.inference_mode(buffer == "made in inference mode"):
+                value = torch.zeros(1).expand(3, 3) if buffer == "expanded" else torch.zeros(3, 3)
+            self.register_buffer("value", value.t() if buffer == "transposed" else value)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return op(self.value) + x
+
+    x = torch.ones(3, 3, requires_grad=True) * 2  # deepcopy refuses a tensor with a history
+    model = Model()
+    program = torch.export.export(model, (x,))
+    check_results(program)  # a warning would be an error here
+    assert program.state_dict["value"].stride() == model.value.stride()
+
+
 def test_sizes_that_depend_on_data_are_not_compared(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Fake results of a call with real tensors."""
+"""Fake results of a call with real tensors, and copies of its arguments."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -22,3 +23,10 @@ def fake_results(op: OpOverload, args: Any, kwargs: Any) -> Any:
 def is_builtin(op: OpOverload) -> bool:
     """Return whether an operator belongs to PyTorch."""
     return bool(torch._library.utils.is_builtin(op))
+
+
+def copied(tensors: Any) -> Any:
+    """Return a deep copy; a tensor with a history, which `deepcopy` refuses, becomes a leaf."""
+    return copy.deepcopy(
+        tree_map_only(torch.Tensor, lambda t: t if t.is_leaf else t.detach(), tensors)
+    )

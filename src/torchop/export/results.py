@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.export import ExportedProgram
 
 import torchop
 from torchop._compat.classes import TorchDispatchMode
-from torchop._compat.fake_results import fake_results, is_builtin
+from torchop._compat.fake_results import copied, fake_results, is_builtin
 from torchop.extend import OpOverload, named_outputs, short_text, warn
 
 # What AOTInductor can take from an operator, by `export_extern_kernel_node` in
@@ -30,11 +29,11 @@ def check_results(ep: ExportedProgram) -> None:
     if ep.example_inputs is None:
         return
     module = ep.module()
-    state = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    args, kwargs = copy.deepcopy(ep.example_inputs)
     try:
+        # Of buffers too, because a program may write into its buffers.
+        buffers, (args, kwargs) = copied((dict(module.named_buffers()), ep.example_inputs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _Comparing():
-            module(*args, **kwargs)
+            torch.func.functional_call(module, buffers, args, kwargs)
     except torchop.FakeKernelError:
         raise
     except Exception as error:
@@ -44,10 +43,6 @@ def check_results(ep: ExportedProgram) -> None:
             f"{short_text(error)}",
             UserWarning,
         )
-    finally:
-        with torch.no_grad():
-            for buffer, value in state:
-                buffer.copy_(value)
 
 
 def unsupported_results(ep: ExportedProgram) -> Iterator[str]:
