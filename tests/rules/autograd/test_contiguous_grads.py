@@ -1,5 +1,6 @@
 """contiguous_grads: formulas that read the memory of gradients without their strides."""
 
+import contextlib
 from typing import Annotated
 
 import pytest
@@ -311,6 +312,29 @@ def test_a_contiguous_gradient_is_passed_as_it_is(namespace):
     y.grad_fn.apply(None)
     assert seen[0] is grad
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_lazily_conjugated_and_negated_gradients_are_resolved(namespace, native):
+    """A kernel that reads memory sees no bit of a tensor."""
+    seen = []
+
+    def backward(ctx, grad):
+        seen.append(torch.tensor(grad.detach().numpy()))  # numpy() refuses these bits
+        return grad
+
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: x.clone(), schema="(Tensor x) -> Tensor", mutates_args=()
+    )
+    op.register_autograd(backward, contiguous_grads=True)
+    x = torch.ones(3, dtype=torch.complex64, requires_grad=True)
+    op(x)
+    with contextlib.nullcontext() if native else torchop.native.disabled():
+        y = op(x)
+    grad = torch.complex(torch.ones(3), torch.full((3,), 2.0))
+    for lazy in (grad.conj(), torch._neg_view(grad)):
+        y.backward(lazy, retain_graph=True)
+        assert_close(seen.pop(), lazy.resolve_conj().resolve_neg())
 
 
 def test_sparse_gradients_are_passed_as_they_are(namespace):

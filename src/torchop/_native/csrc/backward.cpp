@@ -118,7 +118,8 @@ bool is_contiguous(PyObject* gradient) {
   if (Py_TYPE(gradient) != tensor_type)
     return false;
   const at::Tensor& tensor = THPVariable_Unpack(gradient);
-  return tensor.layout() == at::kStrided && tensor.is_contiguous();
+  return tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_conj() &&
+      !tensor.is_neg();
 }
 
 // Return the author's function in place of `backward` if that would only make gradients contiguous

@@ -14,7 +14,8 @@ from torch import Tensor
 def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
     """Return a formula that calls `backward` with gradients in `torch.contiguous_format`.
 
-    Autograd passes gradients as it gets them: expanded from `sum`, narrowed from `torch.cat`.
+    Autograd passes gradients as it gets them: expanded from `sum`, narrowed from `torch.cat`,
+    lazily conjugated from `conj`.
     """
 
     @functools.wraps(backward)
@@ -32,7 +33,10 @@ CONTIGUOUS_CODE = with_contiguous_grads(print).__code__
 def _contiguous(grad: Any) -> Any:
     if isinstance(grad, Tensor):
         # Sparse gradients have no strides, and PyTorch refuses to make them contiguous.
-        return grad.contiguous() if grad.layout in _WITH_STRIDES else grad
+        if grad.layout not in _WITH_STRIDES:
+            return grad
+        # `contiguous` returns a lazily conjugated or negated tensor itself.
+        return grad.contiguous().resolve_conj().resolve_neg()
     return grad if grad is None else [_contiguous(each) for each in grad]
 
 

@@ -73,9 +73,9 @@ def register_autograd(
             The gradients look like the arguments, unless you register another fake kernel for it.
         contiguous_grads: whether `backward`, or the `backward_kernel`, gets every gradient in
             `torch.contiguous_format`, as by `grad.contiguous()`: a copy of a gradient that is
-            expanded, narrowed or transposed, and any other gradient itself. Set it if a kernel
-            reads the memory of gradients without their strides: `loss.sum()` passes a gradient of
-            stride 0, and `torch.cat` passes a part of a larger one.
+            expanded, narrowed, transposed or lazily conjugated, and any other gradient itself. Set
+            it if a kernel reads the memory of gradients without their strides: `loss.sum()` passes
+            a gradient of stride 0, and `torch.cat` passes a part of a larger one.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
