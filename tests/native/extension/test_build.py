@@ -140,6 +140,12 @@ def test_interrupt_ends_the_compiler(make: Make, compiler: Compiler, target: Pat
     assert names(target.parent) == {f"{target.name}.lock"}
 
 
+def test_lock_file_that_cannot_be_written(make: Make, target: Path) -> None:
+    Path(f"{target}.lock").mkdir()
+    with pytest.raises(NativeUnavailableError, match=r"\.lock cannot be written to: Is a directory"):
+        make().run_in_cache()
+
+
 def test_without_locks_every_process_compiles(
     make: Make, copying_compiler: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,7 +159,13 @@ class Build:
         The operating system releases the lock when the process dies. The lock file stays: if it
         were removed, two processes could lock two files of the same name.
         """
-        with open(f"{self.target}.lock", "w") as file:
+        try:
+            opened = open(f"{self.target}.lock", "w")  # noqa: SIM115  # closed below
+        except OSError as error:
+            raise NativeUnavailableError(
+                f"the file {self.target}.lock cannot be written to: {error.strerror}"
+            ) from None
+        with opened as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
