@@ -27,5 +27,5 @@ def test_entry_has_an_outcome_and_its_proof(entry: str, row: str) -> None:
 
 
 def test_every_entry_is_there() -> None:
-    expected = [f"A{n}" for n in range(1, 28)] + [f"B{n}" for n in range(1, 15)]
+    expected = [f"A{n}" for n in range(1, 29)] + [f"B{n}" for n in range(1, 15)]
     assert [entry for entry, _ in ROWS] == expected + [f"C{n}" for n in range(1, 13)]

@@ -46,9 +46,9 @@ LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MOST_ENTRIES, MOST_LINES = 20, 450
 # Lines of code, without blank lines, comments and docstrings. Limits for a design: a change that
 # needs more merges or removes something else, or raises the limit in a commit that says why.
-MOST_PYTHON_LINES = 31_080  # of the whole package
-MOST_CORE_LINES = 15_080  # of Python, in all packages that are not in the ring
-MOST_CPP_LINES = 6_020
+MOST_PYTHON_LINES = 31_100  # of the whole package
+MOST_CORE_LINES = 14_780  # of Python, in all packages that are not in the ring
+MOST_CPP_LINES = 6_010
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
 # from public names and `torchop.extend`, as the tools of others are. The files of `_compat` that
 # only they use belong to them.

@@ -55,7 +55,10 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
     include = torch._C._dispatch_tls_local_include_set()
     for key in keys:
         include = include.remove(key)
-    exclude = torch._C._dispatch_tls_local_exclude_set()
+    # A transform may have excluded this key, but the fallback for modes asserts on 2.11 that it saw
+    # the call before (`tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp).
+    include = include.add(DispatchKey.PythonTLSSnapshot)
+    exclude = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.PythonTLSSnapshot)
     below: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if torch._C._functorch.peek_interpreter_stack() is not None:
         below = retrieve_current_functorch_interpreter().lower()

@@ -142,7 +142,9 @@ def test_interrupt_ends_the_compiler(make: Make, compiler: Compiler, target: Pat
 
 def test_lock_file_that_cannot_be_written(make: Make, target: Path) -> None:
     Path(f"{target}.lock").mkdir()
-    with pytest.raises(NativeUnavailableError, match=r"\.lock cannot be written to: Is a directory"):
+    with pytest.raises(
+        NativeUnavailableError, match=r"\.lock cannot be written to: Is a directory"
+    ):
         make().run_in_cache()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests.devices import DEVICE
 from tests.native.gradients.recording import all_native
 from tests.rules.support import save_inputs
 from tests.support import needs_native
@@ -348,9 +349,9 @@ def test_sparse_gradients_are_passed_as_they_are(namespace):
         f"{namespace}::op", lambda x: x.to_sparse(), schema="(Tensor x) -> Tensor", mutates_args=()
     )
     op.register_autograd(backward, contiguous_grads=True)
-    x = torch.eye(3, requires_grad=True)
+    x = torch.eye(3, device=DEVICE, requires_grad=True)
     for _ in range(2):
-        torch.autograd.grad(op(x), x, torch.eye(3).to_sparse())
+        torch.autograd.grad(op(x), x, torch.eye(3, device=DEVICE).to_sparse())
     assert seen == [torch.sparse_coo] * 2
 
 
