@@ -47,7 +47,7 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # Lines of code, without blank lines, comments and docstrings. Limits for a design: a change that
 # needs more merges or removes something else, or raises the limit in a commit that says why.
 MOST_PYTHON_LINES = 31_100  # of the whole package
-MOST_CORE_LINES = 14_780  # of Python, in all packages that are not in the ring
+MOST_CORE_LINES = 14_790  # of Python, in all packages that are not in the ring
 MOST_CPP_LINES = 6_010
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
 # from public names and `torchop.extend`, as the tools of others are. The files of `_compat` that
@@ -99,6 +99,7 @@ EXCEPTIONS = {
         "engines name devices by dispatch keys, and results may share memory with arguments",
         {"_compat.dispatch", "_core.library", "_define.custom_op", "_schema.callables"},
     ),
+    "export": ("it compares results of operators in a mode of PyTorch", {"_compat.classes"}),
     "testing": (
         "it drives PyTorch's checks, fake tensors and simulated ranks, finds writes as `checking` "
         "does, and writes what it measured into the cache, where only the user may write",

@@ -30,6 +30,16 @@ except ImportError:  # Windows, where nothing is compiled
 
 _LINES_OF_A_MESSAGE = 20
 _BYTES_OF_A_MESSAGE = 8192
+# Held while a compiler starts, and by a fork. A child that is forked meanwhile would inherit the
+# pipe on which `subprocess.Popen` waits for exec, so Popen would wait for the end of that child,
+# which waits for the lock of the target.
+_starting = threading.Lock()
+if hasattr(os, "register_at_fork"):  # there is no forking on Windows
+    os.register_at_fork(
+        before=_starting.acquire,
+        after_in_parent=_starting.release,
+        after_in_child=_starting.release,
+    )
 _NICENESS = "10"  # of a compiler in the background: the user's program comes first
 
 
@@ -117,16 +127,17 @@ class Build:
         # Not a pipe, which a server that the compiler starts, as some caches do, would keep open.
         with open(folder / "output", "w+b") as output:
             try:
-                process = self._process = subprocess.Popen(
-                    [*nice, *self._compiler, *arguments],
-                    # Not the user's folder, which an empty entry in PATH or CPATH would mean.
-                    cwd=folder,
-                    env={**os.environ, "TMPDIR": str(folder)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a process group of its own, which `stop` can kill
-                )
+                with _starting:
+                    process = self._process = subprocess.Popen(
+                        [*nice, *self._compiler, *arguments],
+                        # Not the user's folder, which an empty entry in PATH or CPATH would mean.
+                        cwd=folder,
+                        env={**os.environ, "TMPDIR": str(folder)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # a process group of its own, for `stop`
+                    )
             except OSError as error:
                 raise NativeUnavailableError(
                     f"the compiler {self._compiler[0]} cannot be run: {error.strerror}"
