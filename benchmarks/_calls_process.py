@@ -47,7 +47,8 @@ def time_row(row: Row, rounds: int) -> Microseconds:
 
 def _check_ways(row: Row, timings: dict[str, Timing], counted: Counter[str]) -> None:
     calls = sum(timings[route].calls for route in (HANDLE, OPS) if route in timings)
-    expected = Counter(dict.fromkeys(row.ways, calls * row.repeats))
+    each = Counter(row.ways).items()
+    expected = Counter({way: count * calls * row.repeats for way, count in each})
     if counted != expected:
         raise RuntimeError(
             f"{row.title}: torchop counted {dict(counted)} of its calls, and {dict(expected)} were "

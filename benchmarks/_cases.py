@@ -121,15 +121,15 @@ RULES = Case("rules", "", CLONE_FIRST, tensors(14), PASS_ON)
 PROFILED = RULES._replace(
     name="profiled", title="profiler", context=_contexts.profiler, ways=("profiler",)
 )
-# The mode, and the subclass, make a call of their own when they got the first: that one is native.
+# The mode, and the subclass, make a call of their own in their handler, which is not native either.
 IN_MODE = RULES._replace(
-    name="in_mode", title="dispatch mode", context=_contexts.PassOn, ways=("mode", "native")
+    name="in_mode", title="dispatch mode", context=_contexts.PassOn, ways=("mode", "mode")
 )
 SUBCLASS = RULES._replace(
     name="subclass",
     title="tensor subclass",
     arguments=wrapped_first,
-    ways=("tensor_subclass", "native"),
+    ways=("tensor_subclass", "mode"),
 )
 _ALL = (
     *(FOURTEEN, FOUR, ONE, INFERENCE, TYPED),

@@ -121,7 +121,7 @@ def test_autocast_of_a_device_that_no_argument_is_on_is_that_of_the_forward(name
         dtypes.append(product.dtype)
         return product.to(x)
 
-    op = derived(f"{namespace}::f", multiplies_elsewhere, "recompute")
+    op = derived(f"{namespace}::f", multiplies_elsewhere)
     x = torch.eye(2, requires_grad=True)
     for _ in range(2):
         with torch.autocast("standin", torch.bfloat16):
@@ -170,7 +170,7 @@ def test_random_numbers_in_a_capture_are_refused(namespace, native, nested, side
 
     op = derived(f"{namespace}::f", body)
     x = torch.ones(8, device="standin").requires_grad_()
-    message = rf"^{namespace}::f: its body draws .* aten.rand_like.* A graph is captured .*\"save\""
+    message = rf"^{namespace}::f: its body draws .* aten.rand_like.* A graph is captured "
     result = op(x)
     with torchop.native.disabled() if not native else torch.enable_grad():
         for _ in range(2):
