@@ -73,13 +73,9 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
     outputs, wanted = _decision(op, aten, asked.args_schema, asked.kwargs_schema, call.results)
     for each, current, spec in zip(call.inputs, inputs.current, wanted, strict=True):
         if each.is_written and spec.placements != current:
-            name = op._schema.arguments[each.argument].name
-            raise ShardingError(
-                f"{op.name()}: the operator writes into {name!r}, whose placements are "
-                f"{list(current)}. DTensor's rule for {aten.name()} needs {list(spec.placements)}, "
-                "and DTensor cannot redistribute an argument that is written. Redistribute it "
-                f"before the call: {name} = {name}.redistribute(placements="
-                f"{list(spec.placements)})."
+            why = f"DTensor's rule for {aten.name()} needs {list(spec.placements)}"
+            raise dtensor_strategies.written_elsewhere(
+                op, each.argument, current, spec.placements, why
             )
     costs = [inputs.costs(index, spec.placements) for index, spec in enumerate(wanted)]
     return [OpSpec(output_specs=outputs, input_specs=wanted, redistribute_cost=costs)]

@@ -396,12 +396,19 @@ def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) 
     for index, each in enumerate(call.inputs):
         wanted, current = best.input_specs[index].placements, inputs.current[index]
         if each.is_written and wanted != current:
-            name = op._schema.arguments[each.argument].name
-            return ShardingError(
-                f"{op.name()}: the operator writes into {name!r}, whose placements are "
-                f"{short_repr(list(current))}. The sharding rule does not accept these placements, "
-                "and DTensor cannot redistribute an argument that is written, because the "
-                f"caller's tensor would not change. Redistribute it before the call: {name} = "
-                f"{name}.redistribute(placements={short_repr(list(wanted))})."
-            )
+            why = "The sharding rule does not accept these placements"
+            return written_elsewhere(op, each.argument, current, wanted, why)
     raise AssertionError("the rule accepts all placements of what is written")
+
+
+def written_elsewhere(
+    op: OpOverload, argument: int, current: Sequence[Any], wanted: Sequence[Any], why: str
+) -> ShardingError:
+    """Return the error for a written argument that the operator needs with other placements."""
+    name = op._schema.arguments[argument].name
+    return ShardingError(
+        f"{op.name()}: the operator writes into {name!r}, whose placements are "
+        f"{short_repr(list(current))}. {why}, and DTensor cannot redistribute an argument that is "
+        "written, because the caller's tensor would not change. Redistribute it before the call: "
+        f"{name} = {name}.redistribute(placements={short_repr(list(wanted))})."
+    )
