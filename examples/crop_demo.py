@@ -22,7 +22,7 @@ from torch import Tensor
 
 import torchop
 from _demo.costs import measure_costs
-from _demo.pictures import from_pil, photograph, save, to_pil
+from _demo.pictures import fractal, from_pil, save, to_pil
 
 # --------------------------------------------------------------------------------------------------
 # The operators
@@ -73,7 +73,7 @@ def _(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 # --------------------------------------------------------------------------------------------------
 # The steps: each checks what it does, and returns what to show
 
-BOX = (130, 20, 380, 320)  # the face in the photograph
+BOX = (130, 150, 380, 450)  # the middle of the picture
 
 
 def negative(picture: Tensor) -> Tensor:
@@ -81,18 +81,20 @@ def negative(picture: Tensor) -> Tensor:
     return 255 - crop(picture, BOX).flip(-1)
 
 
-def run_eagerly(photo: Tensor, output: Path) -> str:
+def run_eagerly(original: Tensor, output: Path) -> str:
     left, top, right, bottom = BOX
-    face = crop(photo, BOX)
-    expect(torch.equal(face, photo[:, top:bottom, left:right]), "the crop is not the box")
-    pasted = paste(torch.zeros_like(photo), face, BOX[:2])
-    expect(torch.equal(crop(pasted, BOX), face), "pasting and cropping changed the picture")
-    save(photo, output / "photo.png")
-    save(face, output / "crop.png")
-    return f"{list(photo.shape)} cropped to {list(face.shape)}; all pixels are those of the box"
+    middle = crop(original, BOX)
+    expect(torch.equal(middle, original[:, top:bottom, left:right]), "the crop is not the box")
+    pasted = paste(torch.zeros_like(original), middle, BOX[:2])
+    expect(torch.equal(crop(pasted, BOX), middle), "pasting and cropping changed the picture")
+    save(original, output / "picture.png")
+    save(middle, output / "crop.png")
+    return (
+        f"{list(original.shape)} cropped to {list(middle.shape)}; all pixels are those of the box"
+    )
 
 
-def compile_it(photo: Tensor, output: Path) -> str:
+def compile_it(original: Tensor, output: Path) -> str:
     graphs = []
 
     def counting_inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -100,12 +102,12 @@ def compile_it(photo: Tensor, output: Path) -> str:
         return torch._dynamo.lookup_backend("inductor")(graph, inputs)
 
     compiled = torch.compile(negative, fullgraph=True, backend=counting_inductor)
-    expect(torch.equal(compiled(photo), negative(photo)), "Inductor's result is not eager's")
+    expect(torch.equal(compiled(original), negative(original)), "Inductor's result is not eager's")
     expect(len(graphs) == 1, f"there are {len(graphs)} graphs")
     crops = [node for node in graphs[0].graph.nodes if node.target is torch.ops.demo.crop.default]
     expect(len(crops) == 1, f"the operator is {len(crops)} nodes of the graph")
 
-    picture = photo.float().requires_grad_()
+    picture = original.float().requires_grad_()
     weights = torch.randn_like(negative(picture))
     gradients = [
         torch.autograd.grad(function(picture), picture, weights)[0]
@@ -115,26 +117,26 @@ def compile_it(photo: Tensor, output: Path) -> str:
     return "one graph, no break, crop is one node of it; result and gradient equal eager's"
 
 
-def export_it(photo: Tensor, output: Path) -> str:
+def export_it(original: Tensor, output: Path) -> str:
     class Negative(torch.nn.Module):
         def forward(self, picture: Tensor) -> Tensor:
             return negative(picture)
 
-    program = torch.export.export(Negative(), (photo,))
+    program = torch.export.export(Negative(), (original,))
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "negative.pt2"
         torch.export.save(program, file)
         size = file.stat().st_size
         loaded = torch.export.load(file)
-    expect(torch.equal(loaded.module()(photo), negative(photo)), "the loaded result differs")
+    expect(torch.equal(loaded.module()(original), negative(original)), "the loaded result differs")
     return f"saved as {size / 1024:.0f} KB, loaded again; the result equals eager's"
 
 
-def differentiate(photo: Tensor, output: Path) -> str:
-    picture = photo.float().requires_grad_()
+def differentiate(original: Tensor, output: Path) -> str:
+    picture = original.float().requires_grad_()
     crop(picture, BOX).sum().backward()
     left, top, right, bottom = BOX
-    ones_in_box = torch.zeros_like(photo, dtype=torch.float32)
+    ones_in_box = torch.zeros_like(original, dtype=torch.float32)
     ones_in_box[:, top:bottom, left:right] = 1
     expect(torch.equal(picture.grad, ones_in_box), "the gradient is not 1 inside and 0 outside")
     save(255 * picture.grad, output / "gradient.png")
@@ -143,9 +145,9 @@ def differentiate(photo: Tensor, output: Path) -> str:
     return "the gradient of the sum is exactly 1 inside the box and 0 outside; gradcheck agrees"
 
 
-def check_contract(photo: Tensor, output: Path) -> str:
+def check_contract(original: Tensor, output: Path) -> str:
     examples = [
-        (photo, BOX),
+        (original, BOX),
         (torch.randn(3, 32, 48), (0, 0, 16, 8)),
         (torch.randn(1, 91, 33, requires_grad=True), (10, 0, 20, 91)),
         (torch.randn(3, 60, 60, dtype=torch.double), (3, 4, 32, 20)),
@@ -204,12 +206,12 @@ def main() -> int:
         console.print(f"{problem}\n", markup=False, soft_wrap=True)
 
     torch.manual_seed(0)
-    photo = photograph()
+    picture = fractal()
     failed = []
     for name, step in STEPS.items():
         try:
             with working(console, name):
-                result = step(photo, options.output)
+                result = step(picture, options.output)
         except Exception:
             failed.append(name)
             console.print(f"[bold red]FAILED[/]  {name}")
@@ -218,7 +220,7 @@ def main() -> int:
             console.print(f"[green]ok[/]  [bold]{name:14}[/] {result}", soft_wrap=True)
     with working(console, "measuring calls"):
         table, summary = measure_costs(options.rounds)
-    console.print(f"\nPictures: {options.output}/{{photo,crop,gradient}}.png", soft_wrap=True)
+    console.print(f"\nPictures: {options.output}/{{picture,crop,gradient}}.png", soft_wrap=True)
     console.print()
     console.print(table)
     console.print(summary, soft_wrap=True)

@@ -85,7 +85,6 @@ LONGEST = (
     "subsystems/test_compile.py",
     "cli/test_check.py",
     "differential/test_differential.py",
-    "test_newcomer.py",
     "test_notebooks.py",
     "native/test_notices.py",
     "subsystems/test_compile_derived.py",

@@ -1,6 +1,6 @@
 """A pytest plug-in: tensors that the tests make without a device are on `TORCHOP_TEST_DEVICE`.
 
-    make test DEVICE=standin:1
+    nox -s on_device
     TORCHOP_TEST_DEVICE=cuda:0 python -m pytest -p tests.on_device  # the rooms that are listed here
     TORCHOP_TEST_DEVICE=cuda:0 python -m pytest -p tests.on_device tests/rules tests/define
 

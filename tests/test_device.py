@@ -9,28 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.device.test_calls import SCENARIOS
-from tests.device.test_programs import ANYWHERE, ON_THE_STANDIN
-
 FOLDER = Path(__file__).parent / "device"
 
 
-@pytest.mark.project  # as long as a fifteenth of the rest, which `make device` runs alone
+@pytest.mark.project  # as long as a fifteenth of the rest, which `nox -s device` runs alone
 def test_device() -> None:
     run(str(FOLDER))
 
 
 @pytest.mark.project  # most of it compiles the device, as the test above does
 def test_other_tests_with_their_tensors_on_the_device() -> None:
-    """What `make test DEVICE=standin:1` runs, but one file of it."""
+    """The session `on_device` runs more of these files."""
     file = str(FOLDER.parent / "core" / "test_checking.py")
     assert "xfailed" in run("-p", "tests.on_device", file, TORCHOP_TEST_DEVICE="standin:1")
-
-
-def test_the_guide_says_how_many_scenarios_there_are() -> None:
-    guide = (FOLDER.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    count = len(SCENARIOS) + len(ON_THE_STANDIN) + len(ANYWHERE)
-    assert f"{count} scenarios" in guide
 
 
 def run(*arguments: str, **environment: str) -> str:

@@ -120,7 +120,7 @@ def test_demo_passes_every_step_and_shows_pictures_and_costs(tmp_path: Path) -> 
     shown = run(DEMO, "--output", str(tmp_path), "--rounds", "2")
     for step in ("eager", "torch.compile", "torch.export", "backward", "opcheck"):
         assert f"...  {step}\nok  {step}" in shown  # what is at work can be seen in a log too
-    sizes = {"photo.png": (512, 600), "crop.png": (250, 300), "gradient.png": (512, 600)}
+    sizes = {"picture.png": (512, 600), "crop.png": (250, 300), "gradient.png": (512, 600)}
     for name, size in sizes.items():
         with Image.open(tmp_path / name) as picture:
             assert picture.size == size
@@ -134,7 +134,7 @@ def test_demo_passes_every_step_and_shows_pictures_and_costs(tmp_path: Path) -> 
 
 
 def test_demo_fails_when_a_step_fails(tmp_path: Path) -> None:
-    # A box that reaches out of the photograph: what PIL fills in is not what slicing leaves out.
+    # A box that reaches out of the picture: what PIL fills in is not what slicing leaves out.
     # The other steps, and what calls cost, are the same as in the test above.
     broken = """
         import sys, crop_demo

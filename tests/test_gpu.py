@@ -1,4 +1,4 @@
-"""What `make gpu` runs, as far as that can be seen where there is no GPU."""
+"""What `nox -s gpu` runs, as far as that can be seen where there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of `make realworld`: that they find what is wrong. No package is needed for that."""
+"""The checks of `nox -s realworld`: that they find what is wrong. No package is needed for that."""
 
 from __future__ import annotations
 

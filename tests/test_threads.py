@@ -1,4 +1,4 @@
-"""The stress test of tools/threads.py, for a moment; `make threads` runs it for longer."""
+"""The stress test of tools/threads.py, for a moment; `nox -s threads` runs it for longer."""
 
 from __future__ import annotations
 

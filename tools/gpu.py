@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, as one command: `make gpu`.
+"""Everything that needs a GPU, as one command: `nox -s gpu`.
 
     python tools/gpu.py [--out FOLDER] [--limit SECONDS]
 

@@ -1,7 +1,7 @@
 """What `torchop.testing.check` finds in operators of real packages that run on a CPU.
 
-`make realworld-checks` is the command line's `check` of each package, each operator in a process of
-its own, on the calls that `operators.py` compares, and on some of fbgemm and vLLM. What the checks
+`nox -s "realworld(part='checks')"` runs `check` on each package, each operator in a process of its
+own, on the calls that `operators.py` compares, and on some of fbgemm and vLLM. What the checks
 find is listed in `EXPECTED`, with its cause; a finding more or less is a failure, unless it depends
 on the machine. How each was judged is in `findings.md`.
 

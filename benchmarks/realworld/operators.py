@@ -1,9 +1,9 @@
 """Does `accelerate` make the operators of real packages cheap, and change nothing?
 
-`make realworld` runs this with the packages of `requirements/realworld.txt`. Each operator that
-they register in Python and that runs on a CPU is called with and without acceleration: what it
-returns and writes is compared bit by bit. Then a call is timed, before, after, and as the kernel
-alone.
+`nox -s realworld` runs this with the packages of `requirements/realworld-packages.txt`. Each
+operator that they register in Python and that runs on a CPU is called with and without
+acceleration: what it returns and writes is compared bit by bit. Then a call is timed,
+before, after, and as the kernel alone.
 
 The bars: the way to a kernel takes at most 0.5 us, or 20 ns for each argument, which is what a call
 costs of an operator that differs in nothing but that its kernel is empty; and a call costs at most

@@ -1,6 +1,6 @@
 """Do a package's own tests of its operators pass when these are accelerated?
 
-`make realworld` unpacks the source distribution of optimum-quanto, the only one of the packages
+`nox -s realworld` unpacks the source distribution of optimum-quanto, the only one of the packages
 that ships its tests, and runs this: the tests run twice, as they are and below
 `torchop.accelerate("*")`, and each must come out the same. The counters of `torchop.native` must
 have seen native calls of each operator.

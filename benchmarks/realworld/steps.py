@@ -3,8 +3,8 @@
 Eager workloads on the CPU, through the packages' own modules and functions: a token through a
 decoder of four layers whose weights have 4 bits, and steps of AdamW over many small parameters,
 with states of 32 and of 8 bits (bitsandbytes); a neighbour list and a step of L-BFGS for a few
-atoms (nvalchemi-toolkit-ops). `make realworld` runs this. A step that spends nothing on the way is
-the same step with the function of each operator in `torch.ops` replaced by its kernel.
+atoms (nvalchemi-toolkit-ops). `nox -s realworld` runs this. A step that spends nothing on the way
+is the same step with the function of each operator in `torch.ops` replaced by its kernel.
 """
 
 from __future__ import annotations

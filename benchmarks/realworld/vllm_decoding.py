@@ -1,11 +1,12 @@
 """Are the calls that vLLM makes for each layer of each token native, and the tokens the same?
 
-`make realworld-vllm` runs this with the packages of `requirements/realworld-vllm.txt`. vLLM decodes
-on the CPU with a tiny Llama of random weights, made here, in three ways: as it is, with its
-operators accelerated, and with its registration helper replaced by the one of `torchop.compat`.
-Each way has a process of its own, once without and once with vLLM's compilation. Tokens and their
-log-probabilities have to be the same bit by bit, and each call of the two operators of attention
-has to be native. Then the two calls are timed where vLLM makes them, and a token.
+`nox -s "realworld(part='vllm')"` runs this with the packages of `requirements/realworld-vllm.txt`.
+vLLM decodes on the CPU with a tiny Llama of random weights, made here, in three ways: as it is,
+with its operators accelerated, and with its registration helper replaced by the one of
+`torchop.compat`. Each way has a process of its own, once without and once with vLLM's compilation.
+Tokens and their log-probabilities have to be the same bit by bit, and each call of the two
+operators of attention has to be native. Then the two calls are timed where vLLM makes them, and a
+token.
 """
 
 from __future__ import annotations

@@ -6,12 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import cbook
 from PIL import Image
+
+
+def fractal(width: int = 512, height: int = 600) -> torch.Tensor:
+    """Returns the Mandelbrot set in three colours, as uint8 of shape (3, height, width)."""
+    extents = [(-2.0, -1.6, 0.8, 1.6), (-1.9, -1.5, 0.7, 1.5), (-1.8, -1.4, 0.6, 1.4)]
+    channels = [Image.effect_mandelbrot((width, height), extent, 60) for extent in extents]
+    return torch.from_numpy(np.stack([np.array(channel) for channel in channels]))
 
 
 def photograph() -> torch.Tensor:
     """Returns a photograph that matplotlib ships, as uint8 of shape (3, height, width)."""
+    from matplotlib import cbook  # only the notebooks need it
+
     with cbook.get_sample_data("grace_hopper.jpg") as file, Image.open(file) as image:
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
 

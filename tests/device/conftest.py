@@ -3,7 +3,7 @@
 The device is `standin`, a PrivateUse1 backend of two devices; see `tests/device/standin`. A process
 can have one such backend and keeps it, so these tests have processes of their own: `pytest tests`
 leaves them out, and `tests/test_device.py` runs them all in one child. To run them, name them:
-`make device`, or `python -m pytest tests/device -q`, or one file of theirs.
+`nox -s device`, or `python -m pytest tests/device -q`, or one file of theirs.
 
 To write a test, put a file here. The device is loaded when it is imported, so this works:
 
@@ -26,7 +26,7 @@ that with `tests.forking.run_forked`, whose program starts with
 
 Tests that hold for any device take it from `tests.devices`, and a file here imports them, as
 `test_leaks.py` does. What tests ask of a device is in `target.py`, for the stand-in and for one
-that is really there: `TORCHOP_TEST_DEVICE=cuda:0 python -m pytest tests/device`, or `make gpu`.
+that is really there: `TORCHOP_TEST_DEVICE=cuda:0 python -m pytest tests/device`, or `nox -s gpu`.
 """
 
 from __future__ import annotations

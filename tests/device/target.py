@@ -1,8 +1,8 @@
 """The device that the tests of this folder run on: the stand-in, or the one that is really there.
 
 `TORCHOP_TEST_DEVICE=cuda:0 python -m pytest tests/device` runs them on a GPU, and leaves out what
-is about the stand-in itself; `make gpu` does that and more. Where there is one device of a type, it
-is the second one, too.
+is about the stand-in itself; `nox -s gpu` does that and more. Where there is one device of a type,
+it is the second one, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generated calls on a device, both ways; `make fuzz FUZZ=...` compares more."""
+"""Generated calls on a device, both ways; `nox -s fuzz` compares more."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Native calls and the dispatcher, compared on generated operators and calls.
 
-`make fuzz N=200000` compares more, from another place; `SEED` repeats a run.
+`nox -s fuzz` compares more, from another place; `SEED` repeats a run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Calls leave nothing behind: no memory, no reference, no object.
 
-`make leaks` makes a million calls of each kind; a test run has time for fewer.
+`nox -s leaks` makes a million calls of each kind; a test run has time for fewer.
 """
 
 from __future__ import annotations

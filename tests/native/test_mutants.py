@@ -1,4 +1,4 @@
-"""Each mutant of `make mutants` takes out a condition that is there, exactly once."""
+"""Each mutant of `nox -s mutants` takes out a condition that is there, exactly once."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ Each tool gets the same examples, which are those of the authors.
 - `torchop.testing.check` runs without the checks that compile and export programs, except for
   operators with a fault that only these find.
 
-`make comparison` asks all of them anew and writes this page; each call runs in a process group of
+`nox -s comparison` asks all of them anew and writes this page; each call runs in a process group of
 its own, for at most {limit:.0f} seconds. Stock tools are not run on `{forks}`: each call would
 double the processes.
 

@@ -1,0 +1,302 @@
+"""Development tasks beyond the ten `make` targets.
+
+List them with `nox -l`. Sessions for another Python or another PyTorch create environments of their
+own. All other sessions run in the environment that runs nox, which `make setup` creates:
+`.venv/bin/nox -s zoo`. Arguments after `--` go to the program that the session runs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
+RELEASES = ["2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+PARALLEL = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
+CACHE = ROOT / ".native_cache"
+
+nox.options.default_venv_backend = "uv"
+nox.options.sessions = []
+os.environ.setdefault("TORCHOP_CACHE_DIR", str(CACHE))
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# uv does not read pip's configuration.
+if "PIP_FIND_LINKS" in os.environ:
+    os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
+# nox and uv look for interpreters in PATH only.
+for _folder in sorted(Path.home().glob(".pyenv/versions/*/bin")):
+    os.environ["PATH"] += f"{os.pathsep}{_folder}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Other Pythons and other releases of PyTorch
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("torch", RELEASES)
+def tests(session: nox.Session, torch: str) -> None:
+    """Run the tests with one Python and one PyTorch; name test files to run only these."""
+    _install(session, f"torch=={torch}")
+    session.run("python", "-m", "pytest", *PARALLEL, *(session.posargs or ["-m", "not project"]))
+
+
+@nox.session
+def prerelease(session: nox.Session) -> None:
+    """Run the tests with the newest PyTorch, prereleases included."""
+    _install(session, "--prerelease=allow", "torch")
+    session.run("python", "-m", "pytest", *PARALLEL, *(session.posargs or ["-m", "not project"]))
+
+
+@nox.session(python=PYTHONS)
+def headers(session: nox.Session) -> None:
+    """Compile the C++ sources, without linking, against the headers of each Python."""
+    command = [sys.executable, "tools/headers.py", str(session.virtualenv.bin_paths[0] + "/python")]
+    session.run(*command, external=True)
+
+
+def _install(session: nox.Session, *torch: str) -> None:
+    session.install(*torch, "-r", "requirements/dev.txt")
+    session.install("--no-deps", "--no-build-isolation", "--editable", ".")
+
+
+# --------------------------------------------------------------------------------------------------
+# Tests that are not part of `make test`
+
+
+@nox.session(venv_backend="none")
+def project(session: nox.Session) -> None:
+    """Test the repository: site, examples, notebooks, benchmarks, packaging and type checkers."""
+    files = session.run("git", "grep", "-l", "pytest.mark.project", "--", "tests", silent=True)
+    session.run(sys.executable, "-m", "pytest", *PARALLEL, "-m", "project", *files.split())
+
+
+@nox.session(venv_backend="none")
+def device(session: nox.Session) -> None:
+    """Run the device tests on a simulated device, or on TORCHOP_TEST_DEVICE=cuda:0."""
+    _pytest(session, "tests/device")
+
+
+@nox.session(venv_backend="none")
+def on_device(session: nox.Session) -> None:
+    """Run the package's tests with tensors on a simulated device, or on TORCHOP_TEST_DEVICE."""
+    os.environ.setdefault("TORCHOP_TEST_DEVICE", "standin:1")
+    session.run(sys.executable, "-m", "pytest", *PARALLEL, "-p", "tests.on_device")
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Run everything that needs a GPU, in at most nine minutes; without one, check that it runs."""
+    session.run(sys.executable, "tools/gpu.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def fuzz(session: nox.Session) -> None:
+    """Compare native calls with the dispatcher on 200,000 generated examples, or `-- N [SEED]`."""
+    number, *seed = session.posargs or ["200000"]
+    os.environ["TORCHOP_FUZZ_EXAMPLES"] = number
+    if seed:
+        os.environ["TORCHOP_FUZZ_SEED"] = seed[0]
+    session.run(sys.executable, "-m", "pytest", "-s", "tests/differential/test_differential.py")
+
+
+@nox.session(venv_backend="none")
+def mutants(session: nox.Session) -> None:
+    """Remove each condition of the native call path in turn; a test must fail each time."""
+    session.run(sys.executable, "tools/mutants.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def leaks(session: nox.Session) -> None:
+    """Repeat each kind of call a million times and check that memory stays flat."""
+    os.environ["TORCHOP_LEAK_CALLS"] = "1000000"
+    _pytest(session, "tests/native/test_leaks.py")
+
+
+SANITIZED_TESTS = [
+    "tests/native/test_handle.py",
+    "tests/native/test_switch.py",
+    "tests/native/test_overrides.py",
+    "tests/native/test_later_registrations.py",
+    "tests/native/test_operator_end.py",
+    "tests/native/test_exceptions.py",
+    "tests/native/test_nested_calls.py",
+    "tests/native/test_changes_during_calls.py",
+    "tests/native/test_processes.py",
+    "tests/native/test_unusual_arguments.py",
+    "tests/native/test_opaque_arguments.py",
+    "tests/native/test_overloads.py",
+    "tests/native/test_passed_arguments.py",
+    "tests/native/test_greenlets.py",
+    "tests/native/test_dispatcher_calls.py",
+    "tests/native/test_reset_libraries.py",
+    "tests/native/test_thread_end.py",
+    "tests/native/test_deep_recursion.py",
+    "tests/native/test_autograd_fallback.py",
+    "tests/native/test_optional_lists.py",
+    "tests/native/gradients",
+    "tests/accelerate",
+    "tests/rules/autograd/derived/test_native.py",
+    "tests/rules/providers/test_choice.py",
+    "tests/inspect/explain",
+]
+
+
+@nox.session(venv_backend="none")
+def sanitize(session: nox.Session) -> None:
+    """Run the native tests with AddressSanitizer and UndefinedBehaviorSanitizer."""
+    _build_with(
+        session,
+        "sanitized",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize=vptr",
+        "-fno-sanitize-recover=undefined",
+        # Flattened calls put all variables into one frame, which overflows the stack here.
+        "-D__flatten__=",
+    )
+    # The sanitizers must be loaded before Python, and libstdc++ too, or exceptions are not seen.
+    libraries = [_library(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
+    session.run(
+        *(sys.executable, "-m", "pytest", "-p", "no:faulthandler", *SANITIZED_TESTS),
+        env={
+            "LD_PRELOAD": " ".join(libraries),
+            # PyTorch and Python leak on purpose; the session `leaks` looks for leaks.
+            "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0:detect_stack_use_after_return=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            "PYTHONMALLOC": "malloc",
+        },
+    )
+
+
+@nox.session(venv_backend="none")
+def threads(session: nox.Session) -> None:
+    """Call operators from 16 threads while others redefine them, then measure scaling."""
+    os.environ["TORCHOP_NATIVE"] = "require"
+    session.run(sys.executable, "tools/threads.py", *session.posargs)
+    session.run(sys.executable, "tools/threads.py", "--scaling")
+
+
+@nox.session(venv_backend="none")
+def threads_sanitized(session: nox.Session) -> None:
+    """Run the thread test with ThreadSanitizer; needs a Python without the GIL."""
+    _build_with(session, "threads", "-fsanitize=thread")
+    session.run(
+        *("setarch", "-R", sys.executable, "tools/threads.py", "--threads", "4", *session.posargs),
+        env={
+            "PYTHON_GIL": "0",
+            "TORCHOP_NATIVE": "require",
+            "LD_PRELOAD": _library("libtsan.so"),
+            "TSAN_OPTIONS": "ignore_noninstrumented_modules=1 history_size=7 "
+            "suppressions=tools/threads.supp",
+        },
+        external=True,
+    )
+
+
+def _pytest(session: nox.Session, *arguments: str) -> None:
+    session.run(sys.executable, "-m", "pytest", *arguments, *session.posargs)
+
+
+def _build_with(session: nox.Session, name: str, *flags: str) -> None:
+    """Compile the extension with sanitizers, into a cache that no other program uses."""
+    folder = CACHE / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ["TORCHOP_CACHE_DIR"] = str(folder)
+    os.environ["CXX"] = " ".join(["g++ -g -fno-omit-frame-pointer", *flags])
+    session.run(sys.executable, "-m", "torchop", "build", env={"TORCHOP_NATIVE": "0"})
+
+
+def _library(name: str) -> str:
+    command = ["g++", f"-print-file-name={name}"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+# --------------------------------------------------------------------------------------------------
+# What `check` finds
+
+
+@nox.session(venv_backend="none")
+def zoo(session: nox.Session) -> None:
+    """Run every check on the operators of the zoo, wrong and right ones, and print the score."""
+    session.run(sys.executable, "-m", "tests.testing.zoo", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def comparison(session: nox.Session) -> None:
+    """Run the checks of PyTorch on the zoo too, and print the comparison."""
+    session.run(sys.executable, "-m", "tests.testing.zoo.comparison", *session.posargs)
+
+
+# --------------------------------------------------------------------------------------------------
+# Operators of real packages, accelerated
+
+REALWORLD = ROOT / ".realworld"
+QUANTO = "optimum-quanto==0.2.7"
+QUANTO_TESTS = REALWORLD / "sources" / "optimum_quanto-0.2.7" / "test"
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("part", ["operators", "checks", "steps", "tests", "vllm", "quick"])
+def realworld(session: nox.Session, part: str) -> None:
+    """Run operators of real packages natively: same results, their own tests, what check finds."""
+    packages = _realworld(session, "vllm" if part == "vllm" else "packages")
+    env = {
+        "PYTHONPATH": str(packages),
+        "TORCHOP_NATIVE": "require",
+        "WARP_CACHE_PATH": str(REALWORLD / "warp"),
+    }
+    quick = ["--quick"] if part == "quick" else []
+    programs = {
+        "operators": [["operators.py"]],
+        "checks": [["checks.py"]],
+        "steps": [["steps.py"]],
+        "tests": [["own_tests.py", str(QUANTO_TESTS)]],
+        "vllm": [["vllm_decoding.py"]],
+        "quick": [["operators.py", *quick], ["own_tests.py", *quick, str(QUANTO_TESTS)]],
+    }
+    if part == "checks":
+        _realworld(session, "fbgemm")
+        _realworld(session, "vllm")
+    for program, *arguments in programs[part]:
+        session.run(sys.executable, f"benchmarks/realworld/{program}", *arguments, env=env)
+
+
+def _realworld(session: nox.Session, name: str) -> Path:
+    """Install packages into a folder of their own, so that none of them changes PyTorch."""
+    folder = REALWORLD / name
+    finished = REALWORLD / f".{name}"
+    requirements = ROOT / "requirements" / f"realworld-{name}.txt"
+    if finished.exists() and finished.stat().st_mtime > requirements.stat().st_mtime:
+        return folder
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    install = [*pip, "install", "--no-deps", "--no-compile", "--upgrade"]
+    session.run(*install, "--target", str(folder), "-r", str(requirements))
+    if name == "packages":  # only this package ships its tests, and only with its sources
+        sources = REALWORLD / "sources"
+        download = [*pip, "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
+        session.run(*download, "--dest", str(sources), QUANTO)
+        for archive in sources.glob("*.tar.gz"):
+            session.run("tar", "-xzf", str(archive), "-C", str(sources), external=True)
+    finished.touch()
+    return folder
+
+
+# --------------------------------------------------------------------------------------------------
+# Documentation
+
+
+@nox.session(venv_backend="none")
+def notebooks(session: nox.Session) -> None:
+    """Run the notebooks and store their outputs; redraw the pictures of the documentation."""
+    session.run(sys.executable, "tools/notebooks.py")
+    session.run(sys.executable, "tools/trace_picture.py")
+    session.run(sys.executable, "docs/_extensions/chart.py")
+
+
+@nox.session(venv_backend="none")
+def sharding(session: nox.Session) -> None:
+    """Measure calls with sharding rules beside DTensor's own, on a fake process group."""
+    session.run(sys.executable, "benchmarks/sharding.py", *session.posargs)

@@ -1,0 +1,54 @@
+"""Compile the C++ sources, without linking, against the headers of another Python.
+
+    python tools/headers.py PYTHON [PYTHON ...]
+
+`nox -s headers` runs this for each supported Python. The headers of PyTorch are those of this
+environment; they do not depend on the version of Python. The sources are compiled twice, the second
+time as for a PyTorch release whose autograd nodes torchop does not know.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from torchop._native.extension.recipe import CSRC, compile_flags, find_compiler
+
+INCLUDE = "import sysconfig; print(sysconfig.get_paths()['include'])"
+VARIANTS = {
+    "this PyTorch": [],
+    "a PyTorch with unknown autograd nodes": ["-UTORCHOP_KNOWS_NODES", "-DTORCHOP_KNOWS_NODES=0"],
+}
+
+
+def compiles(include: str, flags: list[str]) -> bool:
+    """Return whether the sources compile; the compiler prints its errors."""
+    headers = Path(torch.__file__).parent / "include"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "call_path.cpp")
+        files = sorted(CSRC.glob("*.cpp"))
+        source.write_text("".join(f'#include "{file}"\n' for file in files))
+        command = [*find_compiler(), *compile_flags(), *flags, "-Wall", "-Werror", "-fsyntax-only"]
+        for path in (headers, headers / "torch" / "csrc" / "api" / "include", include):
+            command += ["-isystem", str(path)]
+        return subprocess.run([*command, str(source)], check=False).returncode == 0
+
+
+def main(programs: list[str]) -> int:
+    failures = 0
+    for program in programs:
+        asked = [program, "-c", INCLUDE]
+        include = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+        for name, flags in VARIANTS.items():
+            passed = compiles(include, flags)
+            failures += not passed
+            print(f"{'pass' if passed else 'FAIL'}  {include}, {name}", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
