@@ -34,7 +34,7 @@ LAYERS = (
     ("_rules",),
     ("_native",),
     ("_define",),
-    ("native", "preconditions"),
+    ("native",),
     ("__init__",),
     ("_accelerate",),
     ("_inspect",),
@@ -43,10 +43,10 @@ LAYERS = (
     ("__main__",),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
-MOST_ENTRIES, MOST_LINES = 20, 450
+MOST_ENTRIES, MOST_LINES = 20, 455
 # Lines of code, without blank lines, comments and docstrings. Limits for a design: a change that
 # needs more merges or removes something else, or raises the limit in a commit that says why.
-MOST_PYTHON_LINES = 31_100  # of the whole package
+MOST_PYTHON_LINES = 30_300  # of the whole package
 MOST_CORE_LINES = 14_790  # of Python, in all packages that are not in the ring
 MOST_CPP_LINES = 6_010
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
@@ -63,7 +63,6 @@ RING = (
     "compat",
     "export",
     "mypy_plugin",
-    "preconditions",
     "sphinx",
     "testing",
 )
@@ -92,7 +91,7 @@ EXCEPTIONS = {
     "_rules.user": (
         "they tell parts of PyTorch that have no public place for it, formulas that read data get "
         "shards, and their functions `register_...` are typed as those of the core",
-        {"_compat", "_errors", "_rules.autograd", "_rules.checkpoint_modes", "_schema.callables"},
+        {"_compat", "_rules.autograd", "_rules.checkpoint_modes", "_schema.callables"},
     ),
     "cli": ("it compiles the extension, and says why that fails", {"_native.extension"}),
     "compat": (

@@ -32,7 +32,6 @@ PUBLIC = {
     "torchop.export": torchop.export.__all__,
     "torchop.compat": torchop.compat.__all__,
     "torchop.extend": torchop.extend.__all__,
-    "torchop.preconditions": torchop.preconditions.__all__,
 }
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
 # Taken from PyTorch as they are, with the docstrings they have there, if any.

@@ -496,9 +496,7 @@ def test_search_finds_first_what_is_named_like_the_query(browser: Any, address: 
         ("opcheck", "reference/api/torchop.opcheck.html"),
         ("gradient None", "how-to/without-a-message.html#a-gradient-is-none"),
         ("command line", "how-to/command-line.html"),
-        ("preconditions", "how-to/preconditions.html"),
         ("several kernels", "how-to/several-kernels.html"),
-        ("inputs", "reference/api/torchop.testing.inputs.html"),
     ):
         show(browser, f"{address}/search.html?q={query.replace(' ', '+')}", 390)
         WebDriverWait(browser, 30).until(found)

@@ -24,7 +24,6 @@ MODULE = '''
 import torch
 import torchop
 from torch import Tensor
-from torch.distributions import constraints
 
 
 @torchop.custom_op("sphinx_kernels::shift", mutates_args=(), device_types="cpu")
@@ -40,16 +39,6 @@ def shift(x: Tensor, by: float = 1.0) -> Tensor:
 
 shift.register_fake(lambda x, by: x.new_empty(x.shape))
 shift.register_examples(lambda: [(torch.ones(2),)])
-
-
-def is_moderate(by):
-    """Neither `inf` nor nan."""
-    return by == by
-
-
-shift.register_preconditions(
-    {"x": torchop.preconditions.Shape("n"), "by": (constraints.unit_interval, is_moderate)}
-)
 
 
 @torchop.operator("sphinx_kernels::double")
@@ -100,13 +89,7 @@ sphinx_kernels.shift(x: Tensor, by: float = 1.0) -> Tensor
       cpu
 
    Rules:
-      fake; preconditions; examples
-
-   Preconditions:
-      * **x** -- "Shape(dims=('n',), least=0)"
-
-      * **by** -- "Interval(lower_bound=0.0, upper_bound=1.0); Neither
-        inf nor nan."
+      fake; examples
 """
 
 

@@ -42,7 +42,6 @@ from torchop._schema.infer import infer_schema
 if typing.TYPE_CHECKING:
     from torchop import compat as compat
     from torchop import export as export
-    from torchop import preconditions as preconditions
     from torchop import testing as testing
     from torchop._accelerate.accelerate import AcceleratedOperator, Acceleration, accelerate
     from torchop._inspect.cache_key import cache_key_tag
@@ -77,7 +76,7 @@ _LATE = {
     "testing": ("opcheck",),
     "testing._tune": ("Tuned", "tune", "tuning"),
 }
-_MODULES = ("compat", "export", "preconditions", "testing")  # found without an import of their own
+_MODULES = ("compat", "export", "testing")  # found without an import of their own
 
 if not typing.TYPE_CHECKING:  # a checker would accept every name
 

@@ -6,8 +6,7 @@ In a package's `conf.py`, after `sphinx.ext.autodoc`::
 
 By itself, `automodule` with `:members:` leaves out the handles of a module, because they are not
 functions. With this extension, each handle is documented like its function, with signature and
-docstring. Below them are the schema, the kernels, the rules and the preconditions. `autofunction`
-adds these too.
+docstring. Below them are the schema, the kernels and the rules. `autofunction` adds these too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from docutils.utils import new_document  # type: ignore[import-untyped]
 from sphinx.ext.autodoc.mock import mock  # type: ignore[attr-defined]
 
 from torchop import CustomOp, OperatorFamily
-from torchop._rules.user.preconditions import PRECONDITIONS
 from torchop.extend import Operator
 
 if TYPE_CHECKING:
@@ -112,11 +110,4 @@ def _add_fields(
     lines += [f":Schema: ``{operator.schema.text}``" for operator in operators]
     lines.append(f":Kernels: {', '.join(operators[0].kernels) or 'none'}")
     lines.append(f":Rules: {'; '.join(operators[0].rules) or 'none'}")
-    if PRECONDITIONS.has(operators[0].overload):
-        lines.append(":Preconditions:")
-        texts = PRECONDITIONS.lookup(operators[0].overload).texts()
-        # As literals, because they are code, whose quotes Sphinx would change.
-        lines += [
-            f"    * **{name}** -- ``{text.replace('`', '')}``" for name, text in texts.items()
-        ]
     lines.append("")

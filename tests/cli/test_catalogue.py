@@ -115,7 +115,6 @@ def test_explanations_in_json(run, listed, namespace):
             "kernels",
             "provider",
             "providers",
-            "preconditions",
         ]
         assert each["op"] == f"{namespace}::scale"
     (each,) = json.loads(run("explain", *scale, "--call", "torch.ones(2).to_sparse()").out)

@@ -114,6 +114,25 @@ def test_opcheck_uses_the_examples(namespace: str) -> None:
     assert (first[1], nothing, none, second["factor"]) == ([1, 3], {}, (), 3.0)
 
 
+def test_valid_is_registered_with_the_examples(namespace: str) -> None:
+    @torchop.operator(f"{namespace}::root")
+    class root:
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.sqrt()
+
+        @staticmethod
+        def examples() -> Any:
+            yield (torch.ones(3),)
+
+        @staticmethod
+        def valid(x: Tensor) -> bool:
+            return x.dtype is torch.float32
+
+    (result,) = torchop.testing.check(root, only="dtypes.accepted").results
+    assert result.details["dtypes"]["float64"] == "excluded"
+
+
 @needs_native
 def test_a_call_is_native(namespace: str) -> None:
     explained = torchop.explain(define_crop(namespace), torch.ones(5), [1, 3])

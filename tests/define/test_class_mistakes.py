@@ -65,6 +65,7 @@ MISTAKES = {
         {**KERNEL, "setup_context": staticmethod(forward)},
         "'setup_context' without 'backward'",
     ),
+    "valid alone": ({**KERNEL, "valid": staticmethod(bool)}, "'valid' without 'examples'"),
     "opaque alone": ({**KERNEL, "opaque": True}, "'opaque' without 'backward'"),
     "not opaque": (
         {**KERNEL, "backward": staticmethod(forward), "opaque": "yes"},

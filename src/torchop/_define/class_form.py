@@ -78,7 +78,8 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     - `autocast`: a dtype, or a dict of dtypes by device type; `torch_dispatch`: a dict of functions
       by mode or subclass.
     - `inplace`, `out`: True, or a name: also derives this form. It is an attribute of the handle.
-    - `examples`: yields sample inputs, each a tuple of arguments or a dict by name, for `opcheck`.
+    - `examples`: yields sample inputs, each a tuple of arguments or a dict by name, for `opcheck`;
+      `valid` beside it: returns whether a caller may pass such arguments.
     - `inverse`, `checkpoint_policy`, and every other `torchop.Rule`, by its name: those that the
       reference lists, yours, and those of any package.
     - `providers`: a dict of kernels beside these, by provider, each a dict of the arguments of

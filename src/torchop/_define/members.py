@@ -185,6 +185,10 @@ MEMBERS: Mapping[str, Member] = {
         "a dict of functions by mode or Tensor subclass",
         lambda value: isinstance(value, Mapping),
     ),
+    "examples": Member(
+        lambda op, examples, members: op.register_examples(examples, valid=members.get("valid"))
+    ),
+    "valid": Member(needs=("examples",)),
     "inplace": _form("derive_inplace", "in-place operator"),
     "out": _form("derive_out", "operator with out="),
 }

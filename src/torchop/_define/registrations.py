@@ -71,6 +71,5 @@ class Registrations(Handle):
     register_flop_formula = flop_formula.register_flop_formula
     register_checkpoint_policy = checkpoint_policy.register_checkpoint_policy
     register_sharding = sharding.register_sharding
-    register_preconditions = examples.preconditions.register_preconditions
     register_examples = examples.register_examples
     examples = examples.make_examples

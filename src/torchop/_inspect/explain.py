@@ -17,7 +17,6 @@ from torchop._native.extension import api
 from torchop._native.reasons import Reason
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import choice_of_call
-from torchop._rules.user.preconditions import PRECONDITIONS
 from torchop.extend import OpLike
 
 
@@ -37,8 +36,6 @@ class Explanation(NamedTuple):
         providers: the providers in the order in which calls ask them, as text: device types,
             whether the kernel runs or why not, and where it was registered. Those that the order
             does not name come last, without a number.
-        preconditions: what a caller may pass, which calls do not check, as text; and, last, what
-            this call breaks.
 
     Example:
         >>> import torch, torchop
@@ -57,7 +54,6 @@ class Explanation(NamedTuple):
     kernels: tuple[str, ...]
     provider: str | None = None
     providers: tuple[str, ...] = ()
-    preconditions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         way = "native" if self.native else "through the dispatcher"
@@ -66,7 +62,6 @@ class Explanation(NamedTuple):
         if self.providers:
             lines.append("providers, of which the first that can run the call does:")
             lines += [f"  {text}" for text in self.providers]
-        lines += [f"precondition: {text}" for text in self.preconditions]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -127,20 +122,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     if kernels is None:
         table = dispatch.kernel_table(str(name))
         kernels = tuple(f"{key}: {table[key]}" for key in keys if key in table)
-    declared = _preconditions(op, call)
-    return Explanation(
-        str(name), native, reason, tuple(keys), kernels, provider, providers, declared
-    )
-
-
-def _preconditions(op: OpLike, call: Call) -> tuple[str, ...]:
-    """What the preconditions allow for each argument, and how the call breaks them."""
-    if not PRECONDITIONS.has(op):
-        return ()
-    preconditions = PRECONDITIONS.lookup(op)
-    texts = [f"{name}: {text}" for name, text in preconditions.texts().items()]
-    problem = preconditions.problem(preconditions.arguments(call.args, call.kwargs))
-    return (*texts, *([] if problem is None else [f"broken by this call: {problem}"]))
+    return Explanation(str(name), native, reason, tuple(keys), kernels, provider, providers)
 
 
 def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:

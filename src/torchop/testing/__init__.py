@@ -1,10 +1,9 @@
-"""Checks of operators: opcheck, check and check_sharding; and inputs for others."""
+"""Checks of operators: opcheck, check and check_sharding."""
 
 from torchop import OpCheckError
 from torchop.testing._check.api import check
 from torchop.testing._check.report import CheckReport, Result
 from torchop.testing._copied import copied_bytes
-from torchop.testing._inputs import inputs
 from torchop.testing._opcheck import opcheck
 from torchop.testing._saved import saved_bytes
 from torchop.testing._sharding import ShardingReport, check_sharding
@@ -17,7 +16,6 @@ __all__ = [
     "check",
     "check_sharding",
     "copied_bytes",
-    "inputs",
     "opcheck",
     "saved_bytes",
 ]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchop._compat import fake_tensors
-from torchop.extend import Form, Operator, Schema, named_inputs, values_by_name
-from torchop.testing.probes import mapped, tensors_of, with_tensors
+from torchop.extend import Form, Operator, Schema, named_inputs
+from torchop.testing.probes import mapped, with_tensors
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -49,29 +49,6 @@ def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
     for argument in schema.arguments:
         if argument.kind == "Tensor" and isinstance(values.get(argument.name), (tuple, list)):
             raise TypeError(f"{argument.name!r} is a list or tuple, not a tensor")
-
-
-def with_values(
-    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[str, Any]
-) -> Sample:
-    """The sample with these values, by argument, that require grad where its own do."""
-    for name, value in values_by_name(schema, tuple(args), kwargs).items():
-        for old, new in zip(tensors_of(value), tensors_of(values[name]), strict=False):
-            if (
-                old.requires_grad
-                and new is not old
-                and (new.is_floating_point() or new.is_complex())
-            ):
-                new.requires_grad_()
-    positional = [argument.name for argument in schema.positional[: len(args)]]
-    # What the sample leaves to a default stays there, unless it has another value now.
-    left = {a.name: a.default for a in schema.arguments if a.name not in kwargs}
-    named = {
-        name: value
-        for name, value in values.items()
-        if name not in positional and (name not in left or value is not left[name])
-    }
-    return tuple(values[name] for name in positional), named
 
 
 def with_fake_tensors(sample: Sample) -> tuple[Any, Sample]:

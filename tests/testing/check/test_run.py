@@ -83,7 +83,7 @@ def test_failures_name_arguments(namespace: str) -> None:
     assert "wrote into the memory around argument 'y'" in report.failures[0].message
 
 
-def test_no_precondition_is_suggested_for_what_breaks_the_contract(namespace: str) -> None:
+def test_no_predicate_is_suggested_for_what_breaks_the_contract(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::swap", mutates_args=("x",))
     def swap(x: Tensor, y: Tensor) -> None:
         x.set_(y.clone())
@@ -91,4 +91,4 @@ def test_no_precondition_is_suggested_for_what_breaks_the_contract(namespace: st
     call = (torch.rand(2, 3), torch.rand(2, 3))
     report = check(swap, call, only="memory.transposed", raise_exception=False)
     assert "swapped the storage of argument 'x'" in report.failures[0].message
-    assert "register_preconditions" not in report.failures[0].message
+    assert "register_examples" not in report.failures[0].message

@@ -102,7 +102,7 @@ def _case(shape: tuple[int, ...]) -> Case:
 
 
 def _subject() -> Subject:
-    """An operator without preconditions, so that any smaller example is allowed."""
+    """An operator without `valid`, so that any smaller example is allowed."""
     return Subject(torch.ops.aten.relu.default, [(torch.ones(1),)])
 
 

@@ -4,7 +4,6 @@
 """
 
 from tests.testing.zoo import (
-    declared,
     neighbours,
     neighbours_in_detail,
     right_gradients,
@@ -16,6 +15,7 @@ from tests.testing.zoo import (
     right_untuned_in_use,
     right_untuned_of_types,
     right_with_conditions,
+    valid,
     wrong_contracts,
     wrong_gradients,
     wrong_in_detail,
@@ -35,7 +35,6 @@ __all__ = [
     "RIGHT",
     "WRONG",
     "Specimen",
-    "declared",
     "neighbours",
     "neighbours_in_detail",
     "right_gradients",
@@ -47,6 +46,7 @@ __all__ = [
     "right_untuned_in_use",
     "right_untuned_of_types",
     "right_with_conditions",
+    "valid",
     "wrong_contracts",
     "wrong_gradients",
     "wrong_in_detail",

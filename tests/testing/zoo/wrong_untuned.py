@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tests.testing.zoo.specimen import define, like, one, save, wrong
-from torchop import preconditions as pre
 
 # --------------------------------------------------------------------------------------------------
 # Quantisation
@@ -291,21 +290,14 @@ def _row_sums(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.stack(parts) if parts else values.new_zeros(0)
 
 
-_reduced = define(
-    "row_sums_by_reduceat",
-    row_sums_by_reduceat,
-    fake=lambda values, offsets: values.new_empty(offsets.shape[0] - 1),
-)
-_reduced.register_preconditions(
-    {
-        "values": (pre.Shape("n"), pre.Dtype(torch.float32, torch.float64)),
-        "offsets": (pre.Shape("rows", least=2), pre.Offsets("values")),
-    }
-)
 wrong(
-    _reduced,
-    "values.declared",
-    lambda: [(torch.arange(1.0, 6), torch.tensor([0, 2, 5]))],
+    define(
+        "row_sums_by_reduceat",
+        row_sums_by_reduceat,
+        fake=lambda values, offsets: values.new_empty(offsets.shape[0] - 1),
+    ),
+    "memory.given",
+    lambda: [(torch.arange(1.0, 6), torch.tensor([0, 2, 2, 5]))],
     _row_sums,
 )
 

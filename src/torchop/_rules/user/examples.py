@@ -2,81 +2,106 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.library
 
 from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError
-from torchop._rules.user import preconditions as preconditions  # for the table of registrations
 from torchop._schema.callables import Function, Lambda, check_signature
-from torchop.extend import Operator, OpLike, OpOverload, short_repr
+from torchop.extend import Operator, OpLike, OpOverload, observer, short_repr
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
+Valid = Callable[..., bool]
 
 
-class _ExamplesRule(Rule[Callable[[], Iterable[Any]]]):
-    """A function without parameters, so that each caller gets tensors of its own."""
+class Examples(NamedTuple):
+    """The sample inputs of an operator.
 
-    def validate(self, op: OpOverload, value: Any) -> Callable[[], Iterable[Any]]:
+    Attributes:
+        make: takes nothing and yields examples, so that each caller gets tensors of its own.
+        valid: whether a call is valid; takes the schema's arguments. None if every call is.
+    """
+
+    make: Callable[[], Iterable[Any]]
+    valid: Valid | None = None
+
+
+class _ExamplesRule(Rule[Examples]):
+    """Sample inputs, and which calls like them are valid."""
+
+    def validate(self, op: OpOverload, value: Any, *, valid: Any = None) -> Examples:
         check_signature(f"{op.name()}: the function that yields examples", value, ())
-        checked: Callable[[], Iterable[Any]] = value
-        return checked
+        if valid is not None:
+            valid = observer(f"{op.name()}: 'valid' of the examples", op, valid)
+        return Examples(value, valid)
 
-    def missing(self, op: OpOverload) -> Callable[[], Iterable[Any]]:
-        problem = ""
-        if preconditions.PRECONDITIONS.has(op) and not Operator(op, "examples").takes_structures:
-            from torchop._rules.user.preconditions.base import Unfit  # few declare any
-
-            try:
-                examples = preconditions.PRECONDITIONS.lookup(op).generated()
-            except Unfit as error:
-                problem = f" Its preconditions are not enough to make some: {error}."
-            else:
-                return lambda: copy.deepcopy(examples)
+    def missing(self, op: OpOverload) -> Examples:
         raise MissingRuleError(
-            f"{op.name()} has no examples.{problem} Pass sample inputs, or register a function "
+            f"{op.name()} has no examples. Pass sample inputs, or register a function "
             "that yields them as tuples of arguments: op.register_examples(fn), in the class form "
             "the member 'examples'."
         )
+
+    def valid(self, op: OpOverload) -> Valid | None:
+        """Return the predicate of an operator, or of the operator that it is a form of."""
+        own = self.lookup(op).valid if self.has(op) else None
+        if own is not None:
+            return own
+        origin, kind = self.origin(op) or (op, "")
+        valid = self.valid(origin) if kind in ("inplace", "out") else None
+        if valid is None or kind == "inplace":
+            return valid
+        names = {argument.name for argument in Operator(origin, "examples").schema.arguments}
+
+        def without_out(*args: Any, **kwargs: Any) -> bool:
+            return valid(*args, **{name: kwargs[name] for name in kwargs if name in names})
+
+        return without_out
 
 
 EXAMPLES = _ExamplesRule("examples")
 
 
 def register_examples(
-    op: OpLike, fn: Function | Lambda | None = None, /, *, lib: torch.library.Library | None = None
+    op: OpLike,
+    fn: Function | Lambda | None = None,
+    /,
+    *,
+    valid: Valid | None = None,
+    lib: torch.library.Library | None = None,
 ) -> Function:
-    """Registers sample inputs, which `opcheck` uses if you pass none.
+    """Registers sample inputs, which `opcheck` and `torchop.testing.check` use if you pass none.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: takes nothing and yields examples, each a tuple of positional arguments or a dict of
             arguments by name. It is called again whenever examples are needed.
+        valid: takes the operator's arguments, and returns True if a caller may pass them. `check`
+            generates other inputs from the examples, and does not try those for which it returns
+            False. Calls of the operator do not check it. Without it, every input is valid.
         lib: the library whose lifetime the registration shares; by default it stays as long as
             the operator.
 
     Returns:
         `fn`; without it, a decorator.
     """
-    return EXAMPLES.register(op, fn, lib=lib)
+    return EXAMPLES.register(op, fn, lib=lib, valid=valid)
 
 
 def make_examples(op: OpLike) -> list[Example]:
-    """Makes the registered sample inputs or, without any, some that fit the preconditions.
+    """Makes the registered sample inputs.
 
     Returns:
         For each example the positional arguments, a tuple, and those by keyword, a dict.
 
     Raises:
-        MissingRuleError: none were registered, and none can be made from preconditions.
+        MissingRuleError: none were registered.
         RuleSignatureError: a `TypeError`: one of them is not a call of the operator.
-        ValueError: one of them breaks the preconditions (`register_preconditions`).
     """
-    examples = EXAMPLES.lookup(op)()
+    examples = EXAMPLES.lookup(op).make()
     overload = Operator(op, "examples").overload
     if not isinstance(examples, Iterable):
         raise RuleSignatureError(
@@ -109,13 +134,4 @@ def _example(op: OpOverload, index: int, example: Any) -> Example:
             f"{op.name()}: example {index} is not a call of the operator, which takes {signature}: "
             f"{error}."
         ) from None
-    if preconditions.PRECONDITIONS.has(op):
-        called = operator_of_examples(op, "examples")
-        declared = preconditions.PRECONDITIONS.lookup(op)
-        problem = declared.problem(declared.arguments(*called.flat_arguments(args, kwargs)))
-        if problem is not None:
-            raise ValueError(
-                f"{op.name()}: example {index} breaks the preconditions: {problem}. Change it, or "
-                "what register_preconditions says."
-            )
     return args, kwargs

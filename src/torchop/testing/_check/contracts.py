@@ -282,7 +282,7 @@ def _others(subject: Subject, examples: list[Example], arranged: Example) -> dic
         arranged.map(lambda t: 3 * t + 1 if probes.is_plain(t) and t.is_floating_point() else t),
         arranged.map(lambda t: -2 * t if _is_float(t) else t),
     ]
-    return {"others": [tuple(other) for other in others if subject.excluded(other) is None]}
+    return {"others": [tuple(other) for other in others if subject.is_valid(other)]}
 
 
 def _is_float(tensor: torch.Tensor) -> bool:

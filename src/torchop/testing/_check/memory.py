@@ -93,9 +93,9 @@ def passes(subject: Subject, example: Example, arrange: Any) -> bool:
     """Whether a call on arranged tensors does what it does on contiguous copies."""
     case = comparison(subject, "", example, arrange)
     with contextlib.suppress(Exception):
-        call, options = case.arguments()
+        call = case.call()
         if subject.refusal(call) is None:
-            case.probe(subject.op, *call, **options)
+            case.probe(subject.op, *call, **case.options_for(call))
             return True
     return False
 

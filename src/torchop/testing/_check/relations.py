@@ -1,34 +1,32 @@
-"""What integers among the arguments say of others: offsets, lengths, indices, sorted values.
+"""Relations of integer arguments to other arguments: offsets, lengths, indices, sorted values.
 
 An operator may rely on such a relation without a test, so a variant of an example that breaks it
-shows nothing. Where the author has not declared them, they are recognised from the example alone.
+shows nothing. Relations are recognised from the values of the example alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchop._rules.user.preconditions.base import Arguments, Precondition, Unfit
-from torchop._rules.user.preconditions.relations import Related
-from torchop.preconditions import Indices, Lengths, Offsets, Sorted
-from torchop.testing._check.subject import Example
+from torchop.testing._check.subject import CannotCheck, Example
 from torchop.testing.probes import has_integers, is_plain, is_sorted
 
 
 def has_fixed_values(tensor: Tensor, example: Example) -> bool:
     """Whether integers may not all be equal: they are sorted, lengths, or a permutation."""
     relations = _relations(tensor, example) if has_integers(tensor) else ()
-    return not all(isinstance(relation, Indices) for relation in relations)
+    return not all(isinstance(relation, _Indices) for relation in relations)
 
 
 def referred(example: Example) -> set[int]:
-    """The places of tensors of whose sizes integers say something."""
+    """The places of tensors to whose sizes integers refer."""
     relations = (_relations(t, example) for t in example.tensors if has_integers(t))
-    return {each.of for some in relations for each in some if isinstance(each, Related)}
+    return {each.place for some in relations for each in some if isinstance(each, _Related)}
 
 
 def are_distinct(tensor: Tensor) -> bool:
@@ -37,72 +35,157 @@ def are_distinct(tensor: Tensor) -> bool:
 
 
 def with_valid_integers(before: Example, after: Example) -> Example:
-    """A resized example, with integers that are as valid as those before.
+    """A resized example, with integers that have the relations of those before.
 
     Args:
         before: the example.
         after: the same with other sizes.
 
     Raises:
-        Unfit: there are no such integers.
+        CannotCheck: there are no such integers.
     """
-    olds, news = (dict(enumerate(example.tensors)) for example in (before, after))
-    totals: dict[int, int] = {}  # of segments, which an int may say too
-    for place, old in olds.items():
+    olds, news = before.tensors, after.tensors
+    totals: dict[int, int] = {}  # numbers of elements of all segments, which an int may pass too
+    for place, old in enumerate(olds):
         relations = list(_relations(old, before)) if has_integers(old) else []
         for relation in relations:
             news[place] = relation.fitted(news[place], news)
-            if isinstance(relation, Lengths | Offsets):
+            if isinstance(relation, _Lengths | _Offsets):
                 totals[relation.size(olds)] = relation.size(news)
-        if any(relation.problem(news[place], news) for relation in relations):
-            raise Unfit("no integers of that size are all that those of the example are")
+        if not all(relation.holds(news[place], news) for relation in relations):
+            raise CannotCheck("no integers of that size are all that those of the example are")
 
     def changed(value: Any) -> Any:
         return totals.get(value, value) if type(value) is int else value
 
-    args, kwargs = after.with_tensors(list(news.values()))
+    args, kwargs = after.with_tensors(news)
     return Example(tuple(map(changed, args)), {name: changed(kwargs[name]) for name in kwargs})
 
 
-class _Permutation(Precondition):
+class _Relation:
+    """A relation of the integers in a tensor to each other, or to the size of another tensor."""
+
+    def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
+        raise NotImplementedError
+
+    def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """Return integers near these for which the relation holds.
+
+        Raises:
+            CannotCheck: there are none.
+        """
+        raise NotImplementedError
+
+
+class _Sorted(_Relation):
+    """Integers that never decrease."""
+
+    def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
+        return is_sorted(value)
+
+    def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        return value.sort().values
+
+
+class _Permutation(_Relation):
     """Each place of a tensor once. Such integers may say where to write, which is done once."""
 
-    def problem(self, value: Tensor, arguments: Arguments) -> str | None:
+    def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         places = torch.arange(len(value), device=value.device)
-        is_one = torch.equal(value.sort().values.to(places), places)
-        return None if is_one else "it is no permutation"
+        return torch.equal(value.sort().values.to(places), places)
 
-    def fitted(self, value: Tensor, arguments: Arguments) -> Tensor:
+    def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         return value.argsort(stable=True).argsort().to(value.dtype)
 
 
-class _RowLengths(Indices):
+@dataclass(frozen=True)
+class _Related(_Relation):
+    """A relation to the size of a dimension of another tensor.
+
+    Attributes:
+        place: the other tensor, as a place among the tensors of the example.
+        dim: the dimension.
+    """
+
+    place: int
+    dim: int
+
+    def size(self, tensors: Sequence[Tensor]) -> int:
+        return tensors[self.place].shape[self.dim]
+
+
+class _Indices(_Related):
+    """Integers from 0 to below the size."""
+
+    def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
+        return not value.numel() or 0 <= int(value.min()) <= int(value.max()) < self.size(tensors)
+
+    def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        size = self.size(tensors)
+        if value.numel() and not size:
+            raise CannotCheck("there are indices, but nothing that they could refer to")
+        # A small dtype cannot represent every index.
+        return value.clamp(0, min(size - 1, torch.iinfo(value.dtype).max)) if size else value
+
+
+class _RowLengths(_Indices):
     """How many elements of each row of a padded batch count: at most all."""
 
-    def size(self, arguments: Arguments) -> int:
-        return super().size(arguments) + 1
+    def size(self, tensors: Sequence[Tensor]) -> int:
+        return super().size(tensors) + 1
 
 
-def _relations(tensor: Tensor, example: Example) -> Iterator[Precondition]:
-    """What the integers of a tensor seem to be; other tensors are named by their places."""
+class _Offsets(_Related):
+    """Where segments start and the last one ends: from 0 to the size, never decreasing."""
+
+    def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
+        ends = (int(value[0]), int(value[-1])) if len(value) else ()
+        return is_sorted(value) and ends == (0, self.size(tensors))
+
+    def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        if len(value) < 2:
+            raise CannotCheck("there are too few offsets for a segment")
+        made = value.clamp(0, self.size(tensors)).cummax(0).values
+        made[0], made[-1] = 0, self.size(tensors)
+        return made
+
+
+class _Lengths(_Related):
+    """The lengths of segments: integers from 0 whose sum is the size."""
+
+    def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
+        return bool((value >= 0).all()) and int(value.sum()) == self.size(tensors)
+
+    def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        total = self.size(tensors)
+        if not value.numel():
+            return value
+        # The last lengths lose surplus elements, and the last one gets missing elements.
+        ends = value.flatten().clamp(min=0).cumsum(0).clamp(max=total)
+        ends[-1] = total
+        return ends.diff(prepend=ends.new_zeros(1)).view_as(value).to(value.dtype)
+
+
+def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
+    """The relations that the integers of a tensor seem to have."""
     others = [*_sizes_of_others(tensor, example)]
     low, high, total = int(tensor.min()), int(tensor.max()), int(tensor.sum())
     rises = len(tensor) > 1 and is_sorted(tensor) if tensor.dim() else False
     ends = [(place, dim) for place, dim, size in others if size == high]
     sums = [(place, dim) for place, dim, size in others if size == total]
     if rises and low == 0 and ends:
-        yield Offsets(*ends[0])
+        yield _Offsets(*ends[0])
         return
     if tensor.dim() and low >= 0 and sums:
-        yield Lengths(*sums[0])
+        yield _Lengths(*sums[0])
     if rises:
-        yield Sorted()
-    elif are_distinct(tensor) and _Permutation().problem(tensor, {}) is None:
+        yield _Sorted()
+    elif are_distinct(tensor) and _Permutation().holds(tensor, ()):
         yield _Permutation()
     # Small indices often add up to a size, so lengths may as well be indices.
     for place, dim, size in others:
         if low >= 0 and high < size:
-            yield Indices(place, dim)
+            yield _Indices(place, dim)
         elif low >= 0 and high == size and tensor.shape == example.tensors[place].shape[:1] and dim:
             yield _RowLengths(place, dim)
 

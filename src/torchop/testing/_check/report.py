@@ -49,6 +49,8 @@ class Result:
         details: more results of the check, such as a table of dtypes.
         cause: the exception of the kernel behind a failure, or the end of the process; empty if it
             is neither.
+        rejected: how many variants were not tried, because `valid` of `register_examples` rejects
+            them.
 
     Example:
         >>> import torch, torchop
@@ -67,6 +69,7 @@ class Result:
     refused: int = 0
     details: Mapping[str, Any] = field(default_factory=dict)
     cause: str = ""
+    rejected: int = 0
 
     @property
     def family(self) -> str:
@@ -194,6 +197,8 @@ class CheckReport:
             one, *others = {result.message for result in report.results}
             left_out = f": {one}" if one and not others else ""  # the provider cannot run here
             lines += [f"  {report.summary()}{left_out}"] if name else []
+        rejected = sum(result.rejected for result in self.results)
+        lines += [f"  not tried: {rejected} variants that 'valid' rejects"] if rejected else []
         told: dict[str, list[str]] = {}
         for result in self.results:
             for name, table in result.details.items():

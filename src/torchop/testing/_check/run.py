@@ -32,12 +32,14 @@ from torchop.testing._check.providers import checks as providers
 from torchop.testing._check.report import Outcome, Result
 from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import (
+    REJECTED,
     CannotCheck,
     Case,
     Example,
     Excluded,
     Refused,
     Subject,
+    ValidError,
     breaks_contract,
     reason,
     text_of,
@@ -219,7 +221,8 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
     except NotImplementedError as error:  # of PyTorch, which has few kernels for some dtypes
         outcome, message, text = "cannot be done", reason(error), ""
     except Exception as error:  # of the operator, where a check asks it before the first case
-        outcome, message, text = "failed", f"while it was prepared: {reason(error)}", ""
+        what = error if isinstance(error, ValidError) else f"while it was prepared: {reason(error)}"
+        outcome, message, text = "failed", str(what), ""
         run.cause = _cause(error)
     except SystemExit:
         outcome, message, text = "failed", "the call raised SystemExit, which ends a program", ""
@@ -234,6 +237,7 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         run.refused,
         run.details,
         run.cause,
+        run.rejected,
     )
     return as_expected(result, check.expected)
 
@@ -310,13 +314,14 @@ class _Run:
     def __init__(self, check: Check, end: float | None) -> None:
         self.check, self.end = check, math.inf if end is None else end
         self.subject = check.subject
-        self.cases = self.refused = 0
+        self.cases = self.refused = self.rejected = 0
         self.details: Details = {}
         self.cause = ""
 
     def outcome(self) -> tuple[Outcome, str, str]:
         _ = self.subject.first_calls  # before any other, so that a later one can be compared
         refusals: dict[str, str] = {}
+        rejected = self.subject.counts["rejected"]
         problem: CannotCheck | None = None
         failed: tuple[Case, Exception] | None = None
         try:
@@ -338,11 +343,15 @@ class _Run:
                     break
         except CannotCheck as error:  # of the generator: why there are no more cases
             problem = problem or error
+        finally:
+            self.rejected = self.subject.counts["rejected"] - rejected
         if failed is not None:
             return self._failed(*failed)
         if refusals and self.cases == self.refused:
             first, why = next(iter(refusals.items()))
             raise CannotCheck(f"{why} ({first})")
+        if not self.cases and self.rejected:
+            raise CannotCheck(f"'valid' of register_examples rejects all {self.rejected} variants")
         if not self.cases:
             raise problem or CannotCheck("there is nothing to try")
         if refusals:
@@ -355,10 +364,9 @@ class _Run:
         Raises:
             CannotCheck: it cannot be asked.
         """
-        example, options = case.arguments()
-        excluded = self.subject.excluded(example)
-        if excluded is not None:
-            raise CannotCheck(excluded)
+        example = case.call()
+        if not case.calls and not self.subject.is_valid(example):
+            raise CannotCheck(REJECTED)
         refusal = self.subject.refusal(example) if case.calls else None
         if refusal is not None and breaks_contract(refusal):
             if self.subject.broken_in in (None, self.check.name):
@@ -368,6 +376,7 @@ class _Run:
             raise CannotCheck(str(refusal))
         if refusal is not None:
             raise Refused(reason(refusal))
+        options = case.options_for(example)
         try:
             with restored():
                 case.probe(self.subject.op, *example, **options)
@@ -402,7 +411,7 @@ class _Run:
         if case.arrange and is_legal and self._fails_contiguous(case, example, options):
             message += (
                 "\nIt is not the layout: the same values fail in contiguous memory too. If no "
-                "caller may pass them, declare what one may pass: register_preconditions."
+                "caller may pass them, reject them: register_examples(..., valid=...)."
             )
         comment = f"{self.check.name} of {self.subject}: {case.label}"
         order = providers.order_of(self.subject)
@@ -412,7 +421,7 @@ class _Run:
     def _fails_contiguous(self, case: Case, example: Example, options: Any) -> bool:
         """Whether a comparison fails in fresh contiguous memory too, in one of two calls."""
         plain = Example(*probes.contiguous_copies(tuple(example)))
-        if case.probe is not memory.same_as_contiguous or self.subject.excluded(plain) is not None:
+        if case.probe is not memory.same_as_contiguous or not self.subject.is_valid(plain):
             return False
         for _ in range(2):
             try:

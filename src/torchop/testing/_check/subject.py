@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,10 +17,8 @@ from torchop import AliasError, ProviderError, ResultError, UndeclaredMutationEr
 from torchop._compat import dispatch, fake_tensors
 from torchop._rules.providers import every_argument
 from torchop._rules.providers.provider import Provider
-from torchop._rules.user.examples import make_examples, operator_of_examples
-from torchop._rules.user.preconditions import PRECONDITIONS
-from torchop._rules.user.preconditions.base import Unfit
-from torchop.extend import Form, Operator, OpLike, named_inputs, short_text
+from torchop._rules.user.examples import EXAMPLES, make_examples, operator_of_examples
+from torchop.extend import Form, Operator, OpLike, named_inputs, short_repr, short_text
 from torchop.testing import _samples, probes
 from torchop.testing.process_state import forks, restored
 
@@ -33,15 +31,6 @@ class Refused(CannotCheck):
     """What refuses the arguments of a case: the operator, or its reference."""
 
 
-@contextlib.contextmanager
-def only_if_valid() -> Iterator[None]:
-    """A block that makes an example, which there is not if nothing near it is valid."""
-    try:
-        yield
-    except Unfit as error:
-        raise CannotCheck(str(error)) from None
-
-
 def breaks_contract(error: BaseException) -> bool:
     """Whether an error says that the kernel returned or wrote what its schema rules out.
 
@@ -51,8 +40,15 @@ def breaks_contract(error: BaseException) -> bool:
     return ours or "may not alias any inputs to this custom operator" in text_of(error)  # PyTorch's
 
 
-class Excluded(Exception):  # noqa: N818  (no error: what preconditions, or `supports`, say)
-    """What a call counts as that the preconditions, or the provider, exclude: it is not made."""
+REJECTED = "'valid' of register_examples rejects it"
+
+
+class Excluded(Exception):  # noqa: N818  (no error: what `valid`, or `supports`, says)
+    """What a call counts as that `valid`, or the provider, excludes: it is not made."""
+
+
+class ValidError(ValueError):
+    """The `valid` of the examples raised an exception, or returned something that is no bool."""
 
 
 class ForkError(Exception):
@@ -116,11 +112,18 @@ class Case:
 
     def arguments(self) -> tuple[Example, dict[str, Any]]:
         """New arguments for the probe, and its options."""
+        example = self.call()
+        return example, self.options_for(example)
+
+    def call(self) -> Example:
+        """New arguments for the probe."""
         example = self.example.copy()
-        if self.arrange is not None:
-            example = self.arrange(example)
+        return example if self.arrange is None else self.arrange(example)
+
+    def options_for(self, example: Example) -> dict[str, Any]:
+        """The options of the probe for these arguments; a reference is called with a copy."""
         options = self.options(example.copy()) if callable(self.options) else self.options
-        return example, dict(options or {})
+        return dict(options or {})
 
 
 class Subject:
@@ -129,8 +132,7 @@ class Subject:
     Raises:
         MissingRuleError: there are no examples.
         TypeError: an example is not a tuple of arguments, or `(args, kwargs)`.
-        ValueError: an example has no data or breaks the preconditions, or no such operator can be
-            meant.
+        ValueError: an example has no data or is not valid, or no such operator can be meant.
     """
 
     def __init__(
@@ -160,15 +162,15 @@ class Subject:
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
         # The check that found a call which breaks the contract, as others would find it again.
         self.broken_in: str | None = None
-        declared = PRECONDITIONS.has(op)
-        self.preconditions = PRECONDITIONS.lookup(op) if declared else None
+        self._valid = EXAMPLES.valid(self.op)
+        # How many calls `valid` rejected; shared with the subjects that are made from this one.
+        self.counts = Counter(rejected=0)
         self.originals = [self._original(*pair) for pair in pairs]
         for index, example in enumerate(self.originals):
-            excluded = self.excluded(example)
-            if excluded is not None:
+            if not self.is_valid(example):
                 raise ValueError(
-                    f"check({self.name}, ...): example {index} breaks the preconditions: "
-                    f"{excluded}. Change it, or what register_preconditions says."
+                    f"check({self.name}, ...): 'valid' of register_examples rejects example "
+                    f"{index}. Change the example, or 'valid'."
                 )
         # Whose kernel is checked, None for the reference; the latter's; why it cannot run here.
         self.provider: Provider | None = None
@@ -209,38 +211,31 @@ class Subject:
         name = self.provider.name
         return None if answer else f"the provider {name!r} does not take it: `supports` says no"
 
-    def excluded(self, example: Example) -> str | None:
-        """Why the preconditions exclude a call; None if they do not, or if it is several calls."""
-        if self.preconditions is None or any(isinstance(arg, tuple) for arg in example.args):
-            return None
-        with torch.no_grad():
-            return self.preconditions.problem(self.preconditions.arguments(*example))
-
-    def fitted(self, example: Example) -> Example:
-        """An example near this one that the preconditions allow.
+    def is_valid(self, example: Example) -> bool:
+        """Whether the author's `valid` accepts a call, or each call of a program of several.
 
         Raises:
-            CannotCheck: there is none.
+            ValidError: `valid` raised an exception, or returned something that is no bool.
         """
-        if self.preconditions is None:
-            return example
-        with only_if_valid(), torch.no_grad():
-            made = self.preconditions.fitted(self.preconditions.arguments(*example))
-        return self._with_values(example, made)
-
-    def at_limits(self, example: Example) -> Iterator[tuple[str, Example]]:
-        """Calls at the limits of what the preconditions allow, each with words for it.
-
-        Raises:
-            CannotCheck: there are no preconditions.
-        """
-        if self.preconditions is None:
-            raise CannotCheck("no preconditions are declared")
-        for words, made in self.preconditions.limits(self.preconditions.arguments(*example)):
-            yield words, self._with_values(example, made)
-
-    def _with_values(self, example: Example, values: Mapping[str, Any]) -> Example:
-        return Example(*_samples.with_values(self.schema, *example, values))
+        if self._valid is None:
+            return True
+        if example.args and all(isinstance(arg, tuple) for arg in example.args):
+            return all(self.is_valid(Example(*call)) for call in example.args)
+        args, kwargs = example.copy()
+        try:
+            with restored(), torch.no_grad():
+                answer = self._valid(*args, **kwargs)
+        except Exception as error:
+            raise ValidError(
+                f"'valid' of register_examples raised {reason(error)}. Return False for arguments "
+                f"that no caller may pass; these were {short_repr(tuple(example))}."
+            ) from error
+        if not isinstance(answer, bool):
+            raise ValidError(
+                f"'valid' of register_examples returned {short_repr(answer)}. Return True or False."
+            )
+        self.counts["rejected"] += not answer
+        return answer
 
     def written_places(self, example: Example) -> set[int]:
         """The places, among the tensors of an example, of those that are written."""
@@ -253,9 +248,11 @@ class Subject:
 
     def refusal(self, example: Example, results: list[Any] | None = None) -> Exception | None:
         """What the operator raises for these arguments; `results` gets its outcome."""
-        excluded = self.excluded(example) or self.declined(example)
-        if excluded is not None:
-            return Excluded(excluded)
+        if not self.is_valid(example):
+            return Excluded(REJECTED)
+        declined = self.declined(example)
+        if declined is not None:
+            return Excluded(declined)
         args, kwargs = example.copy()
         process, before = os.getpid(), forks()
         try:

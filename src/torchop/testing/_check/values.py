@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchop.testing import probes
-from torchop.testing._check.kinds import Details, family, variants
+from torchop.testing._check.kinds import Details, variants
 from torchop.testing._check.memory import comparison, passes
-from torchop.testing._check.subject import CannotCheck, Case, Subject, breaks_contract, reason
+from torchop.testing._check.subject import CannotCheck, Case, Subject
 from torchop.testing._check.variants import in_layout
 
 # Special numbers, chosen by the limits of a dtype: lists, each of numbers that are tried together.
@@ -60,30 +59,7 @@ def _values(name: str, subject: Subject, details: Details) -> Iterator[Case]:
     raise CannotCheck("no argument is a small tensor of a floating-point dtype")
 
 
-def takes_what_is_allowed(op: Any, args: Any, kwargs: Any, what: str) -> None:
-    """The operator takes a call that its preconditions allow."""
-    try:
-        probes.outcome(op, args, kwargs)
-    except Exception as error:
-        if breaks_contract(error):
-            raise
-        raise AssertionError(
-            f"{what}: the preconditions allow the call, and the kernel refuses it: {reason(error)}"
-        ) from error
-
-
-def declared(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does it take all that its preconditions allow, and do the same wherever that lies?"""
-    for example in subject.accepted():
-        for words, limit in subject.at_limits(example):
-            options = {"what": words}
-            yield Case(
-                words, takes_what_is_allowed, limit, None, options, calls=False, shrink=False
-            )
-            yield comparison(subject, words, limit, in_layout("contiguous"))
-
-
 _QUESTIONS = {
     name: f"Does it do the same wherever {words} lie?" for name, (words, _) in _CHOICES.items()
 }
-CHECKS = (*variants("values", _QUESTIONS, _values), *family("values", declared))
+CHECKS = variants("values", _QUESTIONS, _values)

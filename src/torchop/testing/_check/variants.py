@@ -10,15 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchop._rules.user.preconditions.base import with_size
 from torchop.testing._check.relations import are_distinct, has_fixed_values, with_valid_integers
-from torchop.testing._check.subject import (
-    Arrangement,
-    CannotCheck,
-    Example,
-    Subject,
-    only_if_valid,
-)
+from torchop.testing._check.subject import Arrangement, CannotCheck, Example, Subject
 from torchop.testing.probes import is_plain, negative_view
 
 # Elements behind each tensor that do not belong to it, and in front of one with an offset.
@@ -191,6 +184,16 @@ def sizes(example: Example) -> list[int]:
     return list(dict.fromkeys(n for t in example.tensors if is_plain(t) for n in t.shape))
 
 
+def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """A tensor with another size in a dimension: the first elements, or all of them repeated."""
+    old = tensor.shape[dim]
+    if size <= old:
+        return tensor if size == old else tensor.narrow(dim, 0, size)
+    if old == 0:
+        raise CannotCheck("there is no element to repeat")
+    return tensor.index_select(dim, torch.arange(size, device=tensor.device) % old)
+
+
 def resized(example: Example, changes: Mapping[int, int]) -> Example:
     """The example with other sizes: dimensions of one size stay of one size.
 
@@ -205,8 +208,7 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
             tensor = with_size(tensor, dim, changes.get(size, size))
         return tensor.clone(memory_format=torch.contiguous_format)
 
-    with only_if_valid():
-        return with_valid_integers(example, example.map(change))
+    return with_valid_integers(example, example.map(change))
 
 
 # One more than what blocks and grids often have. The first is one more than 256 times 4, too.
@@ -245,12 +247,13 @@ def each_resized(
 ) -> Iterator[tuple[Mapping[int, int], Example]]:
     """Each of these changes with the example that it makes, where there is one.
 
-    With a subject, it is one that its preconditions allow.
+    With a subject, only valid calls of it.
     """
     for change in changes:
         with contextlib.suppress(CannotCheck):
             changed = resized(example, change)
-            yield change, changed if subject is None else subject.fitted(changed)
+            if subject is None or subject.is_valid(changed):
+                yield change, changed
 
 
 def sizes_changed(changes: Mapping[int, int]) -> str:

@@ -85,7 +85,7 @@ def gradients_are_numbers(op: Any, args: Any, kwargs: Any, what: str) -> None:
                 f"{what}: results are finite, but the gradient of {name} is "
                 f"{probes.shown(probes.dense(grad))}. Choose what it is there, such as 0, by "
                 "torch.where, and divide by 0 in neither of what it chooses from. If no caller "
-                "may pass such a call, declare it: register_preconditions."
+                "may pass such a call, reject it: register_examples(..., valid=...)."
             )
 
 

@@ -1,7 +1,6 @@
-"""Operators whose right behaviour depends on conditions that they declare and do not check.
+"""Operators that check none of the conditions that their `valid` states.
 
-Most have no examples: these are made from the declaration. What the kernels would do with other
-arguments is no fault; the wrong ones do wrong with arguments that are allowed.
+What the kernels do with other arguments is no fault; the wrong ones do wrong with valid arguments.
 """
 
 from __future__ import annotations
@@ -13,28 +12,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import constraints
 
-from tests.testing.zoo.specimen import define, like, raw, right, wrong
-from torchop import preconditions as pre
+from tests.testing.zoo.specimen import define, like, one, raw, right, wrong
 
 
 def enter(
     name: str,
     function: Callable[..., Any],
-    preconditions: dict[str, Any],
+    examples: Callable[[], list[Any]],
+    valid: Callable[..., bool],
     check: str | None = None,
     reference: Callable[..., Any] | None = None,
-    examples: Callable[[], list[Any]] | None = None,
     **options: Any,
 ) -> None:
-    """Enters an operator with its preconditions; with a check, a wrong one."""
+    """Enter an operator with its examples; with a check, a wrong one."""
     op = define(name, function, **options)
-    op.register_preconditions(preconditions)
+    op.register_examples(examples, valid=valid)
     if check is None:
-        right(op, examples or op.examples)
+        right(op, examples)
     else:
-        wrong(op, check, examples or op.examples, reference)
+        wrong(op, check, examples, reference)
 
 
 def memory_of(x: Tensor) -> Tensor:
@@ -60,22 +57,25 @@ def bags(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> Te
     return result
 
 
-BAGS = {
-    "table": (pre.Shape("rows", "columns", least=1), pre.Dtype(torch.float32, torch.float64)),
-    "index": (pre.Shape("n"), pre.Indices("table")),
-    "offsets": (pre.Shape("bags"), pre.Offsets("index", last=False)),
-    "mode": pre.OneOf("sum", "mean"),
-}
+def valid_bags(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> bool:
+    """Whether indices lie in the table, and bags start at offsets from 0 that never decrease."""
+    if not (table.dim() == 2 and table.numel() and index.dim() == 1 and offsets.dim() == 1):
+        return False
+    ends = [*offsets.tolist(), len(index)]
+    lies_in_table = not len(index) or 0 <= int(index.min()) <= int(index.max()) < len(table)
+    return lies_in_table and ends[0] == 0 and ends == sorted(ends) and mode in ("sum", "mean")
+
+
+def examples_of_bags() -> list[Any]:
+    index = torch.tensor([1, 0, 2, 2, 1])
+    return [
+        (torch.randn(3, 4), index, torch.tensor([0, 1, 1, 4])),
+        (torch.randn(3, 4), index, torch.tensor([0, 3, 5]), "mean"),
+    ]
 
 
 def fake_bags(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> Tensor:
     return table.new_empty(offsets.shape[0], table.shape[1])
-
-
-def bags_without_mean(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> Tensor:
-    if mode != "sum":
-        raise NotImplementedError("only sums are written yet")
-    return bags(table, index, offsets)
 
 
 def bags_of_one_memory(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> Tensor:
@@ -93,14 +93,21 @@ def bags_without_the_last(
     return result
 
 
-enter("bags", bags, BAGS, fake=fake_bags)
-enter("bags_without_mean", bags_without_mean, BAGS, "values.declared", fake=fake_bags)
-enter("bags_of_one_memory", bags_of_one_memory, BAGS, "memory.gaps", fake=fake_bags)
+enter("bags", bags, examples_of_bags, valid_bags, fake=fake_bags)
+enter(
+    "bags_of_one_memory",
+    bags_of_one_memory,
+    examples_of_bags,
+    valid_bags,
+    "memory.gaps",
+    fake=fake_bags,
+)
 enter(
     "bags_without_the_last",
     bags_without_the_last,
-    BAGS,
-    "values.declared",
+    examples_of_bags,
+    valid_bags,
+    "memory.given",
     reference=bags,
     fake=fake_bags,
 )
@@ -118,29 +125,22 @@ def longest(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.stack(found) if found else values.new_empty(0)
 
 
-SEGMENTS = {
-    "values": pre.Shape("n"),
-    "lengths": (pre.Shape("segments", least=1), pre.Lengths("values")),
-}
-
-
-def longest_of_some(values: Tensor, lengths: Tensor) -> Tensor:
-    if int(lengths.min()) == 0:
-        raise ValueError("an empty segment has no maximum")
-    return longest(values, lengths)
+def valid_segments(values: Tensor, lengths: Tensor) -> bool:
+    """Whether lengths add up to the number of values."""
+    if not (values.dim() == 1 and lengths.dim() == 1 and len(lengths)):
+        return False
+    return bool((lengths >= 0).all()) and int(lengths.sum()) == len(values)
 
 
 def fake_longest(values: Tensor, lengths: Tensor) -> Tensor:
     return values.new_empty(lengths.shape[0])
 
 
-enter("longest", longest, SEGMENTS, fake=fake_longest)
 enter(
-    "longest_of_some",
-    longest_of_some,
-    SEGMENTS,
-    "values.declared",
-    examples=lambda: [(torch.randn(3), torch.tensor([2, 1]))],
+    "longest",
+    longest,
+    lambda: [(torch.randn(3), torch.tensor([2, 0, 1]))],
+    valid_segments,
     fake=fake_longest,
 )
 
@@ -157,15 +157,28 @@ def root_of_memory(matrix: Tensor) -> Tensor:
     return torch.linalg.cholesky_ex(memory_of(matrix)[: matrix.numel()].view(matrix.shape)).L
 
 
-MATRIX = {
-    "matrix": (
-        pre.Shape("n", "n"),
-        pre.Dtype(torch.float32, torch.float64),
-        constraints.positive_definite,
-    )
-}
-enter("root", root, MATRIX)
-enter("root_of_memory", root_of_memory, MATRIX, "memory.gaps", fake=root)
+def valid_matrix(matrix: Tensor) -> bool:
+    """Whether a matrix is symmetric and positive definite."""
+    is_float = matrix.dtype in (torch.float32, torch.float64)
+    if not (is_float and matrix.dim() == 2 and matrix.shape[0] == matrix.shape[1]):
+        return False
+    is_symmetric = torch.allclose(matrix, matrix.mT)
+    return is_symmetric and int(torch.linalg.cholesky_ex(matrix).info) == 0
+
+
+def examples_of_matrices() -> list[Any]:
+    return [(torch.tensor([[2.0, 1.0, 0.0], [1.0, 2.0, 1.0], [0.0, 1.0, 2.0]]),)]
+
+
+enter("root", root, examples_of_matrices, valid_matrix)
+enter(
+    "root_of_memory",
+    root_of_memory,
+    examples_of_matrices,
+    valid_matrix,
+    "memory.gaps",
+    fake=root,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Sorted values, and indices each of which is there once
@@ -183,21 +196,27 @@ def places_sorted_here(edges: Tensor, x: Tensor) -> Tensor:
     return places(edges, x)
 
 
-EDGES = {
-    "edges": (pre.Shape("edges"), pre.Sorted()),
-    "x": (pre.Shape("n"), pre.Like("edges", "dtype")),
-}
+def valid_edges(edges: Tensor, x: Tensor) -> bool:
+    """Whether edges never decrease."""
+    if not (edges.dim() == x.dim() == 1 and x.dtype is edges.dtype) or x.is_complex():
+        return False
+    return bool((edges[1:] >= edges[:-1]).all())
+
+
+def examples_of_edges() -> list[Any]:
+    return [(torch.tensor([-1.0, 0.0, 0.5, 2.0]), torch.tensor([0.1, 3.0, -2.0]))]
 
 
 def fake_places(edges: Tensor, x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=torch.long)
 
 
-enter("places", places, EDGES, fake=fake_places, device_types="cpu")
+enter("places", places, examples_of_edges, valid_edges, fake=fake_places, device_types="cpu")
 enter(
     "places_sorted_here",
     places_sorted_here,
-    EDGES,
+    examples_of_edges,
+    valid_edges,
     "contracts.schema",
     fake=fake_places,
     device_types="cpu",
@@ -212,8 +231,21 @@ def scattered(x: Tensor, index: Tensor) -> Tensor:
     return result
 
 
-UNIQUE = {"x": pre.Shape("n"), "index": (pre.Shape("n"), pre.Indices("x"), pre.Unique())}
-enter("scattered", scattered, UNIQUE, fake=lambda x, index: x.new_empty(x.shape[0] + 1))
+def valid_scatter(x: Tensor, index: Tensor) -> bool:
+    """Whether each place is written once."""
+    if not (x.dim() == 1 and x.shape == index.shape):
+        return False
+    distinct = index.unique()
+    return len(distinct) == len(index) and bool(((index >= 0) & (index < len(x))).all())
+
+
+enter(
+    "scattered",
+    scattered,
+    lambda: [(torch.randn(4), torch.tensor([2, 0, 3, 1]))],
+    valid_scatter,
+    fake=lambda x, index: x.new_empty(x.shape[0] + 1),
+)
 
 # --------------------------------------------------------------------------------------------------
 # Numbers
@@ -230,25 +262,32 @@ def checked_entropy(p: Tensor) -> Tensor:
     return entropy(p)
 
 
-def open_entropy(p: Tensor) -> Tensor:
-    if p.numel() and not (p.min() > 0 and p.max() < 1):
-        raise ValueError("a probability is between 0 and 1")
-    return entropy(p)
-
-
 def entropy_of_logarithms(p: Tensor) -> Tensor:
     """NaN at both ends, where it should be 0."""
     return -(p * p.log() + (1 - p) * (1 - p).log())
 
 
-PROBABILITIES = {"p": (pre.Shape("n", "m"), constraints.unit_interval)}
-enter("checked_entropy", checked_entropy, PROBABILITIES, fake=torch.empty_like)
-enter("open_entropy", open_entropy, PROBABILITIES, "values.declared", fake=torch.empty_like)
+def valid_probabilities(p: Tensor) -> bool:
+    return p.dtype.is_floating_point and bool(((p >= 0) & (p <= 1)).all())
+
+
+def examples_of_probabilities() -> list[Any]:
+    return [(torch.tensor([[0.2, 0.25, 0.5], [0.75, 0.9, 0.1]]),)]
+
+
+enter(
+    "checked_entropy",
+    checked_entropy,
+    examples_of_probabilities,
+    valid_probabilities,
+    fake=torch.empty_like,
+)
 enter(
     "entropy_of_logarithms",
     entropy_of_logarithms,
-    PROBABILITIES,
-    "values.declared",
+    lambda: [(torch.tensor([[0.0, 0.25, 0.5], [0.75, 1.0, 0.1]]),)],
+    valid_probabilities,
+    "memory.given",
     reference=entropy,
     fake=torch.empty_like,
 )
@@ -260,10 +299,7 @@ def only_singles(x: Tensor) -> Tensor:
     return x.contiguous().exp()
 
 
-SINGLES = {"x": (pre.Shape("n", "m"), pre.Dtype(torch.float32))}
-HALVES = {"x": (pre.Shape("n", "m"), pre.Dtype(torch.float32, torch.bfloat16))}
-enter("only_singles", only_singles, SINGLES, fake=like)
-enter("not_even_halves", only_singles, HALVES, "values.declared", fake=like)
+enter("only_singles", only_singles, one, lambda x: x.dtype is torch.float32, fake=like)
 
 # --------------------------------------------------------------------------------------------------
 # Layouts
@@ -275,9 +311,15 @@ def doubled_memory(x: Tensor) -> Tensor:
     return (memory + memory).view(x.shape)
 
 
-CONTIGUOUS = {"x": (pre.Shape("n", "m"), pre.Contiguous())}
-enter("doubled_memory", doubled_memory, CONTIGUOUS, fake=like)
-enter("doubled_strides", doubled_memory, {"x": pre.Shape("n", "m")}, "memory.transposed", fake=like)
+enter("doubled_memory", doubled_memory, one, lambda x: x.is_contiguous(), fake=like)
+enter(
+    "doubled_strides",
+    doubled_memory,
+    one,
+    lambda x: x.dim() == 2,
+    "memory.transposed",
+    fake=like,
+)
 
 
 def paired(x: Tensor, y: Tensor) -> Tensor:
@@ -285,14 +327,15 @@ def paired(x: Tensor, y: Tensor) -> Tensor:
     return (x + y).view(-1, 2).sum(1)
 
 
-EVEN = {
-    "x": (pre.Shape("n"), pre.Dtype(torch.float32)),
-    "y": (pre.Like("x"), lambda x: len(x) % 2 == 0),
-}
+def valid_pairs(x: Tensor, y: Tensor) -> bool:
+    is_even = x.dim() == 1 and len(x) % 2 == 0
+    return is_even and x.shape == y.shape and x.dtype is y.dtype is torch.float32
+
+
 enter(
     "paired",
     paired,
-    EVEN,
-    examples=lambda: [(torch.randn(6), torch.randn(6))],
+    lambda: [(torch.randn(6), torch.randn(6))],
+    valid_pairs,
     fake=lambda x, y: x.new_empty(x.shape[0] // 2),
 )
