@@ -36,7 +36,6 @@ __all__ = [
     "NativeUnavailableError",
     "NothingToAccelerateWarning",
     "OpCheckError",
-    "OpaqueBackwardError",
     "OperatorClassError",
     "OperatorGoneError",
     "OperatorNameError",
@@ -205,10 +204,6 @@ class MutationError(RuntimeError):
 
 class DerivedFormulaError(RuntimeError):
     """A formula cannot be derived from the body of an operator."""
-
-
-class OpaqueBackwardError(RuntimeError):
-    """A compiler cannot pass what an opaque backward needs to the operator that stands for it."""
 
 
 class BackwardNotTraceableError(RuntimeError):

@@ -105,7 +105,7 @@ def second_derivative_through_numpy(n: str) -> None:
     torch.autograd.grad(multiply(x, x) ** 2, x, create_graph=True)
 
 
-@mistake(RuntimeError, cause="it read the data of a tensor", fix="opaque=True")
+@mistake(RuntimeError, cause="it read the data of a tensor", fix="backward_kernel=backward")
 def compiling_a_formula_in_numpy(n: str) -> None:
     multiply = multiply_of(n)
     multiply.register_fake(lambda x, y: torch.empty_like(x))

@@ -48,23 +48,6 @@ def of_class(namespace):
     return torchop.operator(f"{namespace}::op")(Operator)
 
 
-def of_class_with_saved(namespace):
-    class Operator:
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x / 2
-
-        @staticmethod
-        def save_for_backward(inputs, output):
-            return inputs[0]
-
-        @staticmethod
-        def backward(grad, saved):
-            return grad.mul_(0.5)
-
-    return torchop.operator(f"{namespace}::op")(Operator)
-
-
 def of_torch_library(namespace):
     op = torch.library.custom_op(
         f"{namespace}::op", lambda x: x / 2, schema="(Tensor x) -> Tensor", mutates_args=()
@@ -99,10 +82,8 @@ def inplace(namespace):
 
 MAKERS: dict[str, Callable[[str], Any]] = {
     "formula": define,
-    "opaque": lambda namespace: define(namespace, opaque=True),
     "contiguous": lambda namespace: define(namespace, contiguous_grads=True),
     "class": of_class,
-    "class_with_saved": of_class_with_saved,
     "torch_library": of_torch_library,
     "residuals": with_residuals,
     "inplace": inplace,
@@ -218,17 +199,6 @@ def test_in_a_graph_that_is_compiled_in_the_block(namespace, backend):
     assert "UndeclaredMutationError" in str(caught.value)
     assert "values" not in str(caught.value)
     differentiate(compiled)
-
-
-def test_an_opaque_backward_in_a_graph(namespace):
-    op = define(namespace, opaque=True)
-    compiled = torch.compile(lambda x: op(x) * 3, backend="aot_eager", fullgraph=True)
-    differentiate(compiled)
-    with torchop.checking(), pytest.raises(UndeclaredMutationError) as caught:
-        differentiate(compiled)
-    assert "op__opaque_backward" in str(caught.value)
-    assert "grad_outputs[0]" in str(caught.value)
-    assert "mutates_args" not in str(caught.value)
 
 
 def test_a_backward_kernel(namespace):

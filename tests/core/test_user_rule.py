@@ -314,7 +314,7 @@ class Share(Cost):
         return value
 
     def of_derived(self, op: Any, kind: str, origin: Any, value: Any) -> Any:
-        if kind in ("opaque_backward", "mutable", value):
+        if kind in ("backward_kernel", "mutable", value):
             return NotImplemented
         return f"{value} of {kind}"
 
@@ -327,10 +327,10 @@ def share(name: str) -> Share:
 def kinds(op: Any) -> dict[str, Any]:
     """Everything that is derived from an operator, by kind."""
 
-    @op.register_autograd(opaque=True)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(grad: Tensor, x: Tensor) -> Tensor:
+        return grad.clone()
 
+    op.register_autograd(backward_kernel=backward)
     op.derive_autograd()
     base = op.name
     return {
@@ -338,7 +338,7 @@ def kinds(op: Any) -> dict[str, Any]:
         "out": op.derive_out(),
         "training": f"{base}__training",
         "backward": f"{base}__backward",
-        "opaque_backward": f"{base}__opaque_backward",
+        "backward_kernel": f"{base}__backward_kernel",
     }
 
 
@@ -363,8 +363,8 @@ def test_derived_operators_have_what_the_rule_says(
         share.register(op, "all")
     found = {kind: share.lookup(each) for kind, each in derived.items()}
     expected: dict[str, Any] = {kind: f"all of {kind}" for kind in derived}
-    assert found == {**expected, "opaque_backward": None}
-    assert not share.has(derived["opaque_backward"])
+    assert found == {**expected, "backward_kernel": None}
+    assert not share.has(derived["backward_kernel"])
     names = ["op", "op_", "op.out", "op__training", "op__backward"]
     assert sorted(share.told) == sorted(f"attach {each}" for each in names)
     assert Share.origin(derived["out"].overload) == (op.overload, "out")

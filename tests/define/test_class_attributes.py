@@ -110,33 +110,6 @@ def test_rules_without_writing_them(namespace: str) -> None:
     assert "vmap (sequential)" in described
 
 
-def test_an_opaque_backward(namespace: str) -> None:
-    @torchop.operator(f"{namespace}::cube")
-    class cube:
-        fake = torch.empty_like
-        opaque = True
-
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x**3
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            return grad * torch.from_numpy(3 * x.detach().numpy() ** 2)
-
-    torch._dynamo.reset()
-    x = torch.tensor([2.0], requires_grad=True)
-    torch.compile(cube, fullgraph=True, backend="aot_eager")(x).backward()
-    assert x.grad is not None
-    assert x.grad.item() == 12
-    assert "autograd (opaque)" in repr(cube)
-
-
 def test_an_operator_of_a_library_goes_with_it(namespace: str) -> None:
     with torchop.Library(namespace, "DEF") as library:
 

@@ -66,15 +66,6 @@ MISTAKES = {
         "'setup_context' without 'backward'",
     ),
     "valid alone": ({**KERNEL, "valid": staticmethod(bool)}, "'valid' without 'examples'"),
-    "opaque alone": ({**KERNEL, "opaque": True}, "'opaque' without 'backward'"),
-    "not opaque": (
-        {**KERNEL, "backward": staticmethod(forward), "opaque": "yes"},
-        "'opaque', which must be True, for a backward that cannot be traced",
-    ),
-    "opaque, derived": (
-        {**KERNEL, "backward": torchop.derived, "opaque": True},
-        "'opaque' beside a derived 'backward'",
-    ),
     "contiguous alone": (
         {**KERNEL, "contiguous_grads": True},
         "'contiguous_grads' without 'backward' or 'backward_kernel'",

@@ -1,4 +1,4 @@
-"""Derived and opaque formulas in compiled and exported programs."""
+"""Derived formulas and backward kernels in compiled and exported programs."""
 
 import io
 
@@ -351,23 +351,18 @@ def test_a_body_that_leaves_autograd_is_refused_in_the_compiled_backward(namespa
         y.sum().backward()
 
 
-def test_an_opaque_backward_with_inductor_and_symbolic_shapes(namespace):
+def test_a_backward_kernel_with_inductor_and_symbolic_shapes(namespace):
     @torchop.custom_op(f"{namespace}::cube", mutates_args=())
     def cube(x: Tensor, scale: float) -> Tensor:
         return x**3 * scale
 
     cube.register_fake(lambda x, scale: torch.empty_like(x))
 
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[0])
-        ctx.rows, ctx.scale = inputs[0].shape[0], inputs[1]
+    def backward(grad: Tensor, x: Tensor, scale: float) -> Tensor:
+        gradient = torch.from_numpy(grad.numpy() * 3 * x.numpy() ** 2 * scale)
+        return torch.empty_like(x).copy_(gradient)  # with the strides that the fake kernel has
 
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        assert ctx.rows == x.shape[0]
-        return torch.from_numpy(grad.numpy() * 3 * x.numpy() ** 2 * ctx.scale), None
-
-    cube.register_autograd(backward, setup_context=setup_context, opaque=True)
+    cube.register_autograd(backward_kernel=backward)
     function = compiled(lambda x: cube(x.t(), 3.0), "inductor", dynamic=True)
     for size in (2, 5):
         x = torch.randn(3, size, requires_grad=True)

@@ -7,22 +7,18 @@ from the same parts, for calls that PyTorch would get wrong.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import clear_caches, propagator
 from torchop._compat.dtensor_aten import SIZES, specs_like
-from torchop._compat.dtensor_calls import Row, Rows, first_hashed, holds_tensors, is_written
+from torchop._compat.dtensor_calls import Rows, first_hashed, holds_tensors, is_written
 from torchop._compat.dtensor_strategies import (
     Moving,
     cheapest,
     decisive_specs,
     op_specs,
-    results_of_spec,
-    rows_of,
 )
 
 
@@ -45,7 +41,6 @@ class Registration:
         self.may_be_stale = bool(_callers.get(op.name(), set()) - {threading.get_ident()})
         self._decisions: dict[Any, Any] = {}
         self._keywords: dict[Any, dict[str, Any]] = {}
-        self._choices: dict[Any, Any] = {}
         engine = propagator()
         self._replaced = [
             (registry, registry.pop(op, None))
@@ -100,26 +95,14 @@ class Registration:
     def _wanted_keywords(self, op_schema: Any) -> dict[str, Any]:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-        specs = self._specs(op_schema)
+        # All placements that are accepted if tensors by keyword may be moved too.
+        with_strategies = propagator()._wrap_with_op_strategy(op_schema)
+        specs = op_specs(self.op, self.rows, with_strategies, Moving.KEYWORDS)
         names = [argument.name for argument in self.op._schema.arguments]
         tensors = [n for n, v in op_schema.kwargs_schema.items() if isinstance(v, DTensorSpec)]
         tensors.sort(key=names.index)
         wanted = cheapest(specs, op_schema).input_specs[-len(tensors) :]
         return dict(zip(tensors, wanted, strict=True))
-
-    def _specs(self, op_schema: Any) -> list[Any]:
-        """All placements that are accepted if tensors by keyword may be moved too."""
-        with_strategies = propagator()._wrap_with_op_strategy(op_schema)
-        return op_specs(self.op, self.rows, with_strategies, Moving.KEYWORDS)
-
-    def chosen(self, op_schema: Any, accepts: Callable[[Row], bool]) -> Any:
-        """The cheapest placements of which each dimension of the mesh is acceptable."""
-
-        def decide(op_schema: Any) -> Any:
-            specs = [spec for spec in self._specs(op_schema) if all(map(accepts, rows_of(spec)))]
-            return cheapest(specs, op_schema)
-
-        return self._remembered(self._choices, op_schema, decide)
 
     def _remembered(self, cache: dict[Any, Any], op_schema: Any, decide: Any) -> Any:
         from torch.distributed._functional_collectives import _are_we_tracing
@@ -258,72 +241,6 @@ def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) ->
 def _aliases(value: Any) -> set[str]:
     """The memory of an argument or a result, by the schema's names for it."""
     return set() if value.alias_info is None else set(value.alias_info.before_set)
-
-
-class OnShards(NamedTuple):
-    """The arguments of a call on this rank, and the specs of everything in it."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: list[Any]
-    results: list[Any]
-    output_specs: Any
-    mesh: Any
-
-
-def on_shards(
-    registration: Registration,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    accepts: Callable[[Row], bool],
-) -> OnShards:
-    """Moves the tensors of a call to acceptable placements, and takes the shards of this rank."""
-    from torch.distributed.tensor import DTensor
-
-    info = DTensor._op_dispatcher.unwrap_to_op_info(registration.op, tuple(args), dict(kwargs))
-    spec = registration.chosen(info.schema, accepts)
-    wanted = iter(spec.input_specs)
-
-    def shard(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(shard, value))
-        if not isinstance(value, torch.Tensor):
-            return value
-        place = next(wanted)
-        return moved(value, place)._local_tensor if isinstance(value, DTensor) else value
-
-    positional = tuple(map(shard, args))
-    names = [argument.name for argument in registration.op._schema.arguments]
-    keywords = {name: shard(kwargs[name]) for name in sorted(kwargs, key=names.index)}
-    return OnShards(
-        positional,
-        keywords,
-        list(spec.input_specs),
-        results_of_spec(spec),
-        spec.output_specs,
-        spec.mesh,
-    )
-
-
-def shard_of(value: Any, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
-    """The shard of this rank of a DTensor with other placements."""
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=value._spec.tensor_meta)
-    local: torch.Tensor = moved(value, spec)._local_tensor
-    return local
-
-
-def as_dtensor(
-    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Any, stride: Any
-) -> torch.Tensor:
-    """A DTensor of which this rank has the shard `local`."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -89,21 +89,6 @@ def cost(spec: Any) -> Any:
     return sum(map(sum, spec.redistribute_cost))
 
 
-def rows_of(spec: Any) -> list[Row]:
-    """The placements of a strategy, by the dimension of the mesh."""
-    results = results_of_spec(spec)
-    return [
-        Row([r.placements[dim] for r in results], [i.placements[dim] for i in spec.input_specs])
-        for dim in range(spec.mesh.ndim)
-    ]
-
-
-def results_of_spec(spec: Any) -> list[Any]:
-    """The specs of all results that are tensors."""
-    outputs = spec.output_specs
-    return [] if outputs is None else list(outputs) if isinstance(outputs, tuple) else [outputs]
-
-
 def cheapest(specs: Sequence[Any], op_schema: Any) -> Any:
     """The placements to which the inputs are moved at the least cost, if possible none of them."""
     current = [spec.placements for spec in (*op_schema.args_spec, *_keywords(op_schema))]

@@ -174,7 +174,8 @@ def explained_tracing_error(
 
 # PyTorch has no exception type for these; the texts are those of its C++ and Python checks.
 _PHRASES = (
-    "numpy() is not supported for tensor subclasses",
+    "() is not supported for tensor subclasses",
+    "Can't call numpy() on Tensor that requires grad",
     "Cannot access data pointer of Tensor",
     "The tensor has a non-zero number of elements, but its data is not allocated yet",
     "Cannot copy out of meta tensor",
@@ -184,6 +185,8 @@ _PHRASES = (
     "can't convert meta device type tensor to numpy",
     "Could not guard on data-dependent expression",
     "Could not extract specialized integer from data-dependent expression",
+    "we don't support vmap over calling .item()",
+    "Batching rule not implemented for aten::detach",  # the first step of `numpy()`
 )
 
 

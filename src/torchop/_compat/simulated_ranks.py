@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,13 +94,6 @@ def are_simulated() -> bool:
     """Whether what runs in this thread stands for what all ranks do."""
     module = sys.modules.get("torch.distributed._local_tensor")
     return module is not None and module.enabled_local_tensor_mode() is not None
-
-
-def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a function that reads data once for each simulated rank, with the tensors of that."""
-    from torch.distributed._local_tensor import maybe_run_for_local_tensor
-
-    return maybe_run_for_local_tensor(function)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,16 @@ def is_traced(tensor: torch.Tensor) -> bool:
     )
 
 
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Return whether reading the data of a tensor raises.
+
+    That is so for tensors of a trace or a transform, meta tensors, and wrappers such as DTensor.
+    """
+    is_wrapper = type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+    has_memory = tensor.layout is not torch.strided or torch._C._has_storage(tensor)
+    return is_wrapper or tensor.is_meta or is_traced(tensor) or not has_memory
+
+
 _TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 

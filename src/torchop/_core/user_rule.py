@@ -158,7 +158,7 @@ class Rule(Generic[Value]):
             kind: what it is: a form, `"inplace"` or `"out"`, of `CustomOp.derive_inplace`,
                 `CustomOp.derive_out` or `out_op`; or a companion, which stands for the operator in
                 compiled graphs: `"training"` (the operator, which also returns what its backward
-                needs) or `"backward"` of `CustomOp.derive_autograd`, `"opaque_backward"` of
+                needs) or `"backward"` of `CustomOp.derive_autograd`, `"backward_kernel"` of
                 `register_autograd`, and `"mutable"` or `"functional"` of an operator that mutates.
             origin: the operator that it was derived from, an `OpOverload`.
             value: what is registered for `origin`.

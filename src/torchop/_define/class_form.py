@@ -70,10 +70,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     - `fake`, `backward` and `jvp` with `setup_context`, `vmap`: as in the methods `register_...`.
       `fake` may be a dict with a declaration instead, `backward` may be `torchop.derived`, and
       `vmap` may be `"sequential"`.
-    - `save_for_backward` in place of `setup_context`: `save_for_backward(inputs, output)`, or with
-      `residuals`, returns a tensor or a tuple, which an opaque `backward(*grads, saved)` gets last.
-    - `backward_kernel` in place of these: as in `register_autograd`.
-    - `opaque`: True beside a `backward` that cannot be traced.
+    - `backward_kernel` in place of `backward` and `setup_context`: as in `register_autograd`.
     - `contiguous_grads`: True beside a `backward` or `backward_kernel` that ignores strides.
     - `autocast`: a dtype, or a dict of dtypes by device type; `torch_dispatch`: a dict of functions
       by mode or subclass.
@@ -203,22 +200,10 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
         if needs and members.keys().isdisjoint(needs):
             needed = " or ".join(map(repr, needs))
             raise OperatorClassError(f"{what} has the member {short_repr(name)} without {needed}.")
-    if isinstance(members.get("backward"), Derived) and members.get("opaque"):
-        raise OperatorClassError(
-            f"{what} has the member 'opaque' beside a derived 'backward', which is never opaque. "
-            "Remove 'opaque'."
-        )
     if isinstance(members.get("backward"), Derived) and members.get("contiguous_grads"):
         raise OperatorClassError(
             f"{what} has the member 'contiguous_grads' beside a derived 'backward', which consists "
             "of PyTorch's operators and respects strides. Remove 'contiguous_grads'."
-        )
-    if "save_for_backward" in members and (
-        "setup_context" in members or isinstance(members.get("backward"), Derived)
-    ):
-        raise OperatorClassError(
-            f"{what} has the member 'save_for_backward', whose 'backward' is a function that gets "
-            "what it returns, beside 'setup_context' or a derived 'backward'. Remove one of them."
         )
     function = _function(what, cls, members, attributes, kernels)
     return ClassReading(function, attributes, kernels, members, rules)

@@ -16,7 +16,6 @@ from torchop._core.user_rule import reserved_names, rule_names
 from torchop._define.handle import CustomOp
 from torchop._errors import OperatorClassError, short_repr
 from torchop._rules.autograd.formula import Derived
-from torchop._schema.callables import RESIDUALS, asks_for_residuals, check_signature
 
 # Registers a member, given the handle, its value, and all members of the class.
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
@@ -46,50 +45,10 @@ def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[s
     if isinstance(backward, Derived):
         op.derive_autograd()
         return None
-    contiguous = members.get("contiguous_grads", False)
-    if "save_for_backward" in members:
-        return _register_opaque(op, backward, members["save_for_backward"], contiguous)
     return op.register_autograd(
         backward,
         setup_context=members.get("setup_context"),
-        opaque=members.get("opaque", False),
-        contiguous_grads=contiguous,
-    )
-
-
-def _register_opaque(
-    op: CustomOp[..., Any],
-    backward: Callable[..., Any],
-    save: Callable[..., Any],
-    contiguous_grads: bool,
-) -> object:
-    """Registers a `backward(*grads, saved)`, which gets what `save` returned of a call."""
-    with_residuals = asks_for_residuals(save)
-    grads = [f"grad_{index}" for index in range(len(op.schema.returns))]
-    check_signature(f"{op.name}: backward", backward, (*grads, "saved"))
-    more = (RESIDUALS,) if with_residuals else ()
-    check_signature(f"{op.name}: save_for_backward", save, ("inputs", "output"), more)
-
-    def keep(ctx: Any, saved: Any) -> None:
-        ctx.is_single = not isinstance(saved, tuple)
-        values = (saved,) if ctx.is_single else saved
-        ctx.save_for_backward(*[v if isinstance(v, torch.Tensor) else None for v in values])
-        ctx.others = [None if isinstance(v, torch.Tensor) else v for v in values]
-
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, save(inputs, output))
-
-    def setup_with_residuals(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
-        keep(ctx, save(inputs, output, residuals=residuals))
-
-    def formula(ctx: Any, *grads: Any) -> Any:
-        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
-        saved = tuple(other if tensor is None else tensor for tensor, other in pairs)
-        return backward(*grads, saved[0] if ctx.is_single else saved)
-
-    setup = setup_with_residuals if with_residuals else setup_context
-    return op.register_autograd(
-        formula, setup_context=setup, opaque=True, contiguous_grads=contiguous_grads
+        contiguous_grads=members.get("contiguous_grads", False),
     )
 
 
@@ -139,7 +98,6 @@ MEMBERS: Mapping[str, Member] = {
         lambda value: callable(value) or isinstance(value, Mapping),
     ),
     "setup_context": Member(needs=("backward", "jvp")),
-    "save_for_backward": Member(needs=("backward",)),
     "backward": Member(
         _register_backward,
         "a static function, or torchop.derived",
@@ -151,11 +109,6 @@ MEMBERS: Mapping[str, Member] = {
             backward_kernel=kernel,
             contiguous_grads=rest.get("contiguous_grads", False),
         )
-    ),
-    "opaque": Member(
-        takes="True, for a backward that cannot be traced, or False",
-        accepts=lambda value: isinstance(value, bool),
-        needs=("backward",),
     ),
     "contiguous_grads": Member(
         takes="True, for a backward that gets contiguous gradients, or False",

@@ -74,10 +74,6 @@ def with_operator(namespace, **options):
     return op
 
 
-def opaque(namespace, **options):
-    return with_formula(namespace, opaque=True, **options)
-
-
 def of_torch_library(namespace, **options):
     op = torch.library.custom_op(f"{namespace}::op", product, mutates_args=())
     op.register_fake(lambda x, w: torch.empty_like(x))
@@ -117,29 +113,8 @@ def of_class(namespace, **options):
     return torchop.operator(f"{namespace}::op")(Operator)
 
 
-def of_class_with_saved(namespace, **options):
-    class Operator:
-        @staticmethod
-        def forward(x: Tensor, w: Tensor) -> Tensor:
-            return x * w
-
-        @staticmethod
-        def save_for_backward(inputs, output):
-            return inputs
-
-        @staticmethod
-        def backward(grad, saved):
-            return kernel(grad, *saved)
-
-        fake = {"like": "x"}  # noqa: RUF012
-
-    for name, value in options.items():
-        setattr(Operator, name, value)
-    return torchop.operator(f"{namespace}::op")(Operator)
-
-
 # Those of eager formulas read data, so that no compiler can trace them.
-TRACEABLE = [with_kernel, with_operator, opaque, with_residuals, of_class, of_class_with_saved]
+TRACEABLE = [with_kernel, with_operator, with_residuals, of_class]
 EVERY = [*TRACEABLE, with_formula, of_torch_library]
 
 LOSSES = {
@@ -201,7 +176,7 @@ def test_in_a_graph_that_ends_before_the_loss(namespace, make):
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("make", [with_kernel, with_operator, opaque])
+@pytest.mark.parametrize("make", [with_kernel, with_operator])
 def test_in_transforms(namespace, make, loss):
     op = make(namespace, contiguous_grads=True)
 

@@ -7,10 +7,9 @@ from typing import List, Optional
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
-from tests.rules.support import leaf, save_inputs
+from tests.rules.support import leaf
 from tests.rules.support import with_formula as define
 from tests.support import on_both
 from torchop._rules.autograd import gradients
@@ -225,21 +224,6 @@ def test_hooks_and_anomaly_mode_see_an_operator_like_any_other(namespace):
         result.grad_fn.register_hook(lambda into, out: seen.append(("node", into[0].tolist())))
         result.sum().backward()
     assert seen == [("tensor", [1, 1]), ("node", [2, 2])]
-
-
-def test_backward_that_reads_data_while_traced_is_told_so(namespace):
-    op = define(
-        namespace, one, lambda ctx, grad: grad * ctx.saved_tensors[0].sum().item(), save_inputs
-    )
-    op.register_fake(lambda x: torch.empty_like(x))
-    mode = FakeTensorMode()
-    x = mode.from_tensor(leaf())
-    with mode, pytest.raises(torchop.BackwardNotTraceableError) as caught:
-        op(x).sum().backward()
-    message = str(caught.value)
-    assert f"{namespace}::op: the backward formula cannot be traced" in message
-    assert "torchop.custom_op and register_fake" in message
-    assert "register_autograd(..., opaque=True)" in message
 
 
 # --------------------------------------------------------------------------------------------------

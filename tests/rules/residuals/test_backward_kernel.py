@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests.devices import TYPE
+from tests.devices import BACKEND, TYPE
+from tests.support import counting, needs_native
 from torchop import MissingFakeError, MissingFormulaError, RuleSignatureError
 from torchop.testing._check.subsystems.residuals import every_residual_is_read
 
@@ -368,12 +369,195 @@ def test_a_backward_runs_the_kernel_that_was_registered_after_its_forward(namesp
     assert_close(gradients_of(function, x, w), expected)
 
 
+# --------------------------------------------------------------------------------------------------
+# Kinds of operators
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def scaled_sum(xs: list[Tensor | None], by: float) -> Tensor:
+    return sum(x * by for x in xs if x is not None)
+
+
+@pytest.mark.parametrize("are_none", [True, False])
+def test_a_list_in_which_some_are_none(namespace, are_none):
+    def kernel(grad: Tensor, xs: list[Tensor | None], by: float) -> list[Tensor | None]:
+        # None for an input that is None, and for zeros.
+        return [None, torch.as_tensor(grad.numpy() * by), None]
+
+    op = torchop.custom_op(f"{namespace}::op", scaled_sum, mutates_args=())
+    op.register_fake(lambda xs, by: torch.empty_like(xs[1]))
+    op.register_autograd(backward_kernel=kernel)
+    op.register_vmap("sequential")
+    x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+
+    def function(f):
+        return torch.autograd.grad(f([None, x, None if are_none else y], 2.0).sum(), [x])
+
+    for f in (op, op, compiled(lambda xs, by: op(xs, by))):
+        assert_close(function(f), (torch.full_like(X, 2),))
+    of_one = torch.func.grad(lambda x: op([None, x, None], 3.0).sum())
+    assert_close(torch.vmap(of_one)(X), torch.full_like(X, 3))
+
+
+def test_a_list_that_may_hold_none_and_is_not_taken(namespace):
+    def kernel(grad: Tensor, by: float) -> list[Tensor | None]: ...
+
+    op = torchop.custom_op(f"{namespace}::op", scaled_sum, mutates_args=())
+    with pytest.raises(RuleSignatureError, match=r"'xs' may hold None.* the parameter 'xs'"):
+        op.register_autograd(backward_kernel=kernel)
+
+
+def test_an_optional_list(namespace):
+    def forward(x: Tensor, ws: list[Tensor] | None, index: Tensor) -> Tensor:
+        return x * 2 if ws is None else x * ws[0]
+
+    def kernel(
+        grad: Tensor, x: Tensor, ws: list[Tensor] | None, index: Tensor
+    ) -> tuple[Tensor, list[Tensor | None] | None, Tensor | None]:
+        if ws is None:
+            return torch.from_numpy(grad.numpy() * 2), None, None
+        return grad * ws[0], [grad * x, None], None
+
+    op = torchop.custom_op(f"{namespace}::op", forward, mutates_args=())
+    op.register_fake(lambda x, ws, index: torch.empty_like(x))
+    op.register_autograd(backward_kernel=kernel)
+    x, one, two = (X.clone().requires_grad_() for _ in range(3))
+    index = torch.tensor([1])
+    for f in (op, op, compiled(lambda *args: op(*args))):
+        assert_close(torch.autograd.grad(f(x, None, index).sum(), x)[0], torch.full_like(X, 2))
+        gradients = torch.autograd.grad(f(x, [one, two], index).sum(), (x, one, two))
+        assert_close(gradients, (X, X, torch.zeros_like(X)))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_results_that_are_optional_or_numbers(namespace, is_there):
+    schema = "(Tensor x, bool is_there) -> (Tensor?, Tensor, int)"
+
+    def forward(x, is_there):
+        return (x * 2 if is_there else None), x * 3, 5
+
+    def kernel(grad_0: Tensor | None, grad_1: Tensor, x: Tensor, output_2: int) -> Tensor:
+        assert output_2 == 5
+        second = torch.from_numpy(grad_1.numpy() * 3)
+        return second if grad_0 is None else second + 2 * grad_0
+
+    op = torchop.custom_op(f"{namespace}::op", forward, schema=schema, mutates_args=())
+    op.register_fake(forward)
+    op.register_autograd(backward_kernel=kernel)
+    x = X.clone().requires_grad_()
+    for f in (op, op, compiled(lambda *args: op(*args))):
+        loss = sum(value.sum() for value in f(x, is_there)[:2] if value is not None)
+        (gradient,) = torch.autograd.grad(loss, x)
+        assert_close(gradient, torch.full_like(X, 5 if is_there else 3))
+
+
+def test_results_in_a_list_that_may_hold_none(namespace):
+    def kernel(grads: list[Tensor | None], x: Tensor) -> Tensor:
+        assert grads[1] is None
+        return torch.from_numpy(grads[0].numpy() * 2)
+
+    schema = "(Tensor x) -> Tensor?[]"
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: [x * 2, None], schema=schema, mutates_args=()
+    )
+    op.register_fake(lambda x: [torch.empty_like(x), None])
+    op.register_autograd(backward_kernel=kernel)
+    x = X.clone().requires_grad_()
+    for f in (op, op, compiled(lambda x: op(x))):
+        assert_close(torch.autograd.grad(f(x)[0].sum(), x)[0], torch.full_like(X, 2))
+
+
+def test_a_tuple_of_one_result(namespace):
+    def forward(x: Tensor) -> tuple[Tensor]:
+        return (x * 2,)
+
+    def kernel(grad: Tensor, x: Tensor) -> Tensor:
+        return torch.from_numpy(grad.numpy() * 2)
+
+    op = torchop.custom_op(f"{namespace}::op", forward, mutates_args=())
+    op.register_fake(lambda x: (torch.empty_like(x),))
+    op.register_autograd(backward_kernel=kernel)
+    x = X.clone().requires_grad_()
+    for f in (op, op, compiled(op)):
+        assert_close(torch.autograd.grad(f(x)[0].sum(), x)[0], torch.full_like(X, 2))
+
+
+def test_operators_that_write(namespace):
+    def kernel(grad: Tensor, x: Tensor, by: float) -> Tensor:
+        return torch.from_numpy(grad.numpy() * by)
+
+    in_place = torchop.custom_op(
+        f"{namespace}::scale_",
+        lambda x, by: x.mul_(by),
+        schema="(Tensor(a!) x, float by) -> Tensor(a!)",
+        mutates_args={"x"},
+    )
+    in_place.register_autograd(backward_kernel=kernel)
+    counted = torchop.custom_op(
+        f"{namespace}::counted",
+        lambda x, by, count: (count.add_(1), x * by)[1],
+        schema="(Tensor x, float by, Tensor(a!) count) -> Tensor",
+        mutates_args={"count"},
+    )
+    counted.register_fake(lambda x, by, count: torch.empty_like(x))
+
+    def of_counted(grad: Tensor, x: Tensor, by: float) -> tuple[Tensor, Tensor | None]:
+        return kernel(grad, x, by), None
+
+    counted.register_autograd(backward_kernel=of_counted)
+    x, count = X.clone().requires_grad_(), torch.zeros(2)
+    for function in (lambda x: in_place(x * 1, 3.0), lambda x: counted(x, 3.0, count)):
+        for f in (function, function, compiled(function)):
+            assert_close(torch.autograd.grad(f(x).sum(), x)[0], torch.full_like(X, 3))
+    assert count[0] == 3
+
+
+def test_operators_of_somebody_else_in_one_namespace(namespace):
+    def slope(n):
+        def kernel(grad: Tensor, x: Tensor) -> Tensor:
+            return torch.from_numpy(grad.numpy() * n)
+
+        return kernel
+
+    with torch.library._scoped_library(namespace, "DEF") as library:
+        for n, name in enumerate("fg", start=2):
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, lambda x, n=n: x * n, BACKEND)
+            torchop.register_fake(f"{namespace}::{name}", torch.empty_like, lib=library)
+        for n, name in enumerate("fg", start=2):
+            torchop.register_autograd(f"{namespace}::{name}", backward_kernel=slope(n), lib=library)
+        x = X.clone().requires_grad_()
+        for n, name in enumerate("fg", start=2):
+            op = getattr(getattr(torch.ops, namespace), name)
+            for f in (op, op, compiled(lambda x, op=op: op(x))):
+                assert_close(torch.autograd.grad(f(x).sum(), x)[0], torch.full_like(X, n))
+
+
+@needs_native
+def test_native_calls_stay_native(namespace):
+    op = define(namespace)
+    x = X.clone().requires_grad_()
+    op(x)
+    with counting(op) as calls:
+        op(x).sum().backward()
+    assert calls == {"native": 1}
+
+
+# --------------------------------------------------------------------------------------------------
+# Mistakes
+
+
 def no_place(grad: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: ...
 def too_few(grad: Tensor, x: Tensor) -> Tensor: ...
 def no_types(grad, x) -> tuple[Tensor, Tensor]: ...
 def returns_numbers(grad: Tensor, x: Tensor) -> tuple[Tensor, float]: ...
 def returns_a_list(grad: Tensor, x: Tensor) -> tuple[Tensor, list[Tensor]]: ...
 def takes_a_list(grads: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor]: ...
+def takes_a_number(grad: float, x: Tensor) -> tuple[Tensor, Tensor]: ...
+def takes_nothing() -> tuple[Tensor, Tensor]: ...
 
 
 WRONG = {
@@ -381,8 +565,10 @@ WRONG = {
     too_few: r"return a Tensor for each tensor of the arguments \(x, w\)",
     no_types: "parameter 'grad' must have a type annotation",
     returns_numbers: r"return a Tensor for each tensor of the arguments \(x, w\)",
-    returns_a_list: r"list\[Tensor\] for a list; got tuple\[torch.Tensor, list",
+    returns_a_list: r"list\[Tensor \| None\] for a list; got tuple\[torch.Tensor, list",
     takes_a_list: r"its first parameters are the gradients of the results, annotated as Tensor",
+    takes_a_number: r"its first parameters are the gradients of the results, annotated as Tensor",
+    takes_nothing: "is called with the gradient of each result, 1 here, but takes 0 arguments",
 }
 
 

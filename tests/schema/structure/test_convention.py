@@ -204,13 +204,13 @@ def test_tangents_reach_the_tensors_of_a_structure(namespace: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("is_derived", [True, False], ids=["derived", "opaque"])
+@pytest.mark.parametrize("is_derived", [True, False], ids=["derived", "registered"])
 def test_compiled_formulas_take_structures(namespace: str, is_derived: bool) -> None:
     op = define(namespace)
     if is_derived:
         op.derive_autograd()
     else:
-        op.register_autograd(as_object, setup_context=setup_context, opaque=True)
+        op.register_autograd(as_object, setup_context=setup_context)
     torch._dynamo.reset()
     for call in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
         weight = torch.full((2,), 3.0, requires_grad=True)

@@ -1,1 +1,1 @@
-"""Gradients: formulas by hand, for either mode, opaque or derived."""
+"""Gradients: formulas by hand, for either mode, or derived."""

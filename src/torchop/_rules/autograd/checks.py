@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import CodeType
-from typing import Any
-
 import torch
 
 from torchop._compat import dispatch
@@ -15,7 +10,6 @@ from torchop._errors import DerivedFormulaError, RuleSignatureError
 from torchop._rules.effect import EffectRule
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.schema import TENSOR_LISTS
-from torchop._schema.signatures import names_in
 
 _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
 
@@ -157,21 +151,4 @@ def _is_simple_view(definition: Definition) -> bool:
         and schema.is_view
         and len(tensors) == 1
         and schema.returns == ("Tensor",)
-    )
-
-
-def uses_numpy(*functions: Callable[..., Any] | None) -> bool:
-    """Whether the code of a formula names NumPy, which cannot read DTensors.
-
-    A call on shards is made before the formula runs for the first time, so its code has to tell.
-    """
-    return any(_names_numpy(getattr(f, "__wrapped__", f)) for f in functions if f is not None)
-
-
-def _names_numpy(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    variables = getattr(function, "__globals__", {})
-    numpy = sys.modules.get("numpy", "numpy")
-    return isinstance(code, CodeType) and any(
-        name == "numpy" or variables.get(name) is numpy for name in names_in(code)
     )

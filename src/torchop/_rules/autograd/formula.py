@@ -13,19 +13,12 @@ SetupContext = (
     Callable[[Any, Any, Any], Any] | Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
 )
 
-# Each is called with `(op, args, kwargs)`. If there are tensors such as DTensors among these, it
-# makes the call on the plain tensors inside them; otherwise it returns None. The object that it
-# returns has the `args`, `kwargs` and `result` of that call, which `forget()` drops; the `output`
-# for the caller; and `gradients(formula, ctx, grads)`, which calls a `formula` of plain tensors and
-# returns the gradient of each tensor.
-plain_calls: list[Callable[..., Any]] = []
-
 
 class Formula:
     """How calls record gradients: what they run and save, and the backward that reads it.
 
-    This class is for a formula that a user wrote, and for an operator that has none. Others are in
-    `opaque` and `derived`, which are imported when an operator has such a formula. A call from the
+    This class is for a formula that a user wrote, and for an operator that has none. Derived
+    formulas have a subclass in `derived`. A call from the
     dispatcher takes the steps `run` and `save`. A native call meets no modes, tracers or Tensor
     subclasses, so it calls `look`, and then the kernel itself in place of `run`.
 
@@ -60,7 +53,6 @@ class Formula:
         self.setup = setup_caller(setup_context, has_keywords)
         self.backward = function
         self.save: Callable[..., None] | None = self.setup
-        self.save_plain: Callable[..., None] | None = None  # of formulas in `opaque`
         self.look: Callable[[Any, Any], Any] | None = None
         if training is not None:
             self.save, self.look = training.saving(self.setup), training.look

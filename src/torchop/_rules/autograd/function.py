@@ -18,12 +18,11 @@ from torch import Tensor
 
 from torchop._compat import autograd, compilers, dispatch, functorch, tracing
 from torchop._compat.classes import DispatchKeySet
-from torchop._compat.fake_tensors import reads_data
-from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
-from torchop._errors import BackwardNotTraceableError, MissingFormulaError, add_note, short_text
+from torchop._errors import add_note
 from torchop._rules.autograd import forward_mode, gradients
 from torchop._rules.autograd.contiguous_grads import CONTIGUOUS_CODE
+from torchop._rules.autograd.errors import explain_if_data_was_read, missing_formula
 from torchop._rules.autograd.formula import Formula
 from torchop._rules.autograd.gradients import Layout, flatten, input_layout, layout_of, unflatten
 from torchop._schema.forms import Form
@@ -122,6 +121,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
                 try:
                     rule.save(ctx, inputs, keywords, result, *seen)
                 except Exception as error:
+                    values = (*inputs, *keywords.values(), result)
+                    explain_if_data_was_read(definition, "setup_context", values, error)
                     if compilers.dynamo_is_tracing():  # which shows no traceback that would tell it
                         add_note(error, f"in setup_context of {definition}")
                     raise
@@ -158,8 +159,9 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     def failed(error: Exception, ctx: Any, *grads: Any) -> None:
         rule = formula()
         if rule.backward is None:
-            raise _missing_formula(definition)
-        _explain_if_untraceable(definition, grads, error)
+            raise missing_formula(definition)
+        saved = autograd.raw_saved_tensors(ctx)
+        explain_if_data_was_read(definition, "backward formula", (*grads, saved), error)
         _note_what_is_missing(definition, rule, ctx, error)
 
     def checked(ctx: Any, result: Any, *, fits: bool = False) -> tuple[Any, ...]:
@@ -179,7 +181,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             if has_lists:
                 args = (args[0], *unflatten(args[1:], args[0]._torchop_outputs))
             if rule.backward is None:
-                raise _missing_formula(definition)
+                raise missing_formula(definition)
             try:
                 if rule.save is None:  # nothing was saved
                     result = rule.backward(*args)
@@ -229,30 +231,6 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         )
     context.saved_tensors = property(read)
     return function
-
-
-def _missing_formula(definition: Definition) -> MissingFormulaError:
-    derivable = definition.is_ours and definition.schema.is_functional
-    derive = (
-        " If its body consists of operators that PyTorch can differentiate, derive_autograd() of "
-        "its handle derives one."
-    )
-    return MissingFormulaError(
-        f"Trying to backward through {definition} but no autograd formula was registered. "
-        f"Register one with register_autograd({str(definition)!r}, backward, "
-        f"setup_context=...).{derive * derivable}"
-    )
-
-
-def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error: Exception) -> None:
-    """Raises a clearer error if the formula read the data of a traced tensor."""
-    if any(map(tracing.is_traced, tensors_in(grads))) and reads_data(error, definition.overload):
-        raise BackwardNotTraceableError(
-            f"{definition}: the backward formula cannot be traced: it read the data of a tensor "
-            f"({short_text(error)}). A compiler runs it on tensors without data. Put the part that "
-            "needs data into an operator, with torchop.custom_op and register_fake; or make the "
-            "whole formula opaque, with register_autograd(..., opaque=True)."
-        ) from error
 
 
 def _note_what_is_missing(

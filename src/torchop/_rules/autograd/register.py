@@ -1,4 +1,4 @@
-"""The registration of formulas: for backward, for forward mode, opaque, or derived."""
+"""The registration of formulas: for backward, for forward mode, or derived."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torchop._rules.autograd.checks import (
     check_derivable,
     check_has_gradient,
     check_no_autograd_function,
-    uses_numpy,
 )
 from torchop._rules.autograd.contiguous_grads import with_contiguous_grads
 from torchop._rules.autograd.formula import Formula, SetupContext
@@ -39,7 +38,6 @@ def register_autograd(
     *,
     setup_context: SetupContext | None = None,
     jvp: Callable[..., Any] | None = None,
-    opaque: bool = False,
     backward_kernel: Callable[..., Any] | None = None,
     contiguous_grads: bool = False,
     lib: torch.library.Library | None = None,
@@ -52,7 +50,9 @@ def register_autograd(
         backward: `backward(ctx, *grads)`. It gets one gradient for each output (a list for an
             output that is a list) and returns one value for each input: a tensor of its shape, None
             where there is no gradient, or a list of these for a list of tensors. It must consist of
-            operators that PyTorch knows, unless it is opaque. Without it, a decorator is returned.
+            operators that PyTorch knows. One that reads data, as NumPy does, works in eager calls,
+            and raises an error in a compiler's trace, in a transform of `torch.func` and on
+            DTensors, where a `backward_kernel` works. Without it, a decorator is returned.
         setup_context: `setup_context(ctx, inputs, output)`, called after the kernel, to save on
             `ctx` what `backward` needs; with keyword-only arguments in the schema,
             `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the caller
@@ -60,10 +60,6 @@ def register_autograd(
             kernel returned for the backward alone, with an attribute for each; see
             `torchop.residuals`.
         jvp: the formula for forward mode, as in `register_jvp`, with the same `setup_context`.
-        opaque: whether `backward` cannot be traced, for example because it uses NumPy or addresses
-            of data. A compiler then calls it as an operator of its own, `name__opaque_backward`,
-            whose gradients look like the inputs. Values on `ctx` must be tensors, numbers, strings,
-            None, dtypes or devices, or tuples and lists of these. Eager mode does not change.
         backward_kernel: in place of `backward` and `setup_context`, one function, which becomes an
             operator of its own, `name__backward_kernel`. It takes a gradient for each result, and
             then what its parameters name: arguments of the operator, `output` (`output_0` and so on
@@ -83,8 +79,6 @@ def register_autograd(
 
     Raises:
         NotImplementedError: the operator has keyword-only tensors.
-        OpaqueBackwardError: raised in a compiled backward, if `ctx` has a value of another type;
-            the message names it.
         OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: a function does not take the arguments it will be called with.
         RuntimeError: the operator returns nothing, or views, or all that it writes into.
@@ -114,16 +108,16 @@ def register_autograd(
     """
     rule = resolve(op, "register_autograd", lib).rule(AutogradRule)
     if backward_kernel is not None:
-        if backward is not None or setup_context is not None or opaque:
+        if backward is not None or setup_context is not None:
             raise RuleSignatureError(
-                f"{rule.definition}: register_autograd takes a backward_kernel, or backward, "
-                "setup_context and opaque, not both."
+                f"{rule.definition}: register_autograd takes a backward_kernel, or backward and "
+                "setup_context, not both."
             )
         register(rule, backward_kernel, jvp=jvp, is_kernel=True, contiguous_grads=contiguous_grads)
         return cast(Function, None)
     return decorator_or_call(
         lambda function: register(
-            rule, function, setup_context, jvp, opaque=opaque, contiguous_grads=contiguous_grads
+            rule, function, setup_context, jvp, contiguous_grads=contiguous_grads
         ),
         backward,
     )
@@ -196,13 +190,12 @@ def register(
     setup_context: SetupContext | None = None,
     jvp: Callable[..., Any] | None = None,
     *,
-    opaque: bool = False,
     is_kernel: bool = False,
     contiguous_grads: bool = False,
 ) -> None:
     """Makes `backward` the formula, and `jvp`, if there is one, that of forward mode.
 
-    Compilers do not trace an opaque backward, nor a kernel, which needs no `setup_context`.
+    Compilers do not trace a kernel, which needs no `setup_context`.
     """
     definition = rule.definition
     check_has_gradient(definition)
@@ -220,17 +213,12 @@ def register(
     training = None
     if asks_for_residuals(setup_context):
         training = rule.training_form()
-    way: type[Formula] = Formula
-    if opaque or uses_numpy(backward, setup_context):
-        from torchop._rules.autograd.opaque import OpaqueFormula, PlainFormula  # most have none
-
-        way = OpaqueFormula if opaque else PlainFormula
     if contiguous_grads:
         backward = with_contiguous_grads(backward)
-    formula = way(definition, backward, setup_context, training)
+    formula = Formula(definition, backward, setup_context, training)
     with registration_lock:
         if training is not None:
-            training.differentiate(way, backward, formula.setup)
+            training.differentiate(backward, formula.setup)
         rule.update(
             None if rule.installed else rule.install,
             formula=formula,

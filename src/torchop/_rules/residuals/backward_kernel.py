@@ -27,9 +27,9 @@ from torchop._schema.declared import declared_schema
 from torchop._schema.schema import Argument
 
 KIND = "backward_kernel"
-# The attribute of a library that holds the operator, which lives as long as it does.
-_ATTRIBUTE = "_torchop_backward_kernel"
-_LIST = "List[Tensor]"
+# The attribute of a library that holds the backward kernels, by the name of the operator. They live
+# as long as the library.
+_ATTRIBUTE = "_torchop_backward_kernels"
 
 
 class BackwardKernel:
@@ -41,17 +41,16 @@ class BackwardKernel:
         check_callable(what, function)
         signature = signatures.signature(function)
         schema = definition.schema
-        self.count = len(schema.returns)
+        # The places of the results that have a gradient: numbers have none.
+        self.results = [n for n, kind in enumerate(schema.returns) if "Tensor" in kind]
+        self.count = len(self.results)
         # The arguments that have a gradient, in the order in which the function returns them.
         self.differentiated = [a for a in schema.positional if a.holds_tensors]
-        with_none = any("List[Optional[" in a.kind for a in self.differentiated)
         names = list(signature.parameters)
-        if with_none or {*schema.returns} - {"Tensor", _LIST} or len(names) < self.count:
+        if len(names) < self.count:
             raise RuleSignatureError(
-                f"{what} is called with a gradient for each result, which have to be tensors or "
-                "lists of tensors, and returns one for each tensor of the arguments, of which no "
-                f"list may hold None; {definition} is {schema}. Write the formula with backward "
-                "and setup_context."
+                f"{what} is called with the gradient of each result, {self.count} here, but takes "
+                f"{len(names)} arguments; {definition} is {schema}."
             )
         self._check_saved(names[self.count :])
         by_name = {n for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
@@ -66,7 +65,8 @@ class BackwardKernel:
         structure = self.definition.structure
         arguments = schema.arguments if structure is None else structure.parameters
         self.arguments = [argument.name for argument in arguments]
-        self.outputs = [f"output_{n}" for n in range(self.count)] if self.count > 1 else ["output"]
+        count = len(schema.returns)
+        self.outputs = [f"output_{n}" for n in range(count)] if count > 1 else ["output"]
         residuals = () if declared is None else declared.named._fields
         known = (*self.arguments, *residuals, *self.outputs)
         for name in names:
@@ -83,14 +83,15 @@ class BackwardKernel:
         """Whether None may stand for zeros, for each of the gradients."""
         each = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
         stripped = [types.strip_optional(annotation) for annotation in each]
-        if [types.return_type(kind) for kind, _ in stripped] != [
-            *map(_result, self.differentiated)
-        ]:
-            expected = ", ".join(a.name for a in self.differentiated)
+        if len(each) != len(self.differentiated) or not all(
+            _returns_gradient_of(kind, argument)
+            for (kind, _), argument in zip(stripped, self.differentiated, strict=True)
+        ):
+            names = ", ".join(a.name for a in self.differentiated)
             raise RuleSignatureError(
                 f"{self.what} must be annotated to return a Tensor for each tensor of the "
-                f"arguments ({expected}), or Tensor | None where None stands for zeros, and "
-                f"list[Tensor] for a list; got {types.spell(returned)}."
+                f"arguments ({names}), or Tensor | None where None stands for zeros, and "
+                f"list[Tensor] or list[Tensor | None] for a list; got {types.spell(returned)}."
             )
         return [is_optional for _, is_optional in stripped]
 
@@ -107,13 +108,22 @@ class BackwardKernel:
             self.schema, self.kernel, self.convention = declared_schema(name, kernel, None, (), ())
         except SchemaError as error:
             raise RuleSignatureError(f"{self.what}: {error}") from None
-        lists = [a.is_tensor_list for a in self.schema.positional[: self.count]]
-        if lists != [kind == _LIST for kind in self.definition.schema.returns]:
+        returns = self.definition.schema.returns
+        grads = [argument.kind for argument in self.schema.positional[: self.count]]
+        if not all(map(_is_gradient_of, grads, (returns[place] for place in self.results))):
             raise RuleSignatureError(
                 f"{self.what}: its first parameters are the gradients of the results, annotated "
-                f"as Tensor, and as list[Tensor] for a list; {self.definition} is "
-                f"{self.definition.schema}."
+                "as Tensor, as list[Tensor] for a list, and as Tensor | None for a result that may "
+                f"be None; {self.definition} is {self.definition.schema}."
             )
+        taken = {argument.name for argument in self.schema.arguments}
+        for argument in self.differentiated:
+            if _may_hold_none(argument) and argument.name not in taken:
+                raise RuleSignatureError(
+                    f"{self.what}: {argument.name!r} may hold None, and its gradient has an entry "
+                    "for each tensor in it. Give the backward kernel the parameter "
+                    f"{argument.name!r}."
+                )
 
     def define(self) -> Definition:
         """Defines the operator, in place of that of an earlier backward kernel.
@@ -121,8 +131,8 @@ class BackwardKernel:
         If both take the same, the operator stays, with its other rules, because graphs call it.
         """
         definition = self.definition
-        attributes: dict[str, Any] = definition.library.__dict__
-        before = attributes.get(_ATTRIBUTE)
+        kernels: dict[str, Any] = definition.library.__dict__.setdefault(_ATTRIBUTE, {})
+        before = kernels.get(str(definition))
         if before is not None and self._takes_the_place_of(before.convention.of):
             register_kernel(before.overload, None, self.kernel)
             return typing.cast(Definition, before)
@@ -133,7 +143,7 @@ class BackwardKernel:
         if self.residuals:
             origin = definition.declaration.residuals.training_form(definition).companion
         text = self.schema.written
-        attributes[_ATTRIBUTE] = companion = define_companion(
+        kernels[str(definition)] = companion = define_companion(
             definition,
             KIND,
             text[text.index("(") :],
@@ -148,6 +158,8 @@ class BackwardKernel:
     def _takes_the_place_of(self, other: BackwardKernel) -> bool:
         """Whether compiled graphs, which call the operator of another one, can run this one."""
         is_flat = self.convention.structure is other.convention.structure is None
+        if self.definition is not other.definition:  # another library defined the operator again
+            return False
         one, two = ((k.schema.written, k.are_optional, k.residuals) for k in (self, other))
         return is_flat and one == two
 
@@ -191,21 +203,26 @@ class BackwardKernel:
         """The backward and the `setup_context` of the operator, on arguments of its schema."""
         companion = self.define()
         count, of_operator = self.count, self.definition.convention
+        inputs = self.definition.schema.positional
+        taken = [argument.name for argument in self.schema.positional[count:]]
+        # Of each argument that has a gradient, its place, and that of a list that may hold None
+        # among the saved values.
         places = [
-            (self.definition.schema.positional.index(a), a.is_tensor_list)
+            (inputs.index(a), taken.index(a.name) if _may_hold_none(a) else None)
             for a in self.differentiated
         ]
-        inputs_count = len(self.definition.schema.positional)
-        by_position = len(self.schema.positional) - count
+        by_position = len(taken)
         by_name = [argument.name for argument in self.schema.keyword_only]
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, residuals: Any) -> None:
-            results = output if count > 1 else (output,)
+            results = output if len(self.outputs) > 1 else (output,)
             objects, named = of_operator.arguments(tuple(inputs), keywords)
             known = dict(zip(self.outputs, results, strict=True))
             known |= {name: getattr(residuals, name) for name in self.residuals}
             known |= {**dict(zip(self.arguments, objects, strict=False)), **named}
-            args: Any = (*results, *[known[name] for name in self.positional])
+            # The results stand for their gradients, which look like these.
+            grads = [results[place] for place in self.results]
+            args: Any = (*grads, *[known[name] for name in self.positional])
             kwargs = {name: known[name] for name in self.keywords}
             if self.convention.structure is not None:
                 args, kwargs = self.convention.structure.flat_arguments(*args, **kwargs)
@@ -215,12 +232,15 @@ class BackwardKernel:
             saved = iter(ctx.saved_tensors)
             values = [v.read(saved) if type(v) is _Saved else v for v in ctx.passed]
             named = dict(zip(by_name, values[by_position:], strict=True))
-            returned = companion.overload(*grads, *values[:by_position], **named)
-            gradients: list[Any] = [None] * inputs_count
+            taken_grads = [grads[place] for place in self.results]
+            returned = companion.overload(*taken_grads, *values[:by_position], **named)
+            gradients: list[Any] = [None] * len(inputs)
             each = returned if len(places) > 1 else (returned,)
-            for (place, is_list), gradient in zip(places, each, strict=True):
+            for (place, saved_place), gradient in zip(places, each, strict=True):
+                if saved_place is not None:
+                    gradient = _with_none(gradient, values[saved_place])
                 needed = ctx.needs_input_grad[place]
-                if any(needed or ()) and gradient if is_list else needed:
+                if any(needed) and gradient if isinstance(needed, list) else needed:
                     gradients[place] = gradient
             return tuple(gradients)
 
@@ -245,22 +265,47 @@ class _Filling(typing.NamedTuple):
         return self.of.convention.fake(function if is_declared else self.of.filling(function))
 
 
-def _result(argument: Argument) -> str:
-    return "Tensor[]" if argument.is_tensor_list else "Tensor"
+def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
+    """Return whether an annotation is that of the gradient of an argument."""
+    if not argument.is_tensor_list:
+        return annotation is Tensor
+    item, _ = types.strip_optional(next(iter(typing.get_args(annotation)), None))
+    return typing.get_origin(annotation) is list and item is Tensor
+
+
+def _is_gradient_of(kind: str, result: str) -> bool:
+    """Return whether a parameter of this kind takes the gradient of a result of the other kind."""
+    expected = "Tensor" if result == "Tuple[Tensor]" else result  # autograd sees the one tensor
+    return kind in (expected, f"Optional[{expected}]")
+
+
+def _may_hold_none(argument: Argument) -> bool:
+    """Return whether an argument is a list of tensors in which some may be None."""
+    return "List[Optional[" in argument.kind
 
 
 def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
-    """A gradient with zeros for None, as far as it is known what it looks like."""
+    """A gradient with zeros for None, as far as it is known what it looks like.
+
+    A list has no entry for an entry of the argument that is None: an operator returns tensors.
+    """
     if not argument.is_tensor_list:
         return torch.zeros_like(like) if gradient is None and like is not None else gradient
     if gradient is None:
-        return [torch.zeros_like(tensor) for tensor in like or ()]
+        gradient = [None] * len(like or ())
     if like is None or len(gradient) != len(like):
         return gradient
     return [
         torch.zeros_like(tensor) if each is None else each
         for each, tensor in zip(gradient, like, strict=True)
+        if tensor is not None
     ]
+
+
+def _with_none(gradients: Sequence[Tensor], inputs: Any) -> list[Tensor | None]:
+    """Put None in the place of each input that is None, for which `_filled` has no gradient."""
+    rest = iter(gradients)
+    return [None if tensor is None else next(rest) for tensor in inputs or ()]
 
 
 class _Saved(typing.NamedTuple):

@@ -135,9 +135,7 @@ class TrainingForm:
             residuals=self.declared.rebuilt(self(inputs, keywords)[1]),
         )
 
-    def differentiate(
-        self, way: type[Formula], backward: Callable[..., Any], setup: Callable[..., Any]
-    ) -> None:
+    def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
         """Gives the training form a formula, for transforms around the one that records a call."""
         count = len(self.definition.schema.returns)
 
@@ -161,9 +159,8 @@ class TrainingForm:
                 grads = tuple(map(_materialized, grads, ctx._torchop_zeros))
             return backward(ctx, *grads)
 
-        formula = way(self.companion, gradients)
-        formula.setup = formula.save_plain = save
-        formula.save = formula.save or save
+        formula = Formula(self.companion, gradients)
+        formula.setup = formula.save = save
         self.companion.rule(AutogradRule).update(formula=formula)
 
 

@@ -162,20 +162,21 @@ attend.derive_autograd()
 attend.register_sharding("b h q d, b h k d, b h k d, b h q k -> b h q d", whole="d k")
 
 
-@torchop.custom_op("ranks::opaque", mutates_args=())
-def opaque(x: Tensor, w: Tensor) -> Tensor:
+@torchop.custom_op("ranks::in_numpy", mutates_args=())
+def in_numpy(x: Tensor, w: Tensor) -> Tensor:
     return torch.from_numpy(np.sin(x.numpy() * w.numpy()))
 
 
-opaque.register_fake(lambda x, w: torch.empty_like(x))
-opaque.register_sharding("... d, d -> ... d")
+in_numpy.register_fake(lambda x, w: torch.empty_like(x))
+in_numpy.register_sharding("... d, d -> ... d")
 
 
-@opaque.register_autograd(setup_context=save_inputs, opaque=True)
-def _(ctx: Any, grad: Tensor) -> Any:
-    x, w = (saved.numpy() for saved in ctx.saved_tensors)
-    inner = grad.numpy() * np.cos(x * w)
-    return torch.from_numpy(inner * w), torch.from_numpy((inner * x).sum(0))
+def in_numpy_backward(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    inner = grad.numpy() * np.cos(x.numpy() * w.numpy())
+    return torch.from_numpy(inner * w.numpy()), torch.from_numpy((inner * x.numpy()).sum(0))
+
+
+in_numpy.register_autograd(backward_kernel=in_numpy_backward)
 
 
 @torchop.custom_op("ranks::total", mutates_args=())
@@ -331,7 +332,12 @@ TRAINED: dict[str, tuple[Any, Any, dict[str, Tensor], list[str]]] = {
         {"q": Q, "k": Q.sin(), "v": Q.exp(), "mask": MASK},
         ["S1 S1 S1 S1", "S0 R R R"],
     ),
-    "opaque": (opaque, lambda x, w: (x * w).sin(), {"x": X, "w": W}, ["S0 R", "S1 S0", "S0 S0"]),
+    "in_numpy": (
+        in_numpy,
+        lambda x, w: (x * w).sin(),
+        {"x": X, "w": W},
+        ["S0 R", "S1 S0", "S0 S0"],
+    ),
 }
 
 

@@ -45,13 +45,6 @@ def in_numpy(x: Any, w: Any, grad: Any) -> tuple[Any, Any]:
     return inner * w, (inner * x).sum(0)
 
 
-def numpy_formula(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    x, w = ctx.saved_tensors
-    assert type(x) is type(w) is type(grad) is Tensor
-    gradients = in_numpy(x.numpy(), w.numpy(), grad.numpy())
-    return torch.from_numpy(gradients[0]), torch.from_numpy(gradients[1])
-
-
 def traced_formula(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     x, w = ctx.saved_tensors
     product = x * w
@@ -136,12 +129,9 @@ DEFINERS: dict[str, Definer] = {
     "a backward kernel": with_backward_kernel,
     "a backward kernel of everything": with_everything,
     "residuals": with_residuals(traced_formula),
-    "residuals, in NumPy": with_residuals(numpy_formula),
     "residuals with a rule": with_residuals(traced_formula, has_own_rule=True),
     "formula": with_formula(traced_formula),
     "derived": derived,
-    "opaque": with_formula(numpy_formula, opaque=True),
-    "in NumPy": with_formula(numpy_formula),
 }
 PLACED = ("S0 R", "S1 S0", "R R", "S0 S0", "P R")
 
@@ -351,25 +341,8 @@ def test_without_a_rule_companions_name_the_operator(namespace: str, mesh: Any) 
         getattr(torch.ops, namespace).op__training(x, on_mesh(mesh, W))
 
 
-def test_an_opaque_formula_needs_a_rule(namespace: str, mesh: Any) -> None:
-    op = with_formula(numpy_formula, opaque=True)(namespace)
-    with pytest.raises(torchop.MissingRuleError, match=f"^{namespace}::op has no sharding rule"):
-        op(on_mesh(mesh, X, "S0").requires_grad_(), on_mesh(mesh, W))
-
-
-def test_second_derivatives_of_formulas_on_shards_are_refused(namespace: str, mesh: Any) -> None:
-    op = with_formula(numpy_formula, opaque=True)(namespace)
-    op.register_sharding("... d, d -> ... d", whole="d")
-    x, w = on_mesh(mesh, X, "S0").requires_grad_(), on_mesh(mesh, W).requires_grad_()
-    y = op(x, w)
-    grad = on_mesh(mesh, X, "S0").requires_grad_()
-    with pytest.raises(torchop.ShardingError, match=f"^{namespace}::op: a second derivative"):
-        torch.autograd.grad(y, x, grad, create_graph=True)
-
-
 def test_reductions_that_cannot_be_transposed_are_gathered(namespace: str, mesh: Any) -> None:
-    def formula(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+    def kernel(grad: Tensor, x: Tensor) -> Tensor:
         largest = x.numpy() == x.numpy().max(-1, keepdims=True)
         return torch.from_numpy(largest * grad.unsqueeze(-1).numpy())
 
@@ -377,7 +350,7 @@ def test_reductions_that_cannot_be_transposed_are_gathered(namespace: str, mesh:
         f"{namespace}::op", lambda x: x.amax(-1), mutates_args=(), schema="(Tensor x) -> Tensor"
     )
     op.register_fake(lambda x: x.new_empty(x.shape[:-1]))
-    op.register_autograd(formula, setup_context=save_inputs)
+    op.register_autograd(backward_kernel=kernel)
     op.register_sharding("... d -> ...", reduce={"d": "max"})
     assert words(op(on_mesh(mesh, X, "S1"))) == "Partial(max)"
     x = on_mesh(mesh, X, "S1").requires_grad_()
@@ -387,19 +360,6 @@ def test_reductions_that_cannot_be_transposed_are_gathered(namespace: str, mesh:
     right.amax(-1).sum().backward()
     torch.testing.assert_close(gathered(y.detach()), X.amax(-1))
     torch.testing.assert_close(gathered(x.grad), right.grad)
-
-
-def test_a_formula_in_numpy_is_known_by_its_code() -> None:
-    from torchop._rules.autograd.checks import uses_numpy
-
-    def inner(ctx: Any, grad: Tensor) -> Any:
-        return [g.numpy() for g in (grad,)]
-
-    assert uses_numpy(numpy_formula)
-    assert uses_numpy(in_numpy)
-    assert uses_numpy(None, inner)
-    assert not uses_numpy(traced_formula, save_inputs, None)
-    assert not uses_numpy(torch.sin)
 
 
 def test_the_attention_of_the_examples_over_heads(mesh: Any) -> None:

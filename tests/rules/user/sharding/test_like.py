@@ -189,20 +189,15 @@ def test_forms_and_gradients(namespace: str, mesh: Any) -> None:
     assert_right(x.grad, X.cos(), "S0")  # type: ignore[arg-type]
 
 
-def test_an_opaque_backward_runs_on_the_same_shards(namespace: str, mesh: Any) -> None:
+def test_a_backward_kernel_runs_on_the_same_shards(namespace: str, mesh: Any) -> None:
     op = product(namespace)
     seen = []
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
+    def backward(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         seen.append(tuple(x.shape))
         return grad @ w.t(), x.t() @ grad
 
-    op.register_autograd(
-        backward,
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-        opaque=True,
-    )
+    op.register_autograd(backward_kernel=backward)
     op.register_sharding(aten.mm.default)
     x = on_mesh(mesh, X, "S0").requires_grad_()
     w = on_mesh(mesh, X.t().contiguous()).requires_grad_()

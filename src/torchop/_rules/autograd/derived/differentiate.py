@@ -217,8 +217,8 @@ def _left_autograd(definition: Definition, problem: str) -> DerivedFormulaError:
         f"{definition}: its formula is derived by differentiating its body, which PyTorch's "
         f"autograd cannot follow: {problem}. Write the body in operators that PyTorch can "
         f"differentiate; or write the formula, register_autograd({str(definition)!r}, backward, "
-        "setup_context=...), with opaque=True if that is not traceable either; or call it in "
-        "torch.no_grad(), or on x.detach(), if its outputs are not differentiable."
+        "setup_context=...), or with backward_kernel=... if the formula reads data too; or call it "
+        "in torch.no_grad(), or on x.detach(), if its outputs are not differentiable."
     )
 
 

@@ -178,7 +178,7 @@ def _placed_by_name(
     return placed | {name: [grad] for name, grad in zip(gradients, grads, strict=False)}
 
 
-# By the kind of the derived operator. An opaque backward has none, because it sees plain tensors.
+# By the kind of the derived operator.
 _OF_DERIVED: Mapping[str, Callable[..., list[Row]]] = {
     "inplace": _inplace,
     "out": _out,

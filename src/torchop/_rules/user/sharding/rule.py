@@ -14,7 +14,6 @@ from torchop._compat.dtensor_calls import Call, Row, holds_tensors
 from torchop._compat.dtensor_registry import Registration
 from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, ShardingError, ShardingRuleError
-from torchop._rules.autograd.formula import plain_calls
 from torchop._rules.user.sharding import checks, like
 from torchop._rules.user.sharding.derived import Rows, ShardingRule, rule_of_derived
 from torchop._rules.user.sharding.notation import Sharding
@@ -284,17 +283,4 @@ def register_sharding(
     )
 
 
-def _on_shards(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Makes a call with DTensors on the shards of this rank, for a formula that reads data."""
-    if not dtensor.has_dtensors((args, kwargs)):
-        return None
-    from torchop._rules.user.sharding.local import LocalCall  # most programs have none
-
-    registration = SHARDING.registration(op)
-    if registration is None:
-        raise SHARDING.missing_error(op)
-    return LocalCall(registration, args, kwargs)
-
-
-plain_calls.append(_on_shards)
 dtensor.when_imported(SHARDING.connect_all)

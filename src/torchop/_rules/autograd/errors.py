@@ -1,0 +1,94 @@
+"""The errors of formulas that are missing, and of formulas that read data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from torchop._compat import functorch, tracing
+from torchop._compat.fake_tensors import reads_data
+from torchop._core.call import tensors_in
+from torchop._core.definition import Definition
+from torchop._errors import BackwardNotTraceableError, MissingFormulaError, short_text
+from torchop._schema.schema import Argument
+from torchop._schema.types import spell
+
+
+def missing_formula(definition: Definition) -> MissingFormulaError:
+    """The error of an operator without a formula."""
+    derivable = definition.is_ours and definition.schema.is_functional
+    derive = (
+        " If its body consists of operators that PyTorch can differentiate, derive_autograd() of "
+        "its handle derives one."
+    )
+    return MissingFormulaError(
+        f"Trying to backward through {definition} but no autograd formula was registered. "
+        f"Register one with register_autograd({str(definition)!r}, backward, "
+        f"setup_context=...).{derive * derivable}"
+    )
+
+
+def explain_if_data_was_read(
+    definition: Definition, what: str, values: Iterable[Any], error: Exception
+) -> None:
+    """Raise an error with an outline of a backward kernel if a formula read data.
+
+    Args:
+        definition: the definition of the operator.
+        what: the part of the formula that raised `error`.
+        values: the tensors that this part got. If all of them have data, the error stays as it is.
+        error: the exception.
+    """
+    tensor = next((t for t in tensors_in(values) if tracing.has_no_data(t)), None)
+    if tensor is None or not reads_data(error, definition.overload):
+        return
+    # After the first line, PyTorch gives advice on its logs, which stays in the cause.
+    reading = short_text(str(error).partition("\n")[0])
+    raise BackwardNotTraceableError(
+        f"{definition}: the {what} cannot run {_place(tensor)}, because it read the data of a "
+        f"tensor ({reading}). Make the backward an operator, whose parameters name the arguments, "
+        "results and residuals that it needs:\n\n"
+        f"    {_outline(definition)}\n"
+        f"    torchop.register_autograd({str(definition)!r}, backward_kernel=backward)\n"
+    ) from error
+
+
+def _place(tensor: Tensor) -> str:
+    """Where a tensor without data comes from, for messages."""
+    if tracing.is_traced(tensor):
+        return "in a compiler's trace"
+    if functorch.is_wrapped(tensor):
+        return "in a transform of torch.func"
+    kind = "batch of gradients" if type(tensor) is Tensor else type(tensor).__name__
+    return f"on a {kind}"
+
+
+def _outline(definition: Definition) -> str:
+    """The first line of a backward kernel, which takes all tensors of a call."""
+    schema, structure = definition.schema, definition.structure
+    results = [kind for kind in schema.returns if "Tensor" in kind]
+    grads = ["grad"] if len(results) == 1 else [f"grad_{n}" for n in range(len(results))]
+    parameters = [f"{n}: {_spelled(kind)}" for n, kind in zip(grads, results, strict=True)]
+    differentiated = [argument for argument in schema.positional if argument.holds_tensors]
+    if structure is None:
+        parameters += [f"{each.name}: {_spelled(each.kind)}" for each in differentiated]
+    else:  # in terms of the author's objects, not of the schema's arguments
+        parameters += [f"{p.name}: {spell(p.declared.annotation)}" for p in structure.parameters]
+    gradients = [_gradient(argument) for argument in differentiated]
+    returned = gradients[0] if len(gradients) == 1 else f"tuple[{', '.join(gradients)}]"
+    return f"def backward({', '.join(parameters)}) -> {returned}: ..."
+
+
+def _gradient(argument: Argument) -> str:
+    return "list[Tensor | None]" if argument.is_tensor_list else "Tensor | None"
+
+
+def _spelled(kind: str) -> str:
+    """The annotation of a schema's type that holds tensors."""
+    if kind.startswith("Optional["):
+        return f"{_spelled(kind[len('Optional[') : -1])} | None"
+    if kind.startswith("List["):
+        return f"list[{_spelled(kind[len('List[') : -1])}]"
+    return "Tensor"

@@ -1,0 +1,230 @@
+"""Formulas that read data: they work in eager calls, and raise an error everywhere else."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
+from torch.testing import assert_close
+from torch.testing._internal.two_tensor import TwoTensor
+
+import torchop
+from tests.rules.support import save_inputs
+from torchop import BackwardNotTraceableError
+from torchop._compat import simulated_ranks
+
+X, W = torch.arange(6.0).reshape(2, 3).sin(), torch.arange(3.0).cos()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return x * w
+
+
+def in_numpy(ctx, grad):
+    x, w = ctx.saved_tensors
+    product = grad.numpy() * x.numpy()
+    return torch.from_numpy(grad.numpy() * w.numpy()), torch.from_numpy(product.sum(0))
+
+
+def with_lists(ctx, grad):
+    x, w = (torch.tensor(each.tolist()) for each in ctx.saved_tensors)
+    return grad * w, (grad * x).sum(0)
+
+
+def in_setup_context(ctx, inputs, output):
+    ctx.arrays = [value.detach().numpy() for value in inputs]
+
+
+def of_arrays(ctx, grad):
+    x, w = ctx.arrays
+    return grad * torch.from_numpy(w), (grad * torch.from_numpy(x)).sum(0)
+
+
+FORMULAS = {
+    "numpy": (in_numpy, save_inputs),
+    "tolist": (with_lists, save_inputs),
+    "setup_context": (of_arrays, in_setup_context),
+}
+
+
+def define(namespace, backward=in_numpy, setup_context=save_inputs):
+    op = torchop.custom_op(f"{namespace}::op", product, mutates_args=())
+    op.register_fake(lambda x, w: torch.empty_like(x))
+    op.register_sharding("... d, d -> ... d")
+    op.register_vmap("sequential")
+    op.register_autograd(backward, setup_context=setup_context)
+    return op
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    return X.clone().requires_grad_(), W.clone().requires_grad_()
+
+
+def trained(op) -> None:
+    op(*leaves()).sum().backward()
+
+
+def compiled(op) -> None:
+    trained(torch.compile(op, backend="aot_eager", fullgraph=True))
+
+
+def exported(op) -> None:
+    class Step(torch.nn.Module):
+        def forward(self, x, w):
+            return torch.autograd.grad(op(x, w).sum(), x)
+
+    torch.export.export(Step(), leaves(), strict=False)
+
+
+def transformed(op) -> None:
+    torch.func.grad(lambda x: op(x, W).sum())(X)
+
+
+def applied_later(op) -> None:
+    """The gradient is a plain tensor, and what was saved is one of the transform."""
+    _, pull_back = torch.func.vjp(lambda x: op(x, W), X)
+    pull_back(torch.ones(2, 3))
+
+
+def mapped(op) -> None:
+    torch.vmap(torch.func.grad(lambda x: op(x, W).sum()))(X)
+
+
+def batched(op) -> None:
+    x, w = leaves()
+    torch.autograd.grad(op(x, w), x, torch.ones(2, 2, 3), is_grads_batched=True)
+
+
+@contextmanager
+def sharded() -> Iterator[tuple[Tensor, Tensor]]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    with simulated_ranks.simulated_mesh((2,)) as mesh:
+        x = simulated_ranks.placed(X, mesh, [Shard(0)])
+        w = simulated_ranks.placed(W, mesh, [Replicate()])
+        yield x.requires_grad_(), w.requires_grad_()
+
+
+def on_dtensors(op) -> None:
+    with sharded() as (x, w):
+        op(x, w).sum().backward()
+
+
+def in_a_subclass(op) -> None:
+    op(TwoTensor(X, X).requires_grad_(), W).sum().backward()
+
+
+# For each way, where the message says that the formula runs.
+WAYS = {
+    compiled: "in a compiler's trace",
+    exported: "in a compiler's trace",
+    transformed: "in a transform of torch.func",
+    applied_later: "in a transform of torch.func",
+    mapped: "in a transform of torch.func",
+    batched: "on a batch of gradients",
+    on_dtensors: "on a DTensor",
+    in_a_subclass: "on a TwoTensor",
+}
+# These read data that is there: `tolist` looks through a transform of gradients, and only the
+# gradients are batched.
+ALLOWED = {
+    (with_lists, transformed),
+    (with_lists, applied_later),
+    (with_lists, batched),
+    (of_arrays, batched),
+}
+# Compilers raise an exception of their own with the message.
+ERRORS = (BackwardNotTraceableError, BackendCompilerFailed, TorchRuntimeError)
+
+
+@pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS)
+def test_eager_calls_work(namespace, formula):
+    op = define(namespace, *formula)
+    expected = torch.autograd.grad(product(*(both := leaves())).sum(), both)
+    for _ in range(2):  # the second call is native
+        assert_close(torch.autograd.grad(op(*(both := leaves())).sum(), both), expected)
+
+
+@pytest.mark.parametrize(
+    ("formula", "way"),
+    [(name, way) for name in FORMULAS for way in WAYS if (FORMULAS[name][0], way) not in ALLOWED],
+)
+def test_others_raise_an_error_with_the_lines_to_write(namespace, formula, way):
+    op = define(namespace, *FORMULAS[formula])
+    with pytest.raises(ERRORS) as caught:
+        way(op)
+    message = str(caught.value)
+    assert f"{namespace}::op: the " in message
+    assert f" cannot run {WAYS[way]}, because it read the data of a tensor" in message
+    assert "def backward(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor | None, " in message
+    assert f"torchop.register_autograd('{namespace}::op', backward_kernel=backward)" in message
+
+
+def kernel(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    gradients = grad.numpy() * w.numpy(), (grad.numpy() * x.numpy()).reshape(-1, 3).sum(0)
+    return torch.from_numpy(gradients[0]), torch.from_numpy(gradients[1])
+
+
+@pytest.mark.parametrize("way", set(WAYS) - {in_a_subclass}, ids=lambda way: way.__name__)
+def test_a_backward_kernel_is_what_they_need(namespace, way):
+    op = define(namespace)
+    op.register_autograd(backward_kernel=kernel)
+    way(op)
+
+
+@dataclass
+class Config:
+    scale: Tensor
+    power: int
+
+
+def structured(x: Tensor, config: Config) -> Tensor:
+    return x**config.power * config.scale
+
+
+def several(xs: list[Tensor | None], y: Tensor | None, n: int) -> tuple[Tensor, list[Tensor], int]:
+    return xs[0] * n, [xs[0] * 2], n
+
+
+def of_several(ctx, grad, grads, _):
+    return [torch.from_numpy(grad.numpy()), None], None, None
+
+
+@pytest.mark.parametrize(
+    ("function", "backward", "args", "parameters"),
+    [
+        (
+            structured,
+            lambda ctx, grad: (grad.numpy(),),
+            (X, Config(X, 2)),
+            "x: torch.Tensor, config: ",
+        ),
+        (several, of_several, ([X, None], None, 3), "xs: list[Tensor | None], y: Tensor | None"),
+    ],
+)
+def test_the_lines_can_be_registered(namespace, function, backward, args, parameters):
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    op.register_autograd(backward)
+
+    def first(x):
+        x = [x, None] if isinstance(args[0], list) else x
+        result = op(x, *args[1:])
+        return (result[0] if isinstance(result, tuple) else result).sum()
+
+    with pytest.raises(BackwardNotTraceableError) as caught:
+        torch.func.grad(first)(X)
+    assert parameters in str(caught.value)
+    lines = str(caught.value).partition("needs:\n\n")[2].replace("    ", "")
+    names = {"Tensor": Tensor, "torch": torch, "np": np, "torchop": torchop, __name__: None}
+    names[__name__.partition(".")[0]] = __import__(__name__.partition(".")[0])
+    exec(lines, names)
+    assert hasattr(getattr(torch.ops, namespace), "op__backward_kernel")
