@@ -50,7 +50,6 @@ FIRST = (
     "native/test_leaks.py",
     "core/test_define.py",
     "core/test_end.py",
-    "core/test_interrupts.py",
     "define/test_handle.py",
     "native/test_autograd_fallback.py",
     "native/test_opaque_arguments.py",

@@ -89,9 +89,9 @@ EXCEPTIONS = {
         | {"_rules.companions", "_rules.torch_dispatch", "_rules.vmap", "_schema"},
     ),
     "_rules.user": (
-        "they tell parts of PyTorch that have no public place for it, formulas that read data get "
-        "shards, and their functions `register_...` are typed as those of the core",
-        {"_compat", "_rules.autograd", "_rules.checkpoint_modes", "_schema.callables"},
+        "they tell parts of PyTorch that have no public place for it, and their functions "
+        "`register_...` are typed as those of the core",
+        {"_compat", "_errors", "_rules.checkpoint_modes", "_schema.callables"},
     ),
     "cli": ("it compiles the extension, and says why that fails", {"_native.extension"}),
     "compat": (

@@ -16,6 +16,7 @@ from torch import Tensor
 import torchop
 from tests.support import needs_native
 from torchop import CustomOp, MissingRuleError, RuleNameError
+from torchop._compat import operators
 from torchop._core import user_rule
 
 _numbers = itertools.count()
@@ -484,6 +485,36 @@ def test_what_cannot_be_attached_when_it_is_derived_is_not_derived(
             op.derive_inplace()
     assert user_rule._origins == before
     assert rule.told == ["attach op"]
+
+
+def test_a_library_closes_although_a_rule_raises_for_each_of_its_operators(
+    name: str, namespace: str
+) -> None:
+    class Refusing(Share):
+        def detach(self, op: Any) -> None:
+            super().detach(op)
+            raise RuntimeError("not now")
+
+    rule = Refusing(name)
+    library = torchop.Library(namespace, "DEF")
+    ops = []
+    for each in ("f", "g", "h"):
+        op = torchop.custom_op(
+            f"{namespace}::{each}",
+            lambda x: x + 1,
+            schema="(Tensor x) -> Tensor",
+            mutates_args=(),
+            lib=library,
+        )
+        rule.register(op, "a")
+        ops.append(op)
+    with pytest.raises(RuntimeError, match="not now"):
+        library.close()
+    assert sorted(rule.told[3:]) == ["detach f", "detach g", "detach h"]
+    for op in ops:
+        with pytest.raises(torchop.OperatorGoneError):
+            op(torch.ones(1))
+        assert not operators.is_registered(op.name, "")
 
 
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")

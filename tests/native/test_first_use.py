@@ -158,48 +158,6 @@ files.load = load
 assert op(T).tolist() == torch.ops.unused.op(T).tolist() == [1, 1]
 assert torchop.native.counters(op) == {"native": 2}
 """,
-    # A child for each line of the file, which is stopped there, and goes on with other calls.
-    "call interrupted anywhere": """
-from torchop._native import switch
-
-def call_and_stop(at=None):
-    reached = []
-
-    def trace(frame, event, arg):
-        if frame.f_code.co_filename == switch.__file__:
-            if event == "line" and frame.f_lineno not in reached:
-                reached.append(frame.f_lineno)
-                if frame.f_lineno == at:
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-            return trace
-
-    sys.settrace(trace)
-    try:
-        op(T)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-    return reached
-
-ends, beginning = os.pipe()
-if os.fork() == 0:
-    os.write(beginning, bytes(str(call_and_stop()), "ascii"))
-    os._exit(0)
-lines = json.loads(os.read(ends, 10000))
-assert len(lines) > 30
-for line in lines:
-    if os.fork() == 0:
-        assert call_and_stop(line)[-1] == line
-        other = torchop.custom_op("unused::other", op.__wrapped__, mutates_args=())
-        for call in (op, torch.ops.unused.op, other):
-            assert call(T).tolist() == [1, 1], line
-        assert torchop.native.counters(op).get("native", 0) >= 1, line
-        assert switch.registration_lock.acquire(blocking=False), line
-        os._exit(0)
-    assert os.wait()[1] == 0, line
-""",
     "interrupted call of an operator of the low level": """
 from torchop._native.extension import files
 

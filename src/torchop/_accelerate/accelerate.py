@@ -191,7 +191,7 @@ def accelerate(*patterns: str) -> Acceleration:
             switch.request(_adopt_all)
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)
-    except BaseException:  # an interrupt, or a warning that the user made an error
+    except BaseException:  # such as a warning that the user made an error
         acceleration.undo()
         raise
     return acceleration

@@ -13,7 +13,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from torchop._compat import functorch
 from torchop._compat.classes import DispatchKey
-from torchop._compat.settings import Setting, run_with
+from torchop._compat.settings import changed
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -41,8 +41,7 @@ def context_of_backward() -> Context:
 def above_autograd() -> contextlib.AbstractContextManager[object]:
     """Lets autograd record, inside a kernel that the dispatcher called below it too.
 
-    It ends inference mode, which turns both gradient modes and the keys of autograd on. Unlike
-    `torch.enable_grad`, it is entered and left in C++, where no signal handler comes in between.
+    It ends inference mode, which turns both gradient modes and the keys of autograd on.
     """
     return torch._C._InferenceMode(False)
 
@@ -63,7 +62,8 @@ def at_single_level(run: Callable[[], Any]) -> Any:
     functorch: Any = torch._C._functorch
     allowed = functorch.get_single_level_autograd_function_allowed()
     change = functorch.set_single_level_autograd_function_allowed
-    return run_with([Setting(change, True, allowed)], run)
+    with changed(change, True, allowed):
+        return run()
 
 
 def outer_levels_differentiate(run: Callable[[], Any]) -> Any:

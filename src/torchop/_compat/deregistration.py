@@ -21,7 +21,6 @@ from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 
 from torchop._compat import dtensor, operators, overload_functions, torch_ops
 from torchop._compat.classes import OpOverload, OpOverloadPacket
-from torchop._compat.settings import Setting
 
 # The namespace of an operator, its name there, and its overload.
 Name: TypeAlias = tuple[str, str, str]
@@ -128,25 +127,23 @@ def count_calls(op: OpOverload | OpOverloadPacket) -> None:
         torch_ops.replace_function(op, torch_ops.gone_packet(op))
 
 
-def kept_packet(namespace: str, name: str) -> Setting:
+@contextlib.contextmanager
+def kept_packet(namespace: str, name: str) -> Iterator[None]:
     """Keeps the packet of a name in `torch.ops`, while its operator is destroyed and defined.
 
     Without it, a thread that looks the name up would create another packet. Each of the two would
     create an overload, and only one of them could be retired when the operator is destroyed.
     """
-
-    def change(is_kept: bool) -> None:
-        if is_kept:
-            _replaced.add(f"{namespace}::{name}")
-        else:
-            _replaced.discard(f"{namespace}::{name}")
-            _clear_packet(namespace, name)
-
-    return Setting(change, True, False)
+    _replaced.add(f"{namespace}::{name}")
+    try:
+        yield
+    finally:
+        _replaced.discard(f"{namespace}::{name}")
+        _clear_packet(namespace, name)
 
 
 def retire(names: Collection[Name], reason: Callable[[str], str]) -> None:
-    """Makes new calls of operators raise, before these operators are destroyed; safe to repeat.
+    """Makes new calls of operators raise, before these operators are destroyed.
 
     `reason` makes the message of their error, from the operator's name. Calls of other threads that
     are in the dispatcher are waited for, where native calls are there to count them.
@@ -170,7 +167,7 @@ def retire_existing(names: Collection[Name], reason: Callable[[str], str]) -> No
 
 
 def forget(names: Iterable[Name]) -> None:
-    """Forgets what is kept of operators that were destroyed; safe to repeat."""
+    """Forgets what is kept of operators that were destroyed."""
     for namespace, name, overload in names:
         packet = torch_ops.existing_packet(namespace, name)
         if packet is not None and not operators.overload_names(f"{namespace}::{name}"):
@@ -222,7 +219,7 @@ def _clear_packet(namespace: str, name: str) -> None:
         packets = getattr(torch.ops, namespace)
         if name in packets._dir:
             packets._dir.remove(name)
-        delattr(packets, name)  # last, as it is looked at when this is repeated
+        delattr(packets, name)
     elif torch_ops.is_retired(packet):
         torch_ops.refresh(packet, native and native.Operator)
 

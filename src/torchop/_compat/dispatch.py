@@ -12,7 +12,6 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
-from torchop._compat.settings import Setting
 from torchop._errors import short_errors
 
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
@@ -114,24 +113,6 @@ def default_device() -> str:
     modes = _get_current_function_mode_stack() if function_modes_are_active() else []
     names = [str(mode.device) for mode in modes if isinstance(mode, DeviceContext)]
     return "" if names[-1:] in ([], ["cpu"]) else names[-1]
-
-
-def setting_of_mode(mode: torch.overrides.TorchFunctionMode) -> Setting:
-    """Lets the mode see which functions are called."""
-    depth = torch._C._len_torch_function_stack()
-
-    def change(is_on: bool) -> None:
-        if is_on:
-            torch._C._push_on_torch_function_stack(mode)
-        while not is_on and torch._C._len_torch_function_stack() > depth:
-            torch._C._pop_torch_function_stack()
-
-    return Setting(change, True, False)
-
-
-def setting_of_default_device(name: str) -> Setting:
-    """Makes tensors on the device of this name."""
-    return setting_of_mode(DeviceContext(device(name)))
 
 
 def dispatch_modes_are_active() -> bool:

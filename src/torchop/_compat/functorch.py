@@ -13,7 +13,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from torchop._compat import dispatch
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
-from torchop._compat.settings import Setting, run_with
+from torchop._compat.settings import changed
 
 # The key at which a transform takes hold of a call.
 ENTRY = "FuncTorchDynamicLayerFrontMode"
@@ -46,15 +46,9 @@ def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
     if not (is_active() or tensor.requires_grad):
         return make()  # nothing has to be set for it
     functorch: Any = torch._C._functorch
-    settings = [
-        Setting(torch._C._set_grad_enabled, False, torch.is_grad_enabled()),
-        Setting(
-            functorch.set_inplace_requires_grad_allowed,
-            True,
-            functorch.get_inplace_requires_grad_allowed(),
-        ),
-    ]
-    return run_with(settings, make)
+    allow = functorch.set_inplace_requires_grad_allowed
+    with torch.no_grad(), changed(allow, True, functorch.get_inplace_requires_grad_allowed()):
+        return make()
 
 
 def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:

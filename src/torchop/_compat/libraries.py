@@ -97,7 +97,7 @@ def implement_for_now(
         with calls_held([f"{library.ns}::{name}"]):
             registration.reset()
 
-    on_close(library, take_back)  # first, so that an interrupt leaves nothing behind
+    on_close(library, take_back)
     library._op_impls.add(f"{library.ns}/{name}/{key}")  # so that its end frees the function
     registration.impl(name, key, kernel, False)  # calls of other threads may wait for this one
     return take_back
@@ -129,31 +129,9 @@ class _Once:
         self._hook: registries.RegistrationHook | None = hook
 
     def destroy(self) -> None:
-        hook = self._hook
-        try:
-            self._hook = None  # first, for a hook that destroys the library again
-            if hook is not None:
-                hook()
-        except BaseException:
-            self._hook = hook  # whoever destroys the library again gives it another chance
-            raise
-
-
-class _OnceForStock(_Once):
-    """A handle of PyTorch's own, which may have done its work already when it is interrupted."""
-
-    __slots__ = ()
-
-    def destroy(self) -> None:
-        hook = self._hook
-        try:
-            super().destroy()
-        except BaseException:
-            if hook is not None:
-                with contextlib.suppress(Exception):
-                    hook()
-            self._hook = None
-            raise
+        hook, self._hook = self._hook, None  # first, for a hook that destroys the library again
+        if hook is not None:
+            hook()
 
 
 class _End(_Once):
@@ -183,13 +161,22 @@ class _Contents(NamedTuple):
         deregistration.retire_existing(names, gone_with_library)
         for place, handle in enumerate(self.handles):
             if not isinstance(handle, _Once):  # PyTorch's own fail when they are destroyed again
-                self.handles[place] = _OnceForStock(handle.destroy)
+                self.handles[place] = cast(Any, _Once(handle.destroy))
         kernels = (record.split("/") for record in implemented)
-        with calls_held({f"{namespace}::{name}" for namespace, name, _ in kernels}):
-            for handle in self.handles:
-                handle.destroy()
+        # Also after a hook that raises, such as `detach` of a user's rule: a stack goes on with the
+        # rest, from its top, and then raises the exception.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._forget, names, defined, implemented)
+            stack.enter_context(
+                calls_held({f"{namespace}::{name}" for namespace, name, _ in kernels})
+            )
             if self.m is not None:
-                self.m.reset()
+                stack.callback(self.m.reset)
+            for handle in reversed(self.handles):
+                stack.callback(handle.destroy)
+
+    @staticmethod
+    def _forget(names: list[Any], defined: set[str], implemented: set[str]) -> None:
         # PyTorch would remove the names when it finalizes the library. By then, other libraries may
         # have defined them again; and `kept_packet` keeps their packets in `torch.ops`.
         torch.library._defs.difference_update(defined)
@@ -211,7 +198,7 @@ def follow(library: torch.library.Library) -> None:
 
 
 def end(library: torch.library.Library) -> None:
-    """Ends all that lives in a library, before it is destroyed; safe to repeat.
+    """Ends all that lives in a library, before it is destroyed.
 
     Whatever is to be done for operators that are gone, of any kind, is done here.
     """

@@ -95,7 +95,7 @@ class Offer(functools.partial[Any]):
 
 
 def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Registers a rule for a mode or Tensor subclass; safe to repeat."""
+    """Registers a rule for a mode or Tensor subclass, if it is not the one there is."""
     withdraw_offers(qualname, cls)
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     if rules.find(cls) is not function:

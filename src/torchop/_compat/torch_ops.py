@@ -69,7 +69,7 @@ def refresh(packet: OpOverloadPacket, operator: Any) -> None:
     """Updates the overloads of a packet, and keeps it in the registry of FLOP formulas.
 
     Where native calls are there, an object of the class `operator` counts its calls. It also keeps
-    the hash, so the registry stays as it is, for other threads and if an interrupt comes.
+    the hash, so the registry stays as it is for other threads.
     """
     counter = None if operator else sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)

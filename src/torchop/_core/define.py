@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,7 +10,6 @@ from typing import Any, TypeVar
 import torch.library
 
 from torchop._compat import deregistration, libraries, registries
-from torchop._compat.settings import run_with, undone
 from torchop._core.declaration import Declaration
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
@@ -57,8 +57,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
             end_with(lib, definition, lambda: reason)
         return definition
 
-    packet = deregistration.kept_packet(name.namespace, name.name)
-    return all_or_nothing(name, lambda: run_with([packet], build))
+    return all_or_nothing(name, deregistration.kept_packet(name.namespace, name.name)(build))
 
 
 def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
@@ -87,26 +86,22 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
         ...     print(hasattr(torch.ops.docs, "incomplete"))
         False
     """
-    # A function, and no context manager: an interrupt that comes when one was entered, and before
-    # its block, would find nobody who releases the lock.
-    global _blocks
     definitions: list[Definition] = []
-
-    def end_all() -> None:
-        for definition in reversed(definitions):
-            definition.end(f"The definition of {what} failed.")
-
     with registration_lock:
-        outer = _blocks
+        _blocks.append(definitions)
         try:
-            _blocks = (*outer, definitions)
-            return undone(build, end_all)
+            return build()
+        except BaseException:
+            with contextlib.ExitStack() as stack:  # all of them, from the last on, if one raises
+                for definition in definitions:
+                    stack.callback(definition.end, f"The definition of {what} failed.")
+            raise
         finally:
-            _blocks = outer
+            _blocks.pop()
 
 
 # For each block that is open, what it has defined; the registration lock guards it.
-_blocks: tuple[list[Definition], ...] = ()
+_blocks: list[list[Definition]] = []
 
 
 def end_with(

@@ -16,7 +16,7 @@ from torchop._compat import deregistration, libraries, logs, registries, torch_o
 from torchop._compat.classes import OpOverload
 from torchop._core import checking
 from torchop._core.declaration import Declaration
-from torchop._core.lock import completed, registration_lock
+from torchop._core.lock import registration_lock
 from torchop._errors import OperatorGoneError
 from torchop._schema.convention import Convention
 from torchop._schema.schema import Schema
@@ -52,33 +52,19 @@ class CompiledRule(Generic[Compiled]):
         """Registers the kernels that can only be made when the dispatcher knows the schema."""
 
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
-        """Gives attributes new values and installs what dispatcher kernels are missing, or neither.
-
-        An interrupt does not stop it: what the dispatcher has, it cannot give back.
+        """Give attributes new values and install missing dispatcher kernels, or do neither.
 
         A call in another thread may meet a new dispatcher kernel before this is over; it waits for
         the lock then, to compile the plan, and finds the rule changed or as it was.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}
-
-            def step() -> None:
+            try:
                 self._set(state)
                 if install is not None:
                     install()
-
-            try:
-                try:
-                    step()
-                except Exception:
-                    raise
-                except BaseException:
-                    # Of an operator that is being defined, all that it has ends with it.
-                    if not self.definition.is_being_defined:
-                        step()
-                    raise
-            except Exception:
-                completed(lambda: self._set(before))
+            except BaseException:
+                self._set(before)
                 raise
         logs.registration.debug("%s has the rule: %s", self.definition, self)
 
@@ -302,8 +288,8 @@ class Definition:
                     if self.follower is not None:
                         try:
                             self.follower.attach()
-                        except BaseException:  # an interrupt: the next call tries again
-                            self._plan = None
+                        except BaseException:
+                            self._plan = None  # the next call tries again
                             raise
         return plan
 
@@ -349,7 +335,7 @@ class Definition:
             raise OperatorGoneError(self.reason_gone)
 
     def end(self, reason: str) -> None:
-        """Ends the operator and frees its name, for a reason told to its holders; safe to repeat.
+        """End the operator and free its name, unless it has ended; calls raise the reason then.
 
         It raises RuntimeError, and the operator does not end, while this thread is calling it.
         """
@@ -357,17 +343,14 @@ class Definition:
             if self.reason_gone is not None:
                 return  # the name may be that of another operator by now
             deregistration.refuse_running([self.name])
-            completed(lambda: self._end(reason))
-
-    def _end(self, reason: str) -> None:
-        self.reason_gone = reason
-        logs.registration.debug("%s ends: %s", self, reason)
-        library = self._held_library
-        deregistration.retire([self.name], lambda name: reason)
-        self.outdate_plan()
-        if self.is_ours and library is not None:
-            registries.unpublish(str(self.name), library)
-            library._destroy()
+            self.reason_gone = reason
+            logs.registration.debug("%s ends: %s", self, reason)
+            library = self._held_library
+            deregistration.retire([self.name], lambda name: reason)
+            self.outdate_plan()
+            if self.is_ours and library is not None:
+                registries.unpublish(str(self.name), library)
+                library._destroy()
 
     def library_closed(self) -> None:
         """Takes back what the rules hold elsewhere, and makes whoever holds the operator refuse."""

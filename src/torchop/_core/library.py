@@ -8,7 +8,7 @@ from typing import Any
 import torch.library
 
 from torchop._compat import deregistration, libraries, operators
-from torchop._core.lock import completed, registration_lock
+from torchop._core.lock import registration_lock
 from torchop._errors import OperatorGoneError, Place, users_place
 from torchop._schema.naming import OpName
 
@@ -18,16 +18,13 @@ class OwnLibrary(torch.library.Library):
 
     def _destroy(self) -> None:
         names = list(map(operators.parts, self._op_defs))
-        destroy = super()._destroy
-
-        def step() -> None:
-            deregistration.retire(names, libraries.gone_with_library)
-            libraries.end(self)
-            destroy()  # type: ignore[no-untyped-call]
-
         with registration_lock:
             deregistration.refuse_running(names)
-            completed(step)
+            deregistration.retire(names, libraries.gone_with_library)
+            try:
+                libraries.end(self)
+            finally:
+                super()._destroy()  # type: ignore[no-untyped-call]
 
 
 # The class of the libraries below, which `torchop.Library` replaces when it is imported.

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-
-from torchop._compat.settings import undone
 
 # PyTorch's registries are plain dicts and sets, and a definition touches several of them. The lock
 # has a class of its own because native calls give that another `__enter__`.
@@ -21,11 +18,3 @@ def _let_go_after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):  # there is no forking on Windows
     os.register_at_fork(after_in_child=_let_go_after_fork)
-
-
-def completed(step: Callable[[], None]) -> None:
-    """Takes a step that is safe to repeat, and repeats it if an exception interrupts it.
-
-    So an operator never stays half-ended, whatever is raised in between, `KeyboardInterrupt` too.
-    """
-    undone(step, step)

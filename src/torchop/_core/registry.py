@@ -20,7 +20,7 @@ from torchop._core.library import (
     process_library,
     process_place,
 )
-from torchop._core.lock import completed, registration_lock
+from torchop._core.lock import registration_lock
 from torchop._errors import (
     OperatorGoneError,
     OperatorNameError,
@@ -234,7 +234,7 @@ def end_older(name: OpName, site: Site) -> None:
         )
     elif library is not None and library.m is not None:
         _warn_of_redefinition(name, "with torch.library.custom_op", site)
-        completed(lambda: _end_of_stock(name, library, site))
+        _end_of_stock(name, library, site)
 
 
 def _apart(before: Site, site: Site) -> tuple[str, str]:

@@ -16,7 +16,6 @@ import torch.library
 
 from torchop._compat import libraries, logs
 from torchop._compat.classes import OpOverload
-from torchop._compat.settings import undone
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
 from torchop._core.observers import check_arguments
@@ -302,13 +301,13 @@ class Rule(Generic[Value]):
             current = tuple(e for e in before if e.op is op)
             others = [e for e in current if e.definition is not definition]
             attached: list[OpOverload] = []
-
-            def undo() -> None:
+            try:
+                self._put(op, (*others, entry), attached)
+            except BaseException:
                 self._store(op._name, current)
-                while attached:
-                    self.detach(attached.pop())
-
-            undone(lambda: self._put(op, (*others, entry), attached), undo)
+                for each in reversed(attached):
+                    self.detach(each)
+                raise
             if not any(e.op is op and e.definition is definition for e in before):
                 remove = functools.partial(_remove, self.name, op, definition)
                 libraries.on_close(definition.library, remove)
@@ -358,27 +357,25 @@ def follow(op: Definition, derived: Definition, kind: str) -> None:
     overload = derived.overload
     detaching: list[Callable[[], None]] = []
 
-    def attach() -> None:
-        _origins[overload] = Origin(op.overload, kind)
-        for rule, each in _following(overload):
-            rule.attach(each)
-            detaching.append(functools.partial(rule.detach, each))
-
-    def undo() -> None:
-        _origins.pop(overload, None)
-        while detaching:
-            detaching.pop()()
-
     def forget() -> None:
         with registration_lock:
             following = _following(overload)
-            _origins.pop(overload, None)  # first: this may be repeated, and `detach` may raise
+            _origins.pop(overload, None)  # first, because `detach` may raise
             for rule, each in following:
                 rule.detach(each)
 
     with registration_lock:
         libraries.on_close(derived.library, forget)
-        undone(attach, undo)
+        try:
+            _origins[overload] = Origin(op.overload, kind)
+            for rule, each in _following(overload):
+                rule.attach(each)
+                detaching.append(functools.partial(rule.detach, each))
+        except BaseException:
+            _origins.pop(overload, None)
+            for detach in reversed(detaching):
+                detach()
+            raise
 
 
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:

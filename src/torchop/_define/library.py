@@ -252,16 +252,8 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
             place = users_place()
             raise already_defined(name, f"{place.file}:{place.line}")
         deregistration.before_definition(*name)
-        try:
-            result = define()
-            follow()
-        except Exception:
-            raise
-        except BaseException:
-            # An interrupt may come when the dispatcher has the operator, and nobody else knows.
-            if operators.is_registered(name.packet, overload):
-                follow()
-            raise
+        result = define()
+        follow()
     return result
 
 
@@ -306,8 +298,7 @@ def checked_kernel(
                 check_now = result_check(schema.returns)
                 if current is not None:
                     low_level.attach(name, current)
-                # Last: a thread that sees the new check must not run the old kernel, and a call
-                # that is interrupted leaves the rest to the next one.
+                # Last, because a thread that sees the new check must not run the old kernel.
                 check, checked_schema = check_now, current_schema
         if dispatch.is_handled_by_mode() and not with_keyset:  # one with a keyset redispatches
             with dispatch.with_transforms():

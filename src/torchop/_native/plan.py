@@ -166,12 +166,11 @@ class OwnCalls(NativeCalls):
         name = definition.name
         if self._schema.spelled_devices:
             return  # these kernels turn the name of a device into one, which modes see
-        removals: list[Callable[[], None] | None] = []
-        libraries.on_close(definition.library, lambda: [remove and remove() for remove in removals])
-        keys = ("Autograd", "ADInplaceOrView")
-        bypass = functools.partial(self._native.bypass, name.packet, name.overload)
-        # One call of C, so that no interrupt comes between a kernel and its removal.
-        removals.extend(map(bypass, keys, map(definition.dispatcher_kernels.get, keys)))
+        for key in ("Autograd", "ADInplaceOrView"):
+            kernel = definition.dispatcher_kernels.get(key)
+            remove = self._native.bypass(name.packet, name.overload, key, kernel)
+            if remove is not None:
+                libraries.on_close(definition.library, remove)
 
     def _compile(self) -> Plan:
         definition = self._definition

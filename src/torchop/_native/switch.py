@@ -59,7 +59,7 @@ def start() -> None:
 
 
 def obtain() -> None:
-    """Gets the extension; only the first call does anything, unless an exception interrupts it.
+    """Gets the extension; only the first call does anything, unless it raises.
 
     Nor does one in a trace of TorchScript, which runs a function twice, and compares from which
     lines of Python operators are called.
@@ -123,7 +123,7 @@ class _FirstUse:
             self._first_call = handle_type.__call__ = first_call
 
     def end(self) -> None:
-        """Lets calls of handles go their way; safe to repeat."""
+        """Lets calls of handles go their way."""
         with registration_lock:
             if handle_type.__call__ is self._first_call:  # and not what somebody put in its place
                 handle_type.__call__ = self.call
@@ -170,7 +170,7 @@ def request(on_ready: Callable[[], None]) -> None:
 def _ready(module: ModuleType) -> None:
     """Receives the extension, and makes calls of operators that were defined before native.
 
-    It is called again after an exception interrupted it, and goes on where that was.
+    If it raises, as a warning that the user made an error does, it is called again.
     """
     global _native
     with registration_lock:
@@ -190,7 +190,7 @@ def _ready(module: ModuleType) -> None:
 
 
 def _prepare(module: ModuleType) -> None:
-    """Connects the extension with PyTorch, Dynamo and the rules; safe to repeat."""
+    """Connects the extension with PyTorch, Dynamo and the rules; may be called again."""
     # From a kernel that it is shown, the extension learns to recognize others.
     with libraries.probe_operators() as probes:
         if not module.learn_kernels(*probes):
@@ -202,8 +202,7 @@ def _prepare(module: ModuleType) -> None:
         members = vars(handle_type).items()
         traceable: dict[str, Any] = {k: v for k, v in members if isinstance(v, property)}
         traceable["__call__"] = _first_use.call or handle_type.__call__
-        # One call of C, so that no interrupt comes between making the type and keeping it.
-        _native_handle_types.extend(map(module.make_handle_type, (handle_type,), (traceable,)))
+        _native_handle_types.append(module.make_handle_type(handle_type, traceable))
     dynamo_variables.trace_as_overload(_native_handle_types[0])
     for cls in overload_functions.forwarding_classes():
         module.shorten_calls(cls, _before_first_call)

@@ -147,7 +147,7 @@ class FakeRule(CompiledRule[Fake]):
             registries.offer_torch_dispatch(str(definition), FakeTensorMode, self.run_at_once)
         else:
             libraries.on_close(definition.library, self.retract)
-        self.registration = registration  # first, so that an interrupt leaves nothing behind
+        self.registration = registration
         registration.push()
 
     def retract(self) -> None:

@@ -77,8 +77,7 @@ class Refusals:
             self._take_back(key)
 
     def _take_back(self, key: str) -> None:
-        self._places[key]()
-        del self._places[key]  # after it, for an interrupt in between
+        self._places.pop(key)()
 
 
 def refuse(

@@ -87,6 +87,32 @@ def test_the_stream_is_put_back_after_an_error():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_settings_are_restored_after_an_error(namespace):
+    @torchop.custom_op(f"{namespace}::f", mutates_args=())
+    def op(x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            settings = torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
+            raise RuntimeError(f"differentiated with {settings} on {torch.empty(0).device}")
+        return x * 2
+
+    op.derive_autograd()
+    x = torch.ones(2, requires_grad=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu"):
+            y = op(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    grad = torch.ones(2)
+    with torch.device("meta"):
+        with pytest.raises(RuntimeError, match=r"with \(torch.float64, True\) on cpu"):
+            torch.autograd.grad(y, x, grad)
+        assert torch.empty(0).device.type == "meta"
+    assert torch.get_default_dtype() is torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
+
+
 def test_generators_among_the_arguments_are_put_back():
     generator = torch.Generator().manual_seed(3)
     packed = ambient_state([X, generator]).packed

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from torchop._compat import autograd, dispatch, functorch
-from torchop._compat.settings import run_with
 from torchop._core.contract import storage_of
 from torchop._core.definition import Definition
 from torchop._core.snapshot import version_of
@@ -246,7 +245,8 @@ class Watching(TorchFunctionMode):
     def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:
         """What the function returns of these inputs, while it is followed."""
         self._seen.update({id(tensor): (tensor, None) for tensor in inputs})
-        return run_with([dispatch.setting_of_mode(self)], lambda: function(inputs))
+        with self:
+            return function(inputs)
 
     def __torch_function__(
         self,

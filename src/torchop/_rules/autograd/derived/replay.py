@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchop._compat import devices, dispatch, schemas
 from torchop._compat.classes import Tag, TorchDispatchMode
-from torchop._compat.settings import Setting, run_with
+from torchop._compat.settings import changed
 from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._core.generators import Generator, devices_of, generators_of
@@ -151,23 +151,23 @@ def replayed(
                 _put(generators_of(values, count), _unpack(packed)[0])
     states, settings = _unpack(packed)
     count, dtype, device = _SETTINGS.unpack_from(settings)
-    changes: list[Setting] = []
-    if packed is not None:
-        if (of_run := _DTYPES[dtype]) is not (default := torch.get_default_dtype()):
-            changes.append(Setting(torch.set_default_dtype, of_run, default))
-        if (name := device.rstrip(b"\0").decode()) != dispatch.default_device():
-            changes.append(dispatch.setting_of_default_device(name or "cpu"))
-    device_types = _device_types(values, count)
-    autocast = settings[_SETTINGS.size :] or bytes(2 * len(device_types))
-    for device_type, enabled, of_autocast in zip(
-        device_types, autocast[::2], autocast[1::2], strict=True
-    ):
-        if enabled or _autocasts(device_type):
-            changes += _autocast_settings(device_type, bool(enabled), _DTYPES[of_autocast])
-    generators = [*generators_of(values, count)] if states else []
-    changes.append(Setting(functools.partial(_put, generators), states, [*map(_read, generators)]))
-    with repeatable(definition, ambient_state(values)):
-        return run_with(changes, run)
+    with repeatable(definition, ambient_state(values)), contextlib.ExitStack() as blocks:
+        if packed is not None:
+            if (of_run := _DTYPES[dtype]) is not (default := torch.get_default_dtype()):
+                blocks.enter_context(changed(torch.set_default_dtype, of_run, default))
+            if (name := device.rstrip(b"\0").decode()) != dispatch.default_device():
+                blocks.enter_context(dispatch.device(name or "cpu"))
+        device_types = _device_types(values, count)
+        autocast = settings[_SETTINGS.size :] or bytes(2 * len(device_types))
+        for device_type, enabled, of_autocast in zip(
+            device_types, autocast[::2], autocast[1::2], strict=True
+        ):
+            if enabled or _autocasts(device_type):
+                _set_autocast(blocks, device_type, bool(enabled), _DTYPES[of_autocast])
+        generators = [*generators_of(values, count)] if states else []
+        put = functools.partial(_put, generators)
+        blocks.enter_context(changed(put, states, [*map(_read, generators)]))
+        return run()
 
 
 def _put(generators: Iterable[Generator], states: Sequence[bytes]) -> None:
@@ -177,14 +177,19 @@ def _put(generators: Iterable[Generator], states: Sequence[bytes]) -> None:
             generator.set(torch.frombuffer(bytearray(state[1:]), dtype=torch.uint8))
 
 
-def _autocast_settings(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[Setting]:
+def _set_autocast(
+    blocks: contextlib.ExitStack, device_type: str, enabled: bool, dtype: torch.dtype
+) -> None:
+    def change(setter: Callable[[Any], object], value: object, before: object) -> None:
+        blocks.enter_context(changed(setter, value, before))
+
     # The cache of autocast would keep casts of tensors that only this call uses.
-    yield Setting(torch.set_autocast_cache_enabled, False, torch.is_autocast_cache_enabled())
+    change(torch.set_autocast_cache_enabled, False, torch.is_autocast_cache_enabled())
     if enabled:
-        change = functools.partial(torch.set_autocast_dtype, device_type)
-        yield Setting(change, dtype, torch.get_autocast_dtype(device_type))
-    change = functools.partial(torch.set_autocast_enabled, device_type)
-    yield Setting(change, enabled, torch.is_autocast_enabled(device_type))
+        of_device = functools.partial(torch.set_autocast_dtype, device_type)
+        change(of_device, dtype, torch.get_autocast_dtype(device_type))
+    of_device = functools.partial(torch.set_autocast_enabled, device_type)
+    change(of_device, enabled, torch.is_autocast_enabled(device_type))
 
 
 def _device_types(values: Sequence[Any], count: int) -> list[str]:
