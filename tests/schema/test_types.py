@@ -16,7 +16,7 @@ from torch.types import Number
 
 from tests import strategies
 from tests.releases import ENUM, GENERATOR, needs_enums
-from torchop._schema import types
+from torchop._schema import advice, kinds, types
 
 
 class Mode(enum.IntEnum):
@@ -98,32 +98,32 @@ CONTAINERS = (
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_type_stands_in_exactly_these_containers(name: str, container: str) -> None:
     kind, expected = EXPECTED[name]
-    found = {types.argument_type(spelling) for spelling in spellings(kind, container)}
+    found = {kinds.argument_type(spelling) for spelling in spellings(kind, container)}
     assert found == {expected.get(container)}
 
 
 @pytest.mark.parametrize("number", [Number, int | float | bool, Union[bool, int, float]])
 def test_a_number_is_the_union_of_its_three_types(number: Any) -> None:
-    assert types.argument_type(number) == "Scalar"
-    assert types.argument_type(number | None) == "Scalar?"
+    assert kinds.argument_type(number) == "Scalar"
+    assert kinds.argument_type(number | None) == "Scalar?"
 
 
 @pytest.mark.parametrize("annotation", SUPPORTED_PARAM_TYPES, ids=str)
 def test_every_type_of_pytorchs_own_inference_is_supported(annotation: Any) -> None:
-    assert types.argument_type(annotation) == SUPPORTED_PARAM_TYPES[annotation]
+    assert kinds.argument_type(annotation) == SUPPORTED_PARAM_TYPES[annotation]
 
 
 def test_a_process_group_name_is_a_string() -> None:
     from torch.distributed.distributed_c10d import GroupName
 
-    assert types.argument_type(GroupName) == "str"
-    assert types.argument_type(Optional[GroupName]) == "str?"
+    assert kinds.argument_type(GroupName) == "str"
+    assert kinds.argument_type(Optional[GroupName]) == "str?"
 
 
 @pytest.mark.parametrize("annotation", strategies.UNSUPPORTED_TYPES)
 def test_an_unsupported_type_has_no_schema(annotation: str) -> None:
     function = strategies.make_function(f"def f(x: {annotation}): ...")
-    assert types.argument_type(function.__annotations__["x"]) is None
+    assert kinds.argument_type(function.__annotations__["x"]) is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -150,24 +150,24 @@ def test_an_unsupported_type_has_no_schema(annotation: str) -> None:
     ids=str,
 )
 def test_a_supported_result(annotation: Any, schema: str) -> None:
-    assert types.return_type(annotation) == schema
+    assert kinds.return_type(annotation) == schema
 
 
 @pytest.mark.parametrize("annotation", SUPPORTED_RETURN_TYPES, ids=str)
 def test_every_result_of_pytorchs_own_inference_is_supported(annotation: Any) -> None:
-    assert types.return_type(annotation) == SUPPORTED_RETURN_TYPES[annotation]
+    assert kinds.return_type(annotation) == SUPPORTED_RETURN_TYPES[annotation]
 
 
 @pytest.mark.parametrize("annotation", strategies.UNSUPPORTED_RETURNS)
 def test_an_unsupported_result_has_no_schema(annotation: str) -> None:
     function = strategies.make_function(f"def f() -> {annotation}: ...")
-    assert types.return_type(function.__annotations__["return"]) is None
+    assert kinds.return_type(function.__annotations__["return"]) is None
 
 
 @pytest.mark.parametrize("inner", ["Optional[Tensor]", "str", "tuple[Tensor, Tensor]", "None"])
 def test_a_tuple_with_an_unsupported_item_has_no_schema(inner: str) -> None:
     function = strategies.make_function(f"def f() -> tuple[Tensor, {inner}]: ...")
-    assert types.return_type(function.__annotations__["return"]) is None
+    assert kinds.return_type(function.__annotations__["return"]) is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -215,12 +215,12 @@ def test_a_long_annotation_is_cut() -> None:
         pytest.param(list[Mode], f"{__name__}.Mode", marks=needs_enums),
         pytest.param(typing.Literal[Mode.SUM], f"{__name__}.Mode", marks=needs_enums),
         (typing.Literal["a", None], "str"),
-        (typing.Literal["a", 1], types.SUPPORTED),
+        (typing.Literal["a", 1], advice.SUPPORTED),
     ],
     ids=str,
 )
 def test_the_nearest_type_looks_into_classes_and_aliases(annotation: Any, text: str) -> None:
-    assert types.nearest(annotation) == text
+    assert advice.nearest(annotation) == text
 
 
 @pytest.mark.parametrize(
@@ -229,4 +229,4 @@ def test_the_nearest_type_looks_into_classes_and_aliases(annotation: Any, text: 
 )
 def test_what_is_suggested_can_be_written_instead(suggestion: str) -> None:
     function = strategies.make_function(f"def f(x: {suggestion}): ...")
-    assert types.argument_type(function.__annotations__["x"]) is not None
+    assert kinds.argument_type(function.__annotations__["x"]) is not None

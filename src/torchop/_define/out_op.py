@@ -29,7 +29,7 @@ from torchop._errors import SchemaError, short_repr, users_place
 from torchop._rules.autograd.formula import SetupContext
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.kernels.rule import KernelRule, fitted_kernel
-from torchop._schema import signatures, types
+from torchop._schema import kinds, signatures, types
 from torchop._schema.callables import (
     Function,
     Lambda,
@@ -38,8 +38,9 @@ from torchop._schema.callables import (
     check_signature,
     decorator_or_call,
 )
-from torchop._schema.declared import Tags, checked_tags, make_schema
+from torchop._schema.declared import Tags, checked_tags, parsed_schema
 from torchop._schema.forms import Form, form_of, returns_tensors
+from torchop._schema.infer import infer_schema
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -155,7 +156,8 @@ def out_op(
         check_no_generator(f"out_op({name!r})", kernel, None)
         devices = known_devices(op_name, device_types)
         signature, outputs = _split(op_name, kernel)
-        schema = make_schema(op_name, _prototype(kernel, signature), (), all_tags)
+        text = infer_schema(_prototype(kernel, signature), mutates_args=(), tags=all_tags)
+        schema = parsed_schema(op_name, text, all_tags)
         check_derivable(op_name, schema, Form.INPLACE if inplace else Form.OUT)
         place_of_like: Any = None if like is None else _place(op_name, schema, like)
         # One of the two was passed.
@@ -250,7 +252,7 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
     outputs = []
     for parameter in signature.parameters.values():
         if parameter.kind is not parameter.KEYWORD_ONLY or "Tensor" not in (
-            types.argument_type(parameter.annotation) or ""
+            kinds.argument_type(parameter.annotation) or ""
         ):
             continue
         if parameter.annotation is not Tensor or parameter.default is not parameter.empty:

@@ -11,20 +11,18 @@ from typing_extensions import TypeVar  # PyTorch needs it too; that of Python 3.
 
 from torchop._errors import RuleSignatureError, short_repr, short_text
 from torchop._schema.schema import Schema
-from torchop._schema.signatures import is_ordinary, method_hint, names_of_plain, spell_function
+from torchop._schema.signatures import method_hint, spell_function
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def check_callable(what: str, function: object) -> None:
-    """Refuses what is not a function, and a coroutine function, whose call computes nothing."""
+    """Reject values that cannot be called, and async functions, whose call computes nothing."""
     if not callable(function):
         raise RuleSignatureError(
             f"{what} must be a function, got {short_repr(function)} of type "
             f"{type(function).__name__}."
         )
-    if _is_plain(function):
-        return
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise RuleSignatureError(
             f"{what}: {spell_function(function)} is an async function, and a call of it returns "
@@ -35,7 +33,7 @@ def check_callable(what: str, function: object) -> None:
 
 def check_no_generator(what: str, function: Callable[..., Any], schema: Schema | None) -> None:
     """Refuses a kernel that yields its results, unless the schema has a list of them."""
-    if _is_plain(function) or not inspect.isgeneratorfunction(function):
+    if not inspect.isgeneratorfunction(function):
         return
     if schema is None or schema.returns != ("List[Tensor]",):
         raise RuleSignatureError(
@@ -45,20 +43,10 @@ def check_no_generator(what: str, function: Callable[..., Any], schema: Schema |
         )
 
 
-def _is_plain(function: Any) -> bool:
-    """Whether it is certainly none of these kinds, as most functions are."""
-    unusual = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-    return is_ordinary(function) and not function.__code__.co_flags & unusual
-
-
 def accepts(
     function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> bool:
     """Whether `function` can be called with these arguments; True where nobody can tell."""
-    positional, keywords = tuple(positional), tuple(keywords)
-    names, count = names_of_plain(function), len(positional)
-    if names is not None and count <= len(names) and sorted(names[count:]) == sorted(keywords):
-        return True  # as most functions do, for which inspect takes ten times as long
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin

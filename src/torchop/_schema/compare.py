@@ -9,21 +9,22 @@ from typing import Any
 
 from torchop._compat import schemas
 from torchop._errors import SchemaError, SchemaWarning, short_repr, short_text, warn
-from torchop._schema import infer, signatures, types
+from torchop._schema import kinds, signatures, types
 from torchop._schema.defaults import same_default
+from torchop._schema.mutates_args import mutated_names, spell_names
 from torchop._schema.schema import Argument, Schema
 
 
 def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:
     """Refuses a schema that mutates other arguments than `mutates_args` names."""
     tensors = {a.name for a in schema.arguments if a.holds_tensors}
-    mutated = infer.mutated_names(name, mutates_args)
+    mutated = mutated_names(name, mutates_args)
     names = tensors if mutated is None else set(mutated)
     if names != set(schema.mutated):
         raise SchemaError(
             f"{name}: mutates_args={short_repr(mutates_args)} and "
             f"schema={short_repr(schema.text)} disagree: by the "
-            f"schema, the op mutates {infer.spell_names(schema.mutated)}. Change one of them."
+            f"schema, the op mutates {spell_names(schema.mutated)}. Change one of them."
         )
 
 
@@ -82,7 +83,7 @@ def _count(positional: int, keyword_only: int) -> str:
 def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, texts: str) -> None:
     if parameter.annotation is inspect.Parameter.empty:
         return
-    schema_type = types.parameter_type(parameter)
+    schema_type = kinds.parameter_type(parameter)
     if schema_type is None:
         return  # the reason to write a schema by hand may be a type that annotations cannot infer
     kind = str(schemas.parse(f"f({schema_type} x) -> ()").arguments[0].real_type)
@@ -106,7 +107,7 @@ def _loosely(kind: str) -> list[str]:
 def _check_returns(name: str, schema: Schema, signature: inspect.Signature, texts: str) -> None:
     if signature.return_annotation is inspect.Signature.empty:
         return
-    schema_type = types.return_type(signature.return_annotation)
+    schema_type = kinds.return_type(signature.return_annotation)
     if schema_type is None:
         return
     returns = tuple(str(r.real_type) for r in schemas.parse(f"f() -> {schema_type}").returns)

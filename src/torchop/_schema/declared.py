@@ -1,4 +1,4 @@
-"""The schema of an operator about to be defined: inferred or parsed, and checked."""
+"""The schema of an operator that is about to be defined: inferred or parsed, and checked."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torchop._errors import SchemaError, short_repr, short_text
 from torchop._schema import compare
 from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, check_form, form_of, form_of_schema
-from torchop._schema.infer import UNKNOWN, infer_schema, mutated_names
 from torchop._schema.naming import OpName
 from torchop._schema.optional_out import check_maybe_out
 from torchop._schema.schema import Schema
+from torchop._schema.tree import FunctionTree
 
 Tags = Tag | Iterable[Tag] | None
-# The dispatcher has a bit for each, and refuses more only later, when the name was already freed.
+# The dispatcher has a bit for each argument. It would reject more of them only after torchop has
+# deregistered the earlier operator of the name.
 MAX_ARGUMENTS = 64
 # Operators of torchop keep the contract that torch.compile relies on.
 _CONTRACT = (Tag.pt2_compliant_tag,)
@@ -30,60 +31,66 @@ def declared_schema(
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
 ) -> tuple[Schema, Callable[..., Any], Convention]:
-    """The schema, the function that takes its arguments, and how the author's are called."""
-    refusal = None
-    if schema is None:
-        names = mutated_names(str(name), mutates_args)  # once, because it may be an iterator
-        mutates_args = UNKNOWN if names is None else names
-    try:
-        parsed = make_schema(name, function, mutates_args, tags, schema)
-    except SchemaError as error:
-        if schema is not None:
-            raise
-        refusal = error
-    # Nobody checks an object of a class that is registered as opaque in a schema, and an Enum that
-    # was such an object is lost in a file. The name of such a class has a point. Most schemas have
-    # none, and are not printed for this.
-    takes_objects = refusal is None and "." in parsed.written and "PyObject" in parsed.text
-    if refusal is None and (schema is not None or not takes_objects):
+    """Return the schema of an operator that a function defines.
+
+    Args:
+        name: the name of the operator.
+        function: the author's function.
+        schema: the schema that the author wrote, without the name; None infers one.
+        mutates_args: the arguments that the function writes into, as in `custom_op`.
+        tags: the tags of the operator.
+
+    Returns:
+        The schema, the kernel with the arguments of the schema, and the convention by which the
+        author's other functions are called.
+    """
+    if schema is not None:
+        return _written_schema(name, function, schema, mutates_args, tags), function, FLAT
+    tree = FunctionTree(str(name), function, mutates_args, tags)
+    parsed = parsed_schema(name, tree.schema_text, tags)
+    if tree.is_plain:
         return parsed, function, FLAT
-    from torchop._schema.structure import convention, derive  # which few operators need
+    from torchop._schema.structure import convention  # few operators have a structure
 
-    structure = derive.derive_structure(str(name), function, mutates_args, tags)
-    if structure is None:
-        if refusal is not None:
-            raise refusal
-        return parsed, function, FLAT
-    kernel, text = structure.flat_function, structure.schema_text
-    parsed = make_schema(name, kernel, structure.mutated, tags, text)
-    return parsed, kernel, convention.StructuredConvention(structure)
+    structured = convention.StructuredConvention(tree)
+    return parsed, structured.structure.flat_function, structured
 
 
-def make_schema(
+def _written_schema(
     name: OpName,
     function: Callable[..., Any],
+    schema: object,
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
-    schema: str | None = None,
 ) -> Schema:
-    """Infers the schema or parses the given one, and checks what PyTorch would notice too late."""
-    if schema is None:
-        text = infer_schema(function, mutates_args=mutates_args, tags=tags)
-    else:
-        text = schema.strip() if isinstance(schema, str) else ""
-        if not text.startswith("("):
-            raise SchemaError(
-                f'{name}: schema looks like "(Tensor x) -> Tensor", without the name of the '
-                f"operator; got {short_repr(schema)}."
-            )
+    """Parse the schema that an author wrote, and compare it with the function."""
+    text = schema.strip() if isinstance(schema, str) else ""
+    if not text.startswith("("):
+        raise SchemaError(
+            f'{name}: schema looks like "(Tensor x) -> Tensor", without the name of the '
+            f"operator; got {short_repr(schema)}."
+        )
+    parsed = parsed_schema(name, text, tags)
+    compare.check_mutation(str(name), parsed, mutates_args)
+    compare.check_function(str(name), parsed, function)
+    return parsed
+
+
+def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
+    """Parse a schema, and check the rules of which PyTorch's own errors come too late.
+
+    Args:
+        name: the name of the operator.
+        text: the schema without the name.
+        tags: the tags of the operator, which may demand a form.
+    """
     try:
         parsed = schemas.parse(f"{name}{text}")
     except (RuntimeError, IndexError, TypeError, UnicodeError) as error:
         raise SchemaError(
             f"{name}: the schema {short_repr(text)} does not parse: {short_text(error)}"
         ) from None
-    # Most schemas need no look at their arguments.
-    if text.count(",") >= MAX_ARGUMENTS and len(parsed.arguments) > MAX_ARGUMENTS:
+    if len(parsed.arguments) > MAX_ARGUMENTS:
         raise SchemaError(
             f"{name}: the schema has {len(parsed.arguments)} arguments, but PyTorch takes at most "
             f"{MAX_ARGUMENTS}. Each field of a structure is an argument, so put values of one type "
@@ -91,13 +98,10 @@ def make_schema(
         )
     form = form_of(tags)
     check_form(name, form, parsed)
-    if form is Form.PLAIN and schema is not None:
+    if form is Form.PLAIN:
         form = form_of_schema(parsed)
     result = Schema(parsed, f"{name.local}{text}", form)
     check_maybe_out(name, parsed)
-    if schema is not None:
-        compare.check_mutation(str(name), result, mutates_args)
-        compare.check_function(str(name), result, function)
     tensors = result.keyword_only_tensors
     if tensors and form is not Form.OUT:
         raise NotImplementedError(

@@ -8,7 +8,6 @@ keyword-only tensors, returns them all, and never reads them. `torch.Tag.inplace
 from __future__ import annotations
 
 import enum
-import inspect
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -68,35 +67,33 @@ def form_of_schema(parsed: FunctionSchema) -> Form:
     return next(forms, Form.PLAIN)
 
 
-def infer_return(
-    form: Form, where: str, signature: inspect.Signature, mutated: Sequence[str] | None
-) -> str | None:
-    """The return type of an operator of a form, which is aliases; None if the form is plain.
+def returned_alias(
+    form: Form, where: str, annotation: Any, arguments: Sequence[str], mutated: Sequence[str]
+) -> str:
+    """Return the results of an operator of a form, which alias the arguments that it writes into.
 
-    Whether the schema with this return is of the form, `check_form` finds out.
+    `check_form` finds out later whether these arguments are those of the form.
+
+    Args:
+        form: in-place or out=.
+        where: the function, for messages.
+        annotation: the annotation of its result.
+        arguments: the names of the arguments of the schema.
+        mutated: the names of those that the function writes into.
     """
-    if form is Form.PLAIN:
-        return None
     written = [
         index
-        for index, parameter in enumerate(signature.parameters.values())
-        if (index == 0 if form is Form.INPLACE else _is_written(parameter, mutated))
+        for index, name in enumerate(arguments)
+        if (index == 0 if form is Form.INPLACE else name in mutated)
     ]
     count = len(written)
-    if count and not returns_tensors(signature.return_annotation, count):
+    if count and not returns_tensors(annotation, count):
         expected = torch.Tensor if count == 1 else tuple[(torch.Tensor,) * count]  # type: ignore[misc]
         raise SchemaError(
             f"{where}: {form.value} requires the return annotation {types.spell(expected)}, "
-            "because it returns what it writes into; got "
-            f"{types.spell(signature.return_annotation)}."
+            f"because it returns what it writes into; got {types.spell(annotation)}."
         )
     return write_results([written_tensor(numbered_alias(index)) for index in written])
-
-
-def _is_written(parameter: inspect.Parameter, mutated: Sequence[str] | None) -> bool:
-    if mutated is None:
-        return "Tensor" in (types.argument_type(parameter.annotation) or "")
-    return parameter.name in mutated
 
 
 def returns_tensors(annotation: Any, count: int) -> bool:

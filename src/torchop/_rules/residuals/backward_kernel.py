@@ -97,8 +97,8 @@ class BackwardKernel:
 
     def _declare(self, function: Callable[..., Any], signature: Any) -> None:
         """Infers the schema of the operator, and how the author's functions for it are called."""
-        kinds = [list[Tensor] if a.is_tensor_list else Tensor for a in self.differentiated]
-        returned = tuple[tuple(kinds)] if len(kinds) > 1 else kinds[0]  # type: ignore[misc]
+        each = [list[Tensor] if a.is_tensor_list else Tensor for a in self.differentiated]
+        returned = tuple[tuple(each)] if len(each) > 1 else each[0]  # type: ignore[misc]
 
         kernel = self.filling(function)
         kernel.__signature__ = signature.replace(return_annotation=returned)

@@ -10,6 +10,7 @@ from torchop._errors import GradientError, OperatorGoneError
 from torchop._schema.callables import check_setup_context, check_signature, setup_caller
 from torchop._schema.convention import Convention, Formula, Function
 from torchop._schema.structure.structure import Structure
+from torchop._schema.tree import FunctionTree
 
 
 class StructuredConvention(Convention):
@@ -18,8 +19,8 @@ class StructuredConvention(Convention):
     __slots__ = ("_keywords", "_positional", "structure")
     structure: Structure
 
-    def __init__(self, structure: Structure) -> None:
-        self.structure = structure
+    def __init__(self, tree: FunctionTree) -> None:
+        self.structure = structure = Structure(tree)
         self._positional = tuple(p.name for p in structure.positional_parameters)
         self._keywords = tuple(p.name for p in structure.parameters if p.keyword_only)
 
@@ -81,7 +82,7 @@ class StructuredConvention(Convention):
             while len(gradients) > len(inputs) and gradients[-1] is None:
                 gradients = gradients[:-1]
             if len(gradients) > len(inputs) or any(
-                parameter.node.holds_tensors and parameter.is_required
+                parameter.node.holds_tensors and not parameter.has_default
                 for parameter in inputs[len(gradients) :]
             ):
                 raise GradientError(

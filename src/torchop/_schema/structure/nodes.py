@@ -1,4 +1,4 @@
-"""The tree of an argument: its parts, down to the arguments of the flat operator.
+"""The nodes of a tree of annotations, whose leaves are the arguments of the operator.
 
 A node writes two pieces of source: one that takes a value apart, and one that makes it again.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchop._errors import ArgumentError, GradientError, SchemaError
-from torchop._schema import defaults
-from torchop._schema.structure.kinds import Encode, Kind, unchanged
+from torchop._schema import defaults, types
+from torchop._schema.kinds import Encode, Kind, unchanged
 from torchop._schema.structure.shapes import MISSING, ClassShape, Shape
 from torchop._schema.structure.source import Source
 
@@ -21,7 +22,7 @@ Variables = Mapping[str, str]
 
 
 class Node:
-    """A value that the user's functions see, at one place of the signature."""
+    """A value that the author's functions take or return, at one place of the signature."""
 
     def __init__(self, op: str, path: str, parts: Sequence[Node] = ()) -> None:
         self.op = op
@@ -30,9 +31,13 @@ class Node:
         self._parts = parts
 
     def leaves(self) -> Iterator[Leaf]:
-        """The flat arguments, in the order in which they were declared."""
+        """Iterate over the leaves, in the order of their declaration."""
         for part in self._parts:
             yield from part.leaves()
+
+    def set_default(self, value: Any) -> None:
+        """Set the defaults of the leaves from a default of this value; `MISSING` means none."""
+        raise NotImplementedError  # every node of an argument defines its own
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         """Writes what sets the variable of each leaf from `value`."""
@@ -59,30 +64,40 @@ class Leaf(Node):
     """One argument of the flat operator.
 
     Attributes:
-        default: what the schema has; `MISSING` if it has none.
-        stand_in: the default where the schema, which cannot write it, has None.
+        checked: whether calls of the handle check and encode the value. The dispatcher checks an
+            argument whose schema type is that of the annotation.
+        default: the default in the schema; `MISSING` if it has none.
+        stand_in: the default for which the schema has None, because a schema cannot write it.
         is_required_if_given: whether None stands for an absent structure only.
     """
 
-    def __init__(
-        self, op: str, path: str, name: str, kind: Kind, default: Any, *, checked: bool = True
-    ) -> None:
+    def __init__(self, op: str, path: str, name: str, kind: Kind) -> None:
         super().__init__(op, path)
         self.name = name
         self.kind = kind
-        self.checked = checked
+        self.checked = kind.encode is not unchanged and ("." in path or not kind.is_plain)
         # How messages about a call of the flat operator name the place.
         self.flat_where = f"{op}: argument {name!r}" + f" ({path})" * (path != name)
-        self.is_optional = kind.is_optional or default is None
+        self.is_optional = kind.is_optional
         self.stand_in: Any = MISSING
-        self.default = MISSING
+        self.default: Any = MISSING
         self.is_required_if_given = False
-        if default is not MISSING:
-            self._set_default(default)
 
-    def _set_default(self, value: Any) -> None:
-        where = f"{self.where}: the default"
-        default = None if value is None else self.kind.encode(value, where)
+    def set_plain_default(self, value: Any) -> None:
+        """Set the default of a parameter that a schema can express.
+
+        Raises:
+            SchemaError: a schema cannot hold the default.
+        """
+        self.is_optional |= value is None
+        defaults.render(value, self.schema_type)
+        self.default = value
+
+    def set_default(self, value: Any) -> None:
+        if value is MISSING:
+            return
+        self.is_optional |= value is None
+        default = None if value is None else self.kind.encode(value, f"{self.where}: the default")
         try:
             defaults.render(default, self.schema_type)
         except SchemaError:
@@ -169,12 +184,29 @@ def missing_argument(where: str) -> Exception:
 
 
 class Fields(Node):
-    """Several values with names, which `fields` maps to their nodes."""
+    """A structure; `fields` has the nodes of its fields by name."""
 
     def __init__(self, op: str, path: str, fields: Mapping[str, Node], shape: Shape) -> None:
         super().__init__(op, path, tuple(fields.values()))
         self.fields = fields
         self.shape = shape
+
+    def set_default(self, value: Any) -> None:
+        spelled = self.shape.qualified
+        if value is None:
+            raise SchemaError(f"{self.where} defaults to None; annotate it as Optional[{spelled}].")
+        parts: Mapping[str, Any] | None
+        if value is MISSING:
+            parts = {name: field.default for name, field in self.shape.fields.items()}
+        else:
+            parts = self.shape.parts(value)
+        if parts is None:
+            raise SchemaError(
+                f"{self.where} has a default of type {types.spell(type(value))}; expected "
+                f"{spelled}."
+            )
+        for name, node in self.fields.items():
+            node.set_default(parts.get(name, MISSING))
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         parts = self.shape.take_apart(source, value, self.where)
@@ -242,7 +274,7 @@ class Several(Fields):
 
 def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -> Leaf:
     """A result of the flat operator."""
-    return Leaf(op, path, path, Kind(schema, unchanged, decode=decode), MISSING, checked=False)
+    return Leaf(op, path, path, Kind(schema, unchanged, decode=decode))
 
 
 class Pair(Node):
@@ -261,6 +293,14 @@ class Pair(Node):
         self.encode = encode
         self.decode = decode
 
+    def set_default(self, value: Any) -> None:
+        if value is MISSING:
+            return
+        for leaf, part in zip(
+            self.pair, self.encode(value, f"{self.where}: the default"), strict=True
+        ):
+            leaf.set_default(part)
+
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         first, second = (variables[leaf.name] for leaf in self.pair)
         encode = source.object(self.encode, f"encode_{self.pair[0].name}")
@@ -277,13 +317,16 @@ class Pair(Node):
 class Maybe(Node):
     """A structure that may be None: a flag tells, because its parts may be None themselves."""
 
-    def __init__(self, op: str, flag: Leaf, inner: Node, default: Any) -> None:
+    def __init__(self, op: str, flag: Leaf, inner: Node) -> None:
         super().__init__(op, inner.path, (flag, inner))
         self.flag = flag
         self.inner = inner
-        if default is not MISSING:
-            flag.default = default is not None
-        for leaf in inner.leaves():
+
+    def set_default(self, value: Any) -> None:
+        self.inner.set_default(MISSING if value is None else value)
+        if value is not MISSING:
+            self.flag.default = value is not None
+        for leaf in self.inner.leaves():
             leaf.make_optional()
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
@@ -307,3 +350,28 @@ class Maybe(Node):
 
     def spread(self, value: Any) -> dict[str, Any]:
         return {} if value is None else self.inner.spread(value)
+
+
+class Parameter(NamedTuple):
+    """A parameter of an author's function, and the tree of its annotation."""
+
+    declared: inspect.Parameter
+    node: Node
+
+    @property
+    def name(self) -> str:
+        return self.declared.name
+
+    @property
+    def keyword_only(self) -> bool:
+        return self.declared.kind is inspect.Parameter.KEYWORD_ONLY
+
+    @property
+    def has_default(self) -> bool:
+        return self.declared.default is not inspect.Parameter.empty
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a schema can express the parameter as it is."""
+        by_position = self.declared.kind is inspect.Parameter.POSITIONAL_ONLY
+        return not by_position and isinstance(self.node, Leaf) and self.node.kind.is_plain

@@ -14,7 +14,7 @@ import torch
 from torchop._errors import ResultError, SchemaError
 from torchop._schema import types
 from torchop._schema.callables import accepts
-from torchop._schema.structure.kinds import wrong_type
+from torchop._schema.kinds import wrong_type
 from torchop._schema.structure.source import Source, is_plain
 
 # Stands for a default, or a key, that is not there.
@@ -33,11 +33,15 @@ class Shape:
 
     Attributes:
         spelled: how messages name the structure.
-        fields: as they are declared, by name.
+        qualified: the same, with the module.
+        fields: the declared fields, by name.
     """
 
-    def __init__(self, spelled: str, fields: Mapping[str, Field]) -> None:
+    def __init__(
+        self, spelled: str, fields: Mapping[str, Field], qualified: str | None = None
+    ) -> None:
         self.spelled = spelled
+        self.qualified = qualified or spelled
         self.fields = fields
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
@@ -88,7 +92,7 @@ class ClassShape(Shape):
     def __init__(
         self, cls: type, fields: Mapping[str, Field], *, is_of_result: bool = False
     ) -> None:
-        super().__init__(cls.__name__, fields)
+        super().__init__(cls.__name__, fields, types.spell(cls))
         self.cls = cls
         self.is_of_result = is_of_result
 

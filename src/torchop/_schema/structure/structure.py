@@ -5,39 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchop._schema import defaults
-from torchop._schema.structure.nodes import Leaf, Node, result_leaf
-from torchop._schema.structure.shapes import MISSING, TupleShape
+from torchop._schema.structure.nodes import Leaf, Parameter, result_leaf
+from torchop._schema.structure.shapes import TupleShape
 from torchop._schema.structure.source import Source
-from torchop._schema.text import (
-    numbered_alias,
-    results_of,
-    with_write,
-    write,
-    write_results,
-    written_tensor,
-)
-
-
-class Parameter(NamedTuple):
-    """A parameter of the user's function, and the tree of what it takes."""
-
-    declared: inspect.Parameter
-    node: Node
-
-    @property
-    def name(self) -> str:
-        return self.declared.name
-
-    @property
-    def keyword_only(self) -> bool:
-        return self.declared.kind is inspect.Parameter.KEYWORD_ONLY
-
-    @property
-    def is_required(self) -> bool:
-        return self.declared.default is inspect.Parameter.empty
+from torchop._schema.text import results_of
+from torchop._schema.tree import FunctionTree
 
 
 class Structure:
@@ -46,43 +20,28 @@ class Structure:
     Attributes:
         function: as the user wrote it.
         parameters: those of the function.
-        returns_objects: whether the function returns more than a schema can say.
-        result: the tree of what the function returns; otherwise a single one, passed on as it is.
-        result_count: how many results there are, each with a gradient of its own in a formula.
-        mutated: the flat arguments that the operator writes into.
-        positional: the flat arguments that graphs hold by position.
-        keyword_only: the flat arguments that graphs hold by name.
-        schema_text: the flat schema, without the name.
-        flat_signature: of the flat kernels.
-        overload: the flat operator, when it is defined.
-        at_end: called once, when the operator is gone.
+        returns_objects: whether a schema cannot express the result of the function.
+        result: the tree of the result; a single leaf if a schema can express it.
+        result_count: the number of results, each with a gradient of its own in a formula.
+        positional: the leaves that the operator takes by position.
+        keyword_only: the leaves that it takes by name.
+        flat_signature: the signature of the flat kernels.
+        overload: the flat operator, once it is defined.
+        at_end: called once, when the operator is deregistered.
     """
 
-    def __init__(
-        self,
-        op: str,
-        function: Callable[..., Any],
-        parameters: Sequence[Parameter],
-        result: Node | None,
-        returns: str | None,
-        mutated: tuple[str, ...],
-    ) -> None:
-        self.op = op
-        self.function = function
-        self.parameters = tuple(parameters)
-        self.returns_objects = result is not None
-        self.result = result or result_leaf(op, "the result", "Tensor")
-        self.mutated = mutated
-        self.positional, self.keyword_only = _arranged(self.parameters)
-        if returns is None:  # the operator returns what it writes into
-            places = [index for index, leaf in enumerate(self.leaves) if leaf.name in mutated]
-            returns = write_results([written_tensor(numbered_alias(index)) for index in places])
-        self.schema_text = write(self._written_arguments(), returns)
+    def __init__(self, tree: FunctionTree) -> None:
+        self.op = tree.op
+        self.function = tree.function
+        self.parameters = tree.parameters
+        self.returns_objects = tree.result is not None
+        self.result = tree.result or result_leaf(tree.op, "the result", "Tensor")
+        self.positional, self.keyword_only = tree.positional, tree.keyword_only
         self.flat_signature = self._flat_signature()
         shape = getattr(self.result, "shape", None)
         self._returns_tuple = isinstance(shape, TupleShape)
-        if result is None:
-            self.result_count = len(results_of(self.schema_text))
+        if tree.result is None:
+            self.result_count = len(results_of(tree.schema_text))
         else:
             self.result_count = len(shape.fields) if isinstance(shape, TupleShape) else 1
         self._tensors = [leaf.name for leaf in self.result.leaves()]
@@ -126,20 +85,6 @@ class Structure:
         flat = self.result.spread(value)
         values = tuple(flat[name] for name in self._tensors)
         return values[0] if len(values) == 1 else values
-
-    def _written_arguments(self) -> list[str]:
-        arguments = []
-        for index, leaf in enumerate(self.leaves):
-            if index == len(self.positional):
-                arguments.append("*")
-            schema_type = leaf.schema_type
-            if leaf.name in self.mutated:
-                schema_type = with_write(schema_type, numbered_alias(index))
-            default = ""
-            if leaf.default is not MISSING:
-                default = f"={defaults.render(leaf.default, leaf.schema_type)}"
-            arguments.append(f"{schema_type} {leaf.name}{default}")
-        return arguments
 
     def _flat_signature(self) -> inspect.Signature:
         parameters = []
@@ -341,25 +286,3 @@ def _written(signature: inspect.Signature, source: Source) -> str:
             default = _Expression(source.object(default, f"default_{parameter.name}"))
         parameters.append(parameter.replace(annotation=parameter.empty, default=default))
     return str(inspect.Signature(parameters))
-
-
-def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
-    """The flat arguments: what graphs hold by position, and what they hold by name.
-
-    Values that are not tensors are passed by name, so that a field with a default can be added
-    anywhere. Tensors must be positional to have gradients. Tensors that may be missing come last,
-    so that more can be added.
-    """
-    ranked: list[tuple[int, Leaf]] = []
-    keyword_only = []
-    for parameter in parameters:
-        direct = isinstance(parameter.node, Leaf)
-        for leaf in parameter.node.leaves():
-            if parameter.keyword_only if direct else not leaf.is_tensor:
-                keyword_only.append(leaf)
-            elif leaf.default is MISSING:
-                ranked.append((0, leaf))
-            else:
-                ranked.append((1 if direct else 2, leaf))
-    positional = [leaf for _, leaf in sorted(ranked, key=lambda pair: pair[0])]
-    return tuple(positional), tuple(keyword_only)

@@ -1,11 +1,14 @@
-"""The kinds of values that become one argument of the flat operator, or two: checked, converted.
+"""Schema types of annotations, and how values are converted to them.
 
-A value of a structure is *encoded* into a value of the schema's type, and *decoded* for the kernel.
+A Python value is *encoded* into a value of the schema type, and *decoded* for the kernel. Most
+annotations need neither: `torch.library.infer_schema` writes a schema type for them, and the
+dispatcher checks the values.
 """
 
 from __future__ import annotations
 
 import enum
+import inspect
 import operator
 import typing
 from collections.abc import Callable
@@ -17,20 +20,22 @@ from torchop._compat import schemas
 from torchop._compat.classes import FakeScriptObject
 from torchop._errors import ArgumentError, ArgumentValueError, short_repr
 from torchop._schema import types
+from torchop._schema.text import write_results
 
 Encode = Callable[[Any, str], Any]
 
 
 class Kind(NamedTuple):
-    """How values of one annotation travel.
+    """The schema type of an annotation, and the conversions of its values.
 
     Attributes:
         schema: the schema type, without a `?`.
-        encode: `encode(value, where)` gives a value of the schema's type, or raises.
+        encode: `encode(value, where)` returns a value of the schema type, or raises.
         exact: values of exactly this type need no encoding.
-        decode: `decode(value, where)` gives the value that was encoded, or raises for what no
-            value is encoded as; None if there is nothing to decode.
+        decode: `decode(value, where)` returns the Python value of an encoded one, or raises if no
+            value is encoded like that; None if both are the same.
         is_optional: whether None is a value too.
+        inferred: the type that `infer_schema` writes; None if it rejects the annotation.
     """
 
     schema: str
@@ -38,6 +43,12 @@ class Kind(NamedTuple):
     exact: type | None = None
     decode: Encode | None = None
     is_optional: bool = False
+    inferred: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an operator takes these values without any conversion."""
+        return self.inferred is not None and self.decode is None
 
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
@@ -89,20 +100,23 @@ def _instance(*classes: type, expected: str | None = None) -> Encode:
     return encode
 
 
-_TENSOR = Kind("Tensor", _instance(torch.Tensor), torch.Tensor)
+def _inferred(schema: str, encode: Encode, exact: type) -> Kind:
+    return Kind(schema, encode, exact, inferred=schema)
+
+
 _NUMBERS = (*_REAL_NUMBERS, torch.SymBool)
 _NUMBER = Kind("Scalar", _instance(*_NUMBERS, expected="a number"), float)
 KINDS: dict[Any, Kind] = {
-    torch.Tensor: _TENSOR,
-    # Kernels get it as a plain tensor from autograd, functionalization and graphs.
-    torch.nn.Parameter: _TENSOR._replace(exact=torch.nn.Parameter),
-    int: Kind("SymInt", _integer, int),
-    float: Kind("float", _float, float),
-    bool: Kind("bool", _instance(bool, torch.SymBool), bool),
-    str: Kind("str", _instance(str), str),
+    torch.Tensor: _inferred("Tensor", _instance(torch.Tensor), torch.Tensor),
+    # Autograd, functionalization and graphs pass a plain tensor to the kernel instead.
+    torch.nn.Parameter: Kind("Tensor", _instance(torch.Tensor), torch.nn.Parameter),
+    int: _inferred("SymInt", _integer, int),
+    float: _inferred("float", _float, float),
+    bool: _inferred("bool", _instance(bool, torch.SymBool), bool),
+    str: _inferred("str", _instance(str), str),
     complex: Kind("Scalar", _complex, complex, lambda value, where: complex(value)),
-    torch.dtype: Kind("ScalarType", _instance(torch.dtype), torch.dtype),
-    torch.device: Kind("Device", _instance(torch.device, str), torch.device),
+    torch.dtype: _inferred("ScalarType", _instance(torch.dtype), torch.dtype),
+    torch.device: _inferred("Device", _instance(torch.device, str), torch.device),
     torch.layout: Kind("Layout", _instance(torch.layout), torch.layout),
     torch.memory_format: Kind("MemoryFormat", _instance(torch.memory_format), torch.memory_format),
 }
@@ -110,11 +124,11 @@ _REAL = frozenset({int, float, bool})
 
 
 def single_kind(annotation: Any) -> Kind | None:
-    """The kind of a single value of this annotation; None if it is no such value."""
+    """Return the kind of a single value of this annotation; None if it is no such value."""
     if types.is_union(annotation):
         members = frozenset(typing.get_args(annotation))
         if members <= _REAL:
-            return _NUMBER
+            return _NUMBER._replace(inferred="Scalar" if members == _REAL else None)
         if complex in members and members <= _REAL | {complex}:
             return Kind("Scalar", _instance(complex, int, float), complex)
         return None
@@ -124,14 +138,17 @@ def single_kind(annotation: Any) -> Kind | None:
     if kind is not None:
         return kind
     if hasattr(annotation, "__supertype__"):  # a NewType
-        return single_kind(annotation.__supertype__)
+        kind = single_kind(annotation.__supertype__)
+        return None if kind is None else kind._replace(inferred=None)
     name = schemas.custom_class_name(annotation)
     if name is None:
         return None
-    # An object that PyTorch passes on as it is, without a look at its class. Of such an object,
-    # Dynamo 2.12 cannot tell whether its class is exactly this one.
+    if name == "Generator":  # a type of the schema language, which the dispatcher checks
+        return _inferred(name, _instance(annotation), annotation)
+    # PyTorch passes the object on without a check of its class. Dynamo 2.12 cannot tell whether
+    # the class of such an object is exactly this one.
     check = _instance(annotation, FakeScriptObject)
-    return Kind(name, check, decode=check)
+    return Kind(name, check, decode=check, inferred=name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -139,11 +156,14 @@ def single_kind(annotation: Any) -> Kind | None:
 
 
 def choice_kind(annotation: Any) -> Kind | None:
-    """The kind of a Literal or an Enum class; None if the annotation is neither."""
+    """Return the kind of a Literal or an Enum class; None if the annotation is neither."""
     if typing.get_origin(annotation) is typing.Literal:
         return _literal(typing.get_args(annotation))
     is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
-    return _members(annotation) if is_enum and not issubclass(annotation, enum.Flag) else None
+    if not is_enum or issubclass(annotation, enum.Flag):
+        return None
+    # PyTorch has a custom class for each Enum, whose objects an exported file loses.
+    return _members(annotation)._replace(inferred=schemas.custom_class_name(annotation))
 
 
 def _literal(values: tuple[Any, ...]) -> Kind | None:
@@ -154,7 +174,7 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
     (cls,) = classes
     if issubclass(cls, enum.Enum):
         return None if issubclass(cls, enum.Flag) else _members(cls, choices)
-    schema = types.argument_type(cls)
+    schema = argument_type(cls)
     if schema is None:
         return None
     accepted = (int, torch.SymInt) if cls is int else cls
@@ -202,8 +222,17 @@ def _expected(choices: tuple[Any, ...]) -> str:
 # Lists, tuples and `torch.Size`: several values of one kind, in one argument
 
 
-# The types of which a schema has lists, and exported files can hold them.
-_LISTED = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
+# The item types of lists that are converted. Exported files can hold these lists.
+CONVERTED_ITEMS = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
+# The lists that `infer_schema` writes.
+_INFERRED_LISTS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]", "SymInt[]", "float[]", "bool[]"})
+# The types that it writes with a `?`. Optional lists of tensors are never converted, because the
+# dispatcher does not look into them.
+_INFERRED_OPTIONALS = frozenset(
+    {"Tensor", "SymInt", "float", "bool", "str", "Scalar", "ScalarType", "Device"}
+    | (_INFERRED_LISTS - {"Scalar[]"})
+)
+_UNCONVERTED_OPTIONALS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]"})
 
 
 class Container(NamedTuple):
@@ -227,17 +256,25 @@ def read_container(annotation: Any) -> Container | None:
 
 
 def sequence_kind(annotation: Any) -> Kind | None:
-    """The kind of several values of one kind; None if the annotation is no such container."""
+    """Return the kind of several values of one kind; None if the annotation is no such list."""
     if annotation is torch.Size:
         # Its numbers may be symbols.
-        return list_of(KINDS[int])._replace(decode=lambda sizes, where: torch.Size(sizes))
+        sizes = list_of(KINDS[int])
+        return sizes._replace(decode=lambda sizes, where: torch.Size(sizes))
     container = read_container(annotation)
     if container is None:
         return None
-    item = _DTYPE_NAME if container.item is torch.dtype else single_kind(container.item)
-    if item is None or item.schema not in _LISTED:
+    inner, optional = types.strip_optional(container.item)
+    item = _DTYPE_NAME if inner is torch.dtype else single_kind(inner)
+    if item is None:
         return None
-    return list_of(item, container.length)._replace(decode=_decode(item, container))
+    inferred = None if container.is_tuple else f"{item.inferred}{'?' * optional}[]"
+    if inferred not in _INFERRED_LISTS:
+        inferred = None
+    if item.schema in CONVERTED_ITEMS and not optional:
+        kind = list_of(item, container.length)
+        return kind._replace(decode=_decode(item, container), inferred=inferred)
+    return None if inferred is None else Kind(inferred, unchanged, inferred=inferred)
 
 
 def list_of(item: Kind, length: int | None = None) -> Kind:
@@ -295,79 +332,68 @@ _DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 
 # --------------------------------------------------------------------------------------------------
-# Values that take two arguments: a dict, and a list of lists
-
-
-def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A dict with strings as keys: its keys, and its values."""
-    exact, encode_item = item.exact, item.encode
-
-    def encode(value: Any, where: str) -> tuple[list[str], list[Any]]:
-        if not isinstance(value, dict):
-            raise wrong_type(where, "a dict", value)
-        keys, values = [], []
-        for key, entry in value.items():
-            if not isinstance(key, str):
-                raise wrong_type(f"{where}: the key {short_repr(key)}", "str", key)
-            if type(entry) is not exact:
-                entry = encode_item(entry, f"{where}[{short_repr(key)}]")
-            keys.append(key)
-            values.append(entry)
-        return keys, values
-
-    def decode(keys: Any, values: Any, where: str) -> dict[str, Any]:
-        if len(keys) != len(values):
-            raise ArgumentValueError(f"{where}: got {len(keys)} keys for {len(values)} values.")
-        return dict(zip(keys, values, strict=True))
-
-    return encode, decode
-
-
-def nested(
-    outer: Container, inner: Container, item: Kind
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A list of lists: the items of all, and how many each has."""
-    encode_rows = list_of(list_of(item, inner.length), outer.length).encode
-    row_type: type = tuple if inner.is_tuple else list
-    result_type: type = tuple if outer.is_tuple else list
-
-    def encode(value: Any, where: str) -> tuple[list[Any], list[int]]:
-        rows = encode_rows(value, where)
-        return [item for row in rows for item in row], [len(row) for row in rows]
-
-    def decode(values: Any, lengths: Any, where: str) -> Any:
-        if sum(lengths) != len(values) or any(length < 0 for length in lengths):
-            raise ArgumentValueError(
-                f"{where}: the lengths {list(lengths)} do not add up to {len(values)} values."
-            )
-        rows: list[Any] = []
-        start = 0
-        for length in lengths:
-            row = values[start : start + length]
-            check_length(row, inner.length, f"{where}[{len(rows)}]")
-            rows.append(row_type(row))
-            start += length
-        check_length(rows, outer.length, where)
-        return result_type(rows)
-
-    return encode, decode
-
-
-# --------------------------------------------------------------------------------------------------
-# Of any annotation
+# The schema type of any annotation
 
 
 def leaf_kind(annotation: Any) -> Kind | None:
-    """The kind of an annotation that one flat argument can stand for."""
+    """Return the kind of an annotation that one argument of a schema can stand for."""
     annotation = without_annotated(annotation)
     inner, optional = types.strip_optional(annotation)
     inner = without_annotated(inner)
     kind = choice_kind(inner) or single_kind(inner) or sequence_kind(inner)
     if kind is None or not optional:
         return kind
-    if kind.schema == "Tensor[]":
-        return None  # the dispatcher does not look into an optional list of tensors
-    return kind._replace(is_optional=True)
+    inferred = f"{kind.inferred}?" if kind.inferred in _INFERRED_OPTIONALS else None
+    if kind.schema not in _UNCONVERTED_OPTIONALS:
+        return kind._replace(is_optional=True, inferred=inferred)
+    if inferred is None:
+        return None
+    return Kind(kind.schema, unchanged, is_optional=True, inferred=inferred)
+
+
+def argument_type(annotation: Any) -> str | None:
+    """Return the type that `infer_schema` writes for an argument; None if there is none.
+
+    The types are those of the newest PyTorch. Older releases parse the same schemas, but infer
+    fewer types.
+    """
+    kind = leaf_kind(annotation)
+    return None if kind is None else kind.inferred
+
+
+def parameter_type(parameter: inspect.Parameter) -> str | None:
+    """Return the type that `infer_schema` writes for a parameter; None if there is none."""
+    schema_type = argument_type(parameter.annotation)
+    if schema_type is not None and parameter.default is None and not schema_type.endswith("?"):
+        # PEP 484 once allowed `x: Tensor = None` for Optional[Tensor].
+        schema_type += "?"
+    return schema_type
+
+
+_RETURNS = frozenset({"Tensor", "SymInt", "float", "bool", "Scalar"})
+
+
+def return_type(annotation: Any) -> str | None:
+    """Return the type that `infer_schema` writes for a result; None if there is none."""
+    if annotation is None or annotation is type(None):
+        return "()"
+    if typing.get_origin(annotation) is not tuple:
+        return _single_return_type(annotation)
+    items = [_single_return_type(item) for item in typing.get_args(annotation)]
+    results = [item for item in items if item is not None]
+    if len(results) < len(items):
+        return None
+    # A tuple of one is a result itself, of the type tuple.
+    return write_results([f"({results[0]})"] if len(results) == 1 else results)
+
+
+def _single_return_type(annotation: Any) -> str | None:
+    if typing.get_origin(annotation) is list and typing.get_args(annotation) == (torch.Tensor,):
+        return "Tensor[]"
+    if schemas.is_returnable_custom_class(annotation):
+        return schemas.custom_class_name(annotation)
+    kind = single_kind(annotation)
+    return kind.inferred if kind is not None and kind.inferred in _RETURNS else None
 
 
 def without_annotated(annotation: Any) -> Any:

@@ -1,0 +1,83 @@
+"""The argument `mutates_args`: which tensors a function writes into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torchop._errors import SchemaError, short_repr, short_text
+
+UNKNOWN = "unknown"
+
+
+def mutated_names(where: str, mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
+    """Return the names in `mutates_args`; None for `"unknown"`, which means every tensor."""
+    if isinstance(mutates_args, str):
+        if mutates_args == UNKNOWN:
+            return None
+        fix = (
+            f"for one argument write mutates_args=({short_repr(mutates_args)},)"
+            if mutates_args.isidentifier()
+            else "for a function that mutates nothing write mutates_args=()"
+        )
+        raise SchemaError(
+            f"{where}: mutates_args={short_repr(mutates_args)}: expected a sequence of argument "
+            f"names, or the string 'unknown'; {fix}."
+        )
+    try:
+        names = tuple(mutates_args)
+    except TypeError:
+        raise TypeError(
+            f"{where}: mutates_args={short_repr(mutates_args)}: expected a sequence of argument "
+            "names, or the string 'unknown'; for a function that mutates nothing write "
+            "mutates_args=()."
+        ) from None
+    for name in names:
+        if not isinstance(name, str):
+            raise SchemaError(
+                f"{where}: mutates_args holds {short_repr(name)}; expected the names of arguments, "
+                "as strings."
+            )
+    return names
+
+
+def mutated_arguments(
+    where: str,
+    names: tuple[str, ...] | None,
+    tensors: Mapping[str, str],
+    others: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Return the arguments of the schema that a function writes into.
+
+    Args:
+        where: the function, for messages.
+        names: the names from `mutated_names`. The name of a structure stands for its tensors.
+        tensors: for each tensor, its place such as `x` or `cfg.weight`, and its argument.
+        others: the places of all other values and of structures, and how messages spell their
+            types.
+    """
+    if names is None:
+        return tuple(tensors.values())
+    mutated: list[str] = []
+    unknown = []
+    choices = f"the tensor arguments are {', '.join(tensors) or 'none'}."
+    for name in names:
+        inside = [flat for place, flat in tensors.items() if f"{place}.".startswith(f"{name}.")]
+        if not inside and name in others:
+            raise SchemaError(
+                f"{where}: mutates_args names {short_repr(name)} of type {others[name]}; only "
+                f"tensors and lists of tensors can be mutated, and {choices}"
+            )
+        if not inside:
+            unknown.append(name)
+        mutated += inside
+    if unknown:
+        raise SchemaError(
+            f"{where}: {spell_names(unknown)} in mutates_args were not found in the signature; "
+            f"{choices}"
+        )
+    return tuple(dict.fromkeys(mutated))
+
+
+def spell_names(names: Iterable[str]) -> str:
+    """Return names as a set, in an order that is the same in every run."""
+    return short_text(f"{{{', '.join(sorted({repr(name) for name in names}))}}}")

@@ -1,0 +1,407 @@
+"""The tree of a function's annotations: its parameters and result, down to schema types.
+
+If every annotation is a plain leaf, a schema can express the function as it is. Otherwise the
+operator has a structure, which converts between the author's objects and the leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torchop._compat import schemas
+from torchop._compat.classes import Tag
+from torchop._errors import SchemaError
+from torchop._schema import advice, defaults, signatures, types
+from torchop._schema.forms import Form, form_of, returned_alias
+from torchop._schema.kinds import (
+    CONVERTED_ITEMS,
+    KINDS,
+    Kind,
+    leaf_kind,
+    list_of,
+    read_container,
+    return_type,
+    unchanged,
+    without_annotated,
+)
+from torchop._schema.mutates_args import mutated_arguments, mutated_names
+from torchop._schema.structure import pairs
+from torchop._schema.structure.nodes import (
+    Fields,
+    Leaf,
+    Maybe,
+    Node,
+    Pair,
+    Parameter,
+    Several,
+    result_leaf,
+)
+from torchop._schema.structure.shapes import MISSING, argument_shape, result_shape
+from torchop._schema.structure.source import is_plain
+from torchop._schema.text import numbered_alias, with_write, write, write_results
+
+# How messages name the whole result.
+_RESULT = "the result"
+
+
+class FunctionTree:
+    """The parameters and the result of a function, as trees of their annotations.
+
+    Args:
+        op: the name of the operator, for messages.
+        function: the function; its annotations may be strings.
+        mutates_args: the tensors that it writes into, as in `custom_op`.
+        tags: the tags of the operator.
+        structures: whether the function may take and return structures. If not, every annotation
+            must be one for which `torch.library.infer_schema` writes a schema type.
+
+    Attributes:
+        parameters: the parameters of the function.
+        result: the tree of the result; None if a schema can express the result as it is.
+        positional: the leaves that the operator takes by position.
+        keyword_only: the leaves that it takes by name.
+        mutated: the names of the leaves that it writes into.
+        returns: the results, as the schema writes them.
+        is_plain: whether a schema can express the function as it is.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        function: Callable[..., Any],
+        mutates_args: str | Iterable[str],
+        tags: Iterable[Tag] = (),
+        *,
+        structures: bool = True,
+    ) -> None:
+        self.op = op
+        self.function = function
+        names = mutated_names(op, mutates_args)
+        signature = signatures.signature(function)
+        self._where = signatures.spell_function(function)
+        self._structures = structures
+        self.parameters = tuple(map(self._parameter, signature.parameters.values()))
+        form, returned = form_of(tags), signature.return_annotation
+        self.result, self.returns = None, ""
+        if form is Form.PLAIN:
+            self.result, self.returns = self._result(returned)
+        self.is_plain = self.result is None and all(p.is_plain for p in self.parameters)
+        for parameter in self.parameters:
+            self._set_default(parameter)
+        self.positional, self.keyword_only = _arranged(self.parameters)
+        _check_names(op, self.parameters)
+        self.mutated = self._mutated(names)
+        if form is not Form.PLAIN:
+            leaves = [leaf.name for leaf in self.leaves]
+            self.returns = returned_alias(form, self._where, returned, leaves, self.mutated)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return (*self.positional, *self.keyword_only)
+
+    @property
+    def schema_text(self) -> str:
+        """The schema, without the name of the operator."""
+        arguments = []
+        for index, leaf in enumerate(self.leaves):
+            if index == len(self.positional):
+                arguments.append("*")
+            schema_type = leaf.schema_type
+            if leaf.name in self.mutated:
+                schema_type = with_write(schema_type, numbered_alias(index))
+            default = ""
+            if leaf.default is not MISSING:
+                default = f"={defaults.render(leaf.default, leaf.schema_type)}"
+            arguments.append(f"{schema_type} {leaf.name}{default}")
+        return write(arguments, self.returns)
+
+    def _parameter(self, declared: inspect.Parameter) -> Parameter:
+        name, where = signatures.shorten(repr(declared.name)), self._where
+        self._check_kind(declared)
+        if not is_plain(declared.name):
+            raise _bad_name(where, declared.name)
+        if declared.annotation is declared.empty:
+            raise SchemaError(
+                f"{where}: parameter {name} must have a type annotation{self._missing(declared)}"
+            )
+        try:
+            node = _Builder(self.op, where, self._structures).build(
+                declared.annotation, declared.name
+            )
+        except UnsupportedTypeError as error:
+            place = "" if error.path == declared.name else f" at {error.path!r}"
+            raise SchemaError(
+                f"{where}: parameter {name} has unsupported type {types.spell(error.annotation)}"
+                f"{place}; {advice.instead(error.annotation, structures=self._structures)}."
+            ) from None
+        parameter = Parameter(declared, node)
+        if parameter.keyword_only and node.holds_tensors and not isinstance(node, Leaf):
+            raise NotImplementedError(
+                f"{self.op}: custom_op with kwarg-only Tensor args ({declared.name}, which holds "
+                "tensors): they could have no gradient. Move it before the '*'."
+            )
+        return parameter
+
+    def _check_kind(self, declared: inspect.Parameter) -> None:
+        """Reject `*args` and `**kwargs`, and without structures positional-only parameters."""
+        if declared.kind not in _INSTEAD or (
+            self._structures and declared.kind is declared.POSITIONAL_ONLY
+        ):
+            return
+        method = signatures.method_hint(self.function)
+        bare = declared.replace(annotation=declared.empty, default=declared.empty)
+        raise SchemaError(
+            f"{self._where}: parameter {signatures.shorten(repr(str(bare)))} is "
+            f"{declared.kind.description}, which a schema cannot express (no positional-only args, "
+            "varargs (*args) or varkwargs (**kwargs))"
+            f"{f'.{method}' if method else f'; {_INSTEAD[declared.kind]}.'}"
+        )
+
+    def _missing(self, declared: inspect.Parameter) -> str:
+        """Return the end of the message about a parameter without an annotation."""
+        is_first = declared.name == next(iter(inspect.signature(self.function).parameters))
+        if is_first and declared.name == "ctx":
+            return ". A forward takes no 'ctx': save in setup_context(ctx, inputs, output) instead."
+        method = signatures.method_hint(self.function) if is_first else ""
+        return f".{method}" if method else f"; supported are {advice.SUPPORTED}."
+
+    def _result(self, annotation: Any) -> tuple[Node | None, str]:
+        if annotation is inspect.Signature.empty:
+            raise SchemaError(
+                f"{self._where}: No return type annotation was provided. Please add one, such as "
+                "-> Tensor, or -> None for a function that returns nothing."
+            )
+        text = return_type(annotation)
+        if text is not None:
+            return None, text
+        supported, place = advice.RETURNABLE, ""
+        if self._structures:
+            try:
+                result = build_result(self.op, annotation)
+                return result, write_results([leaf.kind.schema for leaf in result.leaves()])
+            except UnsupportedTypeError as error:
+                supported = (
+                    f"{supported}, Optional[Tensor], and a NamedTuple or dataclass of tensors"
+                )
+                place = "" if error.path == _RESULT else f" at {error.path!r}"
+                annotation = error.annotation
+        raise SchemaError(
+            f"{self._where}: return has unsupported type {types.spell(annotation)}{place}; "
+            f"supported are {supported}."
+        )
+
+    def _set_default(self, parameter: Parameter) -> None:
+        default, node = parameter.declared.default, parameter.node
+        name = signatures.shorten(repr(parameter.name))
+        if not self.is_plain:
+            try:
+                node.set_default(default)
+            except TypeError as error:  # an ArgumentError
+                raise SchemaError(
+                    f"{self._where}: parameter {name} has an unsupported default: {error}"
+                ) from None
+        elif parameter.has_default:
+            assert isinstance(node, Leaf)  # no other node is plain
+            try:
+                node.set_plain_default(default)
+            except SchemaError as error:
+                raise SchemaError(
+                    f"{self._where}: parameter {name} ({types.spell(parameter.declared.annotation)}"
+                    f") has the unsupported default {signatures.shorten(repr(default))}: {error}."
+                ) from None
+
+    def _mutated(self, names: tuple[str, ...] | None) -> tuple[str, ...]:
+        tensors = {leaf.path: leaf.name for leaf in self.leaves if leaf.is_tensor}
+        others = {leaf.path: leaf.kind.schema for leaf in self.leaves if not leaf.is_tensor}
+        others |= {p.name: types.spell(p.declared.annotation) for p in self.parameters}
+        return mutated_arguments(self._where, names, tensors, others)
+
+
+# What to write in place of a parameter that a schema has no kind for.
+_INSTEAD = {
+    inspect.Parameter.POSITIONAL_ONLY: "write it without the '/'",
+    inspect.Parameter.VAR_POSITIONAL: "give it a name and a type, such as list[Tensor]",
+    inspect.Parameter.VAR_KEYWORD: "write each keyword behind a '*', with a type and a default, "
+    "such as *, scale: float = 1.0",
+}
+
+
+def _bad_name(where: str, name: str) -> SchemaError:
+    return SchemaError(
+        f"{where}: parameter {signatures.shorten(repr(name))} has a name that a schema cannot "
+        "hold; use one of ASCII letters, digits and underscores that is not a keyword of Python or "
+        "TorchScript."
+    )
+
+
+def _check_names(op: str, parameters: Iterable[Parameter]) -> None:
+    places: dict[str, Leaf] = {}
+    for leaf in (leaf for parameter in parameters for leaf in parameter.node.leaves()):
+        other = places.setdefault(leaf.name, leaf)
+        if other is not leaf:
+            raise SchemaError(
+                f"{op}: {other.path!r} and {leaf.path!r} would both be the argument {leaf.name!r} "
+                "of the schema. Give one of them another name."
+            )
+
+
+def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    """Split the leaves into the positional and the keyword-only arguments of the schema.
+
+    Values inside structures are passed by name unless they are tensors, so that a field with a
+    default can be added anywhere. Tensors must be positional to have gradients. Optional tensors
+    come last, so that more can be added.
+    """
+    ranked: list[tuple[int, Leaf]] = []
+    keyword_only = []
+    for parameter in parameters:
+        direct = isinstance(parameter.node, Leaf)
+        for leaf in parameter.node.leaves():
+            if parameter.keyword_only if direct else not leaf.is_tensor:
+                keyword_only.append(leaf)
+            elif leaf.default is MISSING:
+                ranked.append((0, leaf))
+            else:
+                ranked.append((1 if direct else 2, leaf))
+    positional = [leaf for _, leaf in sorted(ranked, key=lambda pair: pair[0])]
+    return tuple(positional), tuple(keyword_only)
+
+
+# --------------------------------------------------------------------------------------------------
+# The trees of one argument and of one result
+
+
+class UnsupportedTypeError(Exception):
+    """An annotation at a path for which there is no tree."""
+
+    def __init__(self, path: str, annotation: Any) -> None:
+        super().__init__(path)
+        self.path = path
+        self.annotation = annotation
+
+
+class _Builder:
+    """Builds the tree of one parameter; `op` and `where` name the operator and its function."""
+
+    def __init__(self, op: str, where: str, structures: bool) -> None:
+        self.op = op
+        self.where = where
+        self.structures = structures
+
+    def build(self, annotation: Any, path: str, inside: tuple[Any, ...] = ()) -> Node:
+        """Build the tree of an annotation at a path such as `cfg.scale`.
+
+        `inside` holds the structures around it.
+        """
+        annotation = without_annotated(annotation)
+        kind = leaf_kind(annotation)
+        if not self.structures:
+            if kind is None or kind.inferred is None:
+                raise UnsupportedTypeError(path, annotation)
+            # The type of an Enum here differs from the type to which a structure converts it.
+            schema, optional = kind.inferred.removesuffix("?"), kind.is_optional
+            kind = Kind(schema, unchanged, is_optional=optional, inferred=kind.inferred)
+        if kind is not None:
+            return Leaf(self.op, path, self._name(path), kind)
+        inner, optional = types.strip_optional(annotation)
+        if optional:
+            flag = Leaf(self.op, path, self._name(f"{path}.given"), KINDS[bool])
+            return Maybe(self.op, flag, self.build(inner, path, inside))
+        node = self._fields(annotation, path, inside) or self._pair(annotation, path)
+        if node is None:
+            raise UnsupportedTypeError(path, annotation)
+        return node
+
+    def _name(self, path: str) -> str:
+        name = path.replace(".", "_")
+        if is_plain(name) and schemas.is_identifier(name):
+            return name
+        if name == path:
+            raise _bad_name(self.where, name)
+        raise SchemaError(
+            f"{self.op}: {path!r} would be the argument {name!r} of the schema, which cannot "
+            "hold this name; use ASCII letters, digits and underscores, and no keyword of "
+            "TorchScript."
+        )
+
+    def _fields(self, annotation: Any, path: str, inside: tuple[Any, ...]) -> Fields | None:
+        shape = argument_shape(annotation)
+        if shape is None:
+            return None
+        _check_end(f"{self.op}: {path}", annotation, inside, "Pass")
+        nodes = {
+            name: self.build(field.annotation, f"{path}.{name}", (*inside, annotation))
+            for name, field in shape.fields.items()
+        }
+        return Fields(self.op, path, nodes, shape)
+
+    def _pair(self, annotation: Any, path: str) -> Pair | None:
+        origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+        convert: Callable[[Kind], Any]
+        if origin in (dict, _Mapping) and args and args[0] is str:
+            item, names, convert = leaf_kind(args[1]), ("keys", "values"), pairs.mapping
+        else:
+            outer = read_container(annotation)
+            inner = None if outer is None else read_container(outer.item)
+            if outer is None or inner is None:
+                return None
+            item, names = leaf_kind(inner.item), ("values", "lengths")
+            convert = functools.partial(pairs.nested, outer, inner)
+        if item is None or item.is_optional or item.decode or item.schema not in _PAIRED_ITEMS:
+            return None
+        encode, decode = convert(item)
+        items = {"values": item, "keys": KINDS[str], "lengths": KINDS[int]}
+
+        def leaf(name: str) -> Leaf:
+            place = f"{path}.{name}"
+            return Leaf(self.op, place, self._name(place), list_of(items[name]))
+
+        first, second = map(leaf, names)
+        return Pair(self.op, path, (first, second), encode, decode)
+
+
+def build_result(
+    op: str, annotation: Any, path: str = _RESULT, inside: tuple[Any, ...] = ()
+) -> Node:
+    """Build the tree of a result, or of a part of one inside the structures `inside`.
+
+    A leaf is a tensor, an optional tensor, or several tensors in a list or tuple.
+    """
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    inner, optional = types.strip_optional(annotation)
+    if inner is torch.Tensor:
+        return result_leaf(op, path, "Tensor?" if optional else "Tensor")
+    if origin is list and args == (torch.Tensor,):
+        return result_leaf(op, path, "Tensor[]")
+    if origin is tuple and args == (torch.Tensor, Ellipsis):
+        return result_leaf(op, path, "Tensor[]", lambda tensors, where: tuple(tensors))
+    shape = result_shape(annotation)
+    if shape is None:
+        raise UnsupportedTypeError(path, annotation)
+    _check_end(f"{op}: {path}", annotation, inside, "Return")
+    nodes = {}
+    for name, field in shape.fields.items():
+        # An f-string would call the `__format__` of a name, which may spell two fields alike.
+        place = f"{path}[{name}]" if origin is tuple else ".".join((path, name))
+        nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
+    return Several(op, path, nodes, shape)
+
+
+def _check_end(where: str, annotation: Any, inside: tuple[Any, ...], verb: str) -> None:
+    """Reject a structure that contains itself."""
+    if annotation in inside:
+        spelled = types.spell(annotation)
+        raise SchemaError(
+            f"{where} is a {spelled} inside a {spelled}, so the schema would have no end. {verb} "
+            "the inner ones in another way."
+        )
+
+
+_Mapping = typing.get_origin(typing.Mapping[str, int])
+_PAIRED_ITEMS = CONVERTED_ITEMS - {"Tensor"}
