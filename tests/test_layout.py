@@ -71,8 +71,8 @@ OFFERS = {"torchop", "torchop._define.registrations"}
 # What the rooms of the ring use of the core besides, and why.
 EXCEPTIONS = {
     "_accelerate": (
-        "it makes native calls of operators that others defined, beside those of ours",
-        {"_compat", "_core.library", "_core.lock", "_core.registry", "_native", "_schema"},
+        "it has native calls made for operators that others defined",
+        {"_compat", "_core.lock", "_core.registry", "_native", "_schema"},
     ),
     "_inspect": (
         "it tells what the rules, the plan and the dispatcher would do with a call",

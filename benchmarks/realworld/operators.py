@@ -36,8 +36,8 @@ import torchop
 from _case import Case, Package, difference, overload, run
 from _empty_kernel import twin
 from _overhead import overhead
-from torchop._accelerate import operator
 from torchop._compat import autograd
+from torchop._native.table import calls as table
 from torchop._schema.naming import OpName
 
 PACKAGES = (_bitsandbytes, _quanto, _torchao, _transformers, _nvalchemi)
@@ -98,7 +98,7 @@ def measure(case: Case) -> Measured:
     """Times a case. On the same arguments: what it writes, it may write again."""
     op, name, arguments = overload(case.op), OpName.parse(case.op), case.arguments()
     with torchop.accelerate(case.op):
-        known = operator.adopted.get(name)
+        known = table.accelerated.get(name)
         assert known is not None, "it was native when it was checked"
         _, (through_autograd, *_), function, _ = known.entry.explain(*arguments)
         learnt = any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
@@ -110,7 +110,7 @@ def measure(case: Case) -> Measured:
     before = overhead(call, kernel, around_kernel)
     empty = twin(op, kernel.func, op(*arguments), is_custom_op=through_autograd)
     with torchop.accelerate(empty._name):
-        known = operator.adopted.get(OpName.parse(empty._name))
+        known = table.accelerated.get(OpName.parse(empty._name))
         assert known is not None, "it is as the other one"
         alone = functools.partial(inspect.unwrap(known.entry.explain(*arguments)[2]), *arguments)
         nothing = functools.partial(empty, *arguments)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import torchop
-from torchop._accelerate import operator
 from torchop._compat import torch_ops
+from torchop._native.table import calls as table
 
 ROUNDS = 101
 PATTERNS = ("bitsandbytes::*", "nvalchemiops::*")
@@ -139,7 +139,7 @@ def kernels_of(step: Step) -> dict[Any, Callable[..., Any]]:
     """The kernel of each operator that a step calls, itself or in another one's kernel."""
     kernels: dict[Any, Callable[..., Any]] = {}
 
-    def noting(known: operator.ForeignCalls, overload: Any) -> Callable[..., Any]:
+    def noting(known: table.TableCalls, overload: Any) -> Callable[..., Any]:
         function = overload._op
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ def kernels_of(step: Step) -> dict[Any, Callable[..., Any]]:
 
         return call
 
-    adopted = {torch_ops.lookup_overload(*n): calls for n, calls in operator.adopted.items()}
+    adopted = {torch_ops.lookup_overload(*n): calls for n, calls in table.accelerated.items()}
     with replaced({overload: noting(known, overload) for overload, known in adopted.items()}):
         step()
     return kernels

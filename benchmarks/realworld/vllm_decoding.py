@@ -32,7 +32,7 @@ from torch import Tensor
 import torchop
 import torchop.compat
 from _overhead import overhead
-from torchop._accelerate import operator
+from torchop._native.table import calls as table
 from torchop._schema.naming import OpName
 
 HOT = ("vllm::unified_kv_cache_update", "vllm::unified_attention_with_output")
@@ -175,7 +175,7 @@ def measure_call(rows: list[str], packet: Any, args: tuple[Any, ...], kwargs: An
     before, after = [], []
     for _ in range(ROUNDS):
         with torchop.accelerate(name):
-            known = operator.adopted[OpName.parse(name)]
+            known = table.accelerated[OpName.parse(name)]
             kernel = functools.partial(known.entry.explain(*args, **kwargs)[2], *args, **kwargs)
             after.append(overhead(call, kernel))
         before.append(overhead(call, kernel))

@@ -9,9 +9,10 @@ from numbers import Real
 
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._errors import short_repr
-from torchop._native import low_level, switch
+from torchop._native import switch
 from torchop._native.extension.api import Status, status
 from torchop._native.reasons import Reason
+from torchop._native.table.calls import entry_of
 
 __all__ = ["Status", "counters", "disabled", "status", "wait"]
 
@@ -105,7 +106,7 @@ def counters(op: OpLike) -> Mapping[str, int]:
     """
     name = op_name(op, "counters")
     definition = own_definition(op, name)
-    entry = low_level.entry_of(name) if definition is None else definition.entry
+    entry = entry_of(name) if definition is None else definition.entry
     if entry is None:
         find_schema(name)  # raises if there is no such operator; this one has no native calls
         return {}

@@ -23,7 +23,7 @@ from tests.accelerate.support import (
 )
 from tests.devices import BACKEND, TYPE
 from tests.support import needs_native
-from torchop._accelerate import operator
+from torchop._native.table import calls as table
 from torchop._schema.naming import OpName
 
 pytestmark = needs_native
@@ -240,9 +240,9 @@ def test_an_operator_that_is_destroyed_is_let_go(namespace, accelerated):
     acceleration = accelerated()
     overload(T)
     name = OpName.parse(f"{namespace}::op")
-    assert name in operator.adopted
+    assert name in table.accelerated
     library._destroy()
-    assert name not in operator.adopted
+    assert name not in table.accelerated
     assert type(overload._op).__name__ == "builtin_function_or_method"
     assert acceleration.operators == ()
 

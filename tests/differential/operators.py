@@ -21,8 +21,8 @@ from tests.devices import AUTOGRAD, BACKEND, DEVICE, OTHER
 from tests.differential.describe import describe
 from tests.differential.scripts import current, run_backward, run_kernel, run_setup_context
 from tests.differential.spec import RETURNS, OperatorSpec, Override, Parameter
-from torchop._native import low_level
 from torchop._native.reasons import Reason
+from torchop._native.table.calls import entry_of
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.naming import OpName
 
@@ -70,7 +70,7 @@ class Operator:
         if self.spec.registration == "custom_op":
             entry = self.handle._definition.entry
         else:
-            entry = low_level.entry_of(OpName.parse(self.name))
+            entry = entry_of(OpName.parse(self.name))
         return (0,) * len(Reason) if entry is None else entry.counters
 
     def restore_defaults(self) -> None:

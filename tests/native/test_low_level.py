@@ -134,6 +134,70 @@ def test_a_kernel_at_autograd_leaves_an_operator_of_others_accelerated(namespace
             assert torchop.native.counters(op)["native"] == 3  # those inside of the kernel
 
 
+@pytest.mark.parametrize("is_called_first", [True, False])
+def test_accelerate_takes_an_operator_that_has_a_native_kernel_at_autograd(
+    namespace, is_called_first
+):
+    others = torch.library.Library(namespace, "FRAGMENT")
+    others.define("op(Tensor x) -> Tensor")
+    others.impl("op", lambda x: x + 1, BACKEND)
+    op = getattr(torch.ops, namespace).op.default
+
+    def record(x):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(x) * 10
+
+    with torchop.Library(namespace, "IMPL") as guest:
+        guest.impl("op", record, AUTOGRAD)
+        if is_called_first:
+            op(T)
+        with torchop.accelerate(f"{namespace}::*") as acceleration:
+            assert [row.reason for row in acceleration.operators] == [""]
+            op(T)
+            before = torchop.native.counters(op)["native"]
+            assert op(T).tolist() == [10, 20, 30, 40]
+            assert torchop.native.counters(op)["native"] == before + 2  # also inside of the kernel
+        op(T)
+        before = torchop.native.counters(op)["native"]
+        assert op(T).tolist() == [10, 20, 30, 40]
+        assert torchop.native.counters(op)["native"] == before + 1  # the one of `guest`
+    others._destroy()
+
+
+def test_a_formula_of_torch_library_is_recorded_natively(namespace):
+    with (
+        torchop.Library(namespace, "FRAGMENT") as home,
+        torch.library._scoped_library(namespace, "FRAGMENT") as guest,
+    ):
+        home.define("op(Tensor x, int n=2) -> Tensor")
+        home.impl("op", lambda x, n=7: x * n, BACKEND)
+        op = getattr(torch.ops, namespace).op.default
+        inputs_seen = []
+
+        def setup_context(ctx, inputs, output):
+            inputs_seen.append(len(inputs))
+
+        torch.library.register_autograd(
+            f"{namespace}::op",
+            lambda ctx, grad: (grad * 5, None),
+            setup_context=setup_context,
+            lib=guest,
+        )
+        op(T)
+
+        def outcomes():
+            inputs_seen.clear()
+            calls = [called(op, T.clone(), *args) for args in ((), (2,), (3,))]
+            return calls, tuple(inputs_seen)
+
+        with torchop.native.disabled():
+            expected = outcomes()
+        outcomes()
+        before = torchop.native.counters(op)["native"]
+        assert outcomes() == expected
+        assert torchop.native.counters(op)["native"] == before + 3
+
+
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_a_kernel_that_another_library_uncovers_again_is_native(namespace):
     with torchop.Library(namespace, "FRAGMENT") as home:

@@ -18,9 +18,10 @@ from torchop._accelerate.patterns import (
 )
 from torchop._compat import foreign_operators, logs, registries
 from torchop._core.lock import registration_lock
-from torchop._core.registry import find_schema, own_definition
+from torchop._core.registry import find_schema
 from torchop._native import switch
 from torchop._native.extension import api
+from torchop._native.table import calls as table
 from torchop.extend import OpName, warn
 
 if TYPE_CHECKING:
@@ -237,10 +238,7 @@ def _is_wanted(name: OpName) -> bool:
 
 
 def _adopt(name: OpName, library: torch.library.Library | None) -> None:
-    from torchop._accelerate import operator  # start-up time: few programs accelerate
-
-    is_ours = own_definition(None, name) is not None
-    problem = _problems[name] = operator.MADE_HERE if is_ours else operator.adopt(name, library)
+    problem = _problems[name] = table.accelerate(name, library)
     logs.calls.info("%s, to be accelerated: %s", name, problem or "done")
 
 
@@ -255,19 +253,15 @@ def _defined(library: torch.library.Library, qualname: str) -> None:
 
 def _forget_unmatched() -> None:
     global _stop_watching
-    from torchop._accelerate import operator  # start-up time: few programs accelerate
-
-    for name in list(operator.adopted):
+    for name in list(table.accelerated):
         if not _is_wanted(name):
-            operator.release(name)
+            table.release(name)
     if not _active and _stop_watching is not None:
         _stop_watching()
         _stop_watching = None
 
 
 def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
-    from torchop._accelerate import operator  # start-up time: few programs accelerate
-
     reason: str | None
     if not is_of_python:
         reason = "it was defined in C++"
@@ -275,7 +269,9 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
         reason = "the acceleration was undone"
     elif switch.native_module() is None:
         reason = api.why_missing()
-    elif (calls := operator.adopted.get(name)) is None:
+    elif table.is_made_here(name):
+        reason = table.MADE_HERE
+    elif (calls := table.accelerated.get(name)) is None:
         reason = _problems.get(name) or "it is gone"
     else:
         calls.outdate()  # because nobody tells of what others register

@@ -34,7 +34,8 @@ from torchop._errors import (
     short_text,
     users_place,
 )
-from torchop._native import low_level
+from torchop._native.table.calls import attach, outdate
+from torchop._native.table.ours import KERNEL_ATTRIBUTE
 from torchop._schema.naming import OpName
 
 fallthrough_kernel = torch.library.fallthrough_kernel
@@ -297,7 +298,7 @@ def checked_kernel(
                 run = checked(qualname, schema, function, leading=int(with_keyset))
                 check_now = result_check(schema.returns)
                 if current is not None:
-                    low_level.attach(name, current)
+                    attach(name, current)
                 # Last, because a thread that sees the new check must not run the old kernel.
                 check, checked_schema = check_now, current_schema
         if dispatch.is_handled_by_mode() and not with_keyset:  # one with a keyset redispatches
@@ -308,12 +309,12 @@ def checked_kernel(
     def outdate_plan() -> None:
         nonlocal check
         check = None
-        low_level.outdate(name)
+        outdate(name)
 
     vars(kernel)["outdate_plan"] = outdate_plan
     follow(cast(Any, kernel))
     if not with_keyset:
-        vars(kernel)[low_level.KERNEL_ATTRIBUTE] = function
+        vars(kernel)[KERNEL_ATTRIBUTE] = function
     return kernel
 
 

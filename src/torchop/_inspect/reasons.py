@@ -10,15 +10,16 @@ from torch import Tensor
 from torchop._compat import aliasing, dispatch
 from torchop._core.definition import Definition
 from torchop._errors import short_text
-from torchop._native import low_level, switch
+from torchop._native import switch
 from torchop._native.plan import NativeCalls, is_returnable, unknown_type
 from torchop._native.reasons import Reason
+from torchop._native.table.calls import accelerated, calls_of, entry_of
+from torchop._native.table.ours import registered_kernels
 from torchop._schema.schema import OPTIONAL_TENSOR_LISTS
 from torchop._schema.text import arguments_alone
 from torchop.extend import Operator, OpName, Schema, mutated_tensors, named_inputs, values_by_name
 
 if TYPE_CHECKING:
-    from torchop._accelerate.operator import ForeignCalls
     from torchop._native._call_path import Entry
 
 
@@ -53,7 +54,7 @@ class Call(NamedTuple):
     @property
     def entry(self) -> Entry | None:
         """Where native calls of the operator come in, if there are any."""
-        return low_level.entry_of(self.name) if self.definition is None else self.definition.entry
+        return entry_of(self.name) if self.definition is None else self.definition.entry
 
     def in_words(self, reason: Reason) -> str:
         """The reason of this very call, in a sentence."""
@@ -64,7 +65,7 @@ class Call(NamedTuple):
 def why_not_called(call: Call) -> str:
     """Why no native calls were made for an operator that was defined with torchop."""
     native = switch.native_module()
-    if native is not None and not low_level.registered_kernels(native, call.name):
+    if native is not None and not registered_kernels(native, call.name):
         return _why_no_kernel(call)
     return "torchop has called none of its kernels yet"
 
@@ -74,7 +75,7 @@ def _why_never(call: Call) -> str:
     if (problem := _problem(call)) is not None:
         return problem
     is_of_others = call.definition is None and is_returnable(call.schema)
-    if is_of_others and not low_level.registered_kernels(_native_module(), call.name):
+    if is_of_others and not registered_kernels(_native_module(), call.name):
         return _why_no_kernel(call)
     assert call.entry is not None  # its plan refused the call
     assert call.entry.plan is not None
@@ -213,23 +214,17 @@ def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
 
 def _problem(call: Call) -> str | None:
     """Why no call of another package's operator is native; None if some may be."""
-    accelerated = _accelerated(call)
-    return None if accelerated is None else accelerated.problem
+    calls = accelerated.get(call.name)
+    return None if calls is None else calls.problem
 
 
 def _why_dispatcher_records(call: Call) -> str:
     """Why a gradient is not recorded natively."""
     calls: object = call.definition and call.definition.follower
     if call.definition is None:
-        calls = _accelerated(call) or low_level.calls_of(call.name)
+        calls = calls_of(call.name)
     problem = calls.gradient_problem if isinstance(calls, NativeCalls) else None
     return problem or "its formula is not known"
-
-
-def _accelerated(call: Call) -> ForeignCalls | None:
-    from torchop._accelerate import operator  # few programs use it: keeps start-up short
-
-    return operator.adopted.get(call.name)
 
 
 # What only the call tells of a reason.

@@ -17,7 +17,8 @@ from typing import Any
 
 from torchop._compat import dispatch, operators, registries, stock_kernels
 from torchop._core.registry import defining_module, registration_site
-from torchop._native import low_level, switch
+from torchop._native import switch
+from torchop._native.table.ours import KERNEL_ATTRIBUTE
 from torchop.extend import Operator, OpName
 
 # The dispatch keys of rules, by how their names start.
@@ -102,9 +103,7 @@ def functions_of(op: OpName) -> Iterator[Callable[..., Any]]:
     for backend in native.backends:
         kernel = native.python_kernel(op.packet, op.overload, backend)
         if kernel is not None:
-            yield getattr(kernel, low_level.KERNEL_ATTRIBUTE, None) or stock_kernels.below_impl(
-                kernel
-            )
+            yield getattr(kernel, KERNEL_ATTRIBUTE, None) or stock_kernels.below_impl(kernel)
 
 
 def _module_of(function: Any) -> str:

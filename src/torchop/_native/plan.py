@@ -51,9 +51,9 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class NativeCalls:
-    """The native calls of an operator, with a subclass for each way to register one.
+    """The native calls of an operator.
 
-    That for operators of ours is below, and others are in `low_level` and `_accelerate.operator`.
+    `OwnCalls` is for operators of `custom_op`, and `table.calls.TableCalls` for all others.
     """
 
     __slots__ = ("_native", "_schema", "entry", "gradient_problem", "name")

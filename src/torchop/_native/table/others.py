@@ -1,5 +1,6 @@
-"""The kernels of an operator that somebody else registered, what native calls run for them, and how
-their results are converted as the dispatcher does.
+"""Kernels that other packages registered for an operator, and the conversion of their results.
+
+A native call returns what the dispatcher would make of a result.
 """
 
 from __future__ import annotations
@@ -9,26 +10,21 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from torchop._accelerate import gradients
-from torchop._compat import (
-    dispatch,
-    foreign_operators,
-    libraries,
-    stock_kernels,
-    torch_ops,
-)
+from torchop._compat import dispatch, foreign_operators, libraries, stock_kernels, torch_ops
+from torchop._compat.classes import OpOverload
 from torchop._core.library import process_library
-from torchop._native import low_level
 from torchop._native.plan import Finish
-from torchop._schema.schema import OBJECTS
+from torchop._native.table import gradients
+from torchop._native.table.ours import KERNEL_ATTRIBUTE, Kernels
+from torchop._schema.naming import OpName
+from torchop._schema.schema import OBJECTS, Schema
 from torchop._schema.text import results_of, without_aliases, write_results
-from torchop.extend import OpName, OpOverload, Schema
 
-# Where a kernel at a backend may have been registered. A fallback for all operators is elsewhere.
+# Other keys at which the kernel of a backend may have been registered. A fallback has neither.
 _COMPOSITE = (
     "CompositeExplicitAutograd",
     "CompositeExplicitAutogradNonFunctional",
@@ -38,47 +34,10 @@ _NO_KERNEL = "none of its kernels is a Python function"
 _UNKNOWN_AUTOGRAD = "its autograd kernel is not the one that custom_op registered"
 
 
-class Kernels(NamedTuple):
-    """The kernels of one operator that native calls may run."""
-
-    # (function in the dispatcher's table, function to call)
-    pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = ()
-    sources: tuple[tuple[Any, Any, Any], ...] = ()  # where the latter were read: see `StockKernel`
-    # The last one that `custom_op` of `torch.library` made; None if it made none of them.
-    stock: stock_kernels.StockKernel | None = None
-
-    def returned_parameters(self, schema: Schema) -> tuple[int, ...]:
-        """The positions of the parameters that `custom_op` requires a kernel to return."""
-        must_return = self.stock and foreign_operators.returns_what_it_writes(self.stock.definition)
-        return tuple(i for i, _ in schema.mutated_places) if must_return else ()
-
-    def finish(
-        self, name: OpName, schema: Schema, overload: OpOverload
-    ) -> tuple[Finish, Callable[[Any], Any] | None]:
-        """The function that checks and converts results that are not just fresh tensors.
-
-        Where PyTorch dispatches in Python, a kernel's result is returned unchanged. Only calls
-        through the C++ dispatcher convert it at the end.
-        """
-        convert = _conversion(str(name), schema)
-        check = _unchecked if self.stock is None else self.stock.check
-        if foreign_operators.is_dispatched_in_python(overload):
-            if not foreign_operators.enters_in_cpp(overload):
-                return check, convert
-            return lambda args, kwargs, result: convert(check(args, kwargs, result)), None
-        if self.stock is None:
-            return lambda args, kwargs, result: convert(result), None
-        # A call returns through two or more kernels. The first may change a result, such as a tuple
-        # that is too short, and the second may then refuse it.
-        return lambda args, kwargs, result: convert(convert(check(args, kwargs, result))), None
-
-
-def _unchecked(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    return result
-
-
-def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kernels, str | None]:
-    """The kernels that the dispatcher has now; and why no call is native, if none is."""
+def find_kernels(
+    native: Any, name: OpName, overload: OpOverload, schema: Schema
+) -> tuple[Kernels, str | None]:
+    """Return the kernels in the table, and why no call is native if that is certain."""
     stock: list[tuple[Any, stock_kernels.StockKernel]] = []
     plain: list[Any] = []
     seen: list[Any] = []
@@ -101,25 +60,69 @@ def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kerne
         else:
             plain.append(kernel)
     if stock:
-        # Without the plain kernels, because they do not have the checks of custom_op, which a plan
-        # makes for all.
+        # Without the plain kernels: a plan has one check of results, and custom_op's is for its own
+        # kernels only.
         problem = None if gradients.knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
-        pairs = tuple((kernel, inside.function) for kernel, inside in stock)
-        sources = tuple(source for _, inside in stock for source in inside.sources)
-        return Kernels(pairs, sources, stock[-1][1]), problem
+        return _stock(name, schema, overload, stock), problem
     plain += _at_autograd(native, name, overload, plain)
     pairs = tuple((kernel, stock_kernels.below_impl(kernel)) for kernel in plain)
-    return Kernels(pairs), None if pairs else problem or _NO_KERNEL
+    finish, convert = _finish(name, schema, overload, None)
+    return Kernels(pairs, finish, convert), None if pairs else problem or _NO_KERNEL
+
+
+def _stock(
+    name: OpName,
+    schema: Schema,
+    overload: OpOverload,
+    stock: Sequence[tuple[Any, stock_kernels.StockKernel]],
+) -> Kernels:
+    """Return the kernels of `torch.library.custom_op`."""
+    latest = stock[-1][1]
+    finish, convert = _finish(name, schema, overload, latest)
+    must_return = foreign_operators.returns_what_it_writes(latest.definition)
+    return Kernels(
+        tuple((kernel, inside.function) for kernel, inside in stock),
+        finish,
+        convert,
+        sources=tuple(source for _, inside in stock for source in inside.sources),
+        returned_parameters=tuple(i for i, _ in schema.mutated_places) if must_return else (),
+        are_fresh=True,  # only custom_op promises fresh results
+    )
+
+
+def _finish(
+    name: OpName, schema: Schema, overload: OpOverload, stock: stock_kernels.StockKernel | None
+) -> tuple[Finish, Callable[[Any], Any] | None]:
+    """Return `finish` and `convert` of `Kernels`.
+
+    Where PyTorch dispatches in Python, a kernel's result is returned unchanged. Only calls through
+    the C++ dispatcher convert the result at the end.
+    """
+    convert = _conversion(str(name), schema)
+    check = _unchecked if stock is None else stock.check
+    if foreign_operators.is_dispatched_in_python(overload):
+        if not foreign_operators.enters_in_cpp(overload):
+            return check, convert
+        return lambda args, kwargs, result: convert(check(args, kwargs, result)), None
+    if stock is None:
+        return lambda args, kwargs, result: convert(result), None
+    # A call returns through two or more kernels. The first may change a result, such as a tuple
+    # that is too short, and the second may then refuse it.
+    return lambda args, kwargs, result: convert(convert(check(args, kwargs, result))), None
+
+
+def _unchecked(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    return result
 
 
 def version_counter(native: Any, name: OpName, overload: OpOverload) -> Any:
-    """The kernel that counts versions, if it is PyTorch's."""
+    """Return the kernel that counts versions, if PyTorch registered it."""
     kernel = native.python_kernel(name.packet, name.overload, "ADInplaceOrView")
     return kernel if stock_kernels.counts_versions_as_stock(kernel, overload) else None
 
 
 def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None:
-    if hasattr(kernel, low_level.KERNEL_ATTRIBUTE):
+    if hasattr(kernel, KERNEL_ATTRIBUTE):
         return "its kernel was registered with torchop, so its calls are native already"
     spelled = dispatch.spelled_key(backend)
     if not any(dispatch.has_kernel(str(name), key) for key in (backend, *_COMPOSITE)):
@@ -132,7 +135,7 @@ def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None
 
 
 def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[Any]) -> list[Any]:
-    """Kernels that somebody registered at Autograd; a call ends there if no kernel is below."""
+    """Return the kernels at Autograd keys, at which a call ends if no kernel is below."""
     kernels: list[Any] = []
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
@@ -162,9 +165,9 @@ _ITEMS: dict[str, tuple[type, ...]] = {
 
 
 def _conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
-    """The conversion that the dispatcher applies to results of a Python kernel of this operator.
+    """Return the conversion that the dispatcher applies to results of a Python kernel.
 
-    PyTorch converts or refuses results that do not have exactly the types of the schema.
+    PyTorch converts or rejects results that do not have exactly the types of the schema.
     """
     kinds = schema.returns
     form = write_results([without_aliases(result) for result in results_of(schema.written)])
@@ -176,7 +179,7 @@ def _conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
         if is_tuple and all(map(_is_of, kinds, result)):
             return tuple(list(item) if type(item) is list else item for item in result)
         if len(kinds) > 1 and isinstance(result, Sequence) and len(result) > len(kinds):
-            # PyTorch converts all of them, with types from behind the end of the schema's.
+            # PyTorch converts all of them, and reads the types past the end of the schema's.
             _by_dispatcher(name, form, result[: len(kinds)])
             raise RuntimeError(
                 f"{name}: the kernel returned {len(result)} values, expected the {len(kinds)} of "
@@ -196,13 +199,13 @@ def _is_of(kind: str, value: Any) -> bool:
 
 
 def _by_dispatcher(name: str, form: str, result: Any) -> Any:
-    """Lets PyTorch check and convert a result: an operator with the same results returns it."""
+    """Check and convert a result with PyTorch, by returning it from an operator of this form."""
     identity = _identity(form)
     _passing.result = result
     try:
         return identity()
     except RuntimeError as error:
-        # The message may name that operator, but the caller called another.
+        # The message may name this operator instead of the one that was called.
         message = re.sub(rf"{_NAMESPACE}::as_\d+", name, str(error))
         if message == str(error):
             raise
@@ -213,7 +216,7 @@ def _by_dispatcher(name: str, form: str, result: Any) -> Any:
 
 @functools.cache
 def _identity(form: str) -> Callable[[], Any]:
-    """An operator with results of one form, made for the first unusual result of that form."""
+    """Return an operator with results of one form, defined for the first unusual result."""
     library, local = process_library(_NAMESPACE), f"as_{next(_numbers)}"
     libraries.define(library, f"{local}() -> {form}", ())
     libraries.implement(library, local, "CompositeExplicitAutograd", lambda: _passing.result)

@@ -1,11 +1,13 @@
-"""How native calls record gradients for an operator that somebody else registered.
+"""Recording gradients in native calls of an operator that `custom_op` did not define.
 
-Its formula is PyTorch's `autograd.Function`, which takes the arguments as the dispatcher passes
-them, with lists of tensors spread out, and without those that equal their default.
+The gradient of `torchop.register_autograd` is read from its definition. The gradient of
+`torch.library.register_autograd` is PyTorch's `autograd.Function`, which takes the arguments that
+the dispatcher passes, with lists of tensors spread out.
 
 Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default: at
-the end of the positional ones, and anywhere among the keyword-only ones. The kernel then uses the
-default of its own signature. Native calls drop arguments in C++; this module does it for formulas.
+the end of the positional arguments, and anywhere among the keyword-only ones. The kernel then uses
+the default of its own signature. Native calls drop arguments in C++. This module drops them for
+formulas.
 """
 
 from __future__ import annotations
@@ -17,21 +19,23 @@ import torch
 from torch import Tensor
 
 from torchop._compat import stock_kernels
-from torchop._native import low_level
+from torchop._compat.classes import OpOverload
 from torchop._native.plan import Gradient
-from torchop.extend import Argument, OpName, OpOverload, Schema
+from torchop._native.table import ours
+from torchop._schema.naming import OpName
+from torchop._schema.schema import Argument, Schema
 
 
 def find(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Any, Gradient, tuple[Any, ...]]:
-    """The kernel at Autograd if it is known, how to record a gradient, and its sources.
+    """Return the kernel at Autograd if it is known, the gradient for a plan, and its sources.
 
-    The second may be a string that says why the dispatcher has to record gradients.
+    The gradient may be a string: the reason why the dispatcher must record gradients.
     """
     kernel, formula = _kernel_and_formula(native, name, overload)
     if formula is None:
-        return *low_level.registered_gradient(native, name), ()
+        return *ours.registered_gradient(native, name), ()
     if problem := _problem(schema):
         return kernel, problem, ()
     gradient = (
@@ -51,9 +55,9 @@ def _problem(schema: Schema) -> str | None:
 
 
 def knows_autograd(native: Any, name: OpName, overload: OpOverload) -> bool:
-    """Whether the kernel at Autograd, if there is one, is PyTorch's or torchop's."""
+    """Return whether there is no kernel at Autograd, or one of torch.library or torchop."""
     kernel, formula = _kernel_and_formula(native, name, overload)
-    is_ours = low_level.definition_of_gradient(kernel) is not None
+    is_ours = ours.definition_of_gradient(kernel) is not None
     return kernel is None or formula is not None or is_ours
 
 
@@ -67,9 +71,9 @@ def _kernel_and_formula(
 def _setup_context(
     formula: stock_kernels.StockFormula, schema: Schema
 ) -> Callable[..., Any] | None:
-    """The user's `setup_context`, called as PyTorch calls it."""
+    """Return the user's `setup_context`, wrapped to be called as PyTorch calls it."""
     function = formula.setup_context
-    if not function:  # PyTorch asks in the same way
+    if not function:  # the test of torch/_library/autograd.py
         return None
     is_simple, takes_keywords = _has_simple_defaults(schema), formula.takes_keywords
 
@@ -87,10 +91,10 @@ def _setup_context(
 def _inputs(
     formula: stock_kernels.StockFormula, schema: Schema
 ) -> Callable[[tuple[Any, ...]], tuple[list[Any], Callable[[Any], Any]]] | None:
-    """The arguments of the formula's function for all positional arguments, if there are lists.
+    """Return a function that flattens positional arguments for the formula; None without lists.
 
-    Also returns the function that computes, from the result, what PyTorch keeps of the lists in
-    `ctx`.
+    The function returns the flat inputs, and a function that computes PyTorch's description of the
+    lists, `ctx._pt_metadata`, from the result.
     """
     note_lists = formula.note_lists
     if note_lists is None:
@@ -102,17 +106,17 @@ def _inputs(
     return inputs
 
 
-# Nobody can tell two equal values of these types apart.
+# Types whose equal values cannot be distinguished.
 _SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
 
 
 def _as_filled(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], schema: Schema
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that torch.library passes to `setup_context`.
+    """Return the arguments that torch.library passes to `setup_context`.
 
-    It fills in the defaults that the dispatcher dropped, as the schema stores them: a dtype as a
-    number.
+    It replaces the arguments that the dispatcher dropped with the defaults as the schema stores
+    them, such as a number for a dtype.
     """
     kept = schema.kept_defaults
     passed = _count_passed(args, schema)
@@ -124,7 +128,10 @@ def _as_filled(
 
 
 def _has_simple_defaults(schema: Schema) -> bool:
-    """Whether a schema stores each default as Python does, so that `==` tells what is dropped."""
+    """Return whether the schema stores each default as Python does.
+
+    `==` then decides which arguments the dispatcher drops.
+    """
     return all(
         type(kept) in _SIMPLE and kept == argument.default
         for argument in schema.arguments
@@ -134,7 +141,7 @@ def _has_simple_defaults(schema: Schema) -> bool:
 
 
 def _count_passed(args: Sequence[Any], schema: Schema) -> int:
-    """How many of all positional arguments the dispatcher would pass."""
+    """Return how many of the positional arguments the dispatcher would pass."""
     end = len(args)
     while end > 0 and _is_dropped(args[end - 1], schema.positional[end - 1], schema):
         end -= 1
@@ -142,12 +149,12 @@ def _count_passed(args: Sequence[Any], schema: Schema) -> int:
 
 
 def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:
-    """Whether the dispatcher passes nothing for an argument, because it equals its default."""
+    """Return whether the dispatcher drops an argument because it equals its default."""
     if not argument.has_default:
         return False
     if value is argument.default:
         return True
-    # The dispatcher keeps the default of a device as a str, and no device equals a str.
+    # The dispatcher stores the default of a device as a str, and no device equals a str.
     return argument.name not in schema.spelled_devices and _is_equal(value, argument.default)
 
 

@@ -1,0 +1,1 @@
+"""Native calls of operators that `custom_op` did not define, from the dispatcher's table."""

@@ -1,0 +1,120 @@
+"""Kernels and gradients that were registered with torchop, where `custom_op` made no operator.
+
+`Library.impl` registers kernels, and so does `register_kernel`, through a definition that each
+library has for the operator. `register_autograd` registers gradients, through the same definition.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torchop._compat import deregistration
+from torchop._core.checking import checked
+from torchop._core.contract import result_check
+from torchop._core.definition import Definition
+from torchop._native.plan import Finish, Gradient, converting, gradient_of, is_returnable
+from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.kernels.rule import KernelRule, place_of
+from torchop._schema.forms import Form
+from torchop._schema.naming import OpName
+from torchop._schema.schema import Schema
+
+# Prefixes of the dispatch keys at which a call can end: a backend key, or the Autograd key of the
+# backend. A kernel at an Autograd key records the gradient itself, so it is called like any other.
+BACKEND, AUTOGRAD = "", "Autograd"
+
+# The attribute of the wrapper that `Library.impl` registers, with the function inside.
+KERNEL_ATTRIBUTE = "_torchop_kernel"
+
+
+class Kernels(NamedTuple):
+    """Kernels of one operator that native calls run, and how the results are checked.
+
+    Attributes:
+        pairs: (function in the dispatcher's table, function to call).
+        finish: checks and converts results that are not just fresh tensors.
+        convert: see `Plan` in `_call_path.pyi`.
+        sources: where the functions to call were read, if that can change without a change in the
+            table: see `StockKernel`.
+        returned_parameters: the positions of the parameters that a kernel must return.
+        are_fresh: whether results must not share memory with arguments.
+        as_dispatched: whether kernels get no argument that equals its default.
+    """
+
+    pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
+    finish: Finish
+    convert: Callable[[Any], Any] | None = None
+    sources: tuple[tuple[Any, Any, Any], ...] = ()
+    returned_parameters: tuple[int, ...] = ()
+    are_fresh: bool = False
+    as_dispatched: bool = True
+
+
+def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
+    """Return the kernels of an operator that were registered with torchop."""
+    kernels = registered_kernels(native, name) if is_returnable(schema) else {}
+    places = {kernel: place for kernel in kernels if (place := place_of(kernel)) is not None}
+    definitions = {rule.definition for rule, _ in places.values()}
+    if len(places) == len(kernels) and len(definitions) == 1:
+        (definition,) = definitions
+        compiled = definition.plan[KernelRule]
+        is_plain = schema.form is Form.PLAIN
+        return Kernels(
+            tuple((kernel, compiled.functions[device]) for kernel, (_, device) in places.items()),
+            converting(functools.partial(compiled.finish, definition), schema),
+            returned_parameters=() if is_plain else tuple(i for i, _ in schema.mutated_places),
+            as_dispatched=False,
+        )
+    check = result_check(schema.returns)
+    # The dispatcher passes a kernel of `Library.impl` no argument that equals its default. The
+    # dispatcher kernel of a definition fills these arguments in itself.
+    return Kernels(
+        tuple(
+            (kernel, function if kernel in places else checked(name, schema, function))
+            for kernel, function in kernels.items()
+        ),
+        converting(lambda args, kwargs, result: check(result, name), schema),
+    )
+
+
+def registered_kernels(
+    native: Any, name: OpName, prefixes: Iterable[str] = (BACKEND, AUTOGRAD)
+) -> dict[Any, Callable[..., Any]]:
+    """Return the function to call for each kernel that was registered with torchop.
+
+    For a kernel of `Library.impl`, this is the registered function. For a kernel of a definition,
+    it is the kernel itself, which the plan of the definition may replace.
+    """
+    keys = (f"{prefix}{backend}" for prefix in prefixes for backend in native.backends)
+    kernels = (native.python_kernel(name.packet, name.overload, key) for key in keys)
+    is_defined = name.packet in deregistration.defined
+    return {
+        kernel: getattr(kernel, KERNEL_ATTRIBUTE, kernel)
+        for kernel in kernels
+        if hasattr(kernel, KERNEL_ATTRIBUTE) or (is_defined and _is_of_definition(kernel))
+    }
+
+
+def _is_of_definition(kernel: Any) -> bool:
+    place = place_of(kernel)
+    return place is not None and place[0].definition.reason_gone is None
+
+
+def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] | None, Gradient]:
+    """Return the Autograd kernel of `register_autograd`, and the gradient for a plan."""
+    for backend in native.backends:
+        kernel = native.python_kernel(name.packet, name.overload, f"{AUTOGRAD}{backend}")
+        definition = definition_of_gradient(kernel)
+        if definition is not None:
+            return kernel, gradient_of(definition, definition.plan)
+    return None, None
+
+
+def definition_of_gradient(kernel: Any) -> Definition | None:
+    """Return the definition whose gradients an Autograd kernel records; None for other kernels."""
+    rule = getattr(kernel, "__self__", None)
+    if not isinstance(rule, AutogradRule) or rule.definition.reason_gone is not None:
+        return None
+    return rule.definition
