@@ -57,7 +57,6 @@ RING = (
     "_accelerate",
     "_inspect",
     "_rules.providers",
-    "_rules.residuals",
     "_rules.user",
     "cli",
     "compat",
@@ -83,15 +82,11 @@ EXCEPTIONS = {
         "what chooses between the kernels of providers becomes a part of plans",
         {"_compat", "_core", "_errors", "_rules.kernels", "_schema"},
     ),
-    "_rules.residuals": (
-        "what calls that record a gradient run becomes a part of formulas, and of graphs",
-        {"_compat", "_core", "_errors", "_rules.autograd", "_rules.checkpoint_modes"}
-        | {"_rules.companions", "_rules.torch_dispatch", "_rules.vmap", "_schema"},
-    ),
     "_rules.user": (
         "they tell parts of PyTorch that have no public place for it, and their functions "
         "`register_...` are typed as those of the core",
-        {"_compat", "_errors", "_rules.checkpoint_modes", "_schema.callables"},
+        {"_compat", "_errors", "_rules.checkpoint_modes", "_rules.residuals"}
+        | {"_schema.callables"},
     ),
     "cli": ("it compiles the extension, and says why that fails", {"_native.extension"}),
     "compat": (
@@ -102,7 +97,7 @@ EXCEPTIONS = {
     "testing": (
         "it drives PyTorch's checks, fake tensors and simulated ranks, finds writes as `checking` "
         "does, and writes what it measured into the cache, where only the user may write",
-        {"_compat", "_core.snapshot", "_native.extension"},
+        {"_compat", "_core.snapshot", "_native.extension", "_rules.residuals.handover"},
     ),
 }
 # What is in a file, but is no code.
@@ -326,7 +321,7 @@ def test_importing_torchop_imports_the_core_alone() -> None:
     program = "import sys, torchop; print(*sys.modules)"
     loaded = run_forked(program).stdout.split()
     rooms = {room_of_the_ring(name) for name in loaded if name.startswith("torchop.")}
-    assert rooms == {"", "_rules.providers", "_rules.residuals", "_rules.user"}
+    assert rooms == {"", "_rules.providers", "_rules.user"}
 
 
 def test_the_core_is_small() -> None:

@@ -25,9 +25,9 @@ from tests.core.operators import (
 from torchop._compat import libraries, operators, registries, torch_ops
 from torchop._core import define, registry
 from torchop._native import switch
-from torchop._rules import inlining
 from torchop._rules.fake.rule import FakeRule
-from torchop._rules.functionalization.rule import FunctionalizationRule
+from torchop._rules.functionalization import trace
+from torchop._rules.inlining import InliningRule
 from torchop._rules.kernels.rule import KernelRule
 
 T = torch.zeros(2)
@@ -47,16 +47,16 @@ STEPS: dict[str, tuple[Any, str]] = {
     "make the definition": (define, "Definition"),
     "follow the library": (libraries, "on_close"),
     "install the kernel": (KernelRule, "install"),
-    "install a later rule": (FunctionalizationRule, "install"),
+    "offer a rule for traces": (trace, "_functionalizing"),
     "implement a key": (libraries, "implement"),
     "define": (libraries, "define"),
     "refresh the packet": (torch_ops, "refresh_packet"),
     "install the fake kernel": (FakeRule, "install_on_defined"),
-    "install a later rule on it": (FunctionalizationRule, "install_on_defined"),
+    "define the companions": (trace, "define_of_kind"),
     "make the handle": (define, "make_handle"),
     "make calls native": (switch, "make_native"),
     "publish": (registries, "publish"),
-    "inline": (inlining, "install"),
+    "inline": (InliningRule, "enable"),
     "declare an effect": (registries, "register_effect"),
 }
 

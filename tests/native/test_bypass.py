@@ -20,12 +20,15 @@ from tests.opaque_types import REFERENCE
 from tests.releases import OUT, needs_tags
 from tests.support import assert_clean, needs_native, outcome
 from torchop._rules.autograd import rule as autograd_rule
-from torchop._rules.mutation import rule as mutation_rule
+from torchop._rules.mutation import kernels as mutation_kernels
 
 pytestmark = needs_native
 
-# The files of the kernels, by the dispatch keys that these stand at.
-FILES = {autograd_rule.__file__: "Autograd", mutation_rule.__file__: "ADInplaceOrView"}
+# The dispatch keys of the kernels, by their code.
+KEYS = {
+    autograd_rule.AutogradRule.kernel.__code__: "Autograd",
+    mutation_kernels._MutationKernels.count_versions.__code__: "ADInplaceOrView",
+}
 
 
 def kernels_of(call: Callable[[], Any]) -> list[str]:
@@ -34,8 +37,8 @@ def kernels_of(call: Callable[[], Any]) -> list[str]:
 
     def note(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_name == "kernel" and code.co_filename in FILES:
-            keys.append(FILES[code.co_filename])
+        if event == "call" and code in KEYS:
+            keys.append(KEYS[code])
 
     with torch.autograd.profiler.emit_itt():  # an observer that keeps nothing
         sys.setprofile(note)

@@ -15,12 +15,6 @@ from torchop._schema.schema import Schema
 Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
-# Given the name of an operator, its function, and the types of residuals by name (or None), finds
-# the residuals in these types or in the function, and checks them; returns None if there are none.
-# `_rules.residuals` puts it here.
-declare_residuals: Any = None
-
-
 class Site(NamedTuple):
     """Where an operator was defined: two definitions by the same code have the same origin."""
 
@@ -60,7 +54,7 @@ class Declaration(NamedTuple):
         fake: its fake kernel, which is known to be right.
         guard: looks at the arguments of each call before any kernel.
         effect: its side effect; `_rules` knows which there are.
-        residuals: what its kernels return for the backward alone, from `declare_residuals`.
+        residuals: its residuals, a `residuals.declared.Declared`; None if it has none.
         convention: how the functions of its author are called.
         is_companion: whether it stands for another operator in compiled graphs.
         is_lenient: whether calls do what those of the helper of an engine do: results may share

@@ -42,14 +42,12 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
         # First, so that the library always removes what the rules register: when the definition
         # fails, and when torch.library's custom_op destroys the published operator of this name.
         libraries.on_close(library, definition.library_closed)
-        rules = definition.installed_rules()
-        for rule in rules:
-            rule.install()
+        finishing = definition.install()
         # With all its kernels there already, because now other threads can find and call it.
         qualname = libraries.define(library, definition.schema.written, declaration.tags)
         deregistration.after_definition(*name)
-        for rule in rules:
-            rule.install_on_defined()
+        for finish in finishing:
+            finish()
         registries.publish(qualname, make_handle(definition), library)
         definition.schema.forget_parsed(name.namespace)
         if lib is not None:

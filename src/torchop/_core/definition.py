@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import torch.library
 
@@ -118,6 +118,12 @@ AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
 # definition has one object of each; `_rules` says which, because rules need definitions.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
+# Installs dispatcher kernels and rules of modes for a new operator of ours, and may return a
+# function to call once the dispatcher knows the schema.
+Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
+# The installers, which `_rules` sets together with `kinds`.
+installers: tuple[Installer, ...] = ()
+
 
 class Follower(Protocol):
     """What is told when a plan of an operator is compiled, and outdated: its native calls."""
@@ -150,8 +156,6 @@ class Definition:
         "revision",
         "schema",
     )
-    # Wraps a kernel or fake kernel, so that it is not told of the gradient of a call around it.
-    apart: ClassVar[Any] = lambda self, function: function
 
     def __init__(
         self,
@@ -262,9 +266,17 @@ class Definition:
         self._rules.append(kind(self))
         return self.rule(kind)  # another thread may have made one before
 
-    def installed_rules(self) -> list[CompiledRule[Any]]:
-        """The rules that do something when an operator of ours is defined."""
-        return [self.rule(kind) for kind in kinds if kind.is_installed_on(self.declaration)]
+    def install(self) -> list[Callable[[], None]]:
+        """Install the kernels of a new operator of ours.
+
+        Returns:
+            The functions to call once the dispatcher knows the schema.
+        """
+        rules = [self.rule(kind) for kind in kinds if kind.is_installed_on(self.declaration)]
+        for rule in rules:
+            rule.install()
+        finishing = [finish for install in installers if (finish := install(self)) is not None]
+        return [*(rule.install_on_defined for rule in rules), *finishing]
 
     @property
     def rules(self) -> Mapping[type[CompiledRule[Any]], CompiledRule[Any]]:

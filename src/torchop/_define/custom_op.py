@@ -12,16 +12,15 @@ from typing_extensions import Required, TypedDict, Unpack  # Python 3.10 lacks t
 
 from torchop._compat import compilers
 from torchop._compat.classes import Tag
-from torchop._core import declaration
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
 from torchop._core.library import check_callers_library
 from torchop._define.handle import CustomOp
 from torchop._errors import Place, SchemaError, short_text, users_place
-from torchop._rules import inlining
 from torchop._rules.effect import Effect, declared_effect
-from torchop._rules.inlining import Compile
+from torchop._rules.inlining import Compile, Inlined, InliningRule, check_compile
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
+from torchop._rules.residuals import declare_residuals
 from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.declared import Tags, checked_tags, declared_schema
 from torchop._schema.forms import Form, form_tags
@@ -182,7 +181,7 @@ def define_function(
     what = f"custom_op({str(name)!r})"
     check_callable(what, function)
     devices = known_devices(name, device_types)
-    declared = declaration.declare_residuals(name, function, residuals)
+    declared = declare_residuals(name, function, residuals)
     if declared is not None:
         function = declared.handing_over(function)
     all_tags = checked_tags(name, tags)
@@ -191,7 +190,7 @@ def define_function(
     )
     check_no_generator(what, function, parsed)
     effect = declared_effect(name, effects, parsed)
-    inlined = inlining.check_compile(name, compile, effect)
+    inlined = check_compile(name, compile, effect)
     if declared is not None:
         declared.check_operator(parsed)
         if inlined is not None:
@@ -215,7 +214,7 @@ def define_function(
     def build() -> CustomOp[P, R]:
         definition = define(complete, lib)
         if inlined is not None:
-            inlining.install(definition, inlined)
+            definition.rule(InliningRule).enable(inlined)
         handle: CustomOp[P, R] = definition.handle
         if priority:
             handle.set_priority(priority)
@@ -304,7 +303,7 @@ def triton_op(
         handle = custom_op(
             name, function, mutates_args=mutates_args, schema=schema, compile="inline"
         )
-        inlining.install(handle._definition, inlining.Inlined(None, launches=True))
+        handle._definition.rule(InliningRule).enable(Inlined(None, launches=True))
 
         # Launches the wrapped kernels directly: only tracing needs the way through `wrap_triton`.
         @functools.wraps(function)

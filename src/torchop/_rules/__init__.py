@@ -1,6 +1,7 @@
-"""The compiled rules, one of each for every operator: a file or a folder, and a line here.
+"""The compiled rules and the installers: a file or a folder for each, and a line here.
 
-The rules of the public kind, `torchop.Rule`, have their table in `user`.
+An operator has one object of each compiled rule. An installer is a function that prepares a new
+operator for a subsystem for which users register nothing.
 """
 
 from __future__ import annotations
@@ -8,15 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from torchop._core import definition
-from torchop._core.definition import CompiledRule
+from torchop._core.definition import CompiledRule, Installer
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.checkpoint_modes import RecomputationRule
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.rule import FakeRule
-from torchop._rules.functionalization.rule import FunctionalizationRule
+from torchop._rules.functionalization import trace as functionalization
+from torchop._rules.inlining import InliningRule
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.mutation.rule import MutationRule
+from torchop._rules.mutation import kernels as mutation
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.vmap.rule import VmapRule
 
@@ -24,12 +26,13 @@ RULES: tuple[type[CompiledRule[Any]], ...] = (
     KernelRule,
     FakeRule,
     AutogradRule,
-    MutationRule,
     VmapRule,
     AutocastRule,
     TorchDispatchRule,
     EffectRule,
-    FunctionalizationRule,
+    InliningRule,
     RecomputationRule,
 )
+INSTALLERS: tuple[Installer, ...] = (mutation.install, functionalization.install)
 definition.kinds = RULES
+definition.installers = INSTALLERS

@@ -7,7 +7,7 @@ is traced from these once more, below autograd, and contains the operators of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torchop._compat import compilers, dispatch, registries, tracing
@@ -15,11 +15,10 @@ from torchop._compat.classes import EffectType, FunctionalTensorMode
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import tensors_in
 from torchop._core.contract import alias_error, check_returned_arguments, result_check
-from torchop._core.definition import Definition
+from torchop._core.definition import CompiledRule, Definition
 from torchop._errors import InliningError, short_repr, short_text
 from torchop._rules.effect import Declared, functionalize_unless_dropped
 from torchop._rules.fake.rule import FakeRule
-from torchop._rules.functionalization.rule import FunctionalizationRule, functionalizing
 from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.defaults import bind
@@ -73,20 +72,45 @@ def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | No
     return Inlined(tuple(backend for backend, item in choice.items() if item == "inline"))
 
 
-def install(definition: Definition, inlined: Inlined) -> None:
-    """Lets compilers trace the function of an operator that was just defined.
+class InliningRule(CompiledRule["Inlined | None"]):
+    """Which compilers trace the function of the operator, instead of recording a call of it."""
 
-    The function is also the fake kernel, until another one is registered: as it can be traced, it
-    can run on fake tensors.
-    """
-    assert definition.function is not None  # an operator that is just defined has one
-    body = _traceable(definition, bind(definition.function, definition.schema), inlined)
-    definition.rule(FunctionalizationRule).inlined = (inlined, definition.function)
-    name, hook = str(definition), _hook(definition, inlined, body)
-    registries.withdraw_offers(name, FunctionalTensorMode)
-    registries.offer_torch_dispatch(name, FunctionalTensorMode, hook)
-    if definition.schema.form is Form.PLAIN:
-        definition.rule(FakeRule).replace(body)
+    inlined: Inlined | None = None
+
+    def enable(self, inlined: Inlined) -> None:
+        """Let compilers trace the function of an operator that was just defined.
+
+        A function that can be traced can run on fake tensors, so it is also the fake kernel until
+        another one is registered.
+        """
+        definition = self.definition
+        assert definition.function is not None  # an operator that was just defined has one
+        body = _traceable(definition, bind(definition.function, definition.schema), inlined)
+        self.inlined = inlined
+        name = str(definition)
+        opaque = registries.torch_dispatch_rule(name, FunctionalTensorMode)
+        hook = _hook(definition, inlined, body, opaque or functionalize_unless_dropped)
+        registries.withdraw_offers(name, FunctionalTensorMode)
+        registries.offer_torch_dispatch(name, FunctionalTensorMode, hook)
+        if definition.schema.form is Form.PLAIN:
+            definition.rule(FakeRule).replace(body)
+
+    def disable(self) -> None:
+        """Note that a rule of the user for functional traces replaces this one."""
+        self.inlined = None
+
+    def cache_parts(self) -> Iterator[object]:
+        if self.inlined is not None:
+            yield from (str(self.inlined), self.definition.function)
+            providers = self.definition.rule(KernelRule).providers
+            if providers is not None:  # the graph contains the kernel of the one that was chosen
+                yield from providers.cache_parts(self.definition.name)
+
+    def repr_text(self) -> str | None:
+        return None if self.inlined is None else str(self.inlined)
+
+    def compile(self) -> Inlined | None:
+        return self.inlined
 
 
 def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
@@ -124,9 +148,14 @@ def _traceable(
     return traceable
 
 
-def _hook(definition: Definition, inlined: Inlined, body: Callable[..., Any]) -> Callable[..., Any]:
+def _hook(
+    definition: Definition,
+    inlined: Inlined,
+    body: Callable[..., Any],
+    opaque: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Return the rule for functional traces, which calls `opaque` to record a call instead."""
     schema = definition.schema
-    opaque = functionalizing(definition) if schema.is_mutable else functionalize_unless_dropped
     check_result = result_check(schema.returns)
 
     def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

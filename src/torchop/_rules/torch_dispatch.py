@@ -16,7 +16,7 @@ from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import short_repr
-from torchop._rules.functionalization.rule import FunctionalizationRule
+from torchop._rules.inlining import InliningRule
 from torchop._schema.callables import Function, Lambda, check_signature, decorator_or_call
 
 _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
@@ -58,7 +58,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
 
         def install() -> None:
             if cls is FunctionalTensorMode:
-                definition.rule(FunctionalizationRule).inlined = None
+                definition.rule(InliningRule).disable()
             libraries.on_close(definition.library, withdraw)  # which refuses a closed library
             registries.register_torch_dispatch(name, cls, hook)
 

@@ -179,11 +179,6 @@ def register_jvp(
     return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
 
 
-# Returns the backward and the `setup_context` that call a backward kernel, given the definition and
-# the kernel; `_rules.residuals` puts it here.
-formula_of_kernel: Any = None
-
-
 def register(
     rule: AutogradRule,
     backward: Callable[..., Any],
@@ -204,7 +199,9 @@ def register(
         jvp, _ = definition.convention.jvp(jvp, None)
         forward_mode.check_jvp(definition, jvp)
     if is_kernel:
-        backward, setup_context = formula_of_kernel(definition, backward)
+        from torchop._rules.residuals.backward_kernel import BackwardKernel  # start-up time
+
+        backward, setup_context = BackwardKernel(definition, backward).formula()
     else:
         backward, setup_context = definition.convention.formula(backward, setup_context)
     grads = (f"grad_{i}" for i in range(len(definition.schema.returns)))

@@ -21,7 +21,7 @@ from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import check_replaces_no_gradient
 from torchop._rules.autograd.formula import NO_FORMULA, Formula, SetupContext
 from torchop._rules.autograd.function import apply, make_function
-from torchop._rules.mutation.rule import MutationRule
+from torchop._rules.mutation import kernels as mutation
 from torchop._rules.mutation.writable import check_history, check_no_grad, check_saved
 from torchop._schema.callables import asks_for_residuals, check_setup_context, setup_caller
 from torchop._schema.forms import Form
@@ -145,19 +145,17 @@ class AutogradRule(CompiledRule[Formula]):
 
 def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuses to write into tensors whose graph of autograd would not record it."""
-    plan = definition.plan
-    mutated = plan[MutationRule]
-    if mutated is None:
+    if not definition.schema.is_mutable:
         return
     if functorch.is_active():
         raise _mutation_in_transform(definition)
-    written = mutated.written(args, kwargs)
+    written = mutation.written(definition, args, kwargs)
     if definition.schema.form is not Form.INPLACE:
         check_no_grad(definition, written)
         return
     check_history(definition, written)
-    if plan[AutogradRule].save is not None:
-        check_saved(definition, written, mutated.read(args, kwargs))
+    if definition.plan[AutogradRule].save is not None:
+        check_saved(definition, written, mutation.read(definition, args, kwargs))
 
 
 def _mutation_in_transform(definition: Definition) -> MissingFormulaError:

@@ -21,6 +21,7 @@ from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, innermost, running
 from torchop._rules.fake.errors import data_was_read, missing_fake, source_of
 from torchop._rules.fake.specialization import symbolic_arguments, warn_of_guards
+from torchop._rules.residuals.handover import not_recording
 from torchop._schema.callables import Function, Lambda, decorator_or_call
 from torchop._schema.defaults import bind, fitted
 from torchop._schema.forms import Form
@@ -236,7 +237,7 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
             return None
         raise missing_fake(definition)
     try:
-        result = definition.apart(fake.function)(*args, **kwargs)
+        result = not_recording(definition, fake.function)(*args, **kwargs)
     except Exception as error:
         if isinstance(error, InliningError) or not reads_data(error, definition.overload):
             place = source_of(definition.rule(FakeRule).function or fake.function)

@@ -25,7 +25,8 @@ from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.devices import DeviceTypes, device_key, device_list
 from torchop._rules.kernels.refusal import EVERY_DEVICE, Refusals, refuse
-from torchop._rules.mutation.rule import MutationRule
+from torchop._rules.mutation import kernels as mutation
+from torchop._rules.residuals.handover import not_recording
 from torchop._schema.callables import check_no_generator
 from torchop._schema.defaults import fitted
 from torchop._schema.forms import Form
@@ -310,8 +311,7 @@ class KernelRule(CompiledRule[Kernels]):
         is_reference: bool = False,
     ) -> Any:
         definition = self.definition
-        plan = definition.plan
-        kernels, mutated = plan[KernelRule], plan[MutationRule]
+        kernels = definition.plan[KernelRule]
         functions = kernels.references if is_reference else kernels.functions
         function = functions.get(device)
         if function is None and is_reference:  # a device that only providers have a kernel for
@@ -327,9 +327,9 @@ class KernelRule(CompiledRule[Kernels]):
                 raise _missing_tensor(definition, position)
         if definition.schema.has_defaults:  # a native call passes them, too
             args, kwargs = definition.schema.fill_defaults(args, kwargs)
-        if mutated is not None:
-            mutated.check_memory(args, kwargs)
-        function = definition.apart(function)
+        if definition.schema.is_mutable:
+            mutation.check_arguments(definition, args, kwargs)
+        function = not_recording(definition, function)
         # The kernel may change its lists; the checks that follow need those of the caller.
         passed = _with_lists_copied(args) if definition.schema.has_lists else args
         if dispatch.is_handled_by_mode():

@@ -192,10 +192,10 @@ def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any
     return kernel
 
 
-def apart(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel for which `records_gradient` is False, also inside of a call that records one.
+def not_recording(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel in which `records_gradient` is False, even inside a call that records one.
 
-    Kernels of operators with residuals do not need it: `handing_over` tells them of their own call.
+    A kernel with residuals is returned as it is, because `handing_over` sets this for it.
     """
     if not _recording or definition.declaration.residuals is not None:
         return function

@@ -19,15 +19,14 @@ Arguments that PyTorch gets wrong for every form are replaced: views of another 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from torchop._compat import cpp_functionalization, registries, tracing
 from torchop._compat.classes import FunctionalTensorMode, ProxyTorchDispatchMode
 from torchop._core.call import map_tensors, mutated_tensors, returned_result
-from torchop._core.declaration import Declaration
-from torchop._core.definition import NOTHING, CompiledRule, Definition
+from torchop._core.definition import Definition
 from torchop._errors import FunctionalizationError
 from torchop._rules.checkpoint_modes import saved_under_budget
 from torchop._rules.functionalization.companions import (
@@ -44,75 +43,43 @@ from torchop._rules.functionalization.regions import (
     functionalizing_in_regions,
     needs_check_of_regions,
 )
-from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 
 
-class Functionalized(NamedTuple):
-    """The compiled rule: the operators that stand for this one in a functional trace."""
+def install(definition: Definition) -> Callable[[], None] | None:
+    """Install the rules by which compilers trace an operator that mutates.
 
-    companions: Mapping[str, Definition]
-    returns_lists: bool
-    # The types of outputs that a trace cannot follow.
-    untraceable: tuple[str, ...]
+    PyTorch functionalizes companions correctly, so they need no rules.
+    """
+    schema = definition.schema
+    if not schema.is_mutable or definition.declaration.is_companion:
+        return None
+    companions: dict[str, Definition] = {}
+    name = str(definition)
+    registries.offer_torch_dispatch(
+        name, FunctionalTensorMode, _functionalizing(definition, companions)
+    )
+    if needs_check_of_regions(schema):
+        registries.offer_torch_dispatch(name, ProxyTorchDispatchMode, checking_regions(definition))
 
+    def finish() -> None:
+        # Not in the first trace: a process may load a cached or exported graph that calls
+        # companions, without a trace.
+        for kind in _needed(schema):
+            companions[kind] = define_of_kind(definition, kind)
+        cpp_functionalization.implement(definition.overload, functionalizing_in_regions(definition))
 
-class FunctionalizationRule(CompiledRule[Functionalized]):
-    """How a compiler's functional trace records an operator that mutates."""
-
-    companions: Mapping[str, Definition] = NOTHING
-    # The backends that trace the function instead, and the function; for inlined operators.
-    inlined: tuple[object, Callable[..., Any]] | None = None
-
-    @classmethod
-    def is_installed_on(cls, declaration: Declaration) -> bool:
-        """Whether the trace may contain another operator; PyTorch handles companions correctly."""
-        return declaration.schema.is_mutable and not declaration.is_companion
-
-    def install(self) -> None:
-        registries.offer_torch_dispatch(
-            str(self.definition), FunctionalTensorMode, functionalizing(self.definition)
-        )
-        if needs_check_of_regions(self.definition.schema):
-            registries.offer_torch_dispatch(
-                str(self.definition),
-                ProxyTorchDispatchMode,
-                checking_regions(self.definition),
-            )
-
-    def install_on_defined(self) -> None:
-        # At definition, not when a trace needs them: a process may load a cached or exported graph
-        # that calls them, without a trace.
-        self.companions = {
-            kind: define_of_kind(self.definition, kind) for kind in _needed(self.definition.schema)
-        }
-        cpp_functionalization.implement(
-            self.definition.overload, functionalizing_in_regions(self.definition)
-        )
-
-    def cache_parts(self) -> Iterator[object]:
-        if self.inlined is not None:
-            inlined, function = self.inlined
-            yield from (str(inlined), function)
-            providers = self.definition.rule(KernelRule).providers
-            if providers is not None:  # the graph contains the kernel of the one that was chosen
-                yield from providers.cache_parts(self.definition.name)
-
-    def repr_text(self) -> str | None:
-        return None if self.inlined is None else str(self.inlined[0])
-
-    def compile(self) -> Functionalized:
-        schema = self.definition.schema
-        returns = schema.returns if schema.form is Form.PLAIN else ()
-        return Functionalized(
-            companions=self.companions,
-            returns_lists="List[Tensor]" in returns,
-            untraceable=tuple(kind for kind in returns if kind not in _TRACEABLE),
-        )
+    return finish
 
 
+# The types of results that a trace can follow.
 _TRACEABLE = ("Tensor", "List[Tensor]")
+
+
+def _traced_results(schema: Schema) -> tuple[str, ...]:
+    """Return the types of the results that are not arguments."""
+    return schema.returns if schema.form is Form.PLAIN else ()
 
 
 def _needed(schema: Schema) -> Iterator[str]:
@@ -125,19 +92,26 @@ def _needed(schema: Schema) -> Iterator[str]:
             yield FUNCTIONAL
 
 
-def functionalizing(definition: Definition) -> Callable[..., Any]:
-    """The rule for the functional trace of an operator that mutates."""
+def _functionalizing(
+    definition: Definition, companions: Mapping[str, Definition]
+) -> Callable[..., Any]:
+    """Return the rule for the functional trace of an operator that mutates.
+
+    Args:
+        definition: the operator.
+        companions: the operators that may stand for it in the trace, by their kind.
+    """
     schema = definition.schema
 
     def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        rule = definition.plan[FunctionalizationRule]
-        if rule.untraceable:
-            raise _untraceable(definition, rule)
+        untraceable = [kind for kind in _traced_results(schema) if kind not in _TRACEABLE]
+        if untraceable:
+            raise _untraceable(definition, untraceable)
         args, kwargs = schema.fill_defaults(args, kwargs or {})
         values, keywords, copies = _copy_typed_views(mode, definition, args, kwargs)
         values, keywords = copy_hidden_aliases(mode, schema, values, keywords)
         with saved_under_budget(op, args, kwargs):
-            result, written = _trace(definition, rule, mode, types, values, keywords)
+            result, written = _trace(definition, companions, mode, types, values, keywords)
         if result is NotImplemented:
             return result  # another mode or subclass may handle the operator
         with mode:
@@ -156,20 +130,21 @@ _Values = list[tuple[Tensor, Tensor]]
 
 def _trace(
     definition: Definition,
-    rule: Functionalized,
+    companions: Mapping[str, Definition],
     mode: Any,
     types: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, _Values]:
-    """Calls the operator or its companion inside the functional trace.
+    """Call the operator or its companion inside the functional trace.
 
-    Returns the result, and what a functional companion wrote.
+    Returns:
+        The result, and the tensors that a functional companion wrote, with their new values.
     """
     schema = definition.schema
-    functional = rule.companions.get(FUNCTIONAL)
+    functional = companions.get(FUNCTIONAL)
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
-    if functional is not None and (rule.returns_lists or not mutated):
+    if functional is not None and ("List[Tensor]" in _traced_results(schema) or not mutated):
         if names := _names_if_shared(definition, args, kwargs, mutated):
             raise FunctionalizationError(
                 f"{definition} was called with mutated arguments that share memory ({names}). An "
@@ -183,7 +158,7 @@ def _trace(
         *returned, written = result
         pairs = list(zip(mutated, written, strict=True))
         return tuple(returned) if len(returned) > 1 else returned[0], pairs
-    mutable = rule.companions.get(MUTABLE)
+    mutable = companions.get(MUTABLE)
     overload = definition.overload
     if mutable is not None and (schema.form is not Form.PLAIN or is_misread(schema, args, kwargs)):
         overload = mutable.overload
@@ -231,9 +206,9 @@ def _names_if_shared(
     return ", ".join(dict.fromkeys(name for name, _ in mutated))
 
 
-def _untraceable(definition: Definition, rule: Functionalized) -> FunctionalizationError:
+def _untraceable(definition: Definition, kinds: Sequence[str]) -> FunctionalizationError:
     return FunctionalizationError(
-        f"{definition} mutates an argument and returns {', '.join(rule.untraceable)}, which a "
+        f"{definition} mutates an argument and returns {', '.join(kinds)}, which a "
         "compiler cannot follow: it would keep the value that the fake kernel returned. Return "
         f"tensors instead, 0-dim for numbers. Got {definition.schema}."
     )

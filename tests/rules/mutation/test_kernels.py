@@ -149,8 +149,3 @@ def test_result_of_a_view_operator_is_a_view(namespace):
     assert view._base is base
     view.add_(1)
     assert base._version == 1
-
-
-def test_handle_says_what_is_mutated(namespace):
-    op = torchop.custom_op(f"{namespace}::op", listed, mutates_args=("xs", "y"))
-    assert "mutates xs, y" in repr(op)

@@ -1,0 +1,134 @@
+"""Mutation and views: version counters, the tracking of views, and conjugate and negated views.
+
+`x.conj()` has the memory of `x` and a bit that says how to read it. Kernels ignore such bits. They
+get the resolved values instead, and the new values are copied into the view, as PyTorch does for
+its own in-place operators. PyTorch's fallback supports only operators that return the one tensor
+that they mutate.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from torchop._compat import compilers, dispatch, inductor_writes, libraries
+from torchop._compat.classes import DispatchKeySet
+from torchop._core.call import (
+    map_tensors,
+    mutated_tensors,
+    named_inputs,
+    named_tensors,
+    passed,
+    returned_result,
+)
+from torchop._core.contract import storage_of
+from torchop._core.definition import Definition
+from torchop._errors import AliasError
+from torchop._rules.mutation.writable import Placed, check_memory, check_overlap, check_version
+from torchop._schema.forms import Form
+from torchop._schema.schema import Argument
+
+
+def written(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
+    """Return the tensors of a call that are written; none for an argument that is left out."""
+    values = passed(definition.schema.mutated_places, args, kwargs)
+    return [(where, tensor) for _, where, tensor in named_tensors(values, "argument")]
+
+
+def read(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
+    """Return the tensors of a call that are not written."""
+    mutated = definition.schema.mutated
+    named = named_inputs(definition.schema, args, kwargs)
+    return [(where, tensor) for name, where, tensor in named if name not in mutated]
+
+
+def check_arguments(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Reject arguments in whose memory a kernel would overwrite, or read, its own writes."""
+    writes = written(definition, args, kwargs)
+    check_memory(definition, writes)
+    # A kernel with several buffers may allow that they overlap. The in-place form and the out= form
+    # promise the result of the functional operator.
+    if definition.schema.form is not Form.PLAIN:
+        check_overlap(definition, writes, read(definition, args, kwargs))
+
+
+def install(definition: Definition) -> Callable[[], None] | None:
+    """Install the kernels of an operator that mutates arguments or returns views."""
+    if definition.schema.is_view:
+        libraries.install_view_tracking(definition.library, definition.name.local)
+    if not definition.schema.is_mutable:
+        return None
+    kernels = _MutationKernels(definition)
+    definition.implement("ADInplaceOrView", kernels.count_versions, with_keyset=True)
+    for key in dispatch.MATH_BIT_KEYS:
+        definition.implement(key, kernels.resolve_views, with_keyset=True)
+    return functools.partial(inductor_writes.register_lowerings, str(definition))
+
+
+class _MutationKernels:
+    """The dispatcher kernels of one operator that mutates."""
+
+    __slots__ = ("definition",)
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+
+    @compilers.never_traced
+    def count_versions(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
+        """Increment the versions of the tensors that are written (`ADInplaceOrView`)."""
+        definition = self.definition
+        writes = written(definition, args, kwargs)
+        check_version(definition, writes)
+        for _, tensor in writes:
+            increment_version(tensor)
+        keyset = keyset & dispatch.AFTER_ADINPLACEORVIEW
+        return dispatch.redispatch(definition.overload, keyset, args, kwargs)
+
+    @compilers.never_traced
+    def resolve_views(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
+        """Pass the values of conjugate and negated views, and copy back what is written."""
+        definition, schema = self.definition, self.definition.schema
+        # Each view that is written, with the resolved values that the kernel writes into.
+        copies: list[tuple[Tensor, Tensor]] = []
+
+        def resolved(argument: Argument, tensor: Tensor) -> Tensor:
+            if not (tensor.is_conj() or tensor.is_neg()):
+                return tensor
+            values = tensor.resolve_conj().resolve_neg()
+            if argument.is_mutated:
+                copies.append((tensor, values))
+            return values
+
+        values, keywords = map_tensors(schema, args, kwargs, resolved)
+        _refuse_shared_memory(definition, args, kwargs, copies)
+        keyset = dispatch.below_math_bits(keyset)
+        result = dispatch.redispatch(definition.overload, keyset, values, keywords)
+        with dispatch.without_keys("ADInplaceOrView"):  # the version was counted before
+            for view, new in copies:
+                view.copy_(new)
+        if schema.form is Form.PLAIN:
+            return result
+        return returned_result(schema, args, kwargs)
+
+
+def _refuse_shared_memory(
+    definition: Definition, args: Any, kwargs: Any, copies: list[tuple[Tensor, Tensor]]
+) -> None:
+    """Reject a view that shares memory with another tensor that is written.
+
+    Both would be copied, and copying the last one back would overwrite the other.
+    """
+    schema = definition.schema
+    memory = [storage_of(tensor) for _, tensor in mutated_tensors(schema, args, kwargs)]
+    for view, _ in copies:
+        if memory.count(storage_of(view)) > 1:
+            raise AliasError(
+                f"{definition} was called with a conjugate or negated view among its mutated "
+                f"arguments ({', '.join(schema.mutated)}), and another of them has the same "
+                "memory. The kernel gets a copy of such a view, which has memory of its own. Pass "
+                "tensors that share no memory, or call x.resolve_conj() or x.resolve_neg() first."
+            )
