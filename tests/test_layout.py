@@ -46,8 +46,8 @@ LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MOST_ENTRIES, MOST_LINES = 20, 455
 # Lines of code, without blank lines, comments and docstrings. Limits for a design: a change that
 # needs more merges or removes something else, or raises the limit in a commit that says why.
-MOST_PYTHON_LINES = 30_300  # of the whole package
-MOST_CORE_LINES = 14_790  # of Python, in all packages that are not in the ring
+MOST_PYTHON_LINES = 29_700  # of the whole package
+MOST_CORE_LINES = 15_860  # of Python, in all packages that are not in the ring
 MOST_CPP_LINES = 6_010
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
 # from public names and `torchop.extend`, as the tools of others are. The files of `_compat` that
@@ -85,8 +85,7 @@ EXCEPTIONS = {
     "_rules.user": (
         "they tell parts of PyTorch that have no public place for it, and their functions "
         "`register_...` are typed as those of the core",
-        {"_compat", "_errors", "_rules.checkpoint_modes", "_rules.residuals"}
-        | {"_schema.callables"},
+        {"_compat", "_rules.checkpoint_modes", "_rules.residuals", "_schema.callables"},
     ),
     "cli": ("it compiles the extension, and says why that fails", {"_native.extension"}),
     "compat": (
