@@ -27,6 +27,7 @@ CSRC = PACKAGE / "_native/csrc"
 # From the ground up. A package imports from itself and from those in the rows before its own.
 LAYERS = (
     ("_errors",),
+    ("_hooks",),
     ("_compat",),
     ("_schema",),
     ("_core",),
@@ -80,7 +81,7 @@ EXCEPTIONS = {
     ),
     "_rules.providers": (
         "what chooses between the kernels of providers becomes a part of plans",
-        {"_compat", "_core", "_errors", "_rules.kernels", "_schema"},
+        {"_compat", "_core", "_errors", "_hooks", "_rules.kernels", "_schema"},
     ),
     "_rules.user": (
         "they tell parts of PyTorch that have no public place for it, and their functions "

@@ -12,7 +12,7 @@ import torchop
 from tests.device import standin
 from tests.rules.autograd.derived.support import derived
 from tests.support import needs_native
-from torchop import DerivedFormulaError
+from torchop import DerivedFormulaError, _hooks
 from torchop._compat import devices
 from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.replay import ambient_state
@@ -52,13 +52,13 @@ def test_random_numbers_of_every_device_are_those_of_the_forward(namespace, devi
 @needs_native
 def test_a_plain_state_holds_those_of_all_devices():
     values = torch.ones(2), torch.ones(2, device="standin:1")
-    packed = replay.pack_plain(values, None, 2)
+    packed = _hooks.extension.pack_plain(values, None, 2)
     assert torch.equal(packed, replay._of_all_devices(values, 2, False).packed)
-    assert replay.pack_plain(values, packed, 2) is packed
-    assert replay.pack_plain(values[:1], packed, 2) is packed  # whatever the arguments
+    assert _hooks.extension.pack_plain(values, packed, 2) is packed
+    assert _hooks.extension.pack_plain(values[:1], packed, 2) is packed  # whatever the arguments
     for device in ("cpu", "standin:0", "standin:1"):
         torch.rand(1, device=device)
-        again = replay.pack_plain(values, packed, 2)
+        again = _hooks.extension.pack_plain(values, packed, 2)
         assert torch.equal(again, replay._of_all_devices(values, 2, False).packed)
         assert not torch.equal(again, packed)
         packed = again
@@ -67,12 +67,12 @@ def test_a_plain_state_holds_those_of_all_devices():
 @needs_native
 def test_a_state_that_is_not_plain_is_left_to_python(side_stream, monkeypatch):
     values = (torch.ones(2, device="standin:1"),)
-    assert replay.pack_plain(values, None, 1) is None  # the second device is not in use
-    assert replay.pack_plain(values, None, 0) is None
+    assert _hooks.extension.pack_plain(values, None, 1) is None  # the second device is not in use
+    assert _hooks.extension.pack_plain(values, None, 0) is None
     with torch.autocast("standin", torch.bfloat16):
-        assert replay.pack_plain(values, None, 2) is None
+        assert _hooks.extension.pack_plain(values, None, 2) is None
     with standin.capture():
-        assert replay.pack_plain(values, None, 2) is None
+        assert _hooks.extension.pack_plain(values, None, 2) is None
     state = ambient_state(values)
     lacking = devices.traits("standin")._replace(get_rng_state=None)
     monkeypatch.setattr(devices, "traits", lambda device_type: lacking)

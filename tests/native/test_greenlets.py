@@ -16,7 +16,7 @@ import torchop
 from tests.devices import BACKEND
 from tests.free_threads import needs_greenlets
 from tests.support import needs_native
-from torchop._compat import deregistration
+from torchop import _hooks
 
 with contextlib.suppress(ImportError):  # where the tests have to fail
     import greenlet
@@ -28,7 +28,7 @@ T = torch.zeros(2)
 
 def running() -> list[str]:
     """The names of the operators that this thread is calling natively."""
-    return sorted(str(entry.name) for entry in deregistration.native.running())
+    return sorted(str(entry.name) for entry in _hooks.extension.running())
 
 
 def switching(namespace: str, name: str, switch: Callable[[], Any]) -> Any:

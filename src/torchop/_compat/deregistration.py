@@ -19,6 +19,7 @@ from torch._library.simple_registry import SimpleOperatorEntry
 from torch._library.simple_registry import singleton as _rules_registry
 from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 
+from torchop import _hooks
 from torchop._compat import dtensor, operators, overload_functions, torch_ops
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 
@@ -82,7 +83,7 @@ def before_definition(namespace: str, name: str, overload: str) -> None:
 
 def after_definition(namespace: str, name: str, overload: str) -> None:
     """Updates the packet of a new operator, and gives it the overload that the dispatcher has."""
-    torch_ops.refresh_packet(namespace, name, native and native.Operator)
+    torch_ops.refresh_packet(namespace, name, _hooks.extension.Operator)
     cached = _cached.get((namespace, name, overload))
     if not cached:
         return
@@ -111,18 +112,19 @@ def count_calls(op: OpOverload | OpOverloadPacket) -> None:
     """
     packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
     qualname, function = packet._qualified_op_name, op._op
-    is_left_alone = native is None or isinstance(function, native.Operator)
+    operator = _hooks.extension.Operator
+    is_left_alone = operator is None or isinstance(function, operator)
     if is_left_alone or not overload_functions.is_cpp_function(function):
         return
     names = operators.overload_names(qualname)
     if isinstance(op, OpOverload):
         if op._schema.overload_name in names:
             found, *_ = torch._C._get_operation_overload(qualname, op._schema.overload_name)
-            op._op = torch_ops.counted(op, found, native.Operator)
+            op._op = torch_ops.counted(op, found, operator)
         else:
             _retire(op, lambda: f"{op} is gone.")
     elif names:
-        torch_ops.refresh(op, native.Operator)
+        torch_ops.refresh(op, operator)
     else:
         torch_ops.replace_function(op, torch_ops.gone_packet(op))
 
@@ -162,8 +164,7 @@ def retire_existing(names: Collection[Name], reason: Callable[[str], str]) -> No
         retired += _retire_overload(*name, functools.partial(reason, operators.joined(*name)))
     if retired:
         forget_objects(retired)
-    if native is not None:
-        native.end_calls([operators.joined(*name) for name in names])
+    _hooks.extension.end_calls([operators.joined(*name) for name in names])
 
 
 def forget(names: Iterable[Name]) -> None:
@@ -179,10 +180,6 @@ def forget(names: Iterable[Name]) -> None:
         dtensor.clear_caches()  # by the address of an operator, which another may get
 
 
-# The extension module, which counts the calls that are in the dispatcher, once it is loaded.
-native: Any = None
-
-
 def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
     """Refuses to destroy operators if this thread is inside a call of one of them."""
     for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
@@ -191,7 +188,7 @@ def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
 
 def _called_here() -> set[str]:
     """The operators whose calls are running in this thread."""
-    names = set() if native is None else {entry.name.packet for entry in native.running()}
+    names = {entry.name.packet for entry in _hooks.extension.running()}
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_filename == _OPS_FILE:
             subject = frame.f_locals.get("self")
@@ -221,7 +218,7 @@ def _clear_packet(namespace: str, name: str) -> None:
             packets._dir.remove(name)
         delattr(packets, name)
     elif torch_ops.is_retired(packet):
-        torch_ops.refresh(packet, native and native.Operator)
+        torch_ops.refresh(packet, _hooks.extension.Operator)
 
 
 # Sets and dictionaries by OpOverload or packet.

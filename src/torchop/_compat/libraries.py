@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.library
 
+from torchop import _hooks
 from torchop._compat import deregistration, dispatch, logs, operators, registries
 from torchop._compat.classes import Tag
 from torchop._errors import OperatorGoneError, short_errors
@@ -41,7 +42,7 @@ def calls_held(qualnames: Iterable[str]) -> Iterator[None]:
     PyTorch does not: it frees what such a call reads next. Waiting for those that are there already
     takes a second at most, because they may wait for this thread.
     """
-    change = deregistration.native and deregistration.native.hold_calls(qualnames)
+    change = _hooks.extension.hold_calls(qualnames)
     try:
         yield
     finally:

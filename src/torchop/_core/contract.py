@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchop import _hooks
 from torchop._compat import aliasing, functorch
 from torchop._core.call import named_inputs, named_outputs, returned_arguments, tensors_in
 from torchop._errors import AliasError, ResultError
@@ -232,19 +233,9 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _unknown(*args: Any) -> bool:
-    return False
-
-
-# Whether a result is certainly fresh, given the arguments, and looks like one more tensor, if that
-# is passed. PyTorch does not tell Python how many tensors share a storage. The native call path can
-# find out, and puts its function here.
-is_evidently_fresh: Callable[..., bool] = _unknown
-
-
 def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
     """Whether an output shares memory with an input or another output."""
-    if is_evidently_fresh(args, kwargs, result):
+    if _hooks.extension.is_evidently_fresh(args, kwargs, result):
         return False
     outputs = result if isinstance(result, tuple) else (result,)
     if aliasing.any_alias(args, kwargs, outputs):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch.library
 
+from torchop import _hooks
 from torchop._compat import deregistration, libraries, operators, registries, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.declaration import Declaration, Site
-from torchop._core.definition import Definition, Follower
+from torchop._core.definition import Definition
 from torchop._core.library import (
     DEFINITIONS,
     all_process_definitions,
@@ -198,11 +198,6 @@ def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeErro
     )
 
 
-# Makes the follower of a definition of an operator that `custom_op` did not make. Native calls of
-# such operators put their class here.
-new_follower: Callable[[Definition], Follower] | None = None
-
-
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     """The definition that collects what a library registers for somebody else's operator."""
     schema = find_schema(name)
@@ -214,7 +209,7 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
             for rule in definition.rules.values():
                 rule.retract()
         definition = definitions[str(name)] = Definition(Declaration(name, schema), library)
-        definition.follower = None if new_follower is None else new_follower(definition)
+        definition.follower = _hooks.new_follower(definition)
     return definition
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from torchop import _hooks
 from torchop._compat import (
     autograd,
     compilers,
@@ -20,14 +21,12 @@ from torchop._compat import (
     registries,
 )
 from torchop._compat.classes import OpOverload, OpOverloadPacket
-from torchop._core import contract
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
+from torchop._core.registry import Handle
 from torchop._errors import NativeBuildWarning
 from torchop._native.extension import api, recipe
 from torchop._native.plan import OwnCalls
-from torchop._rules.autograd import function, gradients
-from torchop._rules.autograd.derived import replay
 from torchop._rules.kernels import rule
 
 log = logging.getLogger(__name__)
@@ -37,8 +36,6 @@ log = logging.getLogger(__name__)
 _native: Any = None
 # What `request` calls when it is there.
 _waiting: list[Callable[[], None]] = []
-# The class of handles, which puts itself here: it is defined above this package.
-handle_type: Any = None
 # The type that a native handle changes to, once it is made. That can be done only once.
 _native_handle_types: list[type] = []
 
@@ -110,7 +107,7 @@ class _FirstUse:
         api.mode()  # raises an exception if the environment variable is wrong
         # Its guards hold on to the type of a handle, which must not change during a trace.
         import_hooks.when_imported(compilers.DYNAMO, _obtain_for_dynamo)
-        call = self.call = handle_type.__call__
+        call = self.call = _hooks.handle_type.__call__
 
         @functools.wraps(call)
         def first_call(handle: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -120,13 +117,14 @@ class _FirstUse:
             return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)
 
         if not self.is_over:  # as it is where Dynamo was imported already
-            self._first_call = handle_type.__call__ = first_call
+            self._first_call = _hooks.handle_type.__call__ = first_call
 
     def end(self) -> None:
         """Lets calls of handles go their way."""
         with registration_lock:
-            if handle_type.__call__ is self._first_call:  # and not what somebody put in its place
-                handle_type.__call__ = self.call
+            # Unless somebody else has replaced it.
+            if _hooks.handle_type.__call__ is self._first_call:
+                _hooks.handle_type.__call__ = self.call
             self.is_over = True
 
     def attach(self) -> None:
@@ -142,7 +140,7 @@ _first_use = _FirstUse()
 
 def new_handle_type() -> Any:
     """The type of handles to be made: the native one, if the extension is there."""
-    return handle_type if _native is None else _native_handle_types[0]
+    return _hooks.handle_type if _native is None else _native_handle_types[0]
 
 
 def make_native(definition: Definition) -> None:
@@ -177,7 +175,7 @@ def _ready(module: ModuleType) -> None:
         if _native is None:
             _prepare(module)
             for handle in registries.published_handles().values():
-                if isinstance(handle, handle_type) and handle._definition.reason_gone is None:
+                if isinstance(handle, Handle) and handle._definition.reason_gone is None:
                     calls = _adopt(handle._definition, module)
                     if handle._definition.has_plan:  # torch.ops may be all that calls it
                         calls.attach()
@@ -199,23 +197,19 @@ def _prepare(module: ModuleType) -> None:
             )
     if not _native_handle_types:
         # Dynamo follows `__call__`, and looks for a property in the very type of an object.
-        members = vars(handle_type).items()
+        base = _hooks.handle_type
+        members = vars(base).items()
         traceable: dict[str, Any] = {k: v for k, v in members if isinstance(v, property)}
-        traceable["__call__"] = _first_use.call or handle_type.__call__
-        _native_handle_types.append(module.make_handle_type(handle_type, traceable))
+        traceable["__call__"] = _first_use.call or base.__call__
+        _native_handle_types.append(module.make_handle_type(base, traceable))
     dynamo_variables.trace_as_overload(_native_handle_types[0])
     for cls in overload_functions.forwarding_classes():
         module.shorten_calls(cls, _before_first_call)
-    contract.is_evidently_fresh = module.is_evidently_fresh
-    gradients.are_plain = module.are_plain
-    function.native_backward = module.make_backward
-    replay.pack_plain = module.pack_plain
-    rule.native_choice = module.Choice
     recipe.difference = module.try_nodes(autograd.make_autograd_function, autograd.node_maker)
     if (problem := recipe.unknown_nodes()) is not None:
         log.warning("Calls that record a gradient go through the dispatcher: %s.", problem)
     type(registration_lock).__enter__ = module.make_entering(registration_lock)
-    deregistration.native = module
+    _hooks.extension = module
 
 
 def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:

@@ -1,13 +1,17 @@
-"""Companions: operators that stand for another one in compiled graphs.
+"""Helper operators, which torchop defines beside an operator and deregisters together with it.
 
-A companion is an operator like any other, with a name made from that of the operator, and ends with
-it. It exists as soon as it can be needed: graphs in caches and files name it.
+The forms of an operator are helpers that users call. A companion stands for the operator in
+compiled graphs, under a name derived from the operator's. It is defined before any graph needs it,
+because graphs in caches and files name it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch.library
 
 from torchop._compat import operators, schemas
 from torchop._compat.classes import Tag
@@ -33,11 +37,19 @@ def define_companion(
     origin: Definition | None = None,
     convention: Convention = FLAT,
 ) -> Definition:
-    """Defines the operator `name__kind` beside the operator `name`, whose tags it has too.
+    """Define the companion `name__kind` of the operator `name`.
 
-    The schema is without the name. `error` is raised if somebody else has an operator of that name.
-    Rules of the user derive its values from those of the `origin`, by default the operator, and the
-    `convention` says how their functions are called.
+    Args:
+        definition: the operator, whose tags the companion has too.
+        kind: the end of the name.
+        schema: the schema without the name.
+        function: the kernel.
+        fake: the fake kernel.
+        tags: more tags.
+        error: the exception to raise if another package has an operator of that name.
+        origin: the operator from whose public rules the companion derives its own; by default
+            `definition`.
+        convention: how functions are called that are registered for the companion.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
@@ -46,13 +58,13 @@ def define_companion(
             f"registered at {registration_site(name)}. Give that "
             "one another name."
         )
-    # The form of an operator is not that of its companions.
+    # A companion has another form than the operator.
     inherited = (tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN)
     declaration = Declaration(
         name,
         Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}"),
         function,
-        # That of somebody else's operator is not known to us.
+        # The site of another package's operator is unknown.
         definition.declaration.site or Site(__name__, str(name), __file__, 0),
         tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *tags))),
         fake=fake,
@@ -60,18 +72,45 @@ def define_companion(
         is_companion=True,
     )
 
+    return define_helper(origin or definition, declaration, kind, owner=definition)
+
+
+def define_helper(
+    origin: Definition,
+    declaration: Declaration,
+    kind: str,
+    *,
+    owner: Definition | None = None,
+    lib: torch.library.Library | None = None,
+) -> Definition:
+    """Define a helper operator.
+
+    Args:
+        origin: the operator from whose public rules the helper derives its own.
+        declaration: the helper.
+        kind: what the helper is to `origin`, for public rules.
+        owner: the operator with which the helper is deregistered; by default `origin`.
+        lib: the caller's library that the helper lives in.
+    """
+    name, owner = declaration.name, owner or origin
+    owners_name, reference = str(owner), weakref.ref(owner)
+
+    def reason_gone() -> str:
+        reason = f"{name} belongs to {owners_name}, which is gone."
+        ended = reference()
+        return f"{reason} {(ended and ended.reason_gone) or ''}".rstrip()
+
     def build() -> Definition:
-        companion = define(declaration)
-        reason = f"{name} belongs to {definition}, which is gone."
-        end_with(definition.library, companion, lambda: reason)
-        follow(origin or definition, companion, kind)
-        return companion
+        helper = define(declaration, lib)
+        end_with(owner.library, helper, reason_gone)
+        follow(origin, helper, kind)
+        return helper
 
     return all_or_nothing(name, build)
 
 
 def free_name(name: str, schema: Schema) -> str:
-    """A name for one more argument beside those of a schema."""
+    """Return `name`, with underscores appended until no argument of the schema has it."""
     while any(argument.name == name for argument in schema.arguments):
         name += "_"
     return name

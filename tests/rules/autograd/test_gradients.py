@@ -11,7 +11,8 @@ from torch import Tensor
 import torchop
 from tests.rules.support import leaf
 from tests.rules.support import with_formula as define
-from tests.support import on_both
+from tests.support import needs_native, on_both
+from torchop import _hooks
 from torchop._rules.autograd import gradients
 
 
@@ -248,9 +249,22 @@ ACCEPTED = {
     "broadcast": lambda g: g.expand(4, 2, 3),
     "of other strides": lambda g: g.t().contiguous().t(),
 }
-# Native calls look at a node in C++, and other calls in Python.
+
+
+def fit(grads, count, node):
+    """Whether the gradients look like the inputs of a node, for a check in Python."""
+    return gradients.are_plain_in_python(grads, count, node) and not [
+        *gradients._misfits(grads, node)
+    ]
+
+
+# The node is read in C++, and in Python where the result of that is not certain.
 LOOKS = pytest.mark.parametrize(
-    "are_plain", [gradients.are_plain, gradients._are_plain_and_fit], ids=["native", "python"]
+    "are_plain",
+    [
+        pytest.param(lambda *args: _hooks.extension.are_plain(*args), id="C++", marks=needs_native),
+        pytest.param(fit, id="Python"),
+    ],
 )
 
 
@@ -332,8 +346,8 @@ def _backward_of_quotient(library, namespace, change):
 
 def test_what_is_no_node_of_a_graph_is_left_alone():
     assert gradients.are_plain_in_python((torch.ones(1), None), 2, object())
-    if gradients.are_plain is not gradients._are_plain_and_fit:
-        assert gradients.are_plain((torch.ones(1), None), 2, object())
+    if _hooks.extension is not _hooks.NoExtension:
+        assert _hooks.extension.are_plain((torch.ones(1), None), 2, object())
 
 
 def test_gradients_are_in_memory_of_their_own():

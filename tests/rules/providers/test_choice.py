@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import threading
+import types
 import weakref
 from collections.abc import Iterator
 from typing import ClassVar
@@ -17,7 +18,7 @@ from tests.devices import DEVICE, TYPE
 from tests.forking import run_forked
 from tests.rules.support import adding_one as define
 from tests.support import needs_native
-from torchop._rules.kernels import rule
+from torchop import _hooks
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import choice as choosing
 
@@ -41,7 +42,8 @@ def in_plan(op):
 def table(request, monkeypatch) -> Iterator[str]:
     """The tables that are used; the rest of a call is as ever."""
     if request.param == "Python":
-        monkeypatch.setattr(rule, "native_choice", None)
+        others = {**vars(_hooks.extension), "Choice": None}
+        monkeypatch.setattr(_hooks, "extension", types.SimpleNamespace(**others))
     return request.param
 
 
@@ -398,13 +400,14 @@ def test_an_extension_that_comes_later_chooses():
     """The first call of a process is chosen in Python: it is what gets the extension."""
     program = """
         import torch, torchop
+        from torchop import _hooks
         from torchop._rules.kernels import rule
 
         schema = "(Tensor x) -> Tensor"
         op = torchop.custom_op("lib::op", lambda x: x + 1, mutates_args=(), schema=schema)
         op.register_kernel("cpu", lambda x: x + 10, provider="ten", supports=lambda x: True)
         op.set_priority(["ten"])
-        print(rule.native_choice, op(torch.zeros(1)).item())
+        print(_hooks.extension.Choice, op(torch.zeros(1)).item())
         torchop.native.wait()
         print(op(torch.zeros(1)).item())
         print(type(op._definition.plan[rule.KernelRule].functions["cpu"]).__name__)

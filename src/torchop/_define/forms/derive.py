@@ -7,7 +7,6 @@ fake kernel of the functional operator serve all forms.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,15 +16,15 @@ from torch import Tensor
 from torchop._compat.classes import FunctionalTensorMode, Tag
 from torchop._core.call import returned_arguments, returned_result
 from torchop._core.declaration import Declaration, Guard
-from torchop._core.define import all_or_nothing, define, end_with
+from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._core.library import check_callers_library
-from torchop._core.user_rule import follow
 from torchop._define.forms import schemas
 from torchop._define.forms.kernels import check_fits, check_outputs, metadata
 from torchop._define.forms.schemas import identified
 from torchop._errors import SchemaError, short_repr
 from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.companions import define_helper
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.naming import OpName
@@ -111,9 +110,17 @@ def define_member(
     devices: tuple[str | None, ...] = (None,),
     tags: tuple[Tag, ...] = (),
 ) -> Definition:
-    """Defines one form of a functional operator, with a kernel that returns what it wrote.
+    """Define a form of a functional operator.
 
-    The tags are added to those of every form of this kind.
+    Args:
+        functional: the functional operator.
+        name: the name of the form.
+        schema: the schema of the form.
+        kernel: the kernel, which returns the arguments that it wrote.
+        guard: see `Declaration`.
+        lib: the caller's library that the form lives in.
+        devices: the device types that the kernel is for.
+        tags: tags beside those of every form of this kind.
     """
     # Not `torch.Tag.out`: Inductor looks for an overload with this tag, and calls it in place of
     # the functional operator, wrongly for most signatures; see `_compat.planned_outputs`, which
@@ -130,24 +137,15 @@ def define_member(
         fake=writing_result(functional, name, schema, copies=False),
         guard=guard,
     )
-    through_functional = writing_result(functional, name, schema)
+    kind = "inplace" if schema.form is Form.INPLACE else "out"
 
     def build() -> Definition:
-        form = define(declaration, lib)
+        form = define_helper(functional, declaration, kind, lib=lib)
         form.rule(TorchDispatchRule).register(
-            FunctionalTensorMode, _functionalization(through_functional)
+            FunctionalTensorMode, _functionalization(writing_result(functional, name, schema))
         )
         if schema.form is Form.INPLACE:
             form.rule(AutogradRule).decomposition = _differentiable(functional, name, schema)
-        original = weakref.ref(functional)
-        reason = f"{name} is a form of {functional}, which is gone."
-
-        def reason_gone() -> str:
-            ended = original()  # without it, the form would go on with the old kernel
-            return f"{reason} {(ended and ended.reason_gone) or ''}".rstrip()
-
-        end_with(functional.library, form, reason_gone)
-        follow(functional, form, "inplace" if schema.form is Form.INPLACE else "out")
         return form
 
     return all_or_nothing(name, build)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._core import contract
+from torchop import _hooks
 from torchop._core.call import named_inputs, returned_arguments, tensors_in
 from torchop._core.contract import alias_error, shares_memory, spell_result
 from torchop._core.declaration import Guard
@@ -241,11 +241,11 @@ class WritingKernels:
             outputs = (args[0],) if is_inplace else outputs_in(kwargs)
             read, fits = args, place is not None
             like: Any = None if place is None else args[place]
+            is_fresh = _hooks.extension.is_evidently_fresh
             for output in outputs:
-                # Through the module, because the extension has it in C++ once it is there. What
-                # is passed by keyword beside the outputs is no tensor.
-                if not fits or not contract.is_evidently_fresh(read, {}, output, like):
-                    is_fine = may_be_an_input or contract.is_evidently_fresh(read, {}, output)
+                # Keyword arguments other than the outputs are no tensors.
+                if not fits or not is_fresh(read, {}, output, like):
+                    is_fine = may_be_an_input or is_fresh(read, {}, output)
                     if output is None or not is_fine:
                         check_outputs(name, schema, args, kwargs, may_be_an_input=may_be_an_input)
                     fits = fits and _look_alike(like, output)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchop import _hooks
 from torchop._compat import (
     deregistration,
     foreign_operators,
@@ -26,7 +27,6 @@ from torchop._compat import (
     torch_ops,
 )
 from torchop._compat.classes import CustomOpDef, OpOverload
-from torchop._core import registry
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import find_schema, own_definition
@@ -275,4 +275,4 @@ class Follower:
         outdate(self._name)
 
 
-registry.new_follower = Follower
+_hooks.new_follower = Follower

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from torchop import _hooks
 from torchop._compat import autograd, compilers, dispatch, functorch, tracing
 from torchop._compat.classes import DispatchKeySet
 from torchop._core.definition import Definition
@@ -81,11 +82,6 @@ def apply(
         return result
     values = unflatten(result, call.outputs)
     return values if call.returns_tuple else values[0]
-
-
-# Makes what the engine calls of a node, and what reads its saved tensors: see `_call_path.pyi`.
-# Native calls put it here.
-native_backward: Callable[..., tuple[Any, Callable[[Any], Any]]] | None = None
 
 
 def make_function(definition: Definition, rule_type: Any) -> Any:
@@ -168,7 +164,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         inputs: Layout | None = ctx._torchop_inputs if has_lists else None
         needed = ctx.needs_input_grad
         flat = tuple(gradients.flat_gradients(definition, result, inputs, needed))
-        if not fits and may_check_fit and not gradients.are_plain(flat, len(flat), ctx):
+        if not fits and may_check_fit and not _hooks.extension.are_plain(flat, len(flat), ctx):
             gradients.check_fit(definition, flat, inputs, ctx)
         return flat
 
@@ -215,10 +211,10 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     context._torchop_inputs = context._torchop_outputs = context._torchop_guard = None
     # The engine calls this. PyTorch's own `apply` first checks for kinds of functions that this one
     # never is.
-    context.apply = made_backward(gradients.are_plain)
+    context.apply = made_backward(_hooks.extension.are_plain)
     read: Callable[[Any], Any] = saved_tensors
-    if native_backward is not None and not has_lists:
-        context.apply, read = native_backward(
+    if _hooks.extension.make_backward is not None and not has_lists:
+        context.apply, read = _hooks.extension.make_backward(
             definition,
             rule_type,
             tuple(argument.holds_tensors for argument in arguments),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchop import _hooks
 from torchop._compat import autograd
-from torchop._core import contract
 from torchop._core.call import tensors_in
 from torchop._core.contract import storage_of
 from torchop._core.definition import Definition
@@ -27,23 +27,15 @@ _PLAIN = frozenset({Tensor, type(None)})
 
 
 def are_plain_in_python(gradients: Any, count: int, ctx: Any) -> bool:
-    """Whether they are a tuple of so many tensors and None; `ctx` may be that of a compiler."""
+    """Return whether gradients are a tuple of `count` tensors and None.
+
+    This is `are_plain` of the extension without the look at the node: `ctx` may be a compiler's.
+    """
     return (
         type(gradients) is tuple
         and len(gradients) == count
         and _PLAIN.issuperset(map(type, gradients))
     )
-
-
-def _are_plain_and_fit(gradients: Any, count: int, ctx: Any) -> bool:
-    return (
-        are_plain_in_python(gradients, count, ctx) and next(_misfits(gradients, ctx), None) is None
-    )
-
-
-# Whether a formula returned a tuple of so many tensors and None that look like the inputs, as most
-# do. Native calls replace this function by a faster one.
-are_plain: Callable[[Any, int, Any], bool] = _are_plain_and_fit
 
 
 def check_fit(
@@ -188,7 +180,7 @@ def in_fresh_memory(
             is_like = gradient.stride() == torch.empty_like(like, device="meta").stride()
         # A storage that Python has seen is not evidently that of one tensor: see `results.h`.
         if (strided and not is_like) or not (
-            contract.is_evidently_fresh(tuple(taken), {}, gradient)
+            _hooks.extension.is_evidently_fresh(tuple(taken), {}, gradient)
             or storage_of(gradient) not in map(storage_of, taken)
         ):
             gradient = torch.empty_like(like).copy_(gradient) if strided else gradient.clone()

@@ -37,11 +37,6 @@ log = logging.getLogger(registries.LOGGER_NAME)
 _ON_EVERY_DEVICE: Mapping[str, str | None] = {EVERY_DEVICE: None}
 
 
-# What makes the object that chooses between kernels of providers in C++: `Choice` in
-# `_call_path.pyi`. The native calls put it here when they have the extension.
-native_choice: Callable[[Any, Callable[[Any, bool], Any], bool], Callable[..., Any]] | None = None
-
-
 class Kernels(NamedTuple):
     """The compiled rule: the kernel of each device type; None stands for all other devices."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchop import _hooks
 from torchop._compat import dispatch, logs
 from torchop._core.call import tensors_in
 from torchop._errors import (
@@ -20,7 +21,6 @@ from torchop._errors import (
     ProviderWarning,
     warn,
 )
-from torchop._rules.kernels import rule
 from torchop._rules.providers import priority
 from torchop._rules.providers.candidates import DeviceKernels, Function, TunedKernels
 from torchop._rules.providers.priority import (
@@ -141,9 +141,12 @@ class Choice:
 
     def _choosing(self) -> Function:
         """What chooses for each call, in C++ if the extension is there."""
-        if rule.native_choice is None:
+        if _hooks.extension.Choice is None:
             return self.__call__
-        return rule.native_choice(priority.open_blocks, self._selection, self._has_random)
+        chosen: Function = _hooks.extension.Choice(
+            priority.open_blocks, self._selection, self._has_random
+        )
+        return chosen
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         selection = self._selection(priority.current(), self._is_deterministic())

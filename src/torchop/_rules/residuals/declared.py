@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import GenericAlias
 from typing import Any
 
-from torchop._core import checking, contract
+from torchop import _hooks
+from torchop._core import checking
 from torchop._core.call import named_inputs, named_outputs, tensors_in
 from torchop._core.contract import result_check, storage_of
 from torchop._errors import AliasError, ResultError, SchemaError, short_repr
@@ -126,7 +127,8 @@ class Declared:
         tensors = list(tensors_in(flat))
         others = list(tensors_in(output if isinstance(output, tuple) else (output,)))
         if len(set(map(id, tensors))) == len(tensors) and all(
-            contract.is_evidently_fresh((*args, others), kwargs, tensor) for tensor in tensors
+            _hooks.extension.is_evidently_fresh((*args, others), kwargs, tensor)
+            for tensor in tensors
         ):
             return
         taken = {storage_of(tensor): where for _, where, tensor in named_inputs(of, args, kwargs)}

@@ -10,6 +10,7 @@ from torch import Tensor
 import torchop
 from tests.rules.autograd.derived.support import derived
 from tests.support import needs_native
+from torchop import _hooks
 from torchop._compat import devices
 from torchop._core import generators
 from torchop._native.switch import native_module
@@ -353,8 +354,7 @@ def test_generators_are_in_the_order_in_which_they_are_packed(monkeypatch):
 
 
 def _pack_plain(values, latest=None):
-    assert replay.pack_plain is native_module().pack_plain
-    return replay.pack_plain(values, latest, devices.accelerator_count())
+    return _hooks.extension.pack_plain(values, latest, devices.accelerator_count())
 
 
 @needs_native

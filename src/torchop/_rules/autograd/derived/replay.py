@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from torchop import _hooks
 from torchop._compat import devices, dispatch, schemas
 from torchop._compat.classes import Tag, TorchDispatchMode
 from torchop._compat.settings import changed
@@ -98,18 +99,18 @@ def have_changed(state: AmbientState, values: Sequence[Any]) -> bool:
     return _bytes(state.packed) != _bytes(ambient_state(values).packed)
 
 
-# Packs the state of a call if it is plain, and its arguments certainly hold no generator and no
-# device but the CPU and the `count` accelerators; otherwise returns None. Returns `latest` if that
-# is the same. It runs in every call that records a gradient, and so it is a function in C++, which
-# the native call path puts here. Without one, the states are read one by one.
-pack_plain: Callable[[Sequence[Any], Tensor | None, int], Tensor | None] | None = None
-
-
 def _packed_if_plain(values: Sequence[Any], latest: Tensor | None, count: int) -> Tensor | None:
+    """Return the state of a call packed if it is plain; `latest` if it is the same; or None.
+
+    It is plain if the arguments certainly hold no generator, and no device but the CPU and the
+    `count` accelerators. The state is read in every call that records a gradient, so this is done
+    in C++. Otherwise the states are read one by one.
+    """
     accelerator = devices.accelerator() if count else None
-    if pack_plain is None or (accelerator is not None and accelerator.get_rng_state is None):
-        return None  # in the second case, PyTorch may have states that nobody could put back
-    return pack_plain(values, latest, count)
+    if accelerator is not None and accelerator.get_rng_state is None:
+        return None  # PyTorch may have states that cannot be restored
+    packed: Tensor | None = _hooks.extension.pack_plain(values, latest, count)
+    return packed
 
 
 def _shared(packed: Tensor, latest: Tensor | None) -> Tensor:
