@@ -266,7 +266,7 @@ WRONG: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "two descriptions": (
         lambda name: register_custom_op(double, op_name=name, out_shape=0, fake_impl=like_x),
-        "both fake_impl and out_shape",
+        "fake_impl and out_shape both describe the result",
     ),
     "dtype alone": (
         lambda name: register_custom_op(double, op_name=name, out_dtype=torch.half),

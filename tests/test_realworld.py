@@ -83,7 +83,9 @@ def test_a_case_is_compared_with_and_without(namespace) -> None:
     assert check(_case.Case(f"{namespace}::good", lambda: (ones, 2.0))) == ""
     assert "has other values" in check(_case.Case(f"{namespace}::counted", lambda: (ones,)))
     converted = check(_case.Case(f"{namespace}::good", lambda: (ones, np.float32(2.0))))
-    assert converted.startswith("it is not native: argument 'by' does not have exactly the type")
+    assert converted.startswith(
+        "it is not native: argument 'by' does not have exactly the schema's type"
+    )
 
 
 @needs_native

@@ -1,7 +1,7 @@
 """The exceptions and warnings of torchop.
 
-Each one subclasses the builtin that callers of `torch.library` already catch, so that changing the
-import changes no `except` clause.
+Each subclasses the builtin exception that `torch.library` raises in the same place, so existing
+`except` clauses continue to work.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ __all__ = [
     "UndeclaredMutationError",
 ]
 
-# The longest repr of a user's value in a message. No other part of a message grows with the value.
+# The maximum length of a user's repr in messages; no other part of a message grows with the value.
 _LONGEST = 200
 
 
 def short_repr(value: object) -> str:
-    """Returns the `repr` of something that a user passed, as messages show it.
+    """Return the `repr` of a user's value, shortened for messages.
 
     Args:
-        value: any object, also one whose `repr` raises.
+        value: any object, even one whose `repr` raises.
 
     Example:
         >>> from torchop.extend import short_repr
@@ -78,10 +78,10 @@ def short_repr(value: object) -> str:
 
 
 def short_text(text: object) -> str:
-    """Returns somebody else's text as messages show it: one line, printable, shortened.
+    """Return text from other code as a single, printable, shortened line for messages.
 
     Args:
-        text: any object; its `str` counts.
+        text: any object; its `str` is used.
 
     Example:
         >>> from torchop.extend import short_text
@@ -96,18 +96,18 @@ def short_text(text: object) -> str:
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """The nearest known name, in brackets; or an empty string."""
-    import difflib  # for start-up time: only a wrong name needs it
+    """Return a "did you mean" hint with the nearest known name, or an empty string."""
+    import difflib  # imported here because only wrong names need it
 
     close = difflib.get_close_matches(str(name), list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class _ShortErrors:
-    """Mends PyTorch's errors about a user's string.
+    """Shortens PyTorch's errors about a user's string.
 
-    PyTorch shows the whole string; or, where it points to a part of a letter that is not ASCII,
-    its message cannot be decoded.
+    PyTorch shows the whole string. If it points into a multi-byte character, its message cannot be
+    decoded.
     """
 
     def __enter__(self) -> None:
@@ -163,7 +163,7 @@ class UndeclaredMutationError(RuntimeError):
 
 
 class MissingKernelError(NotImplementedError):
-    """No kernel is registered for the device that a call asks for."""
+    """No kernel is registered for the device of a call."""
 
 
 class MissingFakeError(RuntimeError):
@@ -171,11 +171,11 @@ class MissingFakeError(RuntimeError):
 
 
 class FakeKernelError(RuntimeError):
-    """A fake kernel broke its contract: it read data, or returned something that is not fake."""
+    """A fake kernel read data, or returned a tensor that is not fake."""
 
 
 class MissingEffectError(RuntimeError):
-    """A compiler would remove an operator, because nothing says that it has an effect."""
+    """A compiler would remove an operator, because no effect is declared."""
 
 
 class FunctionalizationError(RuntimeError):
@@ -183,7 +183,7 @@ class FunctionalizationError(RuntimeError):
 
 
 class EffectError(RuntimeError):
-    """PyTorch cannot keep a call that has an effect, or the effect is declared too late."""
+    """PyTorch cannot preserve a call with an effect, or the effect is declared too late."""
 
 
 class InliningError(RuntimeError):
@@ -195,7 +195,7 @@ class MissingFormulaError(RuntimeError):
 
 
 class GradientError(TypeError, RuntimeError):
-    """A backward formula returned wrong gradients, or kept a residual where nothing guards it."""
+    """A backward returned wrong gradients, or a residual bypassed `ctx.save_for_backward`."""
 
 
 class MutationError(RuntimeError):
@@ -226,7 +226,7 @@ class OperatorClassError(TypeError):
 
 
 class ProviderError(RuntimeError):
-    """No provider of a strict order can run a call, or what a provider says of calls is wrong."""
+    """No provider of a strict order can run a call, or a provider's `supports` is wrong."""
 
 
 class ProviderNameError(ValueError):
@@ -234,11 +234,11 @@ class ProviderNameError(ValueError):
 
 
 class RuleNameError(ValueError):
-    """There is no rule of this name, or the name is not allowed."""
+    """No rule has this name, or the name is not allowed."""
 
 
 class MissingRuleError(NotImplementedError):
-    """An operator does not have a rule that was asked for, such as an inverse."""
+    """An operator lacks a required rule, such as an inverse."""
 
 
 class ShardingRuleError(ValueError):
@@ -250,7 +250,7 @@ class ShardingError(NotImplementedError):
 
 
 class MissingEffectWarning(UserWarning):
-    """Compilers refuse a new operator, because nothing says that it has an effect."""
+    """A new operator has no declared effect, so compilers would reject it."""
 
 
 class RedefinitionWarning(UserWarning):
@@ -262,7 +262,7 @@ class ProviderWarning(UserWarning):
 
 
 class SchemaWarning(UserWarning):
-    """A hand-written schema is allowed, but not what its function or a compiler needs."""
+    """A hand-written schema is valid, but does not suit the function or a compiler."""
 
 
 class OperatorNotFoundError(RuntimeError, AttributeError):
@@ -282,34 +282,34 @@ class NativeBuildWarning(UserWarning):
 
 
 class NothingToAccelerateWarning(UserWarning):
-    """A pattern or package for `accelerate` or `record` matches nothing that they can use."""
+    """A pattern or package for `accelerate` or `record` matches no usable operator."""
 
 
 class RecordingError(ValueError):
     """A file is not a recording of calls, or is damaged."""
 
 
-# Whether Dynamo is tracing: `_compat.compilers` puts its function here, and `bool()` is False.
+# Return whether Dynamo is tracing. Replaced by `_compat.compilers`; `bool()` is False.
 dynamo_is_tracing: Callable[[], bool] = bool
 
 
 def _readable(error: Exception) -> str:
-    """The `repr`, because Dynamo shows only that of an exception in a fake kernel.
+    """Return the `repr` of an exception, the only part that Dynamo shows for a fake kernel.
 
-    Dynamo shows it after its own words. The usual `repr` would be a single line with escapes.
+    Dynamo appends it to its own message. The usual `repr` would be a single line with escapes.
     """
     start = "\n" if dynamo_is_tracing() else ""
     return f"{start}{type(error).__module__}.{type(error).__name__}: {error}"
 
 
-# In tracebacks and documentation they stand where users import them from.
+# Tracebacks and documentation show the public import path.
 for _name in __all__:
     globals()[_name].__module__ = "torchop"
     globals()[_name].__repr__ = _readable
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warns at the user's line, outside of torchop, PyTorch and the package that calls this.
+    """Issue a warning at the user's line, outside of torchop, PyTorch and the calling package.
 
     Args:
         message: the text.
@@ -325,10 +325,10 @@ def warn(message: str, category: type[Warning]) -> None:
         The tool has seen no call.
     """
     frame, level = sys._getframe().f_back, 2
-    assert frame is not None  # that of the caller
-    # Calls come through PyTorch, too; and the code of its graphs belongs to no module.
-    passed_over = {"torchop", "torch", "", _package(frame)} - {"__main__"}
-    while frame is not None and _package(frame) in passed_over:
+    assert frame is not None  # the caller's frame
+    # Also skip PyTorch's frames, and code of graphs, which belongs to no module.
+    skipped = {"torchop", "torch", "", _package(frame)} - {"__main__"}
+    while frame is not None and _package(frame) in skipped:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 
@@ -338,13 +338,13 @@ def _package(frame: types.FrameType) -> str:
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Adds a note to an exception of a user's function."""
+    """Add a note to an exception raised by a user's function."""
     add = getattr(error, "add_note", None)  # since Python 3.11
     if (add is None or dynamo_is_tracing()) and len(error.args) < 2:
         (text,) = error.args or ("",)
         if isinstance(text, str):
             if note in text:
-                return  # an exception that a program keeps, and raises again
+                return  # an exception that the program raises again
             # Dynamo shows the `repr`, which has no notes.
             text = f"{text} ({note})".lstrip()
             error.args = (_Unescaped(text) if dynamo_is_tracing() else text,)
@@ -354,7 +354,7 @@ def add_note(error: Exception, note: str) -> None:
 
 
 class _Unescaped(str):
-    """The text of an exception, which appears unescaped in the `repr` of the exception too."""
+    """The message of an exception, which is not escaped in the `repr` of the exception."""
 
     __slots__ = ()
 
@@ -363,7 +363,7 @@ class _Unescaped(str):
 
 
 class Place(NamedTuple):
-    """A line of the user's program, to warn about later."""
+    """A line of the user's program, for a later warning."""
 
     file: str
     line: int
@@ -371,14 +371,14 @@ class Place(NamedTuple):
 
 
 def users_place() -> Place:
-    """The line of the first frame outside torchop."""
+    """Return the location of the first frame outside of torchop."""
     frame = sys._getframe()
-    # Those of imports are not the user's where torchop is being imported.
+    # While torchop is being imported, importlib's frames are not the user's.
     while frame.f_back is not None and _package(frame) in ("torchop", "importlib"):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
 
 
 def warn_at(place: Place, message: str, category: type[Warning]) -> None:
-    """Warns from another thread, as if a line of the user's had called `warnings.warn`."""
+    """Issue a warning from another thread at a line of the user's program."""
     warnings.warn_explicit(message, category, *place)

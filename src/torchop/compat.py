@@ -1,10 +1,10 @@
-"""The registration helpers of inference engines, so that an engine can delete its own.
+"""Drop-in replacements for the registration helpers of inference engines.
 
-Each engine has a thin function around `torch.library`, because calls of `torch.library.custom_op`
-are slow: `direct_register_custom_op` of vLLM and SGLang, `register_custom_op` of SGLang,
-`fast_custom_op` of TensorRT-LLM. Here they are functions around `torchop.custom_op`, whose calls
-are cheap. Calls do what those of the helpers do: where `torchop.custom_op` refuses a result that
-shares memory with an argument or another result, these warn once.
+Engines wrap `torch.library` in a function because calls of `torch.library.custom_op` are slow:
+`direct_register_custom_op` of vLLM and SGLang, `register_custom_op` of SGLang, `fast_custom_op` of
+TensorRT-LLM. Here these functions wrap `torchop.custom_op`, whose calls are cheap. Calls behave as
+with the engines' helpers: a result that shares memory with an argument or another result warns
+once, while `torchop.custom_op` raises.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ Tags: TypeAlias = "torch.Tag | Iterable[torch.Tag] | None"
 
 
 class _Registration(NamedTuple):
-    """What a helper was called with, to tell a repetition from a redefinition."""
+    """The arguments of a registration, to distinguish a repetition from a redefinition."""
 
     function: Callable[..., Any]
     mutates_args: str | tuple[str, ...]
     devices: tuple[str | None, ...]
     fake_impl: Callable[..., Any] | None
-    # Weakly, because the operator lives as long as its library, which is the caller's.
+    # Weak, because the operator lives as long as the caller's library.
     library: weakref.ref[torch.library.Library] | None
     tags: tuple[Any, ...]
     out_shape: int | str | None = None
     out_dtype: torch.dtype | None = None
 
 
-# By the operator's name. Engines register again when a second one starts in the same process.
+# Engines register again when a second engine starts in the same process.
 _registrations: dict[OpName, _Registration] = {}
 
 
@@ -59,16 +59,15 @@ def direct_register_custom_op(
     dispatch_key: str | None = None,
     tags: tuple[torch.Tag, ...] = (),
 ) -> CustomOp[..., Any]:
-    """Registers an operator, as `direct_register_custom_op` of vLLM and SGLang does.
+    """Register an operator, like `direct_register_custom_op` of vLLM and SGLang.
 
     Args:
-        op_name: the name: `"name"`, in the namespace of `target_lib`, or without one in that of
-            the package that calls (vLLM's operators are in `vllm`); or `"namespace::name"`.
+        op_name: the name: `"namespace::name"`, or `"name"` in the namespace of `target_lib`, or
+            else of the calling package (`vllm` for vLLM).
         op_func: the function, whose annotations give the schema.
-        mutates_args: the names of the tensor arguments that it writes into; None for none.
+        mutates_args: the names of the tensor arguments that the function writes.
         fake_impl: the fake kernel.
-        target_lib: the library that the operator lives in; by default it lives as long as the
-            process.
+        target_lib: the library that owns the operator; by default the operator is permanent.
         dispatch_key: the dispatch key of the function's device, such as `"CUDA"`; None for all
             devices.
         tags: a tuple of `torch.Tag`.
@@ -77,9 +76,9 @@ def direct_register_custom_op(
         The handle. The helpers of engines return None, and look the operator up in `torch.ops`.
 
     Raises:
-        ValueError: a name, an annotation, `mutates_args` or `dispatch_key` that breaks a rule.
-            Nothing is defined.
-        TypeError: `fake_impl` does not take the operator's arguments. Nothing is defined.
+        ValueError: an invalid name, annotation, `mutates_args` or `dispatch_key`. Nothing is
+            defined.
+        TypeError: `fake_impl` does not accept the operator's arguments. Nothing is defined.
 
     Warns:
         UserWarning: in the first call whose result shares memory with an argument or another
@@ -96,7 +95,7 @@ def direct_register_custom_op(
         >>> out
         tensor([2., 2.])
 
-    The idea is `direct_register_custom_op` of vLLM.
+    Based on `direct_register_custom_op` of vLLM.
     """
     check_callable("direct_register_custom_op", op_func)
     return register_custom_op(
@@ -111,7 +110,7 @@ def direct_register_custom_op(
 
 
 class _Options(TypedDict, total=False):
-    """What `register_custom_op` takes by keyword, for type checkers."""
+    """The keyword arguments of `register_custom_op`, for type checkers."""
 
     op_name: str | None
     mutates_args: str | Iterable[str] | None
@@ -147,34 +146,32 @@ def register_custom_op(
     tags: Tags = None,
     eager: bool = True,
 ) -> CustomOp[..., Any] | Callable[[Callable[..., Any]], CustomOp[..., Any]]:
-    """Registers an operator, as a decorator or as a call, like the helpers of engines.
+    """Register an operator, as a decorator or as a call, like the helpers of engines.
 
-    It takes what `register_custom_op` and `register_custom_op_from_extern` of SGLang take, except
-    `computed_args`; and with the name first, what `fast_custom_op` of TensorRT-LLM takes. Calling
-    it again with the same arguments returns the same operator.
+    It accepts the arguments of SGLang's `register_custom_op` and `register_custom_op_from_extern`,
+    except `computed_args`; and with the name first, those of TensorRT-LLM's `fast_custom_op`.
+    Repeating a call with the same arguments returns the same operator.
 
     Args:
         fn: the function, or in a decorator the name, as in `@register_custom_op("ns::name")`.
-        op_name: the name, as in `direct_register_custom_op`; by default that of the function.
-        mutates_args: the names of the tensor arguments that it writes into, or `"unknown"`; None
-            for none.
-        out_shape: the name or the position of the argument that the result looks like.
-        out_dtype: the dtype of the result, if it differs from that of `out_shape`.
+        op_name: the name, as in `direct_register_custom_op`; by default the function's name.
+        mutates_args: the names of the tensor arguments that the function writes, or `"unknown"`.
+        out_shape: the name or position of an argument with the metadata of the result.
+        out_dtype: the dtype of the result, if it differs from the one of `out_shape`.
         fake_impl: the fake kernel, instead of `out_shape`.
-        device_types: device types such as `"cuda"` or their dispatch keys, such as `"CUDA"`; None
-            for all.
-        target_lib: the library that the operator lives in; by default it lives as long as the
-            process.
+        device_types: device types such as `"cuda"`, or dispatch keys such as `"CUDA"`; None for
+            all devices.
+        target_lib: the library that owns the operator; by default the operator is permanent.
         tags: a `torch.Tag`, or several.
-        eager: accepted for SGLang's callers, and not used. An operator is always registered at
-            once.
+        eager: accepted for compatibility with SGLang and ignored, because operators are always
+            registered at once.
 
     Returns:
         The handle, which has `register_fake` and all other rules.
 
     Raises:
-        ValueError: a name, an annotation, or an option that breaks a rule. Nothing is defined.
-        TypeError: `fake_impl` does not take the operator's arguments. Nothing is defined.
+        ValueError: an invalid name, annotation or option. Nothing is defined.
+        TypeError: `fake_impl` does not accept the operator's arguments. Nothing is defined.
 
     Example:
         >>> import torch
@@ -185,7 +182,7 @@ def register_custom_op(
         >>> relu_squared(torch.tensor([-1.0, 3.0]))
         tensor([0., 9.])
 
-    The idea is that of the helpers of SGLang and TensorRT-LLM.
+    Based on the helpers of SGLang and TensorRT-LLM.
     """
     if isinstance(fn, str):
         if op_name is not None:
@@ -205,7 +202,7 @@ def register_custom_op(
         )
         if fake_impl is not None and (out_shape is not None or out_dtype is not None):
             raise RuleSignatureError(
-                f"{name}: both fake_impl and out_shape say what the result looks like; pass one."
+                f"{name}: fake_impl and out_shape both describe the result. Pass only one."
             )
         if out_dtype is not None and out_shape is None:
             raise RuleSignatureError(
@@ -217,7 +214,7 @@ def register_custom_op(
             mutated if isinstance(mutated, str) else tuple(mutated),
             _devices(name, device_types),
             fake_impl,
-            # What is no library is refused where the operator is defined.
+            # Defining the operator rejects other types.
             weakref.ref(target_lib) if isinstance(target_lib, torch.library.Library) else None,
             () if tags is None else (tags,) if isinstance(tags, torch.Tag) else tuple(tags),
             out_shape,
@@ -231,7 +228,7 @@ def register_custom_op(
 def _register(
     name: OpName, registration: _Registration, library: torch.library.Library | None
 ) -> CustomOp[..., Any]:
-    """Defines the operator, unless the same call has done so already."""
+    """Define the operator, unless an equal call has defined it."""
     existing: CustomOp[..., Any] | None = Operator(name, "register_custom_op").handle
     if existing is not None and _registrations.get(name) == registration:
         return existing
@@ -259,7 +256,7 @@ def _register(
 
 
 def _calling_module() -> str:
-    """The module that calls the helper, which calls this."""
+    """Return the name of the module that called our caller."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
@@ -270,15 +267,15 @@ def _full_name(name: object, library: torch.library.Library | None, package: str
             namespace = library.ns
         if namespace == "__main__":
             raise OperatorNameError(
-                f"{short_repr(name)} has no namespace, which would be the name of the calling "
-                f"package, but a program calls. Write 'mylib::{name[:100]}', or pass target_lib."
+                f"{short_repr(name)} has no namespace, and the caller is a program instead of a "
+                f"package. Write 'mylib::{name[:100]}', or pass target_lib."
             )
         name = f"{namespace}::{name}"
     return OpName.parse_new(name)
 
 
 def _devices(name: OpName, keys: str | Sequence[str] | None) -> tuple[str | None, ...]:
-    """The device types of device types and dispatch keys; None for every device."""
+    """Convert device types and dispatch keys to device types; None means every device."""
     if keys is None:
         return (None,)
     return tuple(
@@ -291,7 +288,7 @@ def _device(name: OpName, key: str) -> str | None:
     if key == dispatch.kernel_key("default"):
         return None
     if dispatch.parse_dispatch_key(key) is None:
-        return key  # a device type, or a mistake that custom_op explains
+        return key  # a device type, or a mistake that custom_op reports
     device = dispatch.device_of_key(key)
     if device is None:
         raise ValueError(
@@ -302,7 +299,7 @@ def _device(name: OpName, key: str) -> str | None:
 
 
 def _argument(name: OpName, function: Callable[..., Any], place: object) -> str:
-    """The name of an argument, by its name or its position."""
+    """Return the name of an argument given by name or position."""
     parameters = list(inspect.signature(function).parameters)
     if isinstance(place, str) and place in parameters:
         return place

@@ -1,12 +1,12 @@
-"""torchop.mypy_plugin: tells mypy what `torchop.operator` and `torchop.out_op` make.
+"""A mypy plugin for `torchop.operator` and `torchop.out_op`.
 
-By itself, mypy ignores class decorators. In the configuration, `plugins = torchop.mypy_plugin`
-makes it see an operator: calls have the parameters and the result of `forward`, and attributes are
-those of `CustomOp`. Other checkers need no plugin, and neither does `torchop.operator(name)(cls)`.
+Without it, mypy ignores class decorators. With `plugins = torchop.mypy_plugin` in mypy's
+configuration, a class decorated by `torchop.operator` has the signature of `forward` and the
+attributes of `CustomOp`. Other type checkers need no plugin, and neither does
+`torchop.operator(name)(cls)`.
 
-Calls of a family that `torchop.out_op` made have the parameters of its kernel, where callers may
-leave out the outputs, and its result is these. No type says so, because a ParamSpec cannot make a
-parameter optional: without the plugin, calls that leave outputs out may pass anything.
+For families from `torchop.out_op`, the plugin makes the outputs optional in calls, which a
+ParamSpec cannot express. Without it, calls that omit outputs are not checked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MARK = "torchop"
 
 
 class OperatorPlugin(Plugin):
-    """Gives decorated classes the type of operators, and calls of families their signature."""
+    """Types decorated classes as operators, and calls of families by their kernel."""
 
     def get_class_decorator_hook_2(self, fullname: str) -> Callable[[ClassDefContext], bool] | None:
         return _mark if fullname in (_DECORATOR, "torchop.operator") else None
@@ -57,7 +57,7 @@ class OperatorPlugin(Plugin):
 
 
 def plugin(version: str) -> type[Plugin]:
-    """The entry point of the plugin, which mypy calls."""
+    """Return the plugin; mypy's entry point."""
     return OperatorPlugin
 
 
@@ -65,12 +65,12 @@ def _mark(context: ClassDefContext) -> bool:
     any_type = AnyType(TypeOfAny.special_form)
     handle = context.api.named_type_or_none(_HANDLE, [any_type, any_type])
     if handle is None:
-        return False  # not analysed yet: mypy calls this again
+        return False  # not analyzed yet: mypy calls this again
     info = context.cls.info
     info.metadata[_MARK] = {}
-    # Mypy looks on the metaclass for attributes that the class does not have.
+    # Mypy looks up attributes that a class lacks on the metaclass.
     info.metaclass_type = handle
-    # Or mypy would check the class as an argument of the decorator.
+    # Otherwise mypy checks the class as an argument of the decorator.
     context.cls.decorators = [d for d in context.cls.decorators if d is not context.reason]
     return True
 
@@ -84,7 +84,7 @@ def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> Function
             signature = get_proper_type(function.type)
             if isinstance(signature, CallableType):
                 return signature.with_name(operator.name)
-    # Kernels for devices, whose schema is a string.
+    # Kernels per device, whose schema is a string.
     any_type = AnyType(TypeOfAny.special_form)
     return context.default_signature.copy_modified(
         arg_types=[any_type, any_type],
@@ -99,7 +99,7 @@ def _is_tensor(type_: Instance) -> bool:
 
 
 def _family_signature(context: MethodSigContext) -> FunctionLike:
-    """The signature of the kernel, whose outputs callers may leave out, and which returns them."""
+    """Return the kernel's signature with optional outputs, which are also the result."""
     default = context.default_signature
     family = get_proper_type(context.type)
     kernel = get_proper_type(family.args[0]) if isinstance(family, Instance) else None

@@ -1,12 +1,12 @@
-"""torchop.sphinx: documents operators with Sphinx, as functions.
+"""A Sphinx extension that documents operators as functions.
 
 In a package's `conf.py`, after `sphinx.ext.autodoc`::
 
     extensions = ["sphinx.ext.autodoc", "torchop.sphinx"]
 
-By itself, `automodule` with `:members:` leaves out the handles of a module, because they are not
-functions. With this extension, each handle is documented like its function, with signature and
-docstring. Below them are the schema, the kernels and the rules. `autofunction` adds these too.
+Without it, `automodule` with `:members:` omits a module's handles, because they are not functions.
+With it, each handle is documented like a function, followed by the schema, kernels and rules, which
+`autofunction` adds too.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _HANDLES = CustomOp, OperatorFamily
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Teaches `automodule` and `autofunction` to document operators.
+    """Make `automodule` and `autofunction` document operators.
 
-    Sphinx calls it.
+    Sphinx calls this function.
 
     Args:
-        app: the build.
+        app: the Sphinx application.
 
     Example: see `how-to/document` in the documentation.
     """
@@ -52,7 +52,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _wrap_automodule(app: Sphinx) -> None:
-    # The directive is autodoc's own, of which there are two; which one counts is an option.
+    # autodoc has two implementations of the directive; an option selects one.
     directive, _ = directives.directive("automodule", get_language("en"), new_document(""))
 
     class AutomoduleDirective(directive):  # type: ignore[misc, valid-type]
@@ -67,14 +67,13 @@ def _wrap_automodule(app: Sphinx) -> None:
 
 @contextlib.contextmanager
 def _as_functions(name: str) -> Iterator[None]:
-    """Puts a function in the place of each operator of a module.
+    """Replace the operators of a module by functions for a block.
 
-    Nothing that Sphinx calls can tell it that a member which is no function shall be one. It looks
-    at what the module holds, and only there.
+    autodoc documents only members that are functions, and none of its hooks changes that.
     """
     try:
         module = importlib.import_module(name)
-    except Exception:  # whatever the module raises: autodoc tries again, and reports it
+    except Exception:  # autodoc imports it again, and reports the error
         yield
         return
     operators = {name: value for name, value in vars(module).items() if isinstance(value, _HANDLES)}
@@ -91,7 +90,7 @@ def _function(operator: Any) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         return operator(*args, **kwargs)
 
-    # Not the attributes in its `__dict__`, which are those of a handle.
+    # without the handle's `__dict__`
     functools.update_wrapper(function, operator, updated=())
     return function
 

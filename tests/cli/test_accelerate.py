@@ -132,7 +132,7 @@ def test_recorded_operators_that_were_there_take_part(run, package, save, namesp
     outcome = run("accelerate", "--report", package, "--recorded", file)
     assert outcome.row(f"{namespace}::known")[:2] == ["yes", "7"]
     assert " ".join(outcome.row(f"{namespace}::gone")) == (
-        "no 3 it is not registered here; import what registers it, with --report"
+        "no 3 it is not registered here; import the module that registers it, with --report"
     )
     chosen = run("accelerate", "--report", package, "--recorded", file, f"{namespace}::known")
     assert f"{namespace}::gone" not in chosen.out

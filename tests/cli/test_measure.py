@@ -63,10 +63,10 @@ def reason(module, namespace):
             X._replace(shape=(2, 3), stride=(10**10, 1)),
             "its tensors take 37.3 GiB, more than 1 GiB",
         ),
-        (X._replace(device="cuda:99"), "its tensors were on cuda:99, which is not here"),
-        (X._replace(device="mtia"), "its tensors were on mtia, which is not here"),
+        (X._replace(device="cuda:99"), "its tensors were on cuda:99, which is not available here"),
+        (X._replace(device="mtia"), "its tensors were on mtia, which is not available here"),
         (X._replace(shape=(2**62, 2**62)), "its tensors take 79228162514264337593543950336.0 GiB"),
-        (X._replace(dtype=torch.quint8), "its tensors cannot be made here ("),
+        (X._replace(dtype=torch.quint8), "its tensors cannot be created here ("),
         (TypeRecord("sparse_coo tensor"), "no example can be made of an argument: sparse_coo ten"),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_program_that_uses_an_accelerator_is_not_forked(namespace):
     )
     name, call = f"{namespace}::op", CallRecord((X._replace(device="cuda:0"),), {})
     measurement = measure.measure({name: [(call, 1)]})[name]
-    assert measurement.problem == "no module registers it in a process of its own"
+    assert measurement.problem == "no module registers it in a separate process"
 
 
 def test_a_module_that_cannot_be_imported_again_is_told(trusting, namespace):

@@ -126,11 +126,11 @@ def test_files_are_written_and_compared(run, write, namespace, tmp_path):
     assert outcome.out.splitlines() == [
         f"{namespace}::added: added",
         f"  + {namespace}::added(Tensor x) -> Tensor",
-        f"{namespace}::changed.two: changed, which breaks exported programs and callers",
+        f"{namespace}::changed.two: changed, and breaks exported programs and callers",
         f"  - {namespace}::changed.two(Tensor x, int k=1) -> Tensor",
         f"  + {namespace}::changed.two(Tensor x, int k=2) -> Tensor",
         "    argument 'k': int k=1 before, int k=2 now",
-        "operators: 0 removed, 1 changed, 1 added; 1 of these break what was written before",
+        "operators: 0 removed, 1 changed, 1 added; 1 of these break existing programs",
     ]
     (added, changed) = json.loads(run("schema", "compare", str(old), str(new), "--json").out)
     assert (added["kind"], changed["kind"]) == ("added", "changed")

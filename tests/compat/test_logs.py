@@ -149,7 +149,7 @@ def test_an_operator_that_ends_while_its_call_is_logged(
         logging.getLogger("torchop").addHandler(handler)
         try:
             with pytest.raises(
-                torchop.OperatorGoneError, match=rf"The operator {namespace}::op is gone"
+                torchop.OperatorGoneError, match=rf"The operator {namespace}::op was deregistered"
             ):
                 overload(3)
         finally:

@@ -174,7 +174,7 @@ def test_operator_replaced_by_pytorch_custom_op_says_so(namespace):
     old = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     new = torch.library.custom_op(f"{namespace}::op", second, mutates_args=())
     assert new(T).tolist() == [2, 2]
-    with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op is gone"):
+    with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op was deregistered"):
         old(T)
 
 

@@ -60,7 +60,7 @@ def test_a_provider_that_is_not_here_is_told_with_its_module(namespace):
     assert asked == (f'{{"{namespace}::op": "{__name__}", "{namespace}::op[asked]": "{__name__}"}}')
     with pytest.warns(
         torchop.ProviderWarning,
-        match=rf"the exported program calls {namespace}::op, which ran the kernel of the provider "
+        match=rf"the exported program calls {namespace}::op, and used the kernel of the provider "
         rf"'asked' where the program was saved\. .* Import the module '{__name__}'",
     ) as told:
         loaded = torchop.export.load(file)

@@ -15,7 +15,7 @@ import torchop
 from tests.devices import BACKEND, DEVICE, TYPE
 from tests.support import in_threads
 from torchop import CallRecord, TensorRecord
-from torchop._inspect.record import KINDS_KEPT
+from torchop._inspect.record import MAX_KINDS
 
 T = torch.ones(2, 3)
 
@@ -446,14 +446,14 @@ def test_higher_order_operators_run_as_before():
 
 def test_kinds_are_limited_and_all_calls_counted(op, namespace):
     with torchop.record(f"{namespace}::*") as recorded:
-        for k in range(KINDS_KEPT + 5):
+        for k in range(MAX_KINDS + 5):
             op(T, [1], float(k))
         op(T, [1], 2.0)
     name = f"{namespace}::op"
-    assert len(recorded[name]) == KINDS_KEPT
-    assert sum(count for _, count in recorded[name]) == KINDS_KEPT + 1
-    assert recorded.calls(name) == KINDS_KEPT + 6
-    assert repr(recorded) == f"<Recorded: calls={KINDS_KEPT + 6}, operators=1>"
+    assert len(recorded[name]) == MAX_KINDS
+    assert sum(count for _, count in recorded[name]) == MAX_KINDS + 1
+    assert recorded.calls(name) == MAX_KINDS + 6
+    assert repr(recorded) == f"<Recorded: calls={MAX_KINDS + 6}, operators=1>"
 
 
 def test_recordings_add_up(op, namespace):

@@ -12,7 +12,7 @@ import torch
 
 import torchop
 from torchop import CallRecord, Recorded, RecordingError, TensorRecord, TypeRecord
-from torchop._inspect.record import KINDS_KEPT
+from torchop._inspect.record import MAX_KINDS
 
 TENSOR = TensorRecord(torch.float32, (2, 3), "cuda:1", True, (1, 2))
 VALUES = [
@@ -62,12 +62,12 @@ def test_a_recording_comes_back(path, namespace):
         schema="(Tensor x, float k) -> Tensor",
     )
     with torchop.record(f"{namespace}::*") as recorded:
-        for k in (*range(KINDS_KEPT + 7), 3, 3, 2):
+        for k in (*range(MAX_KINDS + 7), 3, 3, 2):
             op(torch.ones(2, 3).t(), float(k))
     recorded.save(path)
     loaded = Recorded.load(str(path))
     assert loaded == recorded
-    assert loaded.calls(f"{namespace}::op") == recorded.calls(f"{namespace}::op") == KINDS_KEPT + 10
+    assert loaded.calls(f"{namespace}::op") == recorded.calls(f"{namespace}::op") == MAX_KINDS + 10
     text = path.read_text()
     loaded.save(path)
     assert path.read_text() == text

@@ -167,7 +167,7 @@ def test_an_operator_may_not_end_in_the_first_call_of_an_object(namespace, way):
 
     define(namespace, kernel)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="cannot be destroyed or replaced from inside"):
+        with pytest.raises(RuntimeError, match="cannot be deregistered or replaced from inside"):
             looked_up(namespace, way)(T)
 
 
@@ -192,7 +192,7 @@ def test_an_object_that_torch_ops_does_not_know_any_more(namespace, way, defined
         if defined_again:
             assert called(T).tolist() == [2, 2]
         else:
-            with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}.* is gone"):
+            with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}.* was deregistered"):
                 called(T)
         assert hash(called) == hashed
 
@@ -265,7 +265,9 @@ def test_overload_that_ends_while_a_packet_chooses_is_gone(namespace, fits, gone
     thread.join()
     (error,) = errors
     assert isinstance(error, torchop.OperatorGoneError) == gone
-    assert str(error) == (f"An overload of {namespace}::op is gone." if gone else "of the kernel")
+    assert str(error) == (
+        f"An overload of {namespace}::op was deregistered." if gone else "of the kernel"
+    )
     libraries[0].close()
 
 

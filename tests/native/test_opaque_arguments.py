@@ -130,7 +130,7 @@ def test_what_pytorch_may_look_into_is_dispatched(make, what, in_list):
     assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
     if what != "no class":  # which an explanation asks for too
         reason = torchop.explain(op.name, T, value).reason
-        assert f"'a' {'has' if in_list else 'is'} an object that PyTorch may look into" in reason
+        assert f"'a' {'has' if in_list else 'is'} an object that PyTorch may inspect" in reason
 
 
 def test_a_class_is_not_asked_before_the_dispatcher_asks(make):

@@ -142,7 +142,7 @@ def test_a_tensor_with_keys_of_its_own_is_left_to_the_dispatcher(namespace, pack
             "list, where the dispatcher does not look for them"
         )
     if unusual == "number":
-        assert "'ys' does not have exactly the type of the schema" in explanation.reason
+        assert "'ys' does not have exactly the schema's type" in explanation.reason
 
 
 def test_without_another_tensor_the_dispatcher_sees_none(namespace):

@@ -185,7 +185,7 @@ def test_the_first_call_of_a_packet_counts_when_an_overload_was_defined_again(na
         counting = packet._op
         assert isinstance(counting, switch.native_module().Operator)
         assert counting.entry is None
-        assert "is gone" in str(counting.next._reason())
+        assert "was deregistered" in str(counting.next._reason())
 
         def function(x: Tensor) -> Tensor:
             return packet(x)
@@ -224,7 +224,9 @@ def test_a_packet_of_which_an_overload_ended_without_a_word_refuses(namespace):
     assert [packet(x)[0], packet(x, x)[0]] == [1, 2]
     library.m.reset()
     assert packet(x)[0] == 1
-    with pytest.raises(torchop.OperatorGoneError, match=f"An overload of {namespace}::op is gone"):
+    with pytest.raises(
+        torchop.OperatorGoneError, match=f"An overload of {namespace}::op was deregistered"
+    ):
         packet(x, x)
 
 

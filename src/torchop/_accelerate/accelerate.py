@@ -272,7 +272,7 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
     elif table.is_made_here(name):
         reason = table.MADE_HERE
     elif (calls := table.accelerated.get(name)) is None:
-        reason = _problems.get(name) or "it is gone"
+        reason = _problems.get(name) or "it was deregistered"
     else:
         calls.outdate()  # because nobody tells of what others register
         calls()

@@ -1,18 +1,16 @@
-"""Every private name of PyTorch that torchop uses, and nothing else.
+"""All uses of PyTorch internals, with one module for each part of PyTorch.
 
-Checked on torch 2.11, 2.13 and 2.15. The rest of torchop uses PyTorch's internals only through
-these files, so a new release needs changes in this folder only. Each file is about one part of
-PyTorch, as its first line says. None of them knows our rules and plans.
+Checked on torch 2.11, 2.13 and 2.15. The rest of torchop reaches private names of PyTorch only
+through these modules, so supporting a new release means changing this package alone. The modules
+know nothing about torchop's rules and plans.
 
-This package exports nothing. A file imports the parts that it needs, and calls functions through
-them:
+The package exports nothing. Import a module and call its functions through it:
 
     from torchop._compat import dispatch, functorch
     from torchop._compat.classes import DispatchKeySet
 
     if dispatch.has_kernel(name, functorch.ENTRY): ...
 
-So the first lines of a file say which internals it uses, and each call names the part. One flat
-namespace would hide both, and would be a list of 180 names to maintain. Classes are imported by
-name, because annotations use them often.
+The imports then list the internals that a file depends on, and each call names the part of PyTorch.
+Classes are imported by name because annotations use them often.
 """

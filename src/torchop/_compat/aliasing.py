@@ -1,4 +1,4 @@
-"""Tensors that share memory, and what that means for writing into them."""
+"""Memory overlap, and views that must not be modified in place."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_outpu
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor are known to be the same memory, as after `expand`."""
-    # For layouts without strides, PyTorch's function says yes.
+    """Return whether elements of `tensor` are known to share memory, as after `expand`."""
+    # `_debug_has_internal_overlap` also returns 1 for layouts without strides.
     return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one piece of memory, each in a place of its own."""
+    """Return whether `tensor` is non-overlapping and dense."""
     return tensor.layout is torch.strided and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
@@ -50,7 +50,7 @@ _VIEW_PROBLEMS = {
 
 
 def view_problem(view: torch.Tensor) -> str | None:
-    """Why autograd could not rewrite the history of a view, in PyTorch's words; None if it can."""
+    """Return PyTorch's message if modifying `view` in place would raise, otherwise None."""
     problem = _VIEW_PROBLEMS.get(torch._C._autograd._get_creation_meta(view))
     if problem is None:
         return None

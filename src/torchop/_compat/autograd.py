@@ -1,4 +1,4 @@
-"""Autograd in this thread, the `autograd.Function` of an operator, and tangents of forward mode."""
+"""Autograd's thread-local state, `autograd.Function` and forward-mode tangents."""
 
 from __future__ import annotations
 
@@ -19,46 +19,48 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def is_excluded() -> bool:
-    """Whether this thread is below autograd, inside a kernel that the dispatcher called."""
+    """Return whether this thread runs below autograd, in a kernel called by the dispatcher."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def context_of_backward() -> Context:
-    """What context variables were where the backward began that this thread runs, perhaps for it.
+    """Return the context variables from where the backward of this thread was called.
 
-    An empty context outside of backward, and where PyTorch does not carry one to its threads: in
-    2.11, and after a backward has run inside of this one.
+    Empty outside of a backward, and where PyTorch does not propagate them to the engine's threads:
+    on 2.11, and after a nested backward.
     """
     is_there = is_in_backward() and torch._C._is_key_in_tls("context")
     return (torch._C._get_obj_in_tls("context") if is_there else None) or Context()
 
 
 def above_autograd() -> contextlib.AbstractContextManager[object]:
-    """Lets autograd record, inside a kernel that the dispatcher called below it too.
+    """Enable autograd in a block, also inside a kernel that runs below autograd.
 
-    It ends inference mode, which turns both gradient modes and the keys of autograd on.
+    Leaving inference mode enables both gradient modes and the autograd keys.
     """
     return torch._C._InferenceMode(False)
 
 
 def same_keys() -> contextlib.AbstractContextManager[object]:
-    """Goes back to the dispatch keys that this thread has now."""
+    """Restore the current dispatch keys of this thread for a block."""
     include = torch._C._dispatch_tls_local_include_set()
     return torch._C._ForceDispatchKeyGuard(include, torch._C._dispatch_tls_local_exclude_set())
 
 
 def any_requires_grad(values: Iterable[Any]) -> bool:
-    """Whether a tensor among the values, or in a list among them, requires grad."""
+    """Return whether any tensor in `values`, or in a list in `values`, requires grad."""
     return torch._C._any_requires_grad(*values)
 
 
 def at_single_level(run: Callable[[], Any]) -> Any:
-    """Applies an autograd.Function at the functorch level that called the operator."""
+    """Call `run` with autograd functions applied at the current functorch level only.
+
+    This is `enable_single_level_autograd_function` of torch/_functorch/utils.py.
+    """
     functorch: Any = torch._C._functorch
     allowed = functorch.get_single_level_autograd_function_allowed()
     change = functorch.set_single_level_autograd_function_allowed
@@ -67,9 +69,9 @@ def at_single_level(run: Callable[[], Any]) -> Any:
 
 
 def outer_levels_differentiate(run: Callable[[], Any]) -> Any:
-    """Turns both gradient modes back on, inside the forward of an autograd.Function.
+    """Call `run` with both gradient modes enabled, inside the forward of an autograd function.
 
-    The function has turned them off for its own level; a transform further out still needs them.
+    The function disabled them for one level, but the transforms around it still need them.
     """
     keys = same_keys()
     with above_autograd(), keys:
@@ -81,9 +83,10 @@ def input_gradients(
     inputs: Sequence[torch.Tensor],
     create_graph: bool,
 ) -> Sequence[torch.Tensor | None]:
-    """What `torch.autograd.grad` returns, given outputs with their gradients.
+    """Return the gradients of `inputs`, like `torch.autograd.grad`.
 
-    Its checks take as long as the engine, so they are left out where all plainly pass them.
+    `pairs` holds outputs with their gradients. The checks of `torch.autograd.grad` take as long as
+    the engine, so they are skipped for plain tensors of equal shape and dtype.
     """
     outputs, grads = zip(*pairs, strict=True)
     if all(
@@ -99,8 +102,8 @@ def input_gradients(
     return torch.autograd.grad(outputs, inputs, grads, create_graph=create_graph, allow_unused=True)
 
 
-# The code that applies a function is in C. `autograd.Function` adds a Python `apply` that goes
-# through functorch's own scheme, which needs a `setup_context` staticmethod and a function per
+# This base class is applied by C++ code alone. `autograd.Function.apply` instead enters functorch's
+# `custom_function_call`, which needs a `setup_context` staticmethod and creates a function per
 # level.
 _FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 
@@ -108,7 +111,7 @@ _FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 def make_autograd_function(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]
 ) -> Any:
-    """Makes an autograd function that is applied at the level that calls it."""
+    """Create an autograd function that applies at the caller's functorch level."""
     return type(
         name,
         (_FunctionBase,),
@@ -122,10 +125,10 @@ def make_autograd_function(
 
 
 def described_inputs(ctx: Any) -> Iterator[tuple[int, Any]]:
-    """The inputs of a node that need a gradient: their positions, and what autograd knows of each.
+    """Yield the position and metadata of each input of a node that needs a gradient.
 
-    An entry of a list is an input of its own. What is known has a `shape` (a list), a `device` and
-    a `dtype`. Nested tensors are left out.
+    Each entry of a list counts as one input. Metadata has `shape` (a list), `device` and `dtype`.
+    Nested tensors are skipped.
     """
     flags = [
         needs
@@ -143,57 +146,59 @@ def described_inputs(ctx: Any) -> Iterator[tuple[int, Any]]:
 
 
 def context_type(function: Any) -> Any:
-    """The class of the `ctx` objects that an autograd.Function hands out."""
     return function._backward_cls
 
 
 def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
-    """What makes a node for an autograd.Function, one without inputs and outputs yet.
+    """Return a callable that creates a node of an autograd function, without inputs or outputs.
 
-    Since 2.13 that is the class of its `ctx` objects. Before, only a function that is applied gets
-    a node: then `take_node(ctx)` is what it computes, and what it returns is returned here.
+    Since 2.13 it is the class of `ctx`. Older releases create nodes only in `apply`, so `take_node`
+    must be given: it runs as the forward of a function, with `ctx`, and the callable returns its
+    result.
     """
     if take_node is None:
         return context_type(function)
-    if "_torchop_blank" not in vars(function):  # one for all plans: Python 3.13t frees no class
-        # Not of PyTorch's metaclass, which would make a class of nodes for it.
+    # once per function, because Python 3.13t never frees classes
+    if "_torchop_blank" not in vars(function):
+        # PyTorch's metaclass would create another node class, so `type` is called directly.
         attributes = {
             "_backward_cls": context_type(function),
             "forward": take_node,
-            "setup_context": _FunctionBase.setup_context,  # so PyTorch knows that there is none
+            # the default, which PyTorch compares by identity
+            "setup_context": _FunctionBase.setup_context,
             "clear_saved_tensors_on_access": False,
         }
         function._torchop_blank = type("Blank", (torch._C._FunctionBase,), attributes)
     return function._torchop_blank.apply
 
 
-# `ctx.saved_tensors` past any property that hides it.
+# The descriptor of `ctx.saved_tensors`, for classes that hide it behind a property.
 saved_tensors: Any = torch._C._FunctionBase.saved_tensors
 raw_saved_tensors: Callable[[Any], tuple[torch.Tensor | None, ...]] = saved_tensors.__get__
 
 
 def is_dual_level() -> bool:
-    """Whether tensors may carry tangents in this thread."""
+    """Return whether tensors of this thread may carry tangents."""
     if not torch._C._is_fwd_grad_enabled():
         return False
     if _forward_ad._current_level >= 0:
         return True
-    # Asking for the stack creates it if there is none, and then every node of every later backward
-    # in this thread copies it.
+    # `peek_interpreter_stack` creates the stack if it does not exist, and then every node of every
+    # later backward in this thread copies it.
     if not functorch.is_active():
         return False
-    # A compiled graph enters the level without telling Python.
+    # A compiled graph enters a dual level without updating `_current_level`.
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
 
 
-_DUAL_LEVEL = 0  # PyTorch has no other yet: transforms inside transforms wrap tensors instead
+_DUAL_LEVEL = 0  # PyTorch supports no other level: nested transforms wrap tensors instead
 
 
 def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
-    """A tensor without the tangent with which forward mode follows it, and that tangent.
+    """Return the primal and the tangent of `value`.
 
-    A tensor without a tangent is returned as it is, and so is a value that is no tensor.
+    The tangent is None, and the primal is `value` itself, if `value` is not a dual tensor.
     """
     if not isinstance(value, torch.Tensor):
         return value, None
@@ -202,11 +207,10 @@ def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
     except RuntimeError:
         if value.layout is torch.strided:
             raise
-        return value, None  # PyTorch looks through a view; a layout without views has no tangents
+        return value, None  # `_unpack_dual` makes a view; such layouts have no tangents
     return value if tangent is None else primal, tangent
 
 
 def make_dual(tensor: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
-    """Gives a tensor a tangent."""
     dual: torch.Tensor = torch._VF._make_dual(tensor, tangent, level=_DUAL_LEVEL)
     return dual

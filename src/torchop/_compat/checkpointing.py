@@ -1,4 +1,4 @@
-"""Activation checkpointing: which calls it saves, and which it makes again."""
+"""Activation checkpointing: detect the modes, and mark traced nodes as saved."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-# The mode in which activation checkpointing sees the operators of a checkpointed region, and the
-# one in which it takes their results from what was saved.
+# The modes for the forward of a checkpointed region and for the recomputation.
 _MODES: tuple[Any, ...] = tuple(
     getattr(checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
-# Those that ask the policy of the region. The second did until 2.12, where it has to be told the
-# same as the first; since then it remembers what the first was told.
+# The modes that call the region's policy function. The recomputing mode does so until 2.11, and
+# must get the decisions of the forward. Since 2.12 it reuses the recorded decisions.
 POLICY_MODES: tuple[type, ...] = tuple(
     mode
     for mode in _MODES
@@ -29,13 +28,13 @@ POLICY_MODES: tuple[type, ...] = tuple(
 
 
 def selective_checkpointing_is_active() -> bool:
-    """Whether what this thread calls may be saved, or taken from what was, instead of computed."""
+    """Return whether selective checkpointing may save or replay the calls of this thread."""
     return any(isinstance(mode, _MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
 def saving_in_trace() -> Iterator[None]:
-    """Make a compiler save what is traced here in a checkpointed region for the backward."""
+    """Mark nodes traced in this block as saved if they belong to a checkpointed region."""
     with _traced_nodes(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)) as nodes:
         yield
     for node in nodes:
@@ -45,10 +44,10 @@ def saving_in_trace() -> Iterator[None]:
 
 @contextlib.contextmanager
 def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
-    """Make a compiler save what is traced here, whatever `activation_memory_budget` is.
+    """Mark nodes traced in this block as saved, for any `activation_memory_budget`.
 
     Args:
-        proxy_mode: the mode that traces, by default the active one.
+        proxy_mode: the tracing mode, by default the active one.
     """
     if proxy_mode is None:
         proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
@@ -57,11 +56,11 @@ def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
     budget = torch._functorch.config.activation_memory_budget
     for node in nodes:
         if node.meta.get("recompute") is not None:
-            continue  # in a checkpointed region, the policy of the region decides
+            continue  # the policy of the checkpointed region decides
         node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
-        # Workaround for `choose_saved_values_set` (torch/_functorch/partitioners.py), which saves
-        # nothing if the budget is 0, and fails on a saved tuple. The partitioner takes the budget
-        # of the first node that has one for the whole graph.
+        # Workaround for pytorch/pytorch#190758: `choose_saved_values_set`
+        # (torch/_functorch/partitioners.py) saves nothing if the budget is 0. It also fails on a
+        # saved tuple. The partitioner applies the first `memory_budget` of a node to the graph.
         if isinstance(node.meta.get("val"), (tuple, list)):
             for other in node.graph.nodes:
                 if other is node or "memory_budget" in other.meta:
@@ -75,7 +74,7 @@ _SMALLEST_BUDGET = 1e-9
 
 @contextlib.contextmanager
 def _traced_nodes(proxy_mode: Any) -> Iterator[list[torch.fx.Node]]:
-    """Yield a list that holds, after the block, the nodes that were traced in it."""
+    """Yield a list that receives the nodes traced in this block when the block ends."""
     nodes: list[torch.fx.Node] = []
     if proxy_mode is None:
         yield nodes
@@ -87,5 +86,5 @@ def _traced_nodes(proxy_mode: Any) -> Iterator[list[torch.fx.Node]]:
 
 
 def new_context() -> Any:
-    """Return the context that a policy function gets outside of a checkpointed region."""
+    """Return the context that policy functions receive outside of a checkpointed region."""
     return checkpoint.SelectiveCheckpointContext(is_recompute=False)

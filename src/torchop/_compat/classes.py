@@ -1,4 +1,4 @@
-"""Classes of PyTorch that have no public name."""
+"""PyTorch classes without a public name."""
 
 from torch._C import DispatchKey as DispatchKey
 from torch._C import DispatchKeySet as DispatchKeySet

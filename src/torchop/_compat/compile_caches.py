@@ -1,4 +1,4 @@
-"""The keys of compiled graphs in PyTorch's caches, which outlive a process."""
+"""Persistent caches of compiled graphs: include operators in their keys."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from torch.fx import GraphModule
 
 from torchop._compat import import_hooks
 
-# Makes an identity of the operators of a graph, given their names, or of all operators; and the
-# code that this identity is of.
+# Maps the names of operators (None means all) to a cache key and the code objects it covers.
 Identify = Callable[[Iterable[str] | None], tuple[str, list[CodeType]]]
 
-# Inductor keeps passes by the type of device, and asks each for what identifies it. No graph has
-# tensors on this one, so the pass never runs, and it takes no place that a user could want.
+# Inductor registers custom passes per device type, and hashes the `uuid` of each. No graph has
+# tensors on this device type, so the pass never runs and replaces no pass of a user.
 _DEVICE = "torchop"
 
 
 def identify_operators(identify: Identify) -> None:
-    """Makes the key of every graph depend on what `identify` says of the operators in it.
+    """Include `identify(names of the operators in a graph)` in the cache key of every graph.
 
-    The caches of AOT Autograd and of Inductor make their keys of the same parts. In a release of
-    PyTorch that has no such passes, nothing is lost but that.
+    Workaround for pytorch/pytorch#144344 and #160472: the keys ignore formulas and fake kernels.
+    The caches of AOTAutograd and Inductor share this part of the key. Releases without custom
+    backend passes are left unchanged.
     """
 
     def connect() -> None:
         try:
             from torch._inductor.codegen.common import custom_backend_passes  # imports Inductor
-            from torch._inductor.custom_graph_pass import CustomGraphModulePass  # likewise
+            from torch._inductor.custom_graph_pass import CustomGraphModulePass  # imports Inductor
         except ImportError:
             return
 
         class Identity(CustomGraphModulePass):
             def __call__(self, gm: GraphModule) -> None:
-                """Changes nothing."""
+                """Leave the graph unchanged."""
 
             def uuid(self) -> Any:
-                # Inductor passes no graph, but it asks while it makes the key of one.
+                # `uuid` gets no graph, so read it from the object that computes the key.
                 maker = sys._getframe(1).f_locals.get("self")
                 graph = getattr(maker, "gm", None)
                 names = operators_of(graph) if isinstance(graph, GraphModule) else None
@@ -56,19 +56,19 @@ def identify_operators(identify: Identify) -> None:
     import_hooks.when_imported("torch._inductor.codegen.common", connect)
 
 
-def blind_caches() -> dict[str, str]:
-    """Caches that do not notice a changed rule with this PyTorch, and what to do about it."""
+def uncovered_caches() -> dict[str, str]:
+    """Return the caches that miss changed rules on this release, with the remedy for each."""
     common = importlib.import_module("torch._inductor.codegen.common")  # imports Inductor
-    blind = {}
+    uncovered = {}
     if _DEVICE not in getattr(common, "custom_backend_passes", ()):
-        blind["graphs"] = "set torch.compiler.config.cache_key_tag = torchop.cache_key_tag()"
+        uncovered["graphs"] = "set torch.compiler.config.cache_key_tag = torchop.cache_key_tag()"
     if not hasattr(TracingContext(None), "traced_code"):
-        blind["programs that Dynamo precompiled"] = "precompile them again after a change"
-    return blind
+        uncovered["programs that Dynamo precompiled"] = "precompile them again after a change"
+    return uncovered
 
 
 def operators_of(graph: GraphModule) -> set[str]:
-    """The names of the operators that a graph calls, or hands to what calls them."""
+    """Return the names of the operators that a graph calls or passes to higher-order operators."""
     return set(
         itertools.chain.from_iterable(
             _names_of(value)
@@ -88,9 +88,9 @@ def _names_of(value: object) -> Iterator[str]:
 
 
 def _note_sources(sources: list[CodeType]) -> None:
-    """Tells Dynamo that what it traces depends on this code too, as on that of functions it traced.
+    """Make Dynamo's current trace depend on `sources`, as on the functions that it traced.
 
-    A precompiled program is loaded only if the code is still the same.
+    A precompiled program is loaded only while this code is unchanged.
     """
     context = TracingContext.try_get()
     traced: list[CodeType] | None = getattr(context, "traced_code", None)

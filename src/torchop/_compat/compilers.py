@@ -1,4 +1,4 @@
-"""Dynamo, the backends behind it, and TorchScript: what they are doing, and must not trace."""
+"""The state of Dynamo, backends and TorchScript, and code that they must not trace."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_fram
 
 
 def never_traced(function: _Function) -> _Function:
-    """Keeps Dynamo from compiling `function`, and whatever runs below it, when called eagerly.
+    """Keep Dynamo from compiling `function`, and the frames below it, in eager calls.
 
-    A kernel that runs below a compiled frame would otherwise be traced as if it were the user's
-    program. The mark lives in the code object, so it costs nothing per call, and unlike
-    `torch.compiler.disable` it does not import Dynamo.
+    Otherwise Dynamo would trace a kernel that runs below a compiled frame like user code. The mark
+    is stored in the code object, so calls pay nothing for it, and Dynamo is not imported as by
+    `torch.compiler.disable`.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
-DYNAMO = "torch._dynamo"  # the module
+DYNAMO = "torch._dynamo"
 
 
 def dynamo_is_tracing() -> bool:
-    """Whether Dynamo calls an operator to see what it returns, and will call it again."""
+    """Return whether Dynamo is tracing, so that each call only runs on fake tensors."""
     return TracingContext.try_get() is not None
 
 
@@ -45,15 +45,15 @@ torchop._errors.dynamo_is_tracing = dynamo_is_tracing
 
 
 def break_graph(reason: str) -> None:
-    """Ends a graph that Dynamo traces; with `fullgraph=True`, its error gives the reason."""
+    """Make Dynamo break the graph; with `fullgraph=True`, the error shows `reason`."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(msg=reason)
 
 
 def compiling_backend() -> str | None:
-    """The name of the backend for which this thread compiles, if there is one.
+    """Return the name of the backend that this thread compiles for, or None.
 
-    Nothing that AOT Autograd sets tells backends apart, but it is called by one.
+    Read from the call stack because AOTAutograd does not record which backend called it.
     """
     for frame, _ in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
@@ -74,8 +74,8 @@ _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
 def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments with which Dynamo calls an overload; None if it is not calling it.
 
-    They hold symbols that the dispatcher converts to numbers before a kernel sees them. Dynamo
-    passes them to `run_node` in torch/_dynamo/utils.py.
+    Kernels get the symbols in these arguments as numbers, because the dispatcher converts them.
+    Dynamo passes them to `run_node` in torch/_dynamo/utils.py.
     """
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_name == "run_node" and frame.f_code.co_filename.endswith(_NODES_FILE):
@@ -89,7 +89,7 @@ _NODES_FILE = os.path.join("torch", "_dynamo", "utils.py")
 
 
 def torchscript_asks() -> bool:
-    """Whether TorchScript is who calls `inspect.signature`, which calls the caller of this."""
+    """Return whether TorchScript called `inspect.signature`, and so our caller."""
     for frame, _ in traceback.walk_stack(sys._getframe(2)):
         if frame.f_globals.get("__name__") != inspect.__name__:
             return frame.f_globals.get("__name__") == _TORCHSCRIPT_MODULE
@@ -100,7 +100,7 @@ _TORCHSCRIPT_MODULE = "torch.jit.annotations"
 
 
 def torchscript_is_tracing() -> bool:
-    """Whether this thread is inside of `torch.jit.trace`, also in a kernel, which it skips."""
+    """Return whether this thread is in `torch.jit.trace`, also inside opaque kernels."""
     return any(
         frame.f_globals.get("__name__") == _TRACING_MODULE
         for frame, _ in traceback.walk_stack(sys._getframe())
@@ -111,33 +111,33 @@ _TRACING_MODULE = "torch.jit._trace"
 
 
 def decomposes_for_backends() -> bool:
-    """Whether what is being traced goes to a backend, and not into an exported program."""
+    """Return whether the current trace is compiled by a backend rather than exported."""
     from torch.export._trace import custom_triton_ops_decomposition_disabled
 
     return not custom_triton_ops_decomposition_disabled()
 
 
 def launching_triton() -> contextlib.AbstractContextManager[Any]:
-    """Lets `wrap_triton` hand out the bare kernels, outside of a trace."""
+    """Make `wrap_triton` return bare kernels in a block, outside of a trace."""
     return triton.set_wrap_triton_enabled(False)
 
 
 def triton_kernels(function: Callable[..., Any]) -> list[Any]:
-    """The Triton kernels that a function launches, as far as its source shows them."""
-    if find_spec("triton") is None:  # or PyTorch warns that it finds none
+    """Return the Triton kernels that the source of `function` launches."""
+    if find_spec("triton") is None:  # without Triton, PyTorch warns
         return []
     try:
         return list(triton.get_inner_triton_kernels(function))
-    except ValueError:  # the function uses a variable around it that is assigned later
+    except ValueError:  # a closure variable is not assigned yet
         return []
 
 
 def note_triton_kernels(qualname: str, kernels: list[Any]) -> None:
-    """Tells PyTorch's compile caches which Triton kernels an operator consists of."""
+    """Register the Triton kernels of an operator with PyTorch's compile caches."""
     triton.triton_ops_to_kernels[qualname] = kernels
 
 
 def makes_cuda_graphs() -> bool:
-    """Whether Inductor compiles for CUDA graphs now, as with mode="reduce-overhead"."""
+    """Return whether Inductor compiles for CUDA graphs, as with mode="reduce-overhead"."""
     config: Any = sys.modules.get("torch._inductor.config")
     return config is not None and bool(config.triton.cudagraphs)

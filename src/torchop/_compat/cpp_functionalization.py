@@ -1,8 +1,8 @@
-"""PyTorch's functionalization in C++, with which compilers trace regions that mutate their inputs.
+"""C++ functionalization, used by compilers to trace regions that mutate their inputs.
 
-A trace uses `FunctionalTensorMode`, except in the subgraph of `invoke_subgraph`, which
-`FunctionalCallableWithEpilogue` (torch/_higher_order_ops/auto_functionalize.py) passes to
-`torch.func.functionalize`. Its fallback for custom operators takes none that mutates.
+Traces use `FunctionalTensorMode`, except for the subgraph of `invoke_subgraph`:
+`FunctionalCallableWithEpilogue` (torch/_higher_order_ops/auto_functionalize.py) passes it to
+`torch.func.functionalize`, whose fallback rejects custom operators that mutate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchop._compat.classes import DispatchKey, FunctionalTensorMode, OpOverloa
 
 
 def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
-    """Install a kernel for functionalization in C++ under the Python dispatcher, as traces use it.
+    """Install a C++ functionalization kernel for the Python dispatcher, as used in traces.
 
     A kernel in the dispatcher would turn off auto-functionalization of the operator
     (`FunctionalTensorMode.__torch_dispatch__`). A dispatcher kernel of the user takes precedence.
@@ -40,13 +40,13 @@ def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
 
 
 def is_functional(tensor: torch.Tensor) -> bool:
-    """Return whether functionalization in C++ tracks a tensor."""
+    """Return whether C++ functionalization tracks `tensor`."""
     return torch._is_functional_tensor(tensor)
 
 
 @contextlib.contextmanager
 def traced_by_mode() -> Iterator[FunctionalTensorMode]:
-    """Leave functionalization in C++, and functionalize with a mode instead."""
+    """Leave C++ functionalization, and use a functionalization mode in its place."""
     keys = (
         DispatchKey.Functionalize,
         DispatchKey.FuncTorchDynamicLayerBackMode,
@@ -55,8 +55,8 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
     include = torch._C._dispatch_tls_local_include_set()
     for key in keys:
         include = include.remove(key)
-    # A transform may have excluded this key, but the fallback for modes asserts on 2.11 that it saw
-    # the call before (`tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp).
+    # A transform may have excluded this key, but on 2.11 the Python fallback asserts that it was
+    # set on entry (`tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp).
     include = include.add(DispatchKey.PythonTLSSnapshot)
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.PythonTLSSnapshot)
     below: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -67,25 +67,25 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
 
 
 def current_value(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value of a functional tensor, with all writes into its base."""
+    """Return the value of a functional tensor after all writes into the base."""
     torch._functionalize_sync(tensor)
     return torch._from_functional_tensor(tensor)
 
 
 def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Record that a functional tensor, and so its base, has a new value."""
+    """Record a new value for a functional tensor and the base."""
     torch._functionalize_replace(tensor, value)
     torch._functionalize_commit_update(tensor)
     torch._functionalize_sync(tensor)
 
 
 wrap: Callable[[torch.Tensor], torch.Tensor] = torch._to_functional_tensor
-# The same for the tensors of a mode, in a block of `traced_by_mode`.
+# Wraps a tensor for the mode of `traced_by_mode`.
 wrap_for_mode: Callable[[torch.Tensor], Any] = FunctionalTensor.to_functional
 
 
 def value_in_mode(tensor: Any) -> torch.Tensor:
-    """Return the value of a functional tensor of a mode."""
+    """Return the value of a mode's functional tensor."""
     return tensor.from_functional() if isinstance(tensor, FunctionalTensor) else tensor
 
 
@@ -99,7 +99,7 @@ def is_finding_mutations() -> bool:
 
 
 def are_inputs(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether one of these tensors has the memory of an input of the graph being traced."""
+    """Return whether any of `tensors` has the memory of an input of the traced graph."""
     inputs = (node.meta.get("val") for node in mode.tracer.graph.find_nodes(op="placeholder"))
     memory = {tracing.functional_storage(t) for t in inputs if isinstance(t, torch.Tensor)}
     return any(tracing.functional_storage(tensor) in memory for tensor in tensors)

@@ -1,8 +1,8 @@
-"""Destroying an operator: its objects in `torch.ops`, which a program may hold, or be calling, and
-what PyTorch remembers of it beside the dispatcher.
+"""Deregister operators: invalidate their objects in `torch.ops`, and clear PyTorch's caches.
 
-PyTorch has to forget both what it keeps by name and what it keeps by object: the former would be
-wrong for the next operator of that name, and the latter would keep the object alive for ever.
+A program may still hold these objects, or be calling them, which crashes in PyTorch
+(pytorch/pytorch#98537). PyTorch caches by name, which would affect the next operator of that name,
+and by object, which would keep the object alive forever.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torchop import _hooks
 from torchop._compat import dtensor, operators, overload_functions, torch_ops
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 
-# The namespace of an operator, its name there, and its overload.
+# Namespace, name and overload of an operator.
 Name: TypeAlias = tuple[str, str, str]
 
 
 def _retire_overload(
     namespace: str, name: str, overload: str, reason: Callable[[], str]
 ) -> Iterator[Any]:
-    """Makes the overload and its packet in `torch.ops` raise, before their operator is destroyed.
+    """Make an overload and the packet raise, before the operator is deregistered.
 
     A compiled graph or a variable that holds one would otherwise call freed memory. Yields the
-    overloads that did not raise before.
+    overloads that did not raise yet.
     """
     packet = torch_ops.existing_packet(namespace, name)
-    # The packet keeps the overload that raises. Without it, a packet that PyTorch has forgotten
-    # would create one that calls, and that nothing could retire later.
+    # Keep the raising overload in the packet. Otherwise a forgotten packet would create a new
+    # overload that still calls the operator and is never retired.
     existing = None if packet is None else vars(packet).get(overload or "default")
     cached = _cached.get((namespace, name, overload), [])
     if existing is not None and existing not in cached:
@@ -56,33 +56,34 @@ def _retire(existing: Any, reason: Callable[[], str]) -> None:
     raising = torch_ops.Gone(hash(existing), reason)
     if vars(existing).get("_pyobj_dispatcher") is not None:
         existing._pyobj_dispatcher = None
-    # `_op` last: `is_retired` looks at it.
+    # `_op` last, because `is_retired` checks it.
     for attribute in ("_op_dk", "_cpp_dispatch_handle", "_handle", "_op"):
         if attribute in vars(existing) or attribute == "_handle":
             vars(existing)[attribute] = raising
 
 
-# Overloads of operators that were destroyed, of which the dispatcher may still have an entry: a
-# registration through another library keeps the entry, and the entry points to the overload that it
-# gave to dispatch modes, without a reference that would keep the overload alive. The dispatcher
-# never asks for another one, so the next operator of the name has to go on with it.
+# Overloads of deregistered operators that the dispatcher may still reference. A registration by
+# another library keeps the dispatcher entry. The entry caches the overload that it passed to
+# dispatch modes, without owning it. The dispatcher never looks up a new one, so the next operator
+# of that name must reuse this overload.
 _cached: dict[tuple[str, str, str], list[Any]] = {}
 
-# The packets of the operators that were defined here.
+# Names of the packets defined through torchop.
 defined: set[str] = set()
 
 
 def before_definition(namespace: str, name: str, overload: str) -> None:
-    """Forgets an earlier operator of the name, whoever defined and ended it."""
+    """Forget an earlier operator of this name, from any library."""
     defined.add(f"{namespace}::{name}")
-    _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)  # which FX made
-    # Unless the dispatcher may still point to the overload.
+    # FX caches signatures by name
+    _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)
+    # Keep the overload while the dispatcher may reference it.
     if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
         del _cached[key]
 
 
 def after_definition(namespace: str, name: str, overload: str) -> None:
-    """Updates the packet of a new operator, and gives it the overload that the dispatcher has."""
+    """Refresh the packet of a new operator, and reuse the overload that the dispatcher cached."""
     torch_ops.refresh_packet(namespace, name, _hooks.extension.Operator)
     cached = _cached.get((namespace, name, overload))
     if not cached:
@@ -93,22 +94,22 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
         return
     count_calls(current)
     attributes: dict[str, Any] = vars(first)
-    # Both are overloads of the new operator from now on, with the same tables of kernels. One
-    # update, so that no other thread sees a part of it: the function, but not the schema.
+    # Both objects become overloads of the new operator, with the same kernel tables. A single
+    # update keeps other threads from seeing the new function with the old schema.
     first.__class__ = type(current)
     attributes.update(vars(current))
     for attribute in attributes.keys() - vars(current).keys():
         del attributes[attribute]
     vars(current._overloadpacket)[overload or "default"] = first
-    # Another thread may have looked it up in between: it is retired together with the first.
+    # Another thread may have looked it up meanwhile; it must be retired together with the first.
     cached[1:] = [current]
 
 
 def count_calls(op: OpOverload | OpOverloadPacket) -> None:
-    """Has calls of PyTorch's function of an object counted, and refused if its operator ended.
+    """Count calls of an overload or packet, and make it raise if the operator was deregistered.
 
-    The function is looked up again: one thread may have made the object while another ended or
-    defined the operator, or two threads may have made one each.
+    Looks the function up again, because another thread may have redefined the operator or created a
+    second object.
     """
     packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
     qualname, function = packet._qualified_op_name, op._op
@@ -122,7 +123,7 @@ def count_calls(op: OpOverload | OpOverloadPacket) -> None:
             found, *_ = torch._C._get_operation_overload(qualname, op._schema.overload_name)
             op._op = torch_ops.counted(op, found, operator)
         else:
-            _retire(op, lambda: f"{op} is gone.")
+            _retire(op, lambda: f"{op} was deregistered.")
     elif names:
         torch_ops.refresh(op, operator)
     else:
@@ -131,10 +132,10 @@ def count_calls(op: OpOverload | OpOverloadPacket) -> None:
 
 @contextlib.contextmanager
 def kept_packet(namespace: str, name: str) -> Iterator[None]:
-    """Keeps the packet of a name in `torch.ops`, while its operator is destroyed and defined.
+    """Keep a packet in `torch.ops` while the operator is replaced.
 
-    Without it, a thread that looks the name up would create another packet. Each of the two would
-    create an overload, and only one of them could be retired when the operator is destroyed.
+    Otherwise a thread that looks up the name would create a second packet. Each packet would create
+    an overload, and only one of them could be retired later.
     """
     _replaced.add(f"{namespace}::{name}")
     try:
@@ -145,10 +146,10 @@ def kept_packet(namespace: str, name: str) -> Iterator[None]:
 
 
 def retire(names: Collection[Name], reason: Callable[[str], str]) -> None:
-    """Makes new calls of operators raise, before these operators are destroyed.
+    """Make new calls of operators raise, before the operators are deregistered.
 
-    `reason` makes the message of their error, from the operator's name. Calls of other threads that
-    are in the dispatcher are waited for, where native calls are there to count them.
+    `reason` returns the error message for an operator's name. If native calls are available, this
+    waits for other threads that are inside the dispatcher.
     """
     for name in names:
         with contextlib.suppress(AttributeError):
@@ -158,7 +159,7 @@ def retire(names: Collection[Name], reason: Callable[[str], str]) -> None:
 
 
 def retire_existing(names: Collection[Name], reason: Callable[[str], str]) -> None:
-    """The same for operators that somebody has looked up."""
+    """Like `retire`, for operators whose overload has been looked up."""
     retired: list[Any] = []
     for name in names:
         retired += _retire_overload(*name, functools.partial(reason, operators.joined(*name)))
@@ -168,7 +169,7 @@ def retire_existing(names: Collection[Name], reason: Callable[[str], str]) -> No
 
 
 def forget(names: Iterable[Name]) -> None:
-    """Forgets what is kept of operators that were destroyed."""
+    """Clear PyTorch's caches for deregistered operators."""
     for namespace, name, overload in names:
         packet = torch_ops.existing_packet(namespace, name)
         if packet is not None and not operators.overload_names(f"{namespace}::{name}"):
@@ -177,13 +178,15 @@ def forget(names: Iterable[Name]) -> None:
         before_definition(namespace, name, overload)
         forget_entry(namespace, name, overload)
     if dtensor.is_imported():
-        dtensor.clear_caches()  # by the address of an operator, which another may get
+        dtensor.clear_caches()  # keyed by the operator's address, and addresses are reused
 
 
 def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
-    """Refuses to destroy operators if this thread is inside a call of one of them."""
+    """Raise if this thread is inside a call of one of these operators."""
     for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
-        raise RuntimeError(f"{operator} cannot be destroyed or replaced from inside a call of it.")
+        raise RuntimeError(
+            f"{operator} cannot be deregistered or replaced from inside a call of it."
+        )
 
 
 def _called_here() -> set[str]:
@@ -202,12 +205,12 @@ def _called_here() -> set[str]:
 _OPS_FILE = OpOverload.__call__.__code__.co_filename
 
 
-# Names whose operator is being defined again.
+# Names whose operator is being replaced.
 _replaced: set[str] = set()
 
 
 def _clear_packet(namespace: str, name: str) -> None:
-    """Removes a packet from `torch.ops`, unless its name has an operator or is being redefined."""
+    """Remove a packet from `torch.ops`, unless its name has an operator or is being replaced."""
     qualname = f"{namespace}::{name}"
     packet = torch_ops.existing_packet(namespace, name)
     if packet is None or qualname in _replaced:
@@ -221,7 +224,7 @@ def _clear_packet(namespace: str, name: str) -> None:
         torch_ops.refresh(packet, _hooks.extension.Operator)
 
 
-# Sets and dictionaries by OpOverload or packet.
+# Sets and dictionaries keyed by OpOverload or packet.
 _BY_OBJECT = (
     ("torch._ops", "cached_ops"),
     ("torch._inductor.lowering", "lowerings"),
@@ -237,7 +240,7 @@ _BY_OBJECT = (
     ("torch.fx.node", "_side_effectful_functions"),
     ("torch.utils.flop_counter", "flop_registry"),
 )
-# Functions that cache their results by OpOverload. Such a cache can only be cleared as a whole.
+# Functions with a cache keyed by OpOverload. They can only be cleared as a whole.
 _FUNCTIONS = (
     ("torch._subclasses.fake_tensor", "get_schema_info"),
     ("torch._subclasses.functional_tensor", "_can_decompose_fast"),
@@ -247,9 +250,9 @@ _FUNCTIONS = (
 
 
 def forget_entry(namespace: str, name: str, overload: str) -> None:
-    """Forgets the effect of an operator, and its entry in torch.library's registry.
+    """Clear an operator's effect, and drop its torch.library entry if empty.
 
-    What other libraries have registered there by name stays, as their kernels do.
+    Registrations of other libraries stay in the entry, as their kernels stay in the dispatcher.
     """
     qualname = operators.joined(namespace, name, overload)
     entry = _rules_registry._data.get(qualname)
@@ -260,7 +263,6 @@ def forget_entry(namespace: str, name: str, overload: str) -> None:
 
 
 def _contents(entry: SimpleOperatorEntry) -> Mapping[str, Any]:
-    """What is registered in an entry, by part of it."""
     return {
         name: vars(holder) if hasattr(holder, "__dict__") else holder
         for name, holder in vars(entry).items()
@@ -268,7 +270,7 @@ def _contents(entry: SimpleOperatorEntry) -> Mapping[str, Any]:
 
 
 def forget_objects(ops: Collection[Any]) -> None:
-    """Forgets what is kept by OpOverloads and packets that nobody can call any more."""
+    """Clear caches keyed by overloads and packets that can no longer be called."""
     for collection in filter(None, (_loaded(*place) for place in _BY_OBJECT)):
         remove = collection.discard if hasattr(collection, "discard") else collection.pop
         for op in ops:
@@ -278,8 +280,7 @@ def forget_objects(ops: Collection[Any]) -> None:
     identities = set(map(id, ops))
     for key in list(cache):
         called = key.key[0]
-        # Only what is called by a higher-order operator is among the arguments; looking at those of
-        # every call would take long where much was traced.
+        # Search all arguments only for higher-order operators, because the cache may be large.
         parts = (called,) if isinstance(called, OpOverload) else key.key
         if not identities.isdisjoint(map(id, parts)):
             cache.pop(key, None)
@@ -288,5 +289,4 @@ def forget_objects(ops: Collection[Any]) -> None:
 
 
 def _loaded(module: str, name: str) -> Any:
-    """An attribute of a module, if the module is imported and has it."""
     return getattr(sys.modules.get(module), name, None)

@@ -1,8 +1,7 @@
-"""What is asked of a type of device, whichever it is: one table, made of what PyTorch says of it.
+"""Device properties, queried from PyTorch once per device type.
 
-No code names a type of device to know what to do for it, but for the CPU, which is always there.
-PyTorch's module of a type, such as `torch.cuda`, may lack some functions, and older releases know
-some things of few types.
+No other code names a device type, except the CPU, which always exists. Device modules such as
+`torch.cuda` may lack some of the functions.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ _accelerator: Any = torch._C._accelerator_getAccelerator
 
 
 class DeviceTraits(NamedTuple):
-    """A type of device.
+    """Properties of a device type.
 
     Attributes:
-        type: its name, such as `"cuda"`.
-        is_in_use: whether the program has used it; to ask one more than that would start it.
-        is_in_bad_fork: whether this process was forked from one that used it, so that it cannot.
-        device_count: how many there are; 0 until it is in use.
-        names: those of the devices, for people.
-        is_capturing: whether the current stream is captured into a graph, so that nothing may wait.
-        get_rng_state: the state of a device's generator; None if that cannot be asked for.
-        set_rng_state: sets it.
-        size_of_state: the number of bytes of it, also while a graph is captured.
+        type: the name, such as `"cuda"`.
+        is_in_use: whether the program has initialized it; other queries would initialize it.
+        is_in_bad_fork: whether it is unusable because this process was forked after initialization.
+        device_count: the number of devices; 0 until initialized.
+        names: human-readable names of the devices.
+        is_capturing: whether the current stream is being captured; capture forbids synchronization.
+        get_rng_state: return a device's generator state; None if unsupported.
+        set_rng_state: restore a generator state.
+        size_of_state: the bytes of a generator state; safe during capture.
     """
 
     type: str
@@ -44,7 +43,7 @@ class DeviceTraits(NamedTuple):
 
 @functools.cache
 def traits(device_type: str) -> DeviceTraits:
-    """The line of the table for a type that may have data, so for any but "meta"."""
+    """Return the properties of a device type other than "meta"."""
     module: Any = torch.get_device_module(device_type)
     is_in_use = getattr(module, "is_initialized", lambda: True)
 
@@ -61,7 +60,7 @@ def traits(device_type: str) -> DeviceTraits:
         getattr(module, "_is_in_bad_fork", lambda: False),
         device_count,
         names,
-        _asks_for_capture(device_type, module),
+        _capture_query(device_type, module),
         getattr(module, "get_rng_state", None),
         getattr(module, "set_rng_state", None),
         functools.cache(_size_of_state),
@@ -69,47 +68,46 @@ def traits(device_type: str) -> DeviceTraits:
 
 
 def accelerator() -> DeviceTraits | None:
-    """The one type of device that this process has beside the CPU; None if it has none."""
+    """Return the process's accelerator, or None."""
     device = _accelerator()
     return None if device is None else traits(device.type)
 
 
 def accelerator_type() -> str:
-    """Its type; without one, "cuda", for which most operators have kernels."""
+    """Return the accelerator's type, or "cuda", the type with the most kernels."""
     found = accelerator()
     return "cuda" if found is None else found.type
 
 
 def accelerator_count() -> int:
-    """The number of accelerators; 0 without one, and until the program has used it."""
+    """Return the number of accelerators; 0 before the program uses one."""
     found = accelerator()
     return 0 if found is None else found.device_count()
 
 
 def accelerators(count: int) -> list[torch.device]:
-    """The first `count` of the accelerators."""
     return [torch.device(_accelerator().type, index) for index in range(count)]
 
 
 def are_captured(tensors: list[torch.Tensor]) -> bool:
-    """Whether work on one of these tensors would be captured into a graph now."""
+    """Return whether work on any of `tensors` would be captured into a graph now."""
     types = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
     return any(traits(each).is_capturing() for each in types)
 
 
-def _asks_for_capture(device_type: str, module: Any) -> Callable[[], bool]:
+def _capture_query(device_type: str, module: Any) -> Callable[[], bool]:
     if hasattr(module, "is_current_stream_capturing"):
-        asks: Callable[[], bool] = module.is_current_stream_capturing
-        return asks
+        query: Callable[[], bool] = module.is_current_stream_capturing
+        return query
     accelerated = _accelerator()
-    # Since 2.13, any stream can be asked.
-    is_asked = hasattr(torch.Stream, "is_capturing") and accelerated is not None
-    if not is_asked or accelerated.type != device_type:
+    # Streams of other devices have `is_capturing` since 2.13.
+    has_query = hasattr(torch.Stream, "is_capturing") and accelerated is not None
+    if not has_query or accelerated.type != device_type:
         return lambda: False
     return lambda: bool(torch.accelerator.current_stream().is_capturing())
 
 
 def _size_of_state(device: torch.device) -> int:
-    if device.type == "cuda":  # a program may be traced for CUDA without such a device
-        return 16  # the seed and the offset
+    if device.type == "cuda":  # also when tracing for CUDA on a machine without a GPU
+        return 16  # seed and offset
     return int(torch.get_device_module(device.type).get_rng_state(device).numel())

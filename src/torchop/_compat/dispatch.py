@@ -1,4 +1,4 @@
-"""Dispatch keys and devices, the state of a thread and its modes, and the kernels at a key."""
+"""Dispatch keys and devices, thread-local dispatcher state, modes, and kernels per key."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torchop._errors import short_errors
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 AFTER_ADINPLACEORVIEW = torch._C._after_ADInplaceOrView_keyset
 
-# Reads a tensor without the `__torch_function__` of its class.
+# Disables the `__torch_function__` of tensor subclasses in a block.
 WithoutTorchFunctions = torch._C.DisableTorchFunctionSubclass
 
-# The keys of tensors whose values are not what lies in their memory, in the order of dispatch.
+# Keys of tensors with lazy negation or conjugation, in dispatch order.
 MATH_BIT_KEYS = ("Negative", "Conjugate")
 
 
 def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
-    """The keys that are left of a call once its conjugate and negated views are resolved."""
+    """Return the keys of a call after conjugate and negative bits are resolved."""
     for key in MATH_BIT_KEYS:
         keyset = keyset.remove(_key(key))
     return keyset & AFTER_ADINPLACEORVIEW
 
 
-# Not every key has a name in the class DispatchKey: three of the keys of autocast have none.
+# `DispatchKey` lacks three of the autocast keys.
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
 
 
@@ -42,23 +42,23 @@ def _key(name: str) -> DispatchKey:
 
 
 def autocast_is_available(device_type: str) -> bool:
-    """Whether a device type has autocast; raises RuntimeError for what is none."""
+    """Return whether a device type supports autocast; raise RuntimeError if it is unknown."""
     with short_errors:
         return torch._C._is_autocast_available(device_type)
 
 
-# The device types that have it.
+# The device types that support autocast.
 autocast_device_types: Callable[[], list[str]] = torch._C._autocast_supported_devices
 
 
 def dispatch_key_name(device_type: str) -> str:
-    """The backend key of a device type; raises RuntimeError listing the types PyTorch knows."""
+    """Return a device type's backend key; raise RuntimeError listing the known types."""
     with short_errors:
         return torch._C._dispatch_key_for_device(device_type)
 
 
 def device_of_key(key: str) -> str | None:
-    """The device type whose backend key this is; None if it is another kind of key."""
+    """Return the device type of a backend key; None for other keys."""
     if key == "PrivateUse1":
         return torch._C._get_privateuse1_backend_name()
     device_type = key.lower()
@@ -69,13 +69,13 @@ def device_of_key(key: str) -> str | None:
 
 
 def spelled_key(key: str) -> str:
-    """A key as messages write it: that of a plug-in does not tell for which device it is."""
+    """Return a key for messages, with the device type where the name does not show it."""
     device_type = device_of_key(key)
     return key if device_type in (None, key.lower()) else f"{key} ({device_type})"
 
 
 def kernel_key(kind: str) -> str:
-    """The dispatch key of a kernel for a device type, `"default"`, or a key by its own name."""
+    """Return the dispatch key of a device type, of `"default"`, or of a key's own name."""
     if kind == "default":
         return "CompositeExplicitAutograd"
     return kind if parse_dispatch_key(kind) is not None else dispatch_key_name(kind)
@@ -84,39 +84,38 @@ def kernel_key(kind: str) -> str:
 def redispatch(
     overload: OpOverload, keyset: DispatchKeySet, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Calls the next kernel, of an operator that may have an argument named keyset."""
+    """Call the next kernel, also of operators with an argument named keyset."""
     return overload._handle.redispatch_boxed(keyset, *args, **kwargs)
 
 
 def backend_keyset(device_type: str) -> DispatchKeySet:
-    """The key set that redispatches a call to one backend."""
+    """Return the key set that redispatches to one backend."""
     return DispatchKeySet(_key(dispatch_key_name(device_type)))
 
 
-# Within it, neither a subclass of Tensor nor a mode sees what functions are called.
+# Disables `__torch_function__` of subclasses and of modes in a block.
 plain_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 
 
 def device(name: str | torch.device) -> torch.device:
-    """The device of this name, made where a mode of the user's does not see it."""
+    """Return the device with this name, hidden from the user's function modes."""
     with torch._C.DisableTorchFunction():
         return torch.device(name)
 
 
 def function_modes_are_active() -> bool:
-    """Whether a mode, such as a default device, sees the functions that this thread calls."""
+    """Return whether a TorchFunctionMode, such as a default device, is active."""
     return torch._C._len_torch_function_stack() > 0
 
 
 def default_device() -> str:
-    """The name of the device on which this thread makes tensors; empty for the CPU."""
+    """Return the name of this thread's default device; empty for the CPU."""
     modes = _get_current_function_mode_stack() if function_modes_are_active() else []
     names = [str(mode.device) for mode in modes if isinstance(mode, DeviceContext)]
     return "" if names[-1:] in ([], ["cpu"]) else names[-1]
 
 
 def dispatch_modes_are_active() -> bool:
-    """Whether a mode sees the operators that this thread calls."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -124,7 +123,7 @@ _NO_KEYS = DispatchKeySet(DispatchKey.Undefined)
 
 
 def without_keys(*names: str) -> contextlib.AbstractContextManager[Any]:
-    """Excludes dispatch keys in this thread, as long as the context lasts."""
+    """Exclude dispatch keys from this thread in a block."""
     keyset = _NO_KEYS
     for name in names:
         keyset = keyset.add(_key(name))
@@ -134,21 +133,21 @@ def without_keys(*names: str) -> contextlib.AbstractContextManager[Any]:
 def with_overlooked_keys(
     qualname: str, tensors: Iterable[torch.Tensor], keyset: DispatchKeySet = _NO_KEYS
 ) -> DispatchKeySet:
-    """The keys with which a call goes on from BackendSelect, or from the handler of a mode.
+    """Return the keys for a redispatch from BackendSelect or from the handler of a mode.
 
-    `keyset` are the keys that the dispatcher computed, of which a mode gets none, and `tensors`
-    those that it did not look at for that.
+    `keyset` holds the dispatcher's keys (none in a mode), and `tensors` the ones the dispatcher did
+    not look at.
     """
-    # ADInplaceOrView is on for every thread, so its kernel has run by now.
+    # ADInplaceOrView is always included, so the kernel there has already run.
     overlooked = _with_keys_of(tensors, _NO_KEYS).remove(DispatchKey.ADInplaceOrView)
     keyset = (keyset | overlooked) - torch._C._dispatch_tls_local_exclude_set()
     keyset = keyset.remove(DispatchKey.BackendSelect)
-    # A redispatch does not skip fallthroughs, as a first dispatch does.
+    # Unlike a first dispatch, a redispatch does not skip fallthrough kernels.
     for key, name in in_order(keyset):
         registered = registered_key(qualname, name)
         if registered is not None:
             passes = falls_through(qualname, registered)
-        else:  # PyTorch's fallback for all operators at the keys of autocast falls through
+        else:  # PyTorch's fallback at the autocast keys falls through
             passes = name.startswith("Autocast")
         if passes:
             keyset = keyset.remove(key)
@@ -156,8 +155,8 @@ def with_overlooked_keys(
 
 
 def registered_key(qualname: str, key: str) -> str | None:
-    """Where an operator has a kernel of its own for a key, or a fallthrough."""
-    # A kernel at the alias Autograd serves those of these keys that have none of their own.
+    """Return the key at which an operator registered its kernel or fallthrough for `key`."""
+    # The alias Autograd applies to the autograd keys without a kernel of their own.
     for name in (key, "Autograd") if key.startswith("Autograd") else (key,):
         if has_kernel(qualname, name):
             return name
@@ -165,22 +164,23 @@ def registered_key(qualname: str, key: str) -> str | None:
 
 
 def in_order(keyset: DispatchKeySet) -> Iterator[tuple[DispatchKey, str]]:
-    """The keys of a set, with their names, in the order of dispatch."""
+    """Yield the keys of a set with their names, in dispatch order."""
     while (key := keyset.highestPriorityTypeId()) != DispatchKey.Undefined:
         yield key, torch._C._dispatch_key_name(key)
         keyset = keyset.remove(key)
 
 
 def has_kernel(qualname: str, key: str) -> bool:
-    """Whether an operator has a kernel that is registered at exactly this key.
+    """Return whether an operator has a kernel registered at exactly this key.
 
-    Nobody can name those keys whose names PyTorch does not read, such as AutogradMTIA.
+    PyTorch cannot parse the names of some keys, such as AutogradMTIA, so no Python code can
+    register there.
     """
     is_readable = parse_dispatch_key(key) is not None
     return is_readable and torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key)
 
 
-# Whether it falls through; and which kernel there is, a fallback for all operators included.
+# Whether the operator falls through at a key, and the kernel at a key, backend fallbacks included.
 falls_through: Callable[[str, str], bool] = (
     torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough
 )
@@ -188,7 +188,6 @@ computed_kernel: Callable[[str, str], Any] = torch._C._dispatch_get_computed_ker
 
 
 def keyset_of_call(tensors: Iterable[torch.Tensor]) -> DispatchKeySet:
-    """The dispatch keys of a call with these tensors in this thread."""
     keyset = _with_keys_of(tensors, torch._C._dispatch_tls_local_include_set())
     return keyset - torch._C._dispatch_tls_local_exclude_set()
 
@@ -200,7 +199,7 @@ def _with_keys_of(tensors: Iterable[torch.Tensor], keyset: DispatchKeySet) -> Di
 
 
 def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:
-    """What is left of the keys of a call when it comes to its backend."""
+    """Return the keys that remain when a call reaches the backend."""
     for key, _ in in_order(keyset):
         if torch._C._dispatch_is_included_in_alias(key, DispatchKey.CompositeExplicitAutograd):
             break
@@ -209,33 +208,32 @@ def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:
 
 
 def first_key(keyset: DispatchKeySet) -> str:
-    """The key at which the dispatcher looks first."""
+    """Return the key that the dispatcher looks up first."""
     return torch._C._dispatch_key_name(keyset.highestPriorityTypeId())
 
 
 def has_backend_fallback(keyset: DispatchKeySet) -> bool:
-    """Whether the first key of a set has a fallback for all operators."""
     key = keyset.highestPriorityTypeId()
     return key != DispatchKey.Undefined and torch._C._dispatch_has_backend_fallback(key)
 
 
 def keys_of_every_device(qualname: str) -> list[str]:
-    """The keys at which a kernel for every device runs, as far as Python can register there."""
+    """Return the keys that run a CompositeExplicitAutograd kernel and accept registrations."""
     return [
         key
         for key, text in kernel_table(qualname).items()
-        # Undefined, which is for calls without tensors, would stand for all keys there.
+        # Registering at Undefined (calls without tensors) would register at all keys.
         if "[default backend kernel]" in text and key != "Undefined" and parse_dispatch_key(key)
     ]
 
 
 def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
-    """The names of these keys, in the order of dispatch."""
+    """Return the names of the dispatch keys of a call, in dispatch order."""
     return [name for _, name in in_order(keyset_of_call(tensors))]
 
 
 def kernel_table(qualname: str) -> dict[str, str]:
-    """What the dispatcher runs at each key that it does not pass over: where it was registered."""
+    """Return the registration site of the kernel at each key, without fallthroughs."""
     lines = torch._C._dispatch_dump_table(qualname).splitlines()
     pairs = (line.partition(": ") for line in lines)
     return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}
@@ -257,7 +255,7 @@ _TRANSFORMS = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _TRANS
 
 
 def is_handled_by_mode() -> bool:
-    """Whether a TorchDispatchMode made the call that this thread is dispatching.
+    """Return whether a TorchDispatchMode made the call that this thread is dispatching.
 
     False below a transform of torch.func, whose interpreter excludes these keys on purpose.
     Including them would enter it again: see saveLocalDispatchKeySet, ATen/functorch/Interpreter.h.
@@ -269,9 +267,9 @@ def is_handled_by_mode() -> bool:
 
 
 def with_transforms() -> Any:
-    """Let a kernel use torch.func and torch.export although a mode handles its call, in a block.
+    """Allow torch.func and torch.export in a kernel whose call a mode handles.
 
-    Otherwise the kernel would fail in the first call of a compiled function, in which
+    Otherwise the kernel would fail in the first call of a compiled function, while
     _AnalyzeCustomOpInputOutputMode of torch/_functorch/_aot_autograd/runtime_wrappers.py is active.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set() - _TRANSFORMS

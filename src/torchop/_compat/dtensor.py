@@ -1,4 +1,4 @@
-"""DTensor: whether it is in use, and what it remembers of operators."""
+"""DTensor: whether it is imported, and the sharding propagator."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _MODULE = "torch.distributed.tensor"
 
 
 def when_imported(callback: Callable[[], None]) -> None:
-    """Calls `callback` when DTensor is there, which torchop does not import."""
+    """Call `callback` once DTensor is imported; torchop never imports it."""
     import_hooks.when_imported(_MODULE, callback)
 
 
 def is_imported() -> bool:
-    """Whether DTensor can be in use."""
+    """Return whether DTensor can be in use."""
     module = sys.modules.get(_MODULE)
     return module is not None and hasattr(module, "DTensor")
 
 
 def has_dtensors(values: Any) -> bool:
-    """Whether there is a DTensor among values that are in tuples, lists and dicts."""
+    """Return whether a tree of values contains a DTensor."""
     if not is_imported():
         return False
     from torch.distributed.tensor import DTensor
@@ -35,19 +35,18 @@ def has_dtensors(values: Any) -> bool:
 
 
 def is_mixed(error: Exception) -> bool:
-    """Whether this is what DTensor raises for a call with plain tensors too."""
+    """Return whether `error` is DTensor's error for mixing plain tensors and DTensors."""
     return "got mixed torch.Tensor and DTensor" in str(error)
 
 
 def propagator() -> Any:
-    """What decides where the tensors of a call have to be, one for the process."""
     from torch.distributed.tensor import DTensor
 
     return DTensor._op_dispatcher.sharding_propagator
 
 
 def clear_caches() -> None:
-    """Forgets what this thread has propagated: calls ask the strategies again."""
+    """Clear this thread's propagation caches, so the next calls run their strategies."""
     propagator().propagate_op_sharding.cache.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:

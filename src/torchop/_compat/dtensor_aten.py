@@ -1,4 +1,4 @@
-"""DTensor's own sharding rules: its decisions about calls of ATen operators."""
+"""Shard an operator by DTensor's own rule for an ATen operator."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from torchop._compat.dtensor_strategies import Moving
 from torchop._errors import ShardingError, short_text
 
 _RULES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
-# Where DTensor keeps functions and positions of arguments that hold the sizes of a whole tensor,
-# which it replaces with the sizes of a shard.
+# Tables of ATen functions with size arguments; DTensor adjusts these to local shards.
 SIZES = ("op_to_shape_and_stride_idx", "op_to_scalar_shape_adjuster")
-# `_rows` asks for all combinations of placements up to this number, otherwise for some.
+# `_combinations` yields all combinations up to this number, and a sample of larger sets.
 _MOST_COMBINATIONS = 256
 
 
 def refusal(op: OpOverload, aten: OpOverload) -> str | None:
-    """The message for an operator that DTensor's rule for `aten` cannot shard; None if it can."""
+    """Return the error message if DTensor's rule for `aten` cannot shard another operator."""
     reason = _reason(aten)
     if reason is None:
         return None
@@ -38,16 +37,16 @@ def refusal(op: OpOverload, aten: OpOverload) -> str | None:
 
 
 def _reason(aten: OpOverload) -> str | None:
-    """Why DTensor's rule for `aten` does not do for another operator; None if it does."""
+    """Return why DTensor's rule for `aten` cannot be reused; None if it can."""
     from torch.distributed.tensor import DTensor
 
     engine = propagator()
     handler = DTensor._op_dispatcher._custom_op_handlers.get(aten)
-    # `dtensor_registry.take_over` has handlers too, which follow the rule.
+    # Handlers installed by `dtensor_registry.take_over` still follow the rule.
     if handler is not None and not handler.__module__.startswith("torchop."):
-        return "DTensor runs it by code of its own, which is no rule"
+        return "DTensor runs it with custom code instead of a rule"
     if aten in getattr(engine, "squeeze_op_to_dims_variant", ()):
-        return "DTensor calls another operator in its place"
+        return "DTensor replaces it by another operator"
     if any(aten in getattr(engine, name, ()) for name in _RULES):
         return None
     decompositions = getattr(engine, "decomp_strategy", None)
@@ -57,20 +56,21 @@ def _reason(aten: OpOverload) -> str | None:
 
 
 def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """The placements that DTensor decides for the same call of `aten`, as the only choice.
+    """Return the placements that DTensor decides for the same call of `aten`, as the only strategy.
 
     Raises:
-        ShardingError: DTensor's rule refuses the call, or would move a tensor that is written.
+        ShardingError: DTensor's rule rejects the call, or would move a written tensor.
     """
     from torch.distributed.tensor._op_schema import OpSpec
 
     call, strategies = dtensor_strategies.call_of(op, op_schema)
     inputs = Inputs(strategies, call.mesh)
     if any(len(strategy.strategies) != 1 for strategy in strategies):
-        # A planner asks for all placements, and DTensor decides only for one of each tensor.
+        # The auto-parallel planner passes several placements, and DTensor's rule accepts one per
+        # tensor.
         return dtensor_strategies.op_specs(op, rows, op_schema, Moving.ARGUMENTS)
-    asked = dtensor_strategies.with_specs(op_schema)
-    outputs, wanted = _decision(op, aten, asked.args_schema, asked.kwargs_schema, call.results)
+    schema = dtensor_strategies.with_specs(op_schema)
+    outputs, wanted = _decision(op, aten, schema.args_schema, schema.kwargs_schema, call.results)
     for each, current, spec in zip(call.inputs, inputs.current, wanted, strict=True):
         if each.is_written and spec.placements != current:
             why = f"DTensor's rule for {aten.name()} needs {list(spec.placements)}"
@@ -82,10 +82,10 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
 
 
 def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
-    """The placements on one dimension of a mesh that DTensor decides for calls of `aten`.
+    """Return DTensor's decisions for calls of `aten`, on one mesh dimension.
 
-    DTensor's rules start from the placements of the tensors, so this collects its decisions for
-    different ones. Forms and gradients of the operator choose among the results.
+    DTensor's rules start from the placements of the inputs, so this samples input placements and
+    collects the results.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -114,7 +114,7 @@ def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
     for placements in others:
         try:
             found = row(placements)
-        except ShardingError:  # refused by the rule with these placements
+        except ShardingError:  # the rule rejects these placements
             continue
         if found not in rows and all(map(_is_plain, (*found.results, *found.inputs))):
             rows.append(found)
@@ -122,7 +122,7 @@ def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
 
 
 def _combinations(call: Call) -> Iterator[tuple[Any, ...]]:
-    """Placements of all tensors of a call on one dimension of a mesh, replicated ones first."""
+    """Yield input placements for one mesh dimension, fully replicated first."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     choices = [[Replicate(), *map(Shard, range(each.info.ndim)), Partial()] for each in call.inputs]
@@ -138,7 +138,7 @@ def _combinations(call: Call) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_plain(placement: Any) -> bool:
-    """Whether a placement has no state of a call, as the masks of an embedding have."""
+    """Return whether a placement is stateless, unlike the mask of a sharded embedding."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     return type(placement) in (Partial, Replicate, Shard)
@@ -151,14 +151,14 @@ def _decision(
     kwargs: Mapping[str, Any],
     results: Sequence[TensorInfo],
 ) -> tuple[Any, list[Any]]:
-    """The specs of the results and of the inputs that DTensor decides for a call of `aten`."""
+    """Return the output and input specs that DTensor decides for a call of `aten`."""
     from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
     refused = refusal(op, aten)  # DTensor may have been imported after the registration
     if refused is not None:
         raise ShardingError(refused)
     positional, keywords = _as_aten(op, aten, args, kwargs)
-    # OpSchema finds the tensors in lists only with `needs_pytree`.
+    # OpSchema finds tensors inside lists only with `needs_pytree`.
     info = RuntimeSchemaInfo(needs_pytree=any(isinstance(a, (list, tuple)) for a in positional))
     schema = OpSchema(aten, positional, keywords, schema_info=info)
     try:
@@ -168,7 +168,7 @@ def _decision(
         raise
     except Exception as error:
         raise ShardingError(
-            f"{op.name()}: it is sharded by DTensor's rule for {aten.name()}, which raised "
+            f"{op.name()}: DTensor's rule for {aten.name()}, used for this operator, raised "
             f"{type(error).__name__}: {short_text(error)}"
         ) from error
     moved = decided.redistribute_schema if decided.needs_redistribute else None
@@ -184,10 +184,9 @@ def _specs_in(values: Any) -> list[Any]:
 def _as_aten(
     op: OpOverload, aten: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which DTensor would get the same call of `aten`.
+    """Return the arguments as the dispatcher would pass them to `aten`.
 
-    PyTorch's dispatcher leaves out arguments that have their default value, and the defaults of
-    the two operators may differ.
+    It drops arguments equal to their defaults, and the two operators may have different defaults.
     """
     arguments, theirs = op._schema.arguments, aten._schema.arguments
     values = dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
@@ -213,7 +212,6 @@ def _is_default(argument: Any, value: Any) -> bool:
 
 
 def _metas(op: OpOverload, results: Sequence[TensorInfo]) -> Any:
-    """The results in the form in which DTensor has them."""
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
     metas = [TensorMeta(torch.Size(r.shape), tuple(r.stride), r.dtype) for r in results]
@@ -226,9 +224,9 @@ def _metas(op: OpOverload, results: Sequence[TensorInfo]) -> Any:
 
 
 def difference(op: OpOverload, aten: OpOverload) -> str | None:
-    """How the signature of an operator differs from the one of `aten`; None if calls fit both.
+    """Return how the signatures of an operator and `aten` differ; None if calls fit both.
 
-    `op` may lack arguments that have a default.
+    `op` may omit arguments that have a default.
     """
     ours, theirs = ([a for a in o._schema.arguments if not a.kwarg_only] for o in (op, aten))
     mine, named = ({a.name: a for a in o._schema.arguments if a.kwarg_only} for o in (op, aten))

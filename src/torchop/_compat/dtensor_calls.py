@@ -1,4 +1,4 @@
-"""Calls on DTensors, as sharding rules see them."""
+"""Calls on DTensors, in the form that sharding rules receive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torchop._compat.classes import OpOverload
 
 
 class Row(NamedTuple):
-    """Placements of all results and inputs of a call, on one dimension of a mesh.
+    """Placements of all results and inputs of a call, on one mesh dimension.
 
-    `reduction` says how results are combined whose parts were computed on the ranks, if they are.
+    `reduction` names how the partial results of the ranks are combined, if they are.
     """
 
     results: list[Any]
@@ -22,7 +22,7 @@ class Row(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor, or of a result, before a call: that of all ranks together."""
+    """The global shape, stride and dtype of a tensor or result."""
 
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -34,7 +34,7 @@ class TensorInfo(NamedTuple):
 
 
 class Input(NamedTuple):
-    """One tensor of a call, and the number of the argument that holds it."""
+    """A tensor of a call, and the index of the argument that holds it."""
 
     argument: int
     info: TensorInfo
@@ -42,7 +42,7 @@ class Input(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call as rules see it, with a `TensorInfo` in the place of each tensor."""
+    """A call with each tensor replaced by a `TensorInfo`."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -55,7 +55,7 @@ Rows = Callable[[Call], Sequence[Row]]
 
 
 def is_one(size: Any) -> bool:
-    """Whether a size is 1, as far as it is known; compilers add no guard for the question."""
+    """Return whether a size is known to be 1, without adding a guard."""
     if isinstance(size, int):
         return size == 1
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -64,7 +64,7 @@ def is_one(size: Any) -> bool:
 
 
 def same_size(left: Any, right: Any) -> bool:
-    """Whether two sizes may be the same."""
+    """Return whether two sizes may be equal, without adding a guard."""
     if isinstance(left, int) and isinstance(right, int):
         return left == right
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -73,17 +73,20 @@ def same_size(left: Any, right: Any) -> bool:
 
 
 def holds_tensors(argument: Any) -> bool:
-    """Whether an argument of a schema is a tensor, or a list of tensors."""
+    """Return whether a schema argument is a tensor or a list of tensors."""
     return "Tensor" in str(argument.real_type)
 
 
 def is_written(argument: Any) -> bool:
-    """Whether the schema says that an operator writes into an argument."""
+    """Return whether the schema marks an argument as written."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def first_hashed(op: OpOverload, unhashed: Sequence[str]) -> int | None:
-    """The number of the first positional argument that goes into the key; all behind it do."""
+    """Return the index of the first positional argument in the cache key.
+
+    DTensor also hashes all arguments after it.
+    """
     for index, argument in enumerate(op._schema.arguments):
         is_hashed = not holds_tensors(argument) and argument.name not in unhashed
         if is_hashed and not argument.kwarg_only:

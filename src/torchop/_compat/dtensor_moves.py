@@ -1,4 +1,4 @@
-"""The tensors of a call on DTensors: where they are, and what it costs to move them."""
+"""The inputs of a call on DTensors, and the cost of redistributing them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, TypeAlias
 
 from torchop._compat.dtensor_calls import Row
 
-Placements: TypeAlias = tuple[Any, ...]  # of one tensor, for each dimension of the mesh
-Combination: TypeAlias = tuple[Row, ...]  # a row for each dimension of the mesh
+Placements: TypeAlias = tuple[Any, ...]  # of one tensor, per mesh dimension
+Combination: TypeAlias = tuple[Row, ...]  # a row per mesh dimension
 
 
 class Inputs:
-    """The tensors of a call: where they are, and what it costs to move them.
+    """The tensors of a call, with cached redistribution costs.
 
     Attributes:
-        strategies: DTensor's strategy for each.
-        current: the placements of each.
-        mesh: the mesh that they are on.
+        strategies: DTensor's strategy of each tensor.
+        current: the placements of each tensor.
+        mesh: their device mesh.
     """
 
     def __init__(self, strategies: Sequence[Any], mesh: Any) -> None:
@@ -27,10 +27,10 @@ class Inputs:
         self.mesh = mesh
         specs = [strategy.strategies[0].output_spec for strategy in strategies]
         self.current: list[Placements] = [spec.placements for spec in specs]
-        # Tensors of one shape on the same placements cost the same, and often there are many.
+        # Calls often have many tensors with equal shape and placements. They share one cost.
         kinds: dict[Any, int] = {}
         self._kinds = [
-            # Symbolic sizes have no hash.
+            # Specs with symbolic sizes are not hashable.
             kinds.setdefault(spec, index) if _is_static(spec) else index
             for index, spec in enumerate(specs)
         ]
@@ -39,7 +39,7 @@ class Inputs:
 
     @property
     def are_certain(self) -> bool:
-        """Whether each tensor is at one place only, and has sizes that are numbers."""
+        """Return whether each tensor has one candidate placement and a static shape."""
         return all(
             len(strategy.strategies) == 1
             and all(type(size) is int for size in strategy.tensor_meta.shape)
@@ -47,14 +47,14 @@ class Inputs:
         )
 
     def spec(self, index: int, placements: Placements) -> Any:
-        """What DTensor would call a tensor with other placements."""
+        """Return the DTensorSpec of a tensor with other placements."""
         from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
         meta = self.strategies[index].tensor_meta
         return DTensorSpec(self.mesh, placements, tensor_meta=meta)
 
     def fits(self, index: int, placements: Placements) -> bool:
-        """Whether a tensor is where it should be, or can be moved there."""
+        """Return whether a tensor has these placements or can be redistributed to them."""
         from torch.distributed.tensor._ops.utils import is_tensor_shardable
 
         if placements == self.current[index]:
@@ -66,7 +66,7 @@ class Inputs:
         return self._fits[key]
 
     def costs(self, index: int, placements: Placements) -> list[Any]:
-        """What it costs to move a tensor, from each place where it may be."""
+        """Return the redistribution cost from each candidate placement of a tensor."""
         from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
         key = self._kinds[index], placements
@@ -76,7 +76,7 @@ class Inputs:
         return self._costs[key]
 
     def cost(self, combination: Combination, limit: Any = math.inf) -> Any:
-        """What all moves cost together; of those that cost more than the limit, some."""
+        """Return the total redistribution cost, or a partial sum above `limit`."""
         total: Any = 0
         for index, placements in enumerate(placements_of(combination)):
             total += sum(self.costs(index, placements))
@@ -85,7 +85,7 @@ class Inputs:
         return total
 
     def sent(self, dim: int, row: Row) -> int:
-        """A bit for each tensor of which ranks have parts that others need, or parts of a sum."""
+        """Return a bit mask of the tensors that need communication on one mesh dimension."""
         pairs = zip((placements[dim] for placements in self.current), row.inputs, strict=True)
         return sum(
             1 << index
@@ -95,7 +95,7 @@ class Inputs:
 
     @functools.cached_property
     def sending_has_a_cost(self) -> bool:
-        """Whether it costs something to send a tensor: not for a rank outside of the mesh."""
+        """Return whether communication has a cost; it has none for a rank outside of the mesh."""
         from torch.distributed.tensor import Replicate
 
         everywhere = (Replicate(),) * self.mesh.ndim
@@ -109,5 +109,5 @@ def _is_static(spec: Any) -> bool:
 
 
 def placements_of(combination: Combination) -> list[Placements]:
-    """The placements of each input."""
+    """Return the placements of each input."""
     return list(zip(*(row.inputs for row in combination), strict=True))

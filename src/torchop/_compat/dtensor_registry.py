@@ -1,7 +1,7 @@
-"""What DTensor does with an operator: its registry, the keys of its caches, and its dispatch.
+"""Register sharding strategies with DTensor, and dispatch calls that DTensor would get wrong.
 
-PyTorch dispatches calls in C++, and is right for most operators. This file does the same in Python,
-from the same parts, for calls that PyTorch would get wrong.
+DTensor dispatches in C++ and handles most operators. For the others, this file dispatches in Python
+with the same helpers of DTensor.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torchop._compat.dtensor_strategies import (
 
 
 class Registration:
-    """The strategy of one operator, and what it replaced.
+    """The sharding strategy of an operator, and the registrations that it replaced.
 
     Attributes:
         op: the operator.
-        rows: the placements that its rule accepts for a call.
-        may_be_stale: whether another thread may have decisions of an earlier rule in the cache of
-            its own, which only that thread can clear.
+        rows: the placements that the sharding rule accepts for a call.
+        may_be_stale: whether another thread may still cache decisions of an earlier rule. Such a
+            cache is thread-local, so only that thread can clear it.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Registration:
         clear_caches()
 
     def undo(self) -> None:
-        """Restores what was registered before."""
         for registry, value in self._replaced:
             registry.pop(self.op, None)
             if value is not None:
@@ -64,7 +63,7 @@ class Registration:
         clear_caches()
 
     def strategy(self, op_schema: Any) -> Any:
-        """What DTensor asks where its cache has no answer: the placements to decide between."""
+        """Return the strategies of a call; DTensor calls this on a cache miss."""
         from torch.distributed.tensor._op_schema import OpStrategy
 
         _callers.setdefault(self.op.name(), set()).add(threading.get_ident())
@@ -73,13 +72,16 @@ class Registration:
         return OpStrategy(decisive_specs(self.op, self.rows, op_schema))
 
     def propagate(self, op_schema: Any) -> Any:
-        """DTensor's decision about a call, from a cache that all threads share."""
+        """Return DTensor's decision about a call, from a cache shared by all threads."""
         return self._remembered(
             self._decisions, op_schema, propagator().propagate_op_sharding_non_cached
         )
 
     def moved_keywords(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """The keyword arguments, with tensors where the rule wants them: DTensor moves none."""
+        """Return the keyword arguments, redistributed as the rule requires.
+
+        DTensor redistributes positional arguments only.
+        """
         from torch.distributed.tensor import DTensor
 
         tensors = [name for name, value in kwargs.items() if isinstance(value, DTensor)]
@@ -107,21 +109,21 @@ class Registration:
     def _remembered(self, cache: dict[Any, Any], op_schema: Any, decide: Any) -> Any:
         from torch.distributed._functional_collectives import _are_we_tracing
 
-        if _are_we_tracing():  # symbolic sizes have no hash
+        if _are_we_tracing():  # symbolic sizes are not hashable
             return decide(op_schema)
-        # For Python, 1, 1.0 and True are the same key.
+        # 1, 1.0 and True are equal as keys, so the types are part of the key.
         key = (op_schema, *map(type, op_schema.args_schema))
         try:
             return cache[key]
         except KeyError:
             decision = cache[key] = decide(op_schema)
             return decision
-        except TypeError:  # an argument has no hash
+        except TypeError:  # an argument is not hashable
             return decide(op_schema)
 
 
 def moved(value: Any, spec: Any) -> Any:
-    """A DTensor with other placements. Its own method makes no pending sums."""
+    """Redistribute a DTensor, also to Partial placements, unlike `DTensor.redistribute`."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
@@ -131,8 +133,8 @@ def moved(value: Any, spec: Any) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
-# The threads in which DTensor has asked for the strategy of an operator, by name. A new operator of
-# the same name may get the address of the old one, and be mistaken for it.
+# Threads in which DTensor ran an operator's strategy, by operator name. Thread-local caches
+# are keyed by the overload's address, and a new operator of the same name may reuse it.
 _callers: dict[str, set[int]] = {}
 
 
@@ -146,9 +148,9 @@ _REGISTRIES = (
 
 
 def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
-    """Puts every argument that is not a tensor into the key of DTensor's caches.
+    """Include every non-tensor argument in the key of DTensor's caches.
 
-    A tensor by keyword is in the key only if there is a list of keywords.
+    A keyword tensor is in the key only if keywords are listed.
     """
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
@@ -162,15 +164,15 @@ def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
     )
 
 
-# The types of non-tensor arguments that torch hashes in C++; others have no key in its cache.
+# Types of non-tensor arguments that DTensor's C++ cache can hash.
 _HASHABLE = ("int", "float", "bool", "str", "number", "Device", "ScalarType", "Layout")
 
 
 def needs_python(op: OpOverload) -> bool:
-    """Whether PyTorch's own dispatch would be wrong for some calls of an operator.
+    """Return whether DTensor's C++ dispatch would be wrong for some calls of an operator.
 
-    It never moves a tensor by keyword; takes every operator whose name ends in an underscore for
-    one that returns its first argument; and cannot hash arguments of every type.
+    It does not redistribute keyword tensors (pytorch/pytorch#167977), treats every name that ends
+    in an underscore as an in-place operator, and cannot hash all argument types.
     """
     arguments, returns = op._schema.arguments, op._schema.returns
     by_keyword = any(a.kwarg_only and holds_tensors(a) for a in arguments)
@@ -186,7 +188,7 @@ def _is_hashable(argument: Any) -> bool:
 
 
 def take_over(op: OpOverload, registration: Registration) -> None:
-    """Has DTensor call an operator through `dispatch`."""
+    """Make DTensor call an operator through `dispatch`."""
 
     def handler(op: OpOverload, args: Any, kwargs: Any) -> Any:
         return dispatch(registration, args, kwargs)
@@ -195,7 +197,7 @@ def take_over(op: OpOverload, registration: Registration) -> None:
 
 
 def release(op: OpOverload) -> None:
-    """Takes `take_over` back."""
+    """Undo `take_over`."""
     _handlers().pop(op, None)
 
 
@@ -207,7 +209,6 @@ def _handlers() -> dict[Any, Callable[..., Any]]:
 
 
 def dispatch(registration: Registration, args: Any, kwargs: Any) -> Any:
-    """Calls an operator on DTensors."""
     from torch.distributed.tensor import DTensor
 
     op, dispatcher = registration.op, DTensor._op_dispatcher
@@ -219,7 +220,7 @@ def dispatch(registration: Registration, args: Any, kwargs: Any) -> Any:
 
 
 def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) -> Any:
-    """The results as DTensors, and as the caller's own where they are arguments."""
+    """Wrap results as DTensors, and return the caller's object for each written argument."""
     from torch.distributed.tensor import DTensor
 
     dtensors: Any = DTensor._op_dispatcher.wrap(results, specs)
@@ -239,16 +240,16 @@ def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) ->
 
 
 def _aliases(value: Any) -> set[str]:
-    """The memory of an argument or a result, by the schema's names for it."""
+    """Return the alias set of a schema argument or result."""
     return set() if value.alias_info is None else set(value.alias_info.before_set)
 
 
 # --------------------------------------------------------------------------------------------------
-# What DTensor raises for operators without a rule
+# DTensor's error for operators without a sharding rule
 
 
 def explain_missing(explain: Callable[[OpOverload], Exception | None]) -> None:
-    """Has DTensor raise what `explain` returns of an operator that it cannot shard."""
+    """Replace DTensor's error for an operator without a strategy by `explain(op)`, unless None."""
     engine = propagator()
     propagate = engine.propagate_op_sharding_non_cached
 

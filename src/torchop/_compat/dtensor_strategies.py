@@ -1,4 +1,4 @@
-"""DTensor's strategies: the placements of its tensors that an operator accepts for a call."""
+"""Translate sharding rules into DTensor's strategies: accepted placements and their costs."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from torchop._errors import ShardingError, short_repr
 
 
 class Moving(enum.Enum):
-    """Which tensors of a call a strategy may move."""
+    """The tensors of a call that a strategy may redistribute."""
 
     ARGUMENTS = "positional"
-    KEYWORDS = "those by keyword too"
-    ALL = "what is written too, to say where it should be"
+    KEYWORDS = "positional and keyword"
+    ALL = "all, for error messages"
 
 
 def op_specs(op: OpOverload, rows: Rows, op_schema: Any, moving: Moving) -> list[Any]:
-    """All placements that a rule accepts for a call, each with its cost.
+    """Return all strategies that a rule accepts for a call, with their costs.
 
     Raises:
-        ShardingError: it accepts none, or the call is on several meshes.
+        ShardingError: the rule accepts none, or the tensors are on several meshes.
     """
-    return _specs(op, *_question(op, rows, op_schema), moving)
+    return _specs(op, *_analyze(op, rows, op_schema), moving)
 
 
 def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Those of `op_specs` that matter for DTensor's decision about a call: mostly one.
+    """Return the strategies of `op_specs` among which DTensor decides, usually one.
 
-    To work out the cost of a move is most of what deciding takes, and DTensor keeps the result for
-    ever. It decides for placements that move nothing, or else for the first of the cheapest ones.
+    Computing redistribution costs dominates the time of a decision, and DTensor caches them.
+    DTensor prefers a strategy that moves nothing, otherwise the first of the cheapest ones.
 
     Raises:
-        ShardingError: as `op_specs`.
+        ShardingError: like `op_specs`.
     """
-    call, inputs, allowed = _question(op, rows, op_schema)
+    call, inputs, allowed = _analyze(op, rows, op_schema)
     if not inputs.are_certain:
         return _specs(op, call, inputs, allowed, Moving.ARGUMENTS)
     found = _decisive(call, inputs, _choices(call, inputs, allowed, Moving.ARGUMENTS))
@@ -57,7 +57,7 @@ def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
 
 
 def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> list[Combination]:
-    """The combinations between which DTensor decides; none if none is possible."""
+    """Return the combinations among which DTensor decides, empty if none is possible."""
     combinations = list(itertools.product(*choices))
     sent = [[inputs.sent(dim, row) for row in rows] for dim, rows in enumerate(choices)]
     moved = [functools.reduce(operator.or_, each).bit_count() for each in itertools.product(*sent)]
@@ -70,9 +70,9 @@ def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> l
         and inputs.cost(each) == 0
     ]
     if found:
-        return found  # it takes the last of these
+        return found  # DTensor takes the last one
     best, least = -1, math.inf
-    # Those that seem to cost nothing first: they spare the others the computation of their costs.
+    # Start with combinations that need no communication: a cost of 0 ends the search early.
     for index in sorted(range(len(combinations)), key=moved.__getitem__):
         if least == 0 and moved[index] and inputs.sending_has_a_cost:
             break
@@ -85,12 +85,12 @@ def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> l
 
 
 def cost(spec: Any) -> Any:
-    """What it costs to move the inputs of a call to the placements that are accepted."""
+    """Return the cost of redistributing the inputs of a call for a strategy."""
     return sum(map(sum, spec.redistribute_cost))
 
 
 def cheapest(specs: Sequence[Any], op_schema: Any) -> Any:
-    """The placements to which the inputs are moved at the least cost, if possible none of them."""
+    """Return the cheapest strategy; among equal costs, the one that moves the fewest inputs."""
     current = [spec.placements for spec in (*op_schema.args_spec, *_keywords(op_schema))]
 
     def order(spec: Any) -> tuple[Any, int]:
@@ -106,8 +106,8 @@ def _keywords(op_schema: Any) -> list[Any]:
     return [v for v in op_schema.kwargs_schema.values() if isinstance(v, DTensorSpec)]
 
 
-def _question(op: OpOverload, rows: Rows, op_schema: Any) -> tuple[Call, Inputs, Sequence[Row]]:
-    """The call that DTensor asks about, its tensors, and what a rule accepts for them."""
+def _analyze(op: OpOverload, rows: Rows, op_schema: Any) -> tuple[Call, Inputs, Sequence[Row]]:
+    """Return the call of an OpSchema, the inputs, and the rows that a rule accepts."""
     call, strategies = call_of(op, op_schema)
     return call, Inputs(strategies, call.mesh), rows(call)
 
@@ -126,7 +126,7 @@ def _specs(
 
 
 def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
-    """The call that DTensor asks about, and its strategy for each tensor in it."""
+    """Return the call of an OpSchema, and the strategy of each tensor in it."""
     strategies: list[Any] = []
     inputs: list[Input] = []
 
@@ -157,11 +157,11 @@ def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
 
 
 class _Last(threading.local):
-    """The last question of DTensor to a fake kernel, and the answer."""
+    """DTensor's last fake-kernel call in this thread, and the results."""
 
     op_schema: Any = None
     results: Any = None
-    assumed: tuple[Any, Any] | None = None  # a question, and the answer without a fake kernel
+    assumed: tuple[Any, Any] | None = None  # a call, and results to use in place of its fake kernel
 
 
 _last = _Last()
@@ -169,7 +169,7 @@ _last = _Last()
 
 @contextlib.contextmanager
 def assumed_results(op_schema: Any, results: Any) -> Iterator[None]:
-    """Has DTensor use these results of a call, for which it runs no fake kernel then."""
+    """Make DTensor use `results` for a call, without running the fake kernel."""
     before, _last.assumed = _last.assumed, (op_schema, results)
     try:
         yield
@@ -178,9 +178,10 @@ def assumed_results(op_schema: Any, results: Any) -> Iterator[None]:
 
 
 def remember_results() -> None:
-    """Remembers the results that DTensor works out before it asks for a strategy.
+    """Cache the results that DTensor computes before it runs a strategy.
 
-    It keeps them to itself, and fake kernels are most of what deciding costs.
+    DTensor does not pass them to the strategy, and running the fake kernel again would dominate the
+    time of a decision.
     """
     engine = propagator()
     ask = engine._propagate_tensor_meta_non_cached
@@ -198,7 +199,7 @@ def remember_results() -> None:
 
 
 def _results(op_schema: Any) -> Any:
-    """The results of the operator: the last answer, if it was for the same objects."""
+    """Return the results of a call, from the cache if it holds the same argument objects."""
     last, results = _last.op_schema, _last.results
     _last.op_schema = _last.results = None
     if last is not None and last.op is op_schema.op and _are_same(last, op_schema):
@@ -207,7 +208,7 @@ def _results(op_schema: Any) -> Any:
 
 
 def _are_same(left: Any, right: Any) -> bool:
-    """Whether two calls have the same objects, not only equal ones, for their arguments."""
+    """Return whether two calls have identical, not merely equal, argument objects."""
     pairs = [tree_leaves((schema.args_schema, schema.kwargs_schema)) for schema in (left, right)]
     return len(pairs[0]) == len(pairs[1]) and all(map(operator.is_, *pairs))
 
@@ -215,7 +216,7 @@ def _are_same(left: Any, right: Any) -> bool:
 def results_of(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any
 ) -> list[TensorInfo]:
-    """What an operator would return, given a `TensorInfo` in the place of each tensor."""
+    """Return the results of an operator, given a `TensorInfo` for each tensor."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._op_schema import OpSchema
@@ -231,7 +232,7 @@ def results_of(
 
 
 def with_specs(op_schema: Any) -> Any:
-    """The call that DTensor asks about, with the spec of each tensor instead of its strategy."""
+    """Return an OpSchema with the spec of each tensor in place of its strategy."""
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
 
     def spec(value: Any) -> Any:
@@ -270,10 +271,11 @@ def _mesh(op: OpOverload, strategies: Sequence[Any]) -> Any:
 
 
 def _choices(call: Call, inputs: Inputs, rows: Sequence[Row], moving: Moving) -> list[list[Row]]:
-    """The rows that the rule accepts for each dimension of the mesh, in any combination.
+    """Return the rows that the rule accepts, per mesh dimension.
 
-    A written tensor keeps its placement, or the operator would not write into the caller's tensor.
-    Keyword-only tensors keep theirs too, if DTensor moves the others: it never moves these.
+    A written tensor keeps the placement, because writing into a redistributed copy would not change
+    the caller's tensor. Keyword-only tensors keep theirs unless `moving` includes them, because
+    DTensor redistributes positional arguments only.
     """
     positional = sum(each.argument < len(call.args) for each in call.inputs)
     fixed = [
@@ -294,7 +296,7 @@ def _choices(call: Call, inputs: Inputs, rows: Sequence[Row], moving: Moving) ->
 
 
 def _with_strides(rows: Sequence[Row], current: Sequence[Any]) -> Iterator[Row]:
-    """The rows, and each with the strided shards that inputs have on this mesh dimension now."""
+    """Yield the rows, and variants with the strided shards of the current inputs."""
     yield from rows
     factors = {p.split_factor for p in current if type(p).__name__ == "_StridedShard"}
     for factor, row in itertools.product(sorted(factors), rows):
@@ -328,16 +330,22 @@ def _is_possible(call: Call, inputs: Inputs, combination: Combination) -> bool:
 
 
 def _may_be_partial(placements: Sequence[Any]) -> bool:
-    """Whether pending results are of one kind: a sum of maxima is not a maximum of sums."""
+    """Return whether all Partial placements have one reduction.
+
+    A max of sums is not a sum of maxima.
+    """
     return len({p.reduce_op for p in placements if p.is_partial()}) <= 1
 
 
 def _is_shard(placement: Any) -> bool:
-    return hasattr(placement, "dim")  # Shard, and _StridedShard, which is none
+    return hasattr(placement, "dim")  # Shard, or _StridedShard, which is not a subclass
 
 
 def _is_reducible(meta: Any, mesh: Any, placements: Sequence[Any], shard: Any, row: Row) -> bool:
-    """Whether parts of a dimension can be reduced: averages need equal ones, others none empty."""
+    """Return whether shards of a dimension can be reduced.
+
+    Averages need equal shards, and reductions other than sums need non-empty shards.
+    """
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     parts = 1
@@ -376,14 +384,14 @@ def _op_spec(op: OpOverload, call: Call, inputs: Inputs, combination: Combinatio
 
 
 def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) -> ShardingError:
-    """Names the argument that would have to be moved, and the cheapest placements for it."""
+    """Return the error that names the written argument and the cheapest placements for it."""
     best = min(_specs(op, call, inputs, rows, Moving.ALL), key=cost)
     for index, each in enumerate(call.inputs):
         wanted, current = best.input_specs[index].placements, inputs.current[index]
         if each.is_written and wanted != current:
             why = "The sharding rule does not accept these placements"
             return written_elsewhere(op, each.argument, current, wanted, why)
-    raise AssertionError("the rule accepts all placements of what is written")
+    raise AssertionError("the rule accepts all placements of the written arguments")
 
 
 def written_elsewhere(

@@ -1,4 +1,4 @@
-"""How Dynamo traces a handle: its calls are calls of the overload."""
+"""Make Dynamo trace a call of a handle as a call of the overload."""
 
 from __future__ import annotations
 
@@ -7,37 +7,36 @@ from typing import Any
 
 from torchop._compat import compilers, import_hooks
 
-# `take_apart(handle, args, kwargs, compiler)`: the arguments of the overload behind a handle; None
-# where Dynamo has to trace `__call__`.
-TakeApart = Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
+# `flatten(handle, args, kwargs, compiler)` returns the overload's arguments, or None if Dynamo
+# must trace `__call__`.
+FlattenCall = Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
 
-_handle_types: dict[type, TakeApart | None] = {}
-# Dynamo's table of builders by the exact type of an object, once Dynamo is imported.
+_handle_types: dict[type, FlattenCall | None] = {}
+# Dynamo's table of builders by exact type, after Dynamo was imported.
 _table: dict[Any, Any] | None = None
 _builder: Any = None
 
 
-def trace_as_overload(handle_type: type, take_apart: TakeApart | None = None) -> None:
-    """Lets Dynamo take a call of an object of this very type for one of the overload behind it.
+def trace_as_overload(handle_type: type, flatten: FlattenCall | None = None) -> None:
+    """Make Dynamo trace calls of handles of exactly this type as calls of their overload.
 
-    Without it, Dynamo traces `__call__` and what that calls, which is the same graph and takes half
-    as long again. So nothing is lost in a release of PyTorch that keeps its table elsewhere.
+    Otherwise Dynamo traces `__call__`. The graph is the same, but tracing takes 50% longer. So
+    releases of PyTorch without this table of Dynamo are only slower.
 
     Args:
-        handle_type: calling an object of it calls its `overload`, which stays the same while
-            `_definition.reason_gone` is None, and means the same to compilers while
-            `_definition.revision` is the same number.
-        take_apart: makes the arguments of the overload; by default they are those of the call.
+        handle_type: a handle's class. Its `overload` is constant while `_definition.reason_gone` is
+            None, and compiles to the same code while `_definition.revision` is the same.
+        flatten: returns the overload's arguments; by default, the arguments of the call.
     """
     if not _handle_types:
         import_hooks.when_imported(compilers.DYNAMO, _connect)
-    _handle_types[handle_type] = take_apart
+    _handle_types[handle_type] = flatten
     if _table is not None:
         _table[handle_type] = _builder
 
 
 def forget(handle_type: type) -> None:
-    """Undoes `trace_as_overload`."""
+    """Undo `trace_as_overload`."""
     _handle_types.pop(handle_type, None)
     if _table is not None:
         _table.pop(handle_type, None)
@@ -57,7 +56,7 @@ def _connect() -> None:
 
 
 def _handle_builder() -> Any:
-    """Makes the function that Dynamo's builder calls with itself and a handle of the program."""
+    """Return the function that builds Dynamo's variable for a handle."""
     from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
     from torch._dynamo.source import AttrSource  # imports Dynamo
     from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
@@ -67,15 +66,15 @@ def _handle_builder() -> Any:
         def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             handle: Any = self.value
             if self.source is None or handle._definition.reason_gone is not None:
-                return super().call_function(tx, args, kwargs)  # traces what `__call__` raises
-            take_apart = _handle_types[type(handle)]
-            if take_apart is not None:
-                flat = take_apart(handle, args, kwargs, _Trace(tx))
+                return super().call_function(tx, args, kwargs)  # traces the error of `__call__`
+            flatten = _handle_types[type(handle)]
+            if flatten is not None:
+                flat = flatten(handle, args, kwargs, _Trace(tx))
                 if flat is None:
                     return super().call_function(tx, args, kwargs)
                 args, kwargs = flat
             install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
-            for name in ("reason_gone", "revision"):  # as long as nothing that was baked changes
+            for name in ("reason_gone", "revision"):  # the graph bakes in both values
                 part = AttrSource(AttrSource(self.source, "_definition"), name)
                 install_guard(part.make_guard(GuardBuilder.CONSTANT_MATCH))
             return VariableTracker.build(tx, handle.overload).call_function(tx, args, kwargs)
@@ -89,7 +88,7 @@ def _handle_builder() -> Any:
 
 
 class _Trace:
-    """What Dynamo knows of the values in the program that it traces."""
+    """Queries types and attributes of values in the program that Dynamo traces."""
 
     def __init__(self, translator: Any) -> None:
         self._translator = translator
@@ -113,7 +112,7 @@ class _Trace:
             return [self._call(getattr, value, name) for name in names]
         instance, source = untouched
         if type(instance) is not cls or not all(hasattr(instance, name) for name in names):
-            return None  # where an attribute is missing, a trace raises what eager mode raises
+            return None  # tracing `__call__` raises the error of eager mode
         install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
         return [
             VariableTracker.build(
@@ -133,22 +132,22 @@ class _Trace:
         return ConstantVariable.create(constant)
 
     def _untouched(self, value: Any) -> tuple[Any, Any] | None:
-        """An object that this trace has not looked at, and its source; None for all others.
+        """Return an object that Dynamo does not track yet, and the source; otherwise None.
 
-        Dynamo follows every object that it looks at, because the program may change it. That takes
-        as long as an operator, and for the first object of a process it imports a part of DTensor.
+        Tracking an object for mutation takes as long as an operator, and the first object imports a
+        part of DTensor.
         """
         from torch._dynamo.variables.lazy import LazyVariableTracker  # imports Dynamo
 
         if type(value) is not LazyVariableTracker or value.is_realized():
             return None
         instance = value.original_value()
-        if instance in self._translator.output.side_effects:  # the program has it under two names
+        if instance in self._translator.output.side_effects:  # tracked under another name
             return None
         return instance, value.original_source()
 
     def _call(self, function: Any, value: Any, *constants: Any) -> Any:
-        """The result of a builtin function, which Dynamo can describe without a trace."""
+        """Call a builtin that Dynamo evaluates without tracing."""
         from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
 
         arguments = [value.realize(), *map(self.describe, constants)]

@@ -1,4 +1,4 @@
-"""Fake results of a call with real tensors, and copies of its arguments."""
+"""Compute the fake results of a call on real tensors, and copy the arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchop._compat.classes import FakeTensorMode, OpOverload, tree_map_only
 
 
 def fake_results(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Return the results of the fake kernel; sizes that depend on data are symbols."""
+    """Return the results of the fake kernel, with symbols for data-dependent sizes."""
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
         args, kwargs = tree_map_only(
             torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), (args, kwargs)
@@ -21,12 +21,11 @@ def fake_results(op: OpOverload, args: Any, kwargs: Any) -> Any:
 
 
 def is_builtin(op: OpOverload) -> bool:
-    """Return whether an operator belongs to PyTorch."""
     return bool(torch._library.utils.is_builtin(op))
 
 
 def copied(tensors: Any) -> Any:
-    """Return a deep copy; a tensor with a history, which `deepcopy` refuses, becomes a leaf."""
+    """Return a deep copy; tensors with history, which `deepcopy` rejects, become leaves."""
     return copy.deepcopy(
         tree_map_only(torch.Tensor, lambda t: t if t.is_leaf else t.detach(), tensors)
     )

@@ -1,4 +1,4 @@
-"""Fake tensors, their mode, and what a fake kernel raises."""
+"""FakeTensor, FakeTensorMode, and the errors of fake kernels."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from torchop._compat.classes import FakeImplCtx, OpOverload
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor carries no data: a FakeTensor or a meta tensor."""
-    return isinstance(tensor, FakeTensor) or tensor.is_meta  # which FakeTensor answers in Python
+    """Return whether `tensor` has no data: a FakeTensor or a meta tensor."""
+    # slower for a FakeTensor, because it is computed in Python
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def active_fake_mode() -> Any | None:
-    """The FakeTensorMode that is running an operator in this thread, or None."""
+    """Return the FakeTensorMode that runs an operator in this thread, or None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def only_runs_fake(mode: Any, op: OpOverload, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether FakeTensor would do nothing in a call but look for the fake kernel, and run it."""
+    """Return whether FakeTensor would only look up and run the fake kernel in a call."""
     profiles = getattr(sys.modules.get("torch._dynamo.config"), "_custom_ops_profile", None)
     return profiles is None and op not in decomposition_table and _are_plain(mode, tensors)
 
@@ -47,10 +48,10 @@ def made_like(
     dtype: torch.dtype | None,
     memory_format: torch.memory_format | None = None,
 ) -> Any:
-    """`tensor.new_empty(shape, dtype=dtype)`; without a shape, `torch.empty_like`.
+    """Return `tensor.new_empty(shape, dtype=dtype)`, or `torch.empty_like` without a shape.
 
-    Where FakeTensor runs a kernel, it is made as FakeTensor makes it, but not looked up in its
-    cache, which takes longer.
+    Inside a fake kernel, build the FakeTensor directly, because a look-up in FakeTensor's cache
+    takes longer.
     """
     if memory_format is torch.contiguous_format:
         if shape is None and tensor.layout is torch.strided:
@@ -59,7 +60,7 @@ def made_like(
     mode: Any = active_fake_mode() if memory_format is None else None
     is_plain = mode is not None and tensor.layout is torch.strided and _are_plain(mode, [tensor])
     strides = _written(tensor.stride()) if is_plain and shape is None else []
-    if is_plain and strides[-1:] in ([], [1]):  # what `torch.empty` makes has no other last stride
+    if is_plain and strides[-1:] in ([], [1]):  # `torch.empty` always returns a last stride of 1
         with in_kernel_invocation_manager(mode):
             size = tensor.shape if shape is None else shape
             made = torch.empty(size, dtype=dtype or tensor.dtype, device="meta")
@@ -74,63 +75,64 @@ def made_like(
 
 
 def _written(sizes: Sequence[Any]) -> list[Any]:
-    """Sizes or strides as expressions, whose comparison adds no guard on their symbols."""
+    """Return sizes or strides as sympy expressions, to compare them without guards."""
     return [size if type(size) is int else size.node.expr for size in sizes]
 
 
 def _are_plain(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a mode made all of the tensors, and knows nothing of their values."""
+    """Return whether all tensors are fakes of `mode` without known values."""
     return not mode.propagate_real_tensors and all(
         type(t) is FakeTensor and t.fake_mode is mode and t.constant is None for t in tensors
     )
 
 
-# Whether FakeTensor is calling a kernel of the dispatcher in this thread, for meta tensors.
+# Whether FakeTensor is calling a dispatcher kernel on meta tensors in this thread.
 is_calling_kernels: Callable[[], bool] = torch._C._meta_in_tls_dispatch_include
 
 
 def keep_out_of_log(error: type[Exception]) -> None:
-    """Has FakeTensor not log an exception that a kernel for meta tensors raises on purpose.
+    """Keep FakeTensor from logging exceptions that a meta kernel raises on purpose.
 
-    It logs a traceback of its own code for every exception of these kernels, and raises it then.
+    Otherwise it logs a traceback of PyTorch's code before it raises the exception again.
     """
 
-    def is_news(record: logging.LogRecord) -> bool:
+    def is_unexpected(record: logging.LogRecord) -> bool:
         return record.exc_info is None or not isinstance(record.exc_info[1], error)
 
-    logging.getLogger(FakeTensorMode.__module__).addFilter(is_news)
+    logging.getLogger(FakeTensorMode.__module__).addFilter(is_unexpected)
 
 
 def new_fake_mode() -> Any:
-    """A mode that makes fake tensors, and knows symbols for sizes that depend on data."""
+    """Return a fake mode that creates symbols for data-dependent sizes."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def check_symbols(mode: Any, results: object) -> None:
-    """Raises PyTorch's error if symbols for data were made that no size of the results has."""
-    from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings  # as above
+    """Raise PyTorch's error if symbols were created that no result size uses."""
+    from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings  # imports sympy
 
     compute_unbacked_bindings(mode.shape_env, results)
 
 
 def stock_fake_context() -> FakeImplCtx | None:
-    """The context of a fake kernel that torch.library is running in this thread.
+    """Return the context of the fake kernel that torch.library runs in this thread.
 
-    torch.library keeps one for the process, so it may be that of another thread.
+    torch.library stores one context for all threads, so the stored one may belong to another
+    thread.
     """
     context = cast("FakeImplCtx | None", torch.library.get_ctx())
     return context if context is not None and context._fake_mode is active_fake_mode() else None
 
 
-# A context in which `torch.library.get_ctx` returns what a function returns, in every thread.
+# Overrides `torch.library.get_ctx` in all threads for a block.
 stock_context: Callable[[Callable[[], Any]], contextlib.AbstractContextManager[Any]]
 stock_context = set_ctx_getter
 
 
 def number_of(size: Any) -> int | None:
-    """The number that a size stands for at the moment; None if only data would tell."""
+    """Return a size's current value; None if it depends on data."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -138,7 +140,7 @@ def number_of(size: Any) -> int | None:
 
 
 def shapes_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two shapes differ; sizes that depend on data count as equal."""
+    """Return whether two shapes differ; data-dependent sizes compare equal."""
     return one.dim() != other.dim() or any(
         a != b
         for a, b in zip(one.shape, other.shape, strict=True)
@@ -148,31 +150,30 @@ def shapes_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
-    """Has calls run fake kernels, out of sight of transforms and modes.
+    """Run fake kernels for the calls in a block, outside of all transforms and modes.
 
-    Yields what makes a fake tensor, given a shape and a tensor that has the dtype and device.
+    Yields a factory of fake tensors from a shape and a tensor with the dtype and device.
     """
     mode = detect_fake_mode() or FakeTensorMode()
-    # A mode stores state under this key, which a transform excludes. Until 2.12, a mode needs the
-    # key.
-    notes = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False)
-    with torch._C._DisableFuncTorch(), _disable_current_modes(), notes, mode:
+    # Until 2.12, modes store their state under this key, but transforms exclude it.
+    snapshots = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False)
+    with torch._C._DisableFuncTorch(), _disable_current_modes(), snapshots, mode:
         yield lambda shape, like: torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
-# FakeTensor's exceptions for reading a value, and for a size that depends on one.
+# FakeTensor's exceptions for reading a value, and for data-dependent sizes.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def explained_tracing_error(
     error: type[BaseException], op: OpOverload, message: str
 ) -> RuntimeError:
-    """An exception that Dynamo treats like `error`, and that reads `message`."""
+    """Return an exception that Dynamo treats like `error`, with another message."""
     explained = type(error.__name__, (error,), {"__str__": lambda self: message})
     return cast(RuntimeError, explained(op))
 
 
-# PyTorch has no exception type for these; the texts are those of its C++ and Python checks.
+# PyTorch has no exception type for these, so match the messages of its C++ and Python checks.
 _PHRASES = (
     "() is not supported for tensor subclasses",
     "Can't call numpy() on Tensor that requires grad",
@@ -191,7 +192,7 @@ _PHRASES = (
 
 
 def reads_data(error: Exception, op: OpOverload | None) -> bool:
-    """Whether `error` came from reading data; the context's own refusals of `op` do not count."""
+    """Return whether `error` came from reading data, except FakeTensor's own rejection of `op`."""
     if isinstance(error, DATA_DEPENDENT_ERRORS):
         return getattr(error, "func", None) is not op
     text = str(error)

@@ -1,4 +1,4 @@
-"""The registry of what FlopCounterMode counts: one function for all overloads of a name."""
+"""FlopCounterMode's registry, with one function for all overloads of a packet."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from torchop._compat import operators
 from torchop._compat.classes import OpOverload
 
-# Counts the operations of a call, given its arguments and its result.
+# Returns the FLOPs of a call, given the arguments and the result.
 Count = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 def add_count(op: OpOverload, count: Count) -> bool:
-    """Has FlopCounterMode ask `count` about an operator's calls; False if somebody else has."""
+    """Register an operator's FLOP formula; return False if its packet has a foreign one."""
     packet, registry = op._overloadpacket, _registry()
     counter = registry.setdefault(packet, _Counter())
     if not isinstance(counter, _Counter):
@@ -24,7 +24,7 @@ def add_count(op: OpOverload, count: Count) -> bool:
 
 
 def remove_count(op: OpOverload) -> None:
-    """Takes `add_count` back."""
+    """Undo `add_count`."""
     packet, registry = op._overloadpacket, _registry()
     counter = registry.get(packet)
     if isinstance(counter, _Counter):
@@ -34,16 +34,16 @@ def remove_count(op: OpOverload) -> None:
 
 
 def loaded_mode() -> type | None:
-    """The class of the mode that sees the calls to count, as soon as somebody can have one."""
-    module = sys.modules.get("torch.utils.flop_counter")  # which logs warnings, so do not import it
+    """Return the class of FlopCounterMode's dispatch mode, once it is imported."""
+    module = sys.modules.get("torch.utils.flop_counter")  # logs warnings when imported
     return getattr(module, "_FlopCounterMode", None)
 
 
 def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Makes the rule for this mode of an operator that is called in the place of `op`.
+    """Return a FlopCounterMode handler for operators called in place of `op`.
 
-    Whose formula counts a call, unless the operator has one of its own; `result_of` tells what `op`
-    would return.
+    It uses the formula of `op` unless the called operator has another one. `result_of` maps the
+    result to the result of `op`.
     """
 
     def count(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -57,10 +57,10 @@ def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[...
 
 
 def _registry() -> dict[Any, Any]:
-    """PyTorch's registry, by packet.
+    """Return PyTorch's registry, by packet.
 
-    Adding an overload to a packet changes the hash of the packet, so PyTorch no longer finds its
-    entry. Such entries are inserted again.
+    A new overload changes the hash of the packet, so PyTorch no longer finds the entry. Such
+    entries are inserted again.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -72,19 +72,19 @@ def _registry() -> dict[Any, Any]:
 
 
 class _Counter:
-    """The entry of a packet in the registry, which chooses among its overloads."""
+    """A packet's entry in the registry; selects the formula of the called overload."""
 
     def __init__(self) -> None:
         self.counts: Mapping[OpOverload, Count] = {}
 
     def __call__(self, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:
         if not self.counts:
-            return 0  # a mode copied the registry before the last overload was removed
+            return 0  # a mode copied the registry before the last formula was removed
         first = next(iter(self.counts))
         op = operators.chosen_overload(first._overloadpacket, args, kwargs)
         if op in self.counts:
             return self.counts[op](args, kwargs, out_val)
-        # Another overload, such as the one with out=, does the work of one that has a formula.
+        # An overload without a formula, such as the one with out=, does the same work.
         names = {argument.name for argument in first._schema.arguments}
         known = {name: kwargs[name] for name in kwargs if name in names}
         return self.counts[first](args, known, out_val)

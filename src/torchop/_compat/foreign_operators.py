@@ -1,4 +1,4 @@
-"""Operators that others define: by which library, and how their calls are taken and given back."""
+"""Operators defined by other libraries: find their library, and intercept their calls."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _DISPATCHER = "_pyobj_dispatcher"
 
 
 def defining_libraries() -> dict[str, torch.library.Library]:
-    """The library that defined each operator, by the operator's name, if it still exists.
+    """Return the library that defined each operator, by operator name.
 
-    PyTorch keeps no list of libraries, but each has a finalizer. A search through all objects would
-    take some 50 ms, and miss those that `gc.freeze` hides.
+    PyTorch has no list of libraries, but each has a finalizer. Searching all objects would take 50
+    ms, and miss objects hidden by `gc.freeze`.
     """
     finalizers: Any = weakref.finalize
     defining: dict[str, torch.library.Library] = {}
     for finalizer in tuple(finalizers._registry):
         library: Any = (finalizer.peek() or (None,))[0]
-        # Not isinstance, for which a lazy proxy would load its object.
+        # Not isinstance: it would make a lazy proxy load the object.
         if issubclass(type(library), torch.library.Library):
             defining.update(dict.fromkeys(library._op_defs, library))
     return defining
@@ -35,7 +35,7 @@ def defining_libraries() -> dict[str, torch.library.Library]:
 def watch_definitions(
     on_defined: Callable[[torch.library.Library, str], None],
 ) -> Callable[[], None]:
-    """Calls `on_defined(library, name)` after each definition by a library; returns the undoing."""
+    """Call `on_defined(library, name)` after each `Library.define`; return a function to stop."""
 
     @functools.wraps(torch.library.Library.define)
     def define(self: Any, schema: str, *args: Any, **kwargs: Any) -> Any:
@@ -55,42 +55,41 @@ def watch_definitions(
 
 
 def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
-    """Calls `hook` after PyTorch puts another function into an overload; at most once.
+    """Call `hook` once, after PyTorch enables Python dispatch for an overload.
 
-    On 2.15, `custom_op` does that after it has defined the operator, which then dispatches without
-    leaving Python.
+    On 2.15, `custom_op` enables it after it has defined the operator.
     """
     exchange = getattr(overload, _EXCHANGE, None)
     if exchange is None or is_dispatched_in_python(overload):
         return
 
-    def exchange_and_tell(*args: Any, **kwargs: Any) -> None:
+    def exchange_and_notify(*args: Any, **kwargs: Any) -> None:
         forget_exchange(overload)
         exchange(*args, **kwargs)
         hook()
 
-    vars(overload)[_EXCHANGE] = exchange_and_tell
+    vars(overload)[_EXCHANGE] = exchange_and_notify
 
 
 def is_dispatched_in_python(overload: OpOverload) -> bool:
-    """Whether PyTorch dispatches calls of an overload without leaving Python.
+    """Return whether PyTorch dispatches the calls of an overload in Python.
 
-    It can since 2.14, and does it with the operators of `torch.library.custom_op`. Calls of the
-    packet, calls with keywords and those of `enters_in_cpp` come to the dispatcher in C++, and
-    leave it at their first kernel in Python.
+    Since 2.14 it does so for operators of `torch.library.custom_op`. Calls of the packet, calls
+    with keywords and the calls of `enters_in_cpp` still start in the C++ dispatcher, and leave it
+    at the first Python kernel.
     """
     return getattr(overload, _DISPATCHER, None) is not None
 
 
 def enters_in_cpp(overload: OpOverload) -> bool:
-    """Whether every call comes to the dispatcher in C++, as it takes more than plain tensors."""
+    """Return whether all calls start in the C++ dispatcher, because of a non-tensor argument."""
     return not all(
         str(argument.type) in ("Tensor", "List[Tensor]") for argument in overload._schema.arguments
     )
 
 
 def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
-    """Where that was read, as the source of a plan: (dictionary, key, value)."""
+    """Return the (dictionary, key, value) that `is_dispatched_in_python` reads, for a call plan."""
     attributes = vars(overload)
     if _DISPATCHER not in attributes:
         return ()
@@ -98,12 +97,12 @@ def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
 
 
 def forget_exchange(overload: OpOverload) -> None:
-    """Undoes `when_exchanged`."""
+    """Undo `when_exchanged`."""
     vars(overload).pop(_EXCHANGE, None)
 
 
 def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:
-    """Undoes `replace_function`, if nobody has replaced the function since."""
+    """Undo `replace_function`, unless the function was replaced again."""
     function = overload._op
     if isinstance(function, operator) and function.entry is entry:
         overload._op = function.dispatch
@@ -111,11 +110,11 @@ def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:
 
 
 def returns_what_it_writes(handle: CustomOpDef) -> bool:
-    """Whether `custom_op` requires an operator to return what it mutates."""
+    """Return whether `custom_op` requires an operator to return the arguments it mutates."""
     return getattr(handle, "_is_inplace", False) or getattr(handle, "_is_out", False)
 
 
 def handle_calls_forward() -> bool:
-    """Whether calling a handle of torch.library only calls its overload."""
+    """Return whether calling a handle of torch.library only calls its overload."""
     code = getattr(vars(CustomOpDef)["__call__"], "__code__", None)
     return getattr(code, "co_names", None) == ("_opoverload",)

@@ -1,4 +1,4 @@
-"""The transforms of `torch.func`, and the batching kernels of `torch.vmap`."""
+"""`torch.func` transforms, and batching kernels of `torch.vmap`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torchop._compat import dispatch
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
 from torchop._compat.settings import changed
 
-# The key at which a transform takes hold of a call.
+# The key at which a transform intercepts calls.
 ENTRY = "FuncTorchDynamicLayerFrontMode"
 
 
 # Whether a `torch.func` transform is on the stack.
 is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Two questions about tensors inside of a transform.
+# Whether a tensor is wrapped by a transform, and whether by `vmap`.
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
 def holds_batch(tensor: torch.Tensor) -> bool:
-    """Whether `torch.vmap` maps over a tensor, at any level of the transforms around it."""
+    """Return whether `torch.vmap` maps over `tensor` at any level."""
     while is_wrapped(tensor):
         if is_batched(tensor):
             return True
@@ -36,15 +36,15 @@ def holds_batch(tensor: torch.Tensor) -> bool:
 
 
 def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias of a tensor that requires grad and is a leaf of this level of the transforms."""
+    """Return an alias of `tensor` that is a leaf and requires grad at this functorch level."""
 
     def make() -> torch.Tensor:
-        # Not detach(), which also drops the tangents of forward mode.
+        # Unlike this operator, detach() also drops forward-mode tangents.
         leaf: torch.Tensor = torch.ops.aten.alias.default(tensor)
         return leaf.requires_grad_()
 
     if not (is_active() or tensor.requires_grad):
-        return make()  # nothing has to be set for it
+        return make()  # already allowed
     functorch: Any = torch._C._functorch
     allow = functorch.set_inplace_requires_grad_allowed
     with torch.no_grad(), changed(allow, True, functorch.get_inplace_requires_grad_allowed()):
@@ -52,20 +52,20 @@ def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Runs a vmap rule at the current functorch level: unwraps, calls, wraps the results."""
+    """Call a vmap rule at the current level: unwrap the arguments, wrap the results."""
     interpreter: Any = retrieve_current_functorch_interpreter()
     return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)
 
 
-# The key at which PyTorch's own random operators meet vmap, mapped over or not.
+# The key of PyTorch's batching kernels for random operators.
 VMAP_OF_RANDOM_CALLS = "FuncTorchVmapMode"
 
 
 def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Lets what runs in a vmap rule draw random numbers as if no vmap were around it.
+    """Let operators in a vmap rule draw random numbers as without vmap.
 
-    PyTorch keeps the key of the mode that says how `torch.vmap` draws them while a rule runs. An
-    older mode, which batches of gradients still use, refuses to draw any.
+    While a rule runs, PyTorch keeps the key of the mode that implements `randomness=`. Batched
+    gradients still use an older mode that rejects random operators.
     """
     return torch._C._ExcludeDispatchKeyGuard(_VMAP_MODES)
 
@@ -76,29 +76,26 @@ if (_older_mode := torch._C._parse_dispatch_key("VmapMode")) is not None:
 
 
 class Vmap(NamedTuple):
-    """The innermost `vmap` that is active."""
-
     level: int
     batch_size: int
     randomness: str
 
     def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        """The tensor with the dimension that is mapped over, and which that is."""
+        """Return the unbatched tensor, and the dimension that is mapped over."""
         tensor, dim = torch._C._functorch._unwrap_batched(tensor, self.level)
         return tensor, dim
 
     def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor whose first dimension is mapped over, as `vmap` shows it."""
+        """Return a batched tensor with dimension 0 as the mapped dimension."""
         wrapped: torch.Tensor = cast(Any, vmap)._add_batch_dim(tensor, 0, self.level)
         return wrapped
 
 
 def current_vmap() -> Vmap:
-    """The `vmap` in whose batching kernel we are."""
     interpreter: Any = retrieve_current_functorch_interpreter()
     return Vmap(interpreter.level(), int(interpreter.batch_size()), interpreter.randomness())
 
 
 def below_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Makes calls go on from the batching kernel of the innermost `vmap`."""
+    """Redispatch calls below the batching kernel of the innermost `vmap`."""
     return dispatch.without_keys("FuncTorchBatched", VMAP_OF_RANDOM_CALLS)

@@ -1,4 +1,4 @@
-"""Python's import system: calls a function when a module that PyTorch imports late is loaded."""
+"""Call functions after a module is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Calls `callback` once: now if a module is imported already, else at the end of its import."""
+    """Call `callback` once `name` is imported: now, or at the end of its import."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):
@@ -24,7 +24,7 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """Finds nothing itself: the finders after it find the module."""
+    """A finder that wraps the loader found by the other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -34,13 +34,13 @@ class _Finder:
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(fullname, path, target)):
                 if spec.loader is not None:
-                    _tell_after(spec.loader, fullname)
+                    _notify_after(spec.loader, fullname)
                 return spec
         return None
 
 
-def _tell_after(loader: Any, name: str) -> None:
-    """Makes the loader of a module call the waiting functions after it has executed the module."""
+def _notify_after(loader: Any, name: str) -> None:
+    """Make `loader` call the callbacks of `name` after it executed the module."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Graphs as Inductor generates code from them, after all of its passes."""
+"""Capture the graph from which Inductor generates code, after all passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Lowered(NamedTuple):
 
     Attributes:
         graph: the graph after all passes.
-        inputs: the names of its inputs, as the function that was compiled spells them.
+        inputs: the names of the inputs in the source of the compiled function.
     """
 
     graph: Graph
@@ -36,8 +36,8 @@ class _LoweredError(Exception):
 def lowered_graph(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Lowered | None:
-    """Return the forward graph of a function, without running it; None if its graph is empty."""
-    import torch._dynamo  # start-up time
+    """Return a function's forward graph without running it; None if the graph is empty."""
+    import torch._dynamo  # slow imports
     import torch._functorch.config
     import torch._inductor.config
     from torch._dynamo.exc import BackendCompilerFailed
@@ -82,7 +82,7 @@ def lowered_graph(
 
 
 def _source(node: Node) -> str:
-    """Return the name of an input in the source code that was compiled."""
+    """Return an input's name in the compiled source code."""
     source: Any = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", node.name)
     name = name() if callable(name) else name
@@ -92,7 +92,7 @@ def _source(node: Node) -> str:
 
 
 def _input_index(node: Node, place: int) -> int | None:
-    """Return the place of an input of AOT Autograd's graph among the inputs of Dynamo's."""
+    """Return the index among Dynamo's inputs of an input of AOTAutograd's graph."""
     described = node.meta.get("desc")
     if described is None:
         return place
@@ -103,29 +103,29 @@ def _input_index(node: Node, place: int) -> int | None:
 
 
 def view_root(node: Node) -> Node:
-    """Return the node whose memory a node is a view of."""
+    """Return the node whose memory `node` views."""
     while _name(node) in _VIEWS and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def is_clone(node: Node) -> bool:
-    """Whether a node copies its input, in the program or because Inductor inserted the copy."""
+    """Return whether a node is a clone, of the program or inserted by Inductor."""
     return _name(node) == "clone"
 
 
 def is_inserted_clone(node: Node) -> bool:
-    """Whether Inductor inserted a copy; `clone_preserve_strides` copies memory, not elements."""
+    """Return whether Inductor inserted a clone: `clone_preserve_strides` clones an `as_strided`."""
     return is_clone(node) and _name(node.all_input_nodes[0]) == "as_strided"
 
 
 def is_copy_back(node: Node) -> bool:
-    """Whether a node writes into an input of the graph, as `copy_` does."""
+    """Return whether a node is a `copy_` into an input of the graph."""
     return _name(node) == "copy_"
 
 
 def written(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the arguments that a call of an operator writes, by their names in its schema."""
+    """Yield each written argument of an operator's call with its name in the schema."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     arguments = node.target._schema.arguments
@@ -138,7 +138,7 @@ def written(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def size_in_bytes(node: Node) -> int:
-    """Return the bytes of a node's elements; symbolic sizes count as in the call that is traced."""
+    """Return the bytes of a node's elements, using the hints of symbolic sizes."""
     value = node.meta["val"]
     numel = value.numel()
     return int(getattr(getattr(numel, "node", None), "hint", numel)) * int(value.element_size())

@@ -1,15 +1,16 @@
 """Lowerings that make Inductor compile operators that write into their arguments correctly.
 
-Workarounds for two mistakes of Inductor 2.13, which cause wrong values without an error:
+Workarounds for two bugs of Inductor 2.13, which produce wrong values without an error. Each can be
+removed when its bug is fixed in the oldest supported release:
 
-- `FallbackKernel.__init__` (`torch/_inductor/ir.py`) registers the call of an operator, which fixes
-  its place in the generated code, before its `MutationOutput` realizes the values that were
-  computed from the memory that the operator writes. In `y = x + 1; op(x); out.copy_(y)`, where
-  `x` and `out` are inputs of the graph, the sum was computed from the new `x`.
-- `aten.sym_storage_offset` has no lowering, unlike `sym_size` and `sym_stride`. So
-  `FallbackKernel.process_kernel` evaluates it on a fake tensor that has no storage offset, which
-  gives 0. Inductor inserts this call where it clones an argument that an operator writes
-  (`clone_preserve_strides`), if dynamic shapes make the storage offset symbolic.
+- `FallbackKernel.__init__` (torch/_inductor/ir.py) registers the operator's call, and so fixes the
+  place in the generated code, before `MutationOutput` realizes values computed from the written
+  memory. In `y = x + 1; op(x); out.copy_(y)`, where `x` and `out` are graph inputs, the sum reads
+  the new `x`.
+- pytorch/pytorch#198068: `aten.sym_storage_offset` has no lowering, unlike `sym_size` and
+  `sym_stride`. So `FallbackKernel.process_kernel` evaluates it on a fake tensor with offset 0.
+  Inductor inserts this call where it clones a written argument (`clone_preserve_strides`) and
+  dynamic shapes make the storage offset symbolic.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from torch.utils._pytree import tree_leaves
 from torchop._compat import import_hooks, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
-# Operators that were defined before Inductor was imported.
+# Operators defined before Inductor was imported.
 _waiting: set[str] = set()
 
 
 def register_lowerings(qualname: str) -> None:
-    """Register the lowerings that an operator with mutable arguments needs, for later graphs."""
+    """Register the lowerings of an operator with mutable arguments.
+
+    If Inductor is not imported yet, they are registered on import.
+    """
     if _inductor() is not None:
         _register(qualname)
         return
@@ -41,7 +45,7 @@ def register_lowerings(qualname: str) -> None:
 
 
 def _inductor() -> Any:
-    """Return the module of lowerings, once it is imported, if this release has `user_lowerings`."""
+    """Return Inductor's lowering module if it is imported and has `user_lowerings`."""
     module = sys.modules.get(_LOWERING)
     return module if hasattr(module, "user_lowerings") else None
 
@@ -49,7 +53,8 @@ def _inductor() -> Any:
 def _register_waiting() -> None:
     while _waiting:
         qualname = _waiting.pop()
-        # It may have been deregistered since, while another library holds a kernel for it.
+        # The operator may be deregistered by now, while another library still holds a kernel for
+        # it.
         if operators.has_schema(qualname) and _inductor() is not None:
             _register(qualname)
 
@@ -58,17 +63,17 @@ def _register(qualname: str) -> None:
     module = _inductor()
     module.lowerings.setdefault(torch.ops.aten.sym_storage_offset.default, _lower_storage_offset)
     overload = torch_ops.lookup_overload(*operators.parts(qualname))
-    # A lowering that somebody registered for the operator comes first.
+    # A user's lowering takes precedence.
     module.user_lowerings.setdefault(overload, functools.partial(_realize_readers, overload))
 
 
 def is_ours(lowering: object) -> bool:
-    """Return whether a lowering is the one of this file, which leaves the call to Inductor."""
+    """Return whether a lowering is `_realize_readers`, which leaves the call to Inductor."""
     return isinstance(lowering, functools.partial) and lowering.func is _realize_readers
 
 
 def _realize_readers(op: OpOverload, *args: Any, **kwargs: Any) -> None:
-    """Realize what was computed from written arguments; None makes Inductor lower the call."""
+    """Realize the readers of written arguments; return None so that Inductor lowers the call."""
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
@@ -86,7 +91,7 @@ def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _lower_storage_offset(tensor: Any) -> Any:
-    """Return the offset of the traced tensor, as Inductor's lowering of `sym_stride` does."""
+    """Return the offset of the traced tensor, like Inductor's lowering of `sym_stride`."""
     from torch._inductor.virtualized import V  # imports Inductor
 
     offset = V.graph.current_node.meta["val"]

@@ -1,4 +1,4 @@
-"""What a `torch.library.Library` defines and registers, and what happens when it is destroyed."""
+"""Define and register through a `torch.library.Library`, and clean up when it is destroyed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchop._errors import OperatorGoneError, short_errors
 
 
 def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> str:
-    """Defines an operator whose schema was checked before, without checking it again.
+    """Define an operator with a validated schema.
 
     Returns:
         Its name, with the namespace.
@@ -37,10 +37,10 @@ def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> 
 
 @contextlib.contextmanager
 def calls_held(qualnames: Iterable[str]) -> Iterator[None]:
-    """Keeps the calls of other threads out of the dispatcher while kernels of operators change.
+    """Keep calls of other threads out of the dispatcher while kernels of operators change.
 
-    PyTorch does not: it frees what such a call reads next. Waiting for those that are there already
-    takes a second at most, because they may wait for this thread.
+    PyTorch does not lock against calls, so they would read freed kernels. Waiting for running calls
+    is limited to a second, because they may wait for this thread.
     """
     change = _hooks.extension.hold_calls(qualnames)
     try:
@@ -58,9 +58,9 @@ def implement(
     with_keyset: bool = False,
     replaces: bool = False,
 ) -> None:
-    """Registers a Python kernel at one dispatch key; `replaces` allows that it has one already.
+    """Register a Python kernel at one dispatch key.
 
-    Without `replaces`, the operator must be new.
+    Without `replaces`, the operator must be new and without a kernel at this key.
     """
     assert library.m is not None
     qualname = f"{library.ns}::{name}"
@@ -69,7 +69,7 @@ def implement(
     else:
         with contextlib.ExitStack() as blocks:
             if dispatch.has_kernel(qualname, key):
-                # PyTorch warns once per process when a kernel is replaced, which is meant here.
+                # Replacing a kernel is intended, so hide PyTorch's warning.
                 blocks.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
             blocks.enter_context(calls_held([qualname]))  # as the operator is not new
@@ -84,45 +84,48 @@ def implement(
 def implement_for_now(
     library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]
 ) -> Callable[[], None]:
-    """Registers a Python kernel; the returned function takes it back, as closing the library does.
+    """Register a Python kernel, and return a function that removes it.
 
-    PyTorch can remove a kernel only with the registration that it belongs to.
+    Destroying `library` removes the kernel too. PyTorch removes a kernel only when it destroys the
+    registration that owns it.
     """
     code = kernel.__code__
-    # PyTorch's stubs do not know `with_keyset`.
+    # PyTorch's type stubs lack `with_keyset`.
     registration: Any = torch._C._dispatch_library(
         "IMPL", library.ns, "", code.co_filename, code.co_firstlineno
     )
 
-    def take_back() -> None:
+    def remove() -> None:
         with calls_held([f"{library.ns}::{name}"]):
             registration.reset()
 
-    on_close(library, take_back)
-    library._op_impls.add(f"{library.ns}/{name}/{key}")  # so that its end frees the function
-    registration.impl(name, key, kernel, False)  # calls of other threads may wait for this one
-    return take_back
+    on_close(library, remove)
+    # so that destroying the library frees the function
+    library._op_impls.add(f"{library.ns}/{name}/{key}")
+    # without `calls_held`: calls of other threads may wait for this thread
+    registration.impl(name, key, kernel, False)
+    return remove
 
 
 def install_view_tracking(library: torch.library.Library, name: str) -> None:
-    """Installs PyTorch's kernel that marks the outputs of a view operator as views."""
+    """Install PyTorch's kernel that marks outputs of a view operator as views."""
     assert library.m is not None
     library.m.register_ad_inplace_or_view_fallback(name)
 
 
 def on_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
-    """Runs `hook` once, when a library, ours or PyTorch's, is destroyed or collected."""
+    """Run `hook` once, when `library` is destroyed or collected."""
     library._registration_handles.append(cast(Any, _Once(hook)))
 
 
 def forget_hook(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
-    """Takes back what `on_close` added."""
+    """Undo `on_close`."""
     handles = library._registration_handles
     handles[:] = [h for h in handles if not (isinstance(h, _Once) and h._hook == hook)]
 
 
 class _Once:
-    """A registration handle that may be destroyed twice: by a library, and by its finalizer."""
+    """A registration handle that both a library and its finalizer may destroy."""
 
     __slots__ = ("_hook",)
 
@@ -130,23 +133,23 @@ class _Once:
         self._hook: registries.RegistrationHook | None = hook
 
     def destroy(self) -> None:
-        hook, self._hook = self._hook, None  # first, for a hook that destroys the library again
+        hook, self._hook = self._hook, None  # the hook may destroy it again
         if hook is not None:
             hook()
 
 
 class _End(_Once):
-    """The first handle of a library, which ends all that lives in it."""
+    """The first handle of a library, which destroys everything registered through it."""
 
     __slots__ = ()
 
 
 class _Contents(NamedTuple):
-    """What lives in a library, and ends when it is called.
+    """Everything registered through a library; calling it destroys all of this.
 
-    Not the library itself, which could not be collected then. References to its sets of names are
-    weak, because PyTorch's test/test_python_dispatch.py::test_finalizer requires that the finalizer
-    of a library is the last to use them. Destroying a library keeps the sets alive.
+    It must not reference the library, or the library could not be collected. It references the sets
+    of names weakly, because test/test_python_dispatch.py::test_finalizer of PyTorch requires that
+    the finalizer holds the last reference. The sets outlive a library's `_destroy`.
     """
 
     m: Any
@@ -157,11 +160,11 @@ class _Contents(NamedTuple):
     def __call__(self) -> None:
         defined, implemented = self.defined_names(), self.implemented_names()
         if defined is None or implemented is None:
-            return  # the library ended before
+            return  # destroyed before
         names = [operators.parts(qualname) for qualname in defined]
         deregistration.retire_existing(names, gone_with_library)
         for place, handle in enumerate(self.handles):
-            if not isinstance(handle, _Once):  # PyTorch's own fail when they are destroyed again
+            if not isinstance(handle, _Once):  # PyTorch's handles fail when destroyed twice
                 self.handles[place] = cast(Any, _Once(handle.destroy))
         kernels = (record.split("/") for record in implemented)
         # Also after a hook that raises, such as `detach` of a user's rule: a stack goes on with the
@@ -178,8 +181,8 @@ class _Contents(NamedTuple):
 
     @staticmethod
     def _forget(names: list[Any], defined: set[str], implemented: set[str]) -> None:
-        # PyTorch would remove the names when it finalizes the library. By then, other libraries may
-        # have defined them again; and `kept_packet` keeps their packets in `torch.ops`.
+        # PyTorch would remove the names when it finalizes the library. By then other libraries may
+        # have defined the operators again, and `kept_packet` keeps their packets in `torch.ops`.
         torch.library._defs.difference_update(defined)
         torch.library._impls.difference_update(implemented)
         if not _is_exiting:
@@ -190,7 +193,7 @@ class _Contents(NamedTuple):
 
 
 def follow(library: torch.library.Library) -> None:
-    """Has a library end as `end` does it, also where PyTorch destroys or collects it."""
+    """Make PyTorch run `end` when it destroys or collects a library."""
     handles = library._registration_handles
     if not (handles and isinstance(handles[0], _End)):
         names = library._op_defs, library._op_impls
@@ -199,55 +202,55 @@ def follow(library: torch.library.Library) -> None:
 
 
 def end(library: torch.library.Library) -> None:
-    """Ends all that lives in a library, before it is destroyed.
+    """Destroy everything registered through a library.
 
-    Whatever is to be done for operators that are gone, of any kind, is done here.
+    All cleanup for deregistered operators, of any kind, happens here.
     """
     follow(library)
     library._registration_handles[0].destroy()
 
 
 def gone_with_library(name: str) -> str:
-    """What those are told who hold an operator whose library is closed."""
-    return f"The operator {name} is gone: the library that defined it was closed."
+    """Return the error message for an operator whose library was closed."""
+    return f"The operator {name} was deregistered: the library that defined it was closed."
 
 
 def free_kernels(records: Iterable[str]) -> None:
-    """Frees the functions of kernels whose library is closed, once their operators are gone.
+    """Free kernel functions of closed libraries after their operators were deregistered.
 
-    PyTorch keeps the last function for each operator and key, by name and for ever, and so all that
-    the function refers to. Only another kernel takes its place.
+    PyTorch keeps the last function per operator and key forever, and only another kernel replaces
+    it.
     """
     _unfreed.update(records)
-    gone = [record for record in tuple(_unfreed) if _is_gone(record)]
-    for namespace, name, key in (record.split("/") for record in gone):
+    deregistered = [record for record in tuple(_unfreed) if _is_deregistered(record)]
+    for namespace, name, key in (record.split("/") for record in deregistered):
         if namespace not in _freeing:
             _freeing[namespace] = torch._C._dispatch_library("IMPL", namespace, "", "torchop", 0)
         try:
             _freeing[namespace].impl(name, key or "CompositeImplicitAutograd", _no_kernel)
         finally:
             _freeing[namespace].reset()
-    _unfreed.difference_update(gone)
+    _unfreed.difference_update(deregistered)
 
 
-# Kernels of closed libraries, of which PyTorch still has the function.
+# Kernels of closed libraries whose function PyTorch still holds.
 _unfreed: set[str] = set()
-# What frees those of a namespace. PyTorch keeps some 48 bytes of every library that is ever made.
+# One registration per namespace to free them, because PyTorch leaks 48 bytes per library.
 _freeing: dict[str, Any] = {}
 
 
-def _is_gone(record: str) -> bool:
-    """Whether the dispatcher has no entry of an operator that had a kernel."""
+def _is_deregistered(record: str) -> bool:
+    """Return whether the dispatcher has no entry for a kernel's operator."""
     namespace, name, _ = record.split("/")
-    # A library of the namespace "_" implements operators of others, which stay.
+    # Libraries of namespace "_" implement operators of other libraries, which stay.
     return namespace != "_" and not operators.has_entry(namespace, *name.partition(".")[::2])
 
 
 def _no_kernel(*args: Any, **kwargs: Any) -> Any:
-    raise OperatorGoneError("This operator is gone.")
+    raise OperatorGoneError("This operator was deregistered.")
 
 
-# When the process ends, PyTorch finalizes every library, and nothing needs to be freed any more.
+# At exit PyTorch finalizes every library, and no kernels need to be freed.
 _is_exiting = False
 
 
@@ -259,7 +262,7 @@ def _exit() -> None:
 
 @contextlib.contextmanager
 def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Yields the names of two operators and their CPU kernel; the second passes dispatch keys."""
+    """Yield two probe operators and their CPU kernel; the second operator passes dispatch keys."""
 
     def kernel() -> None:
         pass
@@ -267,7 +270,7 @@ def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     library = torch.library.Library("_torchop_probe", "FRAGMENT")
     try:
         for name in ("plain", "with_keys"):
-            define(library, f"{name}() -> ()", ())  # not seen by `watch_definitions`
+            define(library, f"{name}() -> ()", ())  # bypasses `watch_definitions`
             implement(library, name, "CPU", kernel, with_keyset=name == "with_keys")
         yield "_torchop_probe::plain", "_torchop_probe::with_keys", kernel
     finally:

@@ -1,8 +1,8 @@
 """The artifacts of TORCH_LOGS=torchop.
 
-PyTorch reads TORCH_LOGS at the end of its own import. It takes a name that it does not know for
-that of a module, which it imports, with all packages in it. So `torchop` need not be registered,
-but the names below are known only if they come after it in TORCH_LOGS.
+PyTorch parses TORCH_LOGS at the end of its import, and imports unknown names as modules. So
+`torchop` needs no registration, but the artifacts below are recognized only after `torchop` in
+TORCH_LOGS.
 """
 
 import logging

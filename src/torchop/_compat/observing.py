@@ -1,4 +1,4 @@
-"""A mode that sees which operators a program calls, without changing what it computes."""
+"""A dispatch mode that records operator calls without changing their results."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from torchop._compat.classes import (
 def observing_mode(
     note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
 ) -> contextlib.AbstractContextManager[Any]:
-    """A mode that calls `note` before each call of an operator in this thread.
+    """Return a mode that calls `note` before each operator call of this thread.
 
-    Functions are compiled in it as without it, and calls that a Python kernel makes are noted, too.
+    Calls from Python kernels are recorded too. `torch.compile` works as without the mode.
     """
 
     class Observing(TorchDispatchMode):
-        supports_higher_order_operators = True  # or they would raise
+        supports_higher_order_operators = True  # otherwise they raise
 
         @classmethod
         def ignore_compile_internals(cls) -> bool:
@@ -39,7 +39,7 @@ def observing_mode(
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # the mark below does that, without importing Dynamo
+            return False  # `never_traced` does it without importing Dynamo
 
         @compilers.never_traced
         def __torch_dispatch__(
@@ -62,7 +62,7 @@ def _tensors_of_call(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
-    """Whether a call goes from this mode straight to a kernel of an operator defined in Python."""
+    """Return whether the next kernel after this mode is an operator's own Python kernel."""
     return (
         operators.is_defined_in_python(qualname)
         and not dispatch.dispatch_modes_are_active()
@@ -76,26 +76,26 @@ def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
 
 
 def _is_called_by_a_mode() -> bool:
-    """Whether the call comes from another mode, which was entered later and is not active now.
+    """Return whether a mode entered later, and inactive now, made the call.
 
-    Only the calling frames show that: both modes have the same keys excluded.
+    Both modes exclude the same keys, so only the call stack shows it.
     """
     for frame, _ in traceback.walk_stack(sys._getframe(3)):
         if frame.f_code.co_name == "__torch_dispatch__":
-            return frame.f_globals.get("__name__") != __name__  # ours restored the keys
+            return frame.f_globals.get("__name__") != __name__  # our own mode restored the keys
     return False
 
 
 def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs the kernel that the dispatcher would run after `mode`, as it would without the mode.
+    """Run the kernel that follows `mode` in the state that it has without the mode.
 
-    While a mode runs, PyTorch excludes all keys above it, and removes the mode. A kernel would run
-    without autocast, and the calls it makes would record no gradient and not be seen.
+    PyTorch excludes all keys above a running mode and pops it. The kernel would then run without
+    autocast, and calls inside it would record neither gradients nor observations.
     """
     tensors = _tensors_of_call(args, kwargs)
     keys = dispatch.keyset_of_call(tensors)
     keys = keys & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
-    # Most operators have no kernel there, and a key that falls through cannot be called.
+    # Most operators have no kernel there, and redispatching to a fallthrough fails.
     if not dispatch.has_kernel(qualname, "BackendSelect"):
         keys = keys.remove(DispatchKey.BackendSelect)
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
@@ -109,9 +109,9 @@ def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: An
 
 
 def _excluded_below_kernels(qualname: str, tensors: list[torch.Tensor]) -> DispatchKeySet:
-    """What is excluded for the calls of a kernel, by those kernels of its operator above a mode.
+    """Return the keys excluded by the kernels that ran above the mode.
 
-    The thread is as it was at the call, before any of them ran.
+    Assumes the thread state of the call, before any of these kernels ran.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key, name in dispatch.in_order(dispatch.keyset_of_call(tensors)):
@@ -125,7 +125,7 @@ def _excluded_below_kernels(qualname: str, tensors: list[torch.Tensor]) -> Dispa
     return excluded
 
 
-# What `autograd.below_autograd` excludes.
+# The keys that `autograd.below_autograd` excludes.
 _EXCLUDED_BELOW_AUTOGRAD = (
     DispatchKeySet(DispatchKey.AutogradFunctionality)
     | DispatchKeySet(DispatchKey.AutogradOther)
@@ -134,7 +134,7 @@ _EXCLUDED_BELOW_AUTOGRAD = (
 
 
 def _excludes_versions(qualname: str) -> bool:
-    """Whether the kernel that counts versions excludes its key, as PyTorch's did until 2.11."""
+    """Return whether the version-counter kernel excludes the key, as PyTorch's did until 2.11."""
     made_by_handle = hasattr(CustomOpDef, "_register_mutation_version_bump")
     is_stock = type(registries.published_handle(qualname)) is CustomOpDef
     return is_stock and not made_by_handle and dispatch.has_kernel(qualname, "ADInplaceOrView")
@@ -144,10 +144,10 @@ _CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
 
 
 def records_gradient(module_of_formulas: str) -> bool:
-    """Whether a formula records a gradient for the call that a mode sees.
+    """Return whether a formula records a gradient for the call that a mode handles.
 
-    Autograd is turned off by then, so its function is looked for among the callers: one named
-    `forward`, in the module of formulas or in PyTorch's own.
+    Autograd is off by then, so look for the formula's function on the call stack: a `forward` in
+    the module of formulas or in PyTorch's own.
     """
     if torch.is_grad_enabled():
         return True

@@ -1,4 +1,4 @@
-"""Dynamo and AOTInductor where somebody asks for them: eager use imports neither."""
+"""Dynamo and AOTInductor, imported only on use, because eager programs avoid both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchop._compat.compilers import DYNAMO
 
 
 def import_dynamo() -> str:
-    """Imports Dynamo, which registers operators of its own; returns the name of the module."""
+    """Import Dynamo, which registers operators of its own; return its module name."""
     import torch._dynamo  # noqa: F401  # for what it registers
 
     return DYNAMO
@@ -22,13 +22,13 @@ def import_dynamo() -> str:
 def compile_aoti_package(
     program: Any, path: str | None, configs: dict[str, Any], linked: str | None = None
 ) -> str:
-    """Compiles an exported program with AOTInductor into a package; returns its path.
+    """Compile an exported program into an AOTInductor package, and return its path.
 
-    It may be linked with a library, which is found beside the compiled program when that is loaded.
+    `linked` names a shared library to link. It is loaded from the folder of the compiled program.
     """
     if linked is not None:
         libraries = "aot_inductor.custom_op_libs"
-        # Inductor writes "-l" before each, and takes the whole apart as a shell does.
+        # Inductor prepends "-l" to each, and splits the result like a shell.
         flags = f"c10 -Wl,--no-as-needed,-rpath,'$ORIGIN' {shlex.quote(linked)}"
         configs = {**configs, libraries: [*(configs.get(libraries) or ()), flags]}
     compile_package: Any = torch._inductor.aoti_compile_and_package
@@ -36,7 +36,7 @@ def compile_aoti_package(
 
 
 def build_library(source: str, path: str) -> None:
-    """Compiles C++ code with the compiler of Inductor into a shared library, known by its name."""
+    """Compile C++ source into a shared library with Inductor's compiler; set its soname."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # imports Inductor
     from torch.utils.cpp_extension import include_paths  # imports setuptools
 

@@ -1,4 +1,4 @@
-"""What tests operators: the checks of `torch.library.opcheck`, and a Tensor that passes all on."""
+"""The tests of `torch.library.opcheck`, and a wrapper tensor to test operators with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchop._compat.classes import tree_map_only
 
 @functools.cache
 def opcheck_error(base: type[Exception]) -> type[Exception]:
-    """An exception that is `base`, and PyTorch's own OpCheckError too."""
+    """Return a subclass of `base` and of PyTorch's OpCheckError."""
     from torch.testing._internal.optests import generate_tests
 
     return type(base.__name__, (base, generate_tests.OpCheckError), {"__module__": "torchop"})
@@ -25,7 +25,7 @@ def opcheck_error(base: type[Exception]) -> type[Exception]:
 
 @functools.cache
 def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
-    """PyTorch's checks, by name; imported only when asked for, because they take two seconds."""
+    """Return PyTorch's tests by name; importing them takes two seconds."""
     from torch.testing._internal.optests import generate_tests
 
     tests = cast("Mapping[str, Callable[..., Any]]", generate_tests.ALL_TEST_UTILS)
@@ -36,32 +36,32 @@ def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def quick_inductor() -> Iterator[dict[str, Any]]:
-    """The options of `torch.compile` with which Inductor compiles one small program quickest.
+    """Yield `torch.compile` options that minimize compile time for one small program.
 
-    It would compile six other programs first, to see which vector instructions it may use, and
-    headers that pay off after ten programs, and would start processes that import PyTorch. For an
-    operator it is all the same, because it is called and not compiled.
+    By default, Inductor first compiles six programs to detect vector instructions, precompiles
+    headers, and starts worker processes. Custom operators are called, not compiled, so none of this
+    affects the result.
     """
-    from unittest import mock  # milliseconds, as below
+    from unittest import mock  # imported here because it takes milliseconds
 
-    from torch._inductor import cpu_vec_isa  # it takes a second
+    from torch._inductor import cpu_vec_isa  # takes a second
 
     with mock.patch.object(cpu_vec_isa, "supported_vec_isa_list", []):
         yield {"compile_threads": 1, "cpp.simdlen": 1, "cpp_cache_precompile_headers": False}
 
 
 def _strides_are_compared() -> bool:
-    """Whether the check of fake kernels compares strides on the CPU, which it does since 2.13."""
+    """Return whether the fake-kernel test compares strides on the CPU (since 2.13)."""
     tensor = torch.empty(2, 2)
     try:
         _prims_common.compare_tensor_meta(tensor, tensor.t(), check_strides=True)
-    except Exception:  # the class has moved
+    except Exception:  # the class of this error moved between releases
         return True
     return False
 
 
 def _comparing_strides(check: Callable[..., Any]) -> Callable[..., Any]:
-    from unittest import mock  # milliseconds, which only opcheck should take
+    from unittest import mock  # imported here because it takes milliseconds
 
     compare = _prims_common.check_significant_strides
 
@@ -76,9 +76,9 @@ def _comparing_strides(check: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def default_device_of_fake(qualname: str, device: str) -> Iterator[None]:
-    """Runs the fake kernel of an operator where this device is the default one.
+    """Run an operator's fake kernel under this default device.
 
-    PyTorch leaves a mode such as `torch.device` before it runs the kernel.
+    PyTorch disables modes such as `torch.device` before it runs the kernel.
     """
     kernel = singleton.find(qualname).fake_impl.kernel
 
@@ -97,7 +97,7 @@ def default_device_of_fake(qualname: str, device: str) -> Iterator[None]:
 
 
 class PassingTensor(torch.Tensor):
-    """Wraps a tensor, and passes every operator on to it."""
+    """A wrapper tensor that forwards every operator to the wrapped tensor."""
 
     wrapped: torch.Tensor
 
@@ -132,7 +132,7 @@ class PassingTensor(torch.Tensor):
         plain_args, plain_kwargs = tree_map_only(cls, unwrap, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
 
-        # An argument that is returned has the wrapper that was passed, as in-place calls need.
+        # In-place operators must return the wrapper that was passed for the returned argument.
         def wrap(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, cls):
                 return tensor

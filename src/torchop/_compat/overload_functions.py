@@ -1,4 +1,4 @@
-"""The C++ functions that objects of `torch.ops` call, and replacing them."""
+"""Read and replace the C++ functions that overloads and packets call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 
 
 def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
-    """Makes an overload, and its packet, call an entry of the native call path.
+    """Make an overload and its packet call a native entry; return the previous function.
 
-    An object of the class `operator` replaces the C++ function; a Python function that somebody has
-    put there, such as one that observes calls, stays. Returns what the overload called before.
+    Only a C++ function is replaced. A Python function, such as a user's observer, stays in place.
     """
     function = overload._op
     if is_cpp_function(function):
@@ -24,50 +23,51 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
 
 
 def is_cpp_function(function: Any) -> bool:
-    """Whether PyTorch made this function for an object of `torch.ops`; its calls may be counted."""
+    """Return whether PyTorch created this function, possibly wrapped to count its calls."""
     is_counted = getattr(function, "entry", function) is None
-    # In 2.15, an overload has an object of a class of its own.
+    # On 2.15, overloads have a callable of a class in torch._C.
     is_pytorchs = type(function).__module__ == "torch._C"
     return is_counted or is_pytorchs or isinstance(function, BuiltinFunctionType)
 
 
-# The namespaces in which PyTorch takes a number for a tensor. There, a plan that refuses a number
-# does not show that PyTorch would try the next overload.
+# In these namespaces PyTorch accepts numbers for tensors, so a plan that rejects a number does not
+# imply that PyTorch tries the next overload.
 _NUMBERS_AS_TENSORS = frozenset({"aten", "prims", "nvprims"})
 
 
 def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
-    """Makes a packet call its overloads natively, in the order in which PyTorch tries them.
+    """Make a packet call its overloads natively, in the order in which PyTorch tries them.
 
-    From the first overload that is not native, the packet's C++ function chooses.
+    The packet's C++ function handles the first overload without a native entry and all overloads
+    after it.
     """
     function: Any = packet._op
     while isinstance(function, operator):
         function = function.dispatch
-    # With a TorchScript class among the arguments, the packet decides on each call.
+    # A packet with TorchScript class arguments resolves the overload on each call.
     takes_classes = getattr(packet, "_has_torchbind_op_overload", False)
     takes_numbers = packet._qualified_op_name.partition("::")[0] in _NUMBERS_AS_TENSORS
     if takes_classes or takes_numbers or not is_cpp_function(function):
         return
     functions = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
     entries = [each.entry if isinstance(each, operator) else None for each in functions]
-    # Its function may be newer than the one by whose hash the packet is found.
+    # The packet keeps the hash of the first function, which may have been replaced.
     if any(entries) or hash(function) != hash(packet):
         function = torch_ops.counted(packet, function, operator)
-    chain = None  # the native functions of the first overloads, each with the next
+    chain = None  # native functions of the leading overloads, each linked to the next
     for entry in reversed(entries):
         chain = operator(packet, entry, function, chain) if entry else None
     torch_ops.replace_function(packet, function if chain is None else chain)
 
 
 def replaced_function(overload: OpOverload) -> Any:
-    """The function that an overload calls: PyTorch's in C++, or what replaced it."""
+    """Return the function that an overload calls now."""
     return overload._op
 
 
-# What `__call__` of the classes of torch.ops looks up, where all it does for an operator without
-# TorchScript classes is `self._op(*args, **kwargs)`. Since 2.14, it may call another function for a
-# call that skips torch functions; those the extension hands over.
+# Names used by `__call__` of the torch.ops classes when it only forwards to `self._op`, for
+# operators without TorchScript classes. Since 2.14, calls that skip torch functions go to another
+# function; the extension passes them on.
 _FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
     OpOverload: (
         ("_op",),
@@ -92,9 +92,9 @@ _FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
 
 
 def forwarding_classes() -> list[type]:
-    """The classes of torch.ops whose objects, when called, just call their `_op`.
+    """Return the torch.ops classes whose `__call__` only forwards to `_op`.
 
-    Not those that somebody has given another `__call__`, and none of a PyTorch that does more.
+    Excludes classes with a patched `__call__`, and those of releases that do more.
     """
     return [
         cls

@@ -1,11 +1,11 @@
-"""Buffers that Inductor plans for the results of operators that can write into them.
+"""Let Inductor plan the memory of results, for operators with an out or in-place form.
 
-A result goes into a buffer of its own, or over the first argument where nobody reads that later.
+A result goes into a planned buffer, or overwrites the first argument if that has no later reader.
 
-PyTorch has `torch.Tag.out` for this, with which Inductor looks for an overload by its schema. In
-2.13 it fails with dynamic shapes, puts all tensors before all other arguments, takes lists apart,
-and passes defaults and keyword-only arguments twice. So a lowering of our own makes the same node
-of Inductor, whose arguments stand as in the call.
+Workaround for `torch.Tag.out`, with which Inductor finds an out overload by its schema. On 2.13 it
+fails with dynamic shapes (pytorch/pytorch#185503), puts all tensors before the other arguments,
+flattens lists, and passes defaults and keyword-only arguments twice. A custom lowering creates the
+same Inductor node with the arguments of the call.
 """
 
 from __future__ import annotations
@@ -22,22 +22,18 @@ from torchop._compat import import_hooks, inductor_writes, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
 _REINPLACE = "torch._inductor.fx_passes.reinplace"
-# By the name of the functional operator and of another form: that form, or None as long as the two
-# do not run the same kernels.
+# Functional operator name -> name of another form -> that form, or None while their kernels differ.
 _forms: dict[str, dict[str, Callable[[], OpOverload | None]]] = {}
 
 
 def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Callable[[], None]:
-    """Lets Inductor plan the memory for the results of an operator, and reuse that of dead tensors.
+    """Let Inductor plan the memory of an operator's results, and return a function to undo this.
 
     Args:
         qualname: the operator that allocates its results.
-        name: one that writes them into tensors of the caller, which it never reads; or over its
-            first argument, of which it reads no element after it was written.
-        form: what gets that operator, as long as both run the same kernels.
-
-    Returns:
-        What undoes it.
+        name: a form that writes the results into the caller's tensors without reading them, or over
+            the first argument without reading an element after writing it.
+        form: returns that form while both operators run the same kernels, otherwise None.
     """
     if not _forms:
         for module in (_LOWERING, _REINPLACE):
@@ -45,21 +41,21 @@ def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Cal
     _forms.setdefault(qualname, {})[name] = form
     _add(qualname, name)
 
-    def take_back() -> None:
+    def undo() -> None:
         forms = _forms.get(qualname, {})
         if forms.get(name) is form:
             del forms[name]
         if not forms:
             _forms.pop(qualname, None)
 
-    return take_back
+    return undo
 
 
 def forms_in_graphs(qualname: str) -> list[OpOverload]:
-    """The operators that a graph that is compiled now may call in place of one."""
+    """Return the operators that new graphs may call in place of this one."""
     config = sys.modules.get("torch._inductor.config")
     divides_at = getattr(config, "custom_should_partition_ops", ())
-    # A user has graphs divided at the operator, which Inductor does only at a node of its own.
+    # Inductor partitions graphs only at its own nodes, and a user requested it for this operator.
     names = {qualname, qualname.partition(".")[0], f"{qualname}.default"}
     if not names.isdisjoint(divides_at):
         return []
@@ -69,13 +65,13 @@ def forms_in_graphs(qualname: str) -> list[OpOverload]:
 
 def _connect() -> None:
     for pair in [(qualname, name) for qualname, forms in _forms.items() for name in forms]:
-        # Nobody tells of the end of operators that others defined.
+        # Operators of other libraries may have been deregistered since.
         if all(operators.has_entry(*operators.parts(each)) for each in pair):
             _add(*pair)
 
 
 def _lowerings() -> dict[OpOverload, Callable[..., Any]] | None:
-    """What Inductor asks before its own lowerings, once it is imported, if the release has it."""
+    """Return the lowerings that take precedence over Inductor's own, if imported and supported."""
     return getattr(sys.modules.get(_LOWERING), "user_lowerings", None)
 
 
@@ -90,18 +86,19 @@ def _add(qualname: str, name: str) -> None:
         return
     functional, form = (torch_ops.lookup_overload(*operators.parts(n)) for n in (qualname, name))
     if not _is_inplace(form):
-        # A lowering that somebody registered for the operator, such as autotuning, comes first.
+        # A registered lowering, such as autotuning, takes precedence.
         lowerings.setdefault(functional, lambda *args, **kwargs: _lower(functional, args, kwargs))
     elif (module := sys.modules.get(_REINPLACE)) is not None:
-        # What that pass finds no later reader of is given to the operator in place.
+        # Inductor's reinplace pass substitutes the in-place form if the argument has no later
+        # reader.
         may_overwrite = functools.partial(_may_overwrite, functional, form)
         module.inplaceable_ops[functional] = module.InplaceableOp(form, 0, may_overwrite)
 
 
 def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.Node) -> bool:
-    """Whether a call may write its result over its first argument, if nobody reads that later."""
+    """Return whether a call may overwrite the first argument, assuming no later reader."""
     config: Any = sys.modules["torch._inductor.config"]
-    # What has an effect is another node. Code in C++ has no call without a result.
+    # Effectful calls have another target, and C++ wrappers cannot call operators without a result.
     if node.target is not functional or config.cpp_wrapper or config.fx_wrapper:
         return False
     if inplace not in forms_in_graphs(functional._name):
@@ -109,7 +106,7 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
     first, *others = [each.meta.get("val") for each in _inputs(node)]
     if not _look_alike(first, node.meta.get("val")) or not _is_dense(first):
         return False
-    # The kernel would write what it still has to read, if another argument has that memory.
+    # The kernel would overwrite an input if another argument shares this memory.
     storages = {
         _storage(o) if _is_plain(o) else None for o in others if isinstance(o, torch.Tensor)
     }
@@ -118,24 +115,25 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
     if _is_held(node) and not _is_written_back(node):
         return False
     lowerings = _lowerings()
-    assert lowerings is not None  # or the pass would not know the operator
-    # Inductor's own node returns memory that it takes for fresh, and writes later results there.
+    assert lowerings is not None  # the pass looked the operator up there
+    # Inductor's own node claims to return fresh memory, and reuses it for later results.
     if inplace not in lowerings or inductor_writes.is_ours(lowerings[inplace]):
         lowerings[inplace] = lambda *args, **kwargs: _lower_inplace(inplace, args, kwargs)
     return True
 
 
 def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The arguments that are nodes, the ones in lists included, each as often as it is passed."""
+    """Return all node arguments, including those in lists, with repetitions."""
     found: list[torch.fx.Node] = []
     torch.fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _is_held(node: torch.fx.Node) -> bool:
-    """Whether the first argument has memory that was there before the graph.
+    """Return whether an in-place call must not write into the first argument.
 
-    Or memory that is seen as of two types, because Inductor cannot write into such a view.
+    The memory outlives the graph, or is viewed as another dtype: Inductor cannot write into a view
+    with another dtype.
     """
     kinds = ("placeholder", None), ("get_attr", None), ("call_function", torch.ops.aten.view.dtype)
     held = [n for op, target in kinds for n in node.graph.find_nodes(op=op, target=target)]
@@ -143,9 +141,9 @@ def _is_held(node: torch.fx.Node) -> bool:
 
 
 def _is_written_back(node: torch.fx.Node) -> bool:
-    """Whether the graph copies the result into its first argument, and returns no alias of it.
+    """Return whether the graph copies the result back, and returns no alias of it.
 
-    Inductor looks for any copy into that, and would drop what the graph returns besides.
+    Inductor accepts any copy into the first argument, and would drop the result as a graph output.
     """
     first = node.args[0]
     copies = [u for u in node.users if u.target is torch.ops.aten.copy_.default]
@@ -168,8 +166,8 @@ def _storage(tensor: Any) -> int:
 
 
 def _look_alike(first: Any, result: Any) -> bool:
-    # Without a guard on the sizes, if they are symbols.
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # costs an import
+    # Compares symbolic sizes without guards.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow import
 
     if not _is_plain(first) or not _is_plain(result):
         return False
@@ -179,13 +177,13 @@ def _look_alike(first: Any, result: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    # A complex one may be a view that negates or conjugates what is in the memory.
+    # Complex tensors are excluded because their conjugate or negative bit may be set.
     is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
     return is_strided and not value.is_complex() and not value.is_neg()
 
 
 def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Makes the node that writes over the first argument, and returns what that is then."""
+    """Create the node that overwrites the first argument; return the new value."""
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
@@ -194,23 +192,23 @@ def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
         processed = ir.FallbackKernel.process_kernel(inplace, *args, **kwargs)
     _, tensors, constants, unflatten, _ = _fields(processed)
     _node_classes()[2](unflatten, tensors, constants, inplace)
-    # It may be a copy, where the argument was no memory that a kernel can be given.
+    # This is a copy if the argument was not realized in memory.
     return tensors[0] if isinstance(tensors[0], ir.TensorBox) else ir.TensorBox(tensors[0])
 
 
 def _fields(processed: Any) -> Any:
-    # Since 2.15, they are the fields of an object.
+    # Since 2.15, `process_kernel` returns an object.
     return processed if isinstance(processed, tuple) else vars(processed).values()
 
 
 def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Makes the node that writes into planned buffers; None leaves the call to Inductor."""
+    """Create the node that writes into planned buffers; None leaves the call to Inductor."""
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
     ir: Any = torch._inductor.ir
     forms = [form for form in forms_in_graphs(functional._name) if not _is_inplace(form)]
-    if not forms or V.graph.cpp_wrapper:  # which has no call of an operator with `out=`
+    if not forms or V.graph.cpp_wrapper:  # it cannot call operators with `out=`
         return None
     (out_form,) = forms
     names = [a.name for a in out_form._schema.arguments if a.alias_info is not None]
@@ -218,7 +216,7 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
         processed = ir.FallbackKernel.process_kernel(functional, *args, **kwargs)
         example, tensors, constants, unflatten, unbacked = _fields(processed)
         results = (example,) if isinstance(example, torch.Tensor) else example
-        # Sizes that only the kernel knows cannot be allocated before it runs.
+        # Data-dependent sizes cannot be allocated before the kernel runs.
         if unbacked or not all(map(_is_plannable, results)):
             return None
     layouts = [
@@ -257,15 +255,15 @@ def _is_plannable(result: torch.Tensor) -> bool:
 
 
 def _is_dense(result: Any) -> bool:
-    # Without a guard on the sizes, if they are symbols.
-    from torch._prims_common import is_non_overlapping_and_dense_or_false  # costs an import
+    # Does not guard on symbolic sizes.
+    from torch._prims_common import is_non_overlapping_and_dense_or_false  # slow import
 
     return bool(is_non_overlapping_and_dense_or_false(result))
 
 
 @functools.cache
 def _node_classes() -> tuple[Any, Any, Any]:
-    """The nodes of calls with one output, with several, if the release has one, and in place."""
+    """Return the Inductor nodes for one output, several outputs (or None), and in-place calls."""
     from torch._inductor import ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
@@ -319,7 +317,7 @@ def _node_classes() -> tuple[Any, Any, Any]:
 
     class Several(ir.ExternKernelMultiOut):
         def codegen(self, wrapper: Any) -> None:
-            # Inductor allocates no buffer that nobody reads, but the kernel writes it.
+            # Inductor does not allocate unread buffers, but the kernel writes them.
             for output in self.outputs:
                 V.graph.removed_buffers.discard(output.get_name())
             super().codegen(wrapper)

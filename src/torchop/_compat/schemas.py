@@ -1,4 +1,4 @@
-"""The language of schemas: its parser, its enumerations and its classes."""
+"""PyTorch's schema parser and schema classes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from torchop._errors import short_errors
 
 
 def is_identifier(text: str) -> bool:
-    """Whether the schema parser reads an ASCII identifier as one, not as a keyword of its own."""
+    """Return whether the schema parser accepts an ASCII identifier as a name."""
     return text not in _MAYBE_KEYWORDS or _is_accepted(text)
 
 
-# The names that a parser of schemas may refuse: some of Python's keywords, and two names more. To
-# ask it about every new name would be a part of what a definition costs. A keyword that it gained
-# since is refused with the schema it is in.
+# Names that the parser may reject. Parsing a probe for every new name would slow down definitions.
+# A keyword missing here is still rejected, together with its schema.
 _MAYBE_KEYWORDS = frozenset({*keyword.kwlist, "Ellipsis", "NoneType"})
 
 
@@ -38,27 +37,27 @@ def _is_accepted(text: str) -> bool:
 
 
 def parse(text: str) -> FunctionSchema:
-    """Parses a schema with a name; raises RuntimeError with the parser's own explanation."""
+    """Parse a schema with a name; raise RuntimeError with the parser's message."""
     with short_errors:
         return torch._C.parse_schema(text)
 
 
 def is_backward_compatible(new: FunctionSchema, old: FunctionSchema) -> bool:
-    """Whether calls of the old schema are calls of the new one, by the rule for aten operators."""
+    """Return whether calls of schema `old` are valid for `new`, by PyTorch's rule for aten."""
     return bool(cast(Any, new).is_backward_compatible_with(old))
 
 
 def written_type(argument: Any) -> str:
-    """The type of an argument as schemas write it, such as `SymInt` or `int[2]?`."""
+    """Return an argument's type as written in schemas, such as `SymInt` or `int[2]?`."""
     size = "" if argument.N is None else str(argument.N)
     return str(argument.real_type.str()).replace("[]", f"[{size}]", 1)
 
 
 @functools.cache
 def enumeration(kind: str) -> Mapping[int, Any]:
-    """The Python objects of an enumeration, of which a schema stores integers; empty for others.
+    """Return the Python objects of an enumeration that schemas store as integers.
 
-    Made for the first default that needs it: asking the parser for every dtype takes its time.
+    Computed on first use, because parsing every dtype is slow.
     """
     if kind == "ScalarType":
         return dict(_dtype_codes())
@@ -71,35 +70,35 @@ def enumeration(kind: str) -> Mapping[int, Any]:
 
 @functools.cache
 def dtypes() -> Mapping[str, torch.dtype]:
-    """All dtypes, by their names, such as "float32"."""
+    """Return all dtypes by name, such as "float32"."""
     values = vars(torch).values()
     return {str(v).removeprefix("torch."): v for v in values if isinstance(v, torch.dtype)}
 
 
 def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
     for name, dtype in dtypes().items():
-        # Newer dtypes can be made, but not yet written as a default.
+        # The parser does not accept some newer dtypes as defaults.
         with contextlib.suppress(RuntimeError):
             parsed = parse(f"f(ScalarType d={name}) -> ()")
             yield cast(int, parsed.arguments[0].default_value), dtype
 
 
 def custom_class_name(annotation: Any) -> str | None:
-    """The schema name of a registered opaque (custom) class, Enum and Generator included."""
+    """Return the schema name of an opaque (custom) class, an Enum or Generator; otherwise None."""
     if not isinstance(annotation, type):
         return None
-    # The new name since 2.15, where the other one logs that it is deprecated, and may go later.
+    # `is_opaque_type` is deprecated since 2.15 and logs a warning.
     is_custom = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
     if not is_custom(annotation):
-        # A custom class since 2.13; before, the schema language had a type of its own for it.
+        # Generator is a custom class since 2.13, and had its own schema type before.
         return "Generator" if annotation is torch.Generator else None
     return opaque_object.get_opaque_type_name(annotation)
 
 
 def readable(text: str) -> str:
-    """The text of a schema that PyTorch printed, with types that the parser reads.
+    """Return a printed schema with types that the parser accepts.
 
-    PyTorch prints the same type for all custom classes, and that name is not one that it reads.
+    PyTorch prints PyObject for every custom class, but cannot parse this type.
     """
     if "PyObject" not in text:
         return text
@@ -114,8 +113,8 @@ def _custom_class() -> str:
 
 
 def is_returnable_custom_class(annotation: Any) -> bool:
-    """Whether PyTorch allows a registered custom class as a return type."""
-    # Renamed between 2.13 ("reference") and 2.15 ("symbolic").
+    """Return whether PyTorch allows an opaque class as a return type."""
+    # "reference" on 2.13, renamed to "symbolic" by 2.15.
     check = getattr(opaque_object, "is_opaque_symbolic_type", None) or getattr(
         opaque_object, "is_opaque_reference_type", None
     )
@@ -123,6 +122,6 @@ def is_returnable_custom_class(annotation: Any) -> bool:
 
 
 def is_group_name(annotation: Any) -> bool:
-    """Whether `annotation` is torch.distributed's GroupName, a NewType of str."""
+    """Return whether `annotation` is torch.distributed's GroupName, a NewType of str."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
     return module is not None and annotation is getattr(module, "GroupName", object())

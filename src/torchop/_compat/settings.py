@@ -1,4 +1,4 @@
-"""Settings of PyTorch that a function changes and another one reads."""
+"""Apply a temporary setting of PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are simulated in one process: tensors that hold a shard for each."""
+"""Simulate the ranks of a process group in one process, with LocalTensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
-    """Yields a device mesh whose ranks are all here; raises if there is a real group."""
+    """Yield a device mesh of simulated ranks; raise if a process group exists."""
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.distributed.device_mesh import init_device_mesh
@@ -24,9 +24,9 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
             "ranks are simulated in a process that belongs to no process group, but this one has "
             f"rank {dist.get_rank()} of {dist.get_world_size()}."
         )
-    # The group replaces the hook for uncaught exceptions and never puts it back.
+    # `init_process_group` replaces the excepthook and never restores it.
     excepthook = sys.excepthook
-    # Before the mode: it would find factory functions of the import.
+    # Outside of the mode, because it would intercept factory functions during imports.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with LocalTensorMode(count):
@@ -37,16 +37,16 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
 
 
 def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
-    """A DTensor with these placements, on ranks that are simulated or real, from the whole of it.
+    """Return a DTensor with these placements of `tensor`, on simulated or real ranks.
 
-    Of a pending sum, every rank has a share of its own size.
+    Partial placements give every rank a different share.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     pending = [dim for dim, placement in enumerate(placements) if placement.is_partial()]
     without_sums = [Replicate() if p.is_partial() else p for p in placements]
     value = distribute_tensor(tensor.detach().clone(), mesh, without_sums, src_data_rank=None)
-    # A rank of its own copy, which it may write into.
+    # Each rank gets a copy, because it may write into the tensor.
     local = _on_each_rank(
         value.to_local(),
         lambda rank, part: part * _share(mesh, rank, pending, placements) if pending else part,
@@ -57,7 +57,10 @@ def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
 
 
 def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[Any]) -> float:
-    """The share of a rank: 1/3 and 2/3 of two, and so on; of an average, so often as much."""
+    """Return a rank's share of a sum, such as 1/3 and 2/3 on two ranks.
+
+    For averages, the shares are scaled by the number of ranks.
+    """
     where = (mesh.mesh == rank).nonzero()[0].tolist()
     share = 1.0
     for dim in pending:
@@ -68,7 +71,7 @@ def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[An
 
 
 def _on_each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
-    """A tensor with what a function of the rank and its part returns for each rank."""
+    """Return a tensor with `function(rank, part)` as the part of each rank."""
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
@@ -85,25 +88,25 @@ def _on_each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
 
 
 def has_process_group() -> bool:
-    """Whether this process is a rank of a program, or simulates some."""
+    """Return whether a process group exists, real or simulated."""
     module = sys.modules.get("torch.distributed")
     return module is not None and module.is_available() and module.is_initialized()
 
 
 def are_simulated() -> bool:
-    """Whether what runs in this thread stands for what all ranks do."""
+    """Return whether this thread simulates ranks."""
     module = sys.modules.get("torch.distributed._local_tensor")
     return module is not None and module.enabled_local_tensor_mode() is not None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """What all simulated ranks agree about; raises AssertionError if they do not."""
+    """Return the value on which all simulated ranks agree; otherwise raise AssertionError."""
     from torch.distributed._local_tensor import LocalTensor
 
     if not isinstance(tensor, LocalTensor):
         return tensor
     first, *others = [part.detach() for part in tensor._local_tensors.values()]
-    # Its own `reconcile` takes NaN for different from NaN.
+    # LocalTensor.reconcile treats NaNs as different.
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
     return first.clone()

@@ -1,4 +1,4 @@
-"""Stand-ins: fake tensors that the conditions of kernels are asked about in place of real ones."""
+"""Fake tensors that are passed to kernel conditions in place of real tensors."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch.overrides import TorchFunctionMode
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that has the shape, strides, dtype and device of another one, but no data.
+    """Return a fake tensor with the shape, strides, dtype and device of `tensor`.
 
-    For a tensor that has no strides, the tensor itself.
+    Return a tensor without strides unchanged.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor
     mode = getattr(_thread, "mode", None)
     if mode is None:
         mode = _thread.mode = FakeTensorMode()
-    # Not from_tensor, which makes views of bases, and takes ten times as long.
+    # `from_tensor` also creates views of bases, and takes ten times as long.
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     made = FakeTensor(mode, meta, tensor.device)
-    torch._C._set_throw_on_mutable_data_ptr(made)  # else it is 0, with a warning
+    torch._C._set_throw_on_mutable_data_ptr(made)  # otherwise `data_ptr()` warns and returns 0
     return made
 
 
-_thread = threading.local()  # a mode is entered by operators on its tensors, in one thread
+_thread = threading.local()  # entering a mode is not thread-safe
 
-# What a stand-in says of itself, and not of the tensor for which it stands.
+# Attributes that the fake tensor does not share with the real one.
 _OWN = frozenset(
     (
         *("_base", "_is_view", "_version", "storage_offset", "storage", "untyped_storage"),
@@ -40,14 +40,14 @@ _OWN = frozenset(
 
 
 class StandInError(RuntimeError):
-    """A function read of a stand-in what that cannot know; the argument is the attribute."""
+    """A condition read an attribute that the fake tensor lacks; the argument is its name."""
 
 
 class ReadingStandIns(TorchFunctionMode):
-    """Refuses what a stand-in does not have of the tensor for which it stands."""
+    """Rejects access to attributes that the fake tensor does not share."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The getter of a property is a bound method, and the property has the name.
+        # Property getters are bound methods, named by the property.
         name = getattr(getattr(func, "__self__", None), "__name__", None)
         name = name if func.__name__ == "__get__" else func.__name__
         if name in _OWN:

@@ -1,4 +1,4 @@
-"""What `torch.library.custom_op` registers: the user's functions, and its kernels, recognized."""
+"""Recognize kernels and formulas of `torch.library.custom_op`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torchop._compat.classes import CustomOpDef, OpOverload
 
 
 class StockKernel(NamedTuple):
-    """A kernel of `torch.library.custom_op`: the user's function, and what is wrapped around it.
+    """A kernel of `torch.library.custom_op`, with the user's function inside.
 
     Attributes:
         definition: the operator's handle.
-        function: the user's, for this device, as long as nothing in `sources` changes.
-        sources: where that was read: (dictionary, key, value), or (set, key, whether it is in it).
-        check: `check(args, kwargs, result)` returns a result, or raises, as the kernel would.
+        function: the user's function for this device, valid while `sources` are unchanged.
+        sources: where it was read: (dictionary, key, value) or (set, key, membership).
+        check: `check(args, kwargs, result)` returns a result or raises, like the kernel.
     """
 
     definition: CustomOpDef
@@ -34,7 +34,7 @@ class StockKernel(NamedTuple):
 
 
 def recognize(kernel: Any, overload: OpOverload) -> StockKernel | None:
-    """What `custom_op` registered as a kernel of this operator; None if it is anything else."""
+    """Return the `custom_op` kernel that `kernel` is; None for all other kernels."""
     around: Any = made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl")
     if around is None or around.keys() != {"device_type", "self"}:
         return None
@@ -42,7 +42,7 @@ def recognize(kernel: Any, overload: OpOverload) -> StockKernel | None:
     if not isinstance(definition, CustomOpDef) or definition._opoverload is not overload:
         return None
     if device is not None and type(device) is not str:
-        return None  # a member of a str enum is looked up by its own hash, which may run anything
+        return None  # looking up a member of a str enum may run user code in `__hash__`
     attributes = vars(definition)
     functions, disabled = attributes.get("_backend_fns"), attributes.get("_disabled_kernel")
     if type(functions) is not dict or type(disabled) is not set:
@@ -77,7 +77,7 @@ def _stock_check(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Any:
-    """Checks a result with PyTorch's own code, by a kernel whose function returns that result."""
+    """Check a result by running PyTorch's kernel code on a function that returns it."""
     returned = functools.update_wrapper(lambda *args, **kwargs: result, wrapped)
     cells = {"device_type": device, "self": _WithOtherKernels(definition, {device: returned})}
     closure = tuple(CellType(cells[name]) for name in kernel.__code__.co_freevars)
@@ -86,7 +86,7 @@ def _stock_check(
 
 
 class _WithOtherKernels:
-    """A handle with other kernels; every other attribute is that of the handle."""
+    """A handle with other kernels, and otherwise the attributes of `definition`."""
 
     def __init__(self, definition: CustomOpDef, functions: Mapping[str | None, Any]) -> None:
         self._definition = definition
@@ -97,20 +97,20 @@ class _WithOtherKernels:
 
 
 def is_made_by_custom_op(kernel: Any) -> bool:
-    """Whether `custom_op` of `torch.library` made a kernel, for whatever operator."""
+    """Return whether `torch.library.custom_op` created a kernel, of any operator."""
     return made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl") is not None
 
 
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
-    """Whether a kernel is the one by which `custom_op` counts versions of what is written."""
-    # Until 2.12 it is made elsewhere, and counts each version twice.
+    """Return whether a kernel is `custom_op`'s version-counter kernel for this operator."""
+    # Until 2.12, `custom_op` uses another function that bumps each version twice.
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
     around = made_by(kernel, maker, "adinplaceorview_impl") or {}
     return around.get("op") is overload and around.get("is_view") is False
 
 
 def below_impl(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The user's function, where `torch.library.impl` put one around it that stops Dynamo."""
+    """Return the user's function inside the Dynamo guard of `torch.library.impl`."""
     untraced = made_by(kernel, _disable_dynamo, "inner") or {}
     inside = made_by(untraced.get("fn"), _torch_library_impl, "register_", "func_no_dynamo") or {}
     return cast("Callable[..., Any]", inside.get("func", kernel))
@@ -120,7 +120,7 @@ _torch_library_impl: Any = getattr(torch.library, "_impl", None)
 
 
 def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
-    """What a function closes over, if it is the one of these names inside `maker`; else None."""
+    """Return the closure of `function` if it is the named function inside `maker`; else None."""
     code = _code_inside(maker, *names)
     if (
         code is None
@@ -133,13 +133,13 @@ def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
         return None
     variables = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a variable that was never assigned
+        with contextlib.suppress(ValueError):  # unassigned variable
             variables[name] = cell.cell_contents
     return variables
 
 
 def _code_inside(function: Any, *names: str) -> CodeType | None:
-    """The code of a function inside a function, by their names; None if there is none."""
+    """Return the code of a nested function, by the names of the enclosing functions."""
     code: CodeType | None = getattr(function, "__code__", None)
     for name in names:
         constants = code.co_consts if code is not None else ()
@@ -148,20 +148,19 @@ def _code_inside(function: Any, *names: str) -> CodeType | None:
     return code
 
 
-# The class of what a function keeps about flattened lists; the second is its name in 2.11.
+# The class of the list metadata; the second name is from 2.11.
 _METADATA = ("TensorListMetadata", "Metadata")
 
 
 class StockFormula(NamedTuple):
-    """What torch.library registers at Autograd, with a formula or without one.
+    """The Autograd kernel that torch.library registers, with or without a formula.
 
     Attributes:
         function: the `autograd.Function`.
-        takes_keywords: whether the user's `setup_context` takes the keyword-only arguments too.
-        sources: where that was read.
-        note_lists: if the operator has lists of tensors, how they are flattened for the function:
-            `note_lists(args)` returns the inputs, and what tells from a result what
-            `ctx._pt_metadata` says of both.
+        takes_keywords: whether the user's `setup_context` also takes keyword-only arguments.
+        sources: the mutable state this was read from.
+        note_lists: for operators with tensor lists: `note_lists(args)` returns the flattened
+            inputs, and a function from the result to `ctx._pt_metadata`.
     """
 
     function: Any
@@ -172,11 +171,10 @@ class StockFormula(NamedTuple):
 
 
 def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
-    """What torch.library registered at Autograd for this operator; None if it is anything else."""
+    """Return torch.library's formula inside an Autograd kernel; None for all other kernels."""
     maker = make_autograd_impl
     around = made_by(kernel, maker, "autograd_impl") or {}
-    # The first until 2.13, the second in 2.15. Both know the operator; `autograd_impl` itself does
-    # since 2.13.
+    # The first name until 2.13, the second on 2.15. `autograd_impl` holds the operator since 2.13.
     names = ("forward_no_grad", "redispatch_no_grad")
     plain = next((made_by(around[name], maker, name) for name in names if name in around), None)
     if (plain or {}).get("op") is not overload or around.get("op", overload) is not overload:
@@ -210,8 +208,8 @@ def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
 
 
 def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
-    """What `supports_tensorlist` does before and after the call."""
-    # The last is what any formula takes besides the arguments; with lists, it takes one more.
+    """Flatten lists as `supports_tensorlist` does before and after a call."""
+    # Formulas take one extra argument after those of the call; the spec must include it.
     flat, inputs = tree_flatten((*args, None), not_list_of_tensor)
 
     def of_result(result: Any) -> Any:
@@ -222,7 +220,7 @@ def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callab
     return flat, of_result
 
 
-# Where a handle, ours or PyTorch's, keeps what was registered, and what that is.
+# Attributes of a handle that hold registered functions, and their roles.
 _ROLES = {
     "_init_fn": "kernel",
     "_backend_fns": "kernel",
@@ -234,7 +232,7 @@ _ROLES = {
 
 
 def registered_functions(handle: CustomOpDef) -> Iterator[tuple[str, Any]]:
-    """What was registered for an operator of `custom_op`, each with its role."""
+    """Yield a handle's registered functions with their roles."""
     for attribute, role in _ROLES.items():
         value = getattr(handle, attribute, None)
         yield from ((role, each) for each in (value.values() if type(value) is dict else [value]))

@@ -1,4 +1,4 @@
-"""Compilers' traces: what is in one, which of its tensors share memory, which calls it keeps."""
+"""Compiler traces: traced tensors, their memory, and effects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchop._compat.classes import EffectType
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor belongs to a compiler's trace: fake, or functionalized."""
+    """Return whether a tensor belongs to a compiler trace: fake or functional."""
     return fake_tensors.is_fake(tensor) or (
         torch._is_functional_tensor(tensor) or type(tensor).__name__ == "FunctionalTensor"
     )
@@ -39,22 +39,22 @@ _TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def is_tracing(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether what runs here becomes part of a graph, or has no data: a compiler's trace."""
+    """Return whether a trace is active in this thread, or a tensor belongs to one."""
     modes = map(torch._C._get_dispatch_mode, _TRACING_MODES)
     return any(mode is not None for mode in modes) or any(map(is_traced, tensors))
 
 
 def is_traceable_type(cls: type) -> bool:
-    """Whether a compiler's functional trace knows what to do with tensors of a class."""
+    """Return whether functional traces support tensors of a class."""
     return cls in (torch.Tensor, FunctionalTensor) or issubclass(cls, FakeTensor)
 
 
 def show_mutation(tensor: torch.Tensor) -> None:
-    """Tells functionalization that a tensor was written in a way that autograd follows.
+    """Record a write that autograd tracks on a functional tensor.
 
-    Without this, it assumes that a write by an operator that it does not know is hidden from
-    autograd, and that a write without grad mode, as inside of an `autograd.Function`, should have
-    no history. So an input of a compiled graph would be overwritten, but keep its old history.
+    Functionalization assumes that unknown operators write behind autograd's back, and that writes
+    without grad mode, as inside an `autograd.Function`, carry no history. A compiled graph would
+    then mutate an input but keep the old history.
     """
     elem = getattr(tensor, "elem", None)
     if elem is not None and torch._is_functional_tensor(elem):
@@ -66,20 +66,17 @@ def show_mutation(tensor: torch.Tensor) -> None:
 
 
 def traced_memory(tensor: torch.Tensor) -> int:
-    """What tells whether two tensors of a compiler's trace have the same memory."""
+    """Return an identifier of the memory of a traced tensor."""
     return _traced_base(tensor)._cdata
 
 
 def functional_storage(tensor: torch.Tensor) -> int:
-    """What tells whether two tensors of a functional trace have the same memory, below autograd."""
+    """Return an identifier of the memory of a functional tensor, below autograd."""
     return int(getattr(tensor, "elem", tensor).untyped_storage()._cdata)
 
 
 def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of a functional trace are not known to be disjoint in memory.
-
-    Adds no guard on a size that is a symbol.
-    """
+    """Return whether two functional tensors may overlap, without guards on symbolic sizes."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     if functional_storage(one) != functional_storage(other):
@@ -96,7 +93,7 @@ def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_view_of_other_type(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a compiler's trace is a view of one with another dtype."""
+    """Return whether a traced tensor is a view of a tensor with another dtype."""
     return _traced_base(tensor).dtype is not tensor.dtype
 
 
@@ -106,10 +103,7 @@ def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
-    """The node of the graph being traced that computes a functional tensor; None without a graph.
-
-    The tensor is one of `mode`, the `FunctionalTensorMode` that makes the trace functional.
-    """
+    """Return the FX node that computes a functional tensor of `mode`; None without a graph."""
     proxy_mode = proxy_tensor.get_proxy_mode()
     if proxy_mode is None:
         return None
@@ -122,20 +116,20 @@ _RECORDS_A_REGION = InvokeSubgraphAutogradOp.forward.__code__
 
 
 def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
-    """Whether the graph that is being traced orders calls that have an effect, and so keeps them.
+    """Return whether the traced graph orders effectful calls, and so does not eliminate them.
 
-    PyTorch hands a token from one such call to the next, and `mode`, the FunctionalTensorMode, has
-    the last. Most graphs inside a graph (the branches of a `torch.cond`, the body of a loop)
-    neither take nor return it, so a call there is dead code. A nested region takes it, but from its
-    third call on, PyTorch counts the token among the results and loses the gradient of the region.
+    Effectful calls are chained by a token, which `mode` (a FunctionalTensorMode) holds. Branches of
+    `torch.cond` (pytorch/pytorch#185116) and loop bodies (pytorch/pytorch#191122) have no token, so
+    effectful calls in them are dead code. `invoke_subgraph` passes the token, but from the third
+    call on PyTorch counts it among the results and loses the region's gradient.
     """
     proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    if proxy_mode is None:  # nothing is traced yet
+    if proxy_mode is None:  # no graph yet
         callers = traceback.walk_stack(sys._getframe())
         return not any(frame.f_code is _RECORDS_A_REGION for frame, _ in callers)
     token = mode._tokens.get(effect)
     if token is None:
-        # A backward makes its first token itself.
+        # A backward creates its first token itself.
         tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
         return tracer is None or not tracer.is_hop_subgraph_tracer()
     if hasattr(token, "elem"):

@@ -51,7 +51,9 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
         registries.publish(qualname, make_handle(definition), library)
         definition.schema.forget_parsed(name.namespace)
         if lib is not None:
-            reason = f"The operator {name} is gone: the library it was defined in was closed."
+            reason = (
+                f"The operator {name} was deregistered: the library it was defined in was closed."
+            )
             end_with(lib, definition, lambda: reason)
         return definition
 

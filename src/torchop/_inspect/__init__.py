@@ -1,1 +1,1 @@
-"""Asking what an operator does, how calls go, and what a program calls."""
+"""Inspect operators, single calls, and the calls of a program."""

@@ -1,9 +1,9 @@
-"""Keys for compile caches that change when a rule does.
+"""Keys for compile caches that change with an operator's rules.
 
-PyTorch's caches of compiled graphs, which outlive a process, identify an operator by its name
-alone. After an edit to a fake kernel or a formula they would return graphs that were compiled with
-the old one. So the key of a graph also holds a digest of the rules of the operators in it, and a
-program can put a digest of all of them into the tag that PyTorch adds to every key.
+PyTorch's persistent caches of compiled graphs identify an operator by name alone. After an edit of
+a fake kernel or formula, they would return stale graphs. So the key of a graph includes a digest of
+the rules of the operators in it. Programs can also put a digest of all rules into the tag that
+PyTorch adds to every key.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from torchop.extend import OpName
 
 
 def cache_key_tag() -> str:
-    """Returns a digest of what compilers bake into graphs: schemas, fake kernels, formulas.
+    """Return a digest of everything that compilers bake into graphs, such as fake kernels.
 
-    The keys of graphs in the caches of AOT Autograd and Inductor hold such a digest of the
-    operators in the graph by themselves, so programs do not need this for them. It is for caches of
-    your own. In `torch.compiler.config.cache_key_tag`, it makes every graph be compiled again after
-    a change of any operator.
+    The caches of AOTAutograd and Inductor already include a digest of the operators in a graph, so
+    programs do not need this for them. Use it for your own caches. In
+    `torch.compiler.config.cache_key_tag`, it makes every graph recompile after a change of any
+    operator.
 
-    The digest does not depend on kernels, because a compiled graph calls them, except where it
-    contains them (`compile="inline"`): then it depends on those of providers, and on the order in
-    force. It depends on the code and constants that a rule reaches in its package and in modules
-    outside of `site-packages`, and on the operators that it calls. It does not depend on the
-    contents of tensors, or on code that is found by a computed name.
+    The digest does not depend on kernels, because a compiled graph calls them, unless the graph
+    contains them (`compile="inline"`). Then it depends on providers' kernels and on the active
+    order. It covers the code and constants that a rule reaches in its package and in modules
+    outside of `site-packages`, and the operators that it calls. It does not cover tensor contents,
+    or code found by a computed name.
 
     Example:
         >>> import torch, torchop
         >>> torch.compiler.config.cache_key_tag = torchop.cache_key_tag()
         >>> torch.compiler.config.cache_key_tag = ""
 
-    The idea of a tag is `torch.compiler.config.cache_key_tag`.
+    Based on `torch.compiler.config.cache_key_tag`.
     """
     return identify(None)[0]
 
 
 def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]]:
-    """A digest of the rules of operators, of all of ours if it is None, and the code of the rules.
+    """Return a digest of the rules of operators (None means all of ours), and their code.
 
-    It is empty if compilers bake nothing of these operators into a graph.
+    The digest is empty if compilers bake no rule of these operators into a graph.
     """
     digest = _Digest()
     for name in sorted(own_definitions() if operators is None else operators):
@@ -61,10 +61,10 @@ def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]
 
 
 class _Digest(CodeDigest):
-    """Of operators, and of those that their rules call.
+    """A digest of operators, and of the operators that their rules call.
 
     Attributes:
-        has_rules: whether one of the operators has a rule that we know.
+        has_rules: whether any of the operators has a known rule.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Digest(CodeDigest):
 
     @functools.cached_property
     def _known(self) -> dict[str, dict[str, list[str]]]:
-        """The names of operators that have rules, by their namespace and packet."""
+        """The operators with rules, by namespace and packet."""
         known: dict[str, dict[str, list[str]]] = {}
         for name in map(OpName.parse, known_names()):
             known.setdefault(name.namespace, {}).setdefault(name.name, []).append(str(name))
@@ -84,7 +84,7 @@ class _Digest(CodeDigest):
         return hashlib.sha256(_own_code() + self.digest()).hexdigest()
 
     def add_operator(self, operator: str | OpOverload | OpOverloadPacket | CustomOpDef) -> None:
-        """Adds the rules of an operator, and of the one that it was derived from."""
+        """Add the rules of an operator, and of the operator it was derived from."""
         if isinstance(operator, OpOverloadPacket):
             for overload in operator.overloads():
                 self.add_operator(getattr(operator, overload))
@@ -97,7 +97,7 @@ class _Digest(CodeDigest):
         self._added.add(qualname)
         for definition in definitions_of(name):
             self._add_definition(qualname, definition)
-        # What torch.library's functions registered, for whomever.
+        # Rules registered through torch.library.
         handle = registries.published_handle(qualname)
         registered = () if handle is None else stock_kernels.registered_functions(handle)
         functions = [function for role, function in registered if role != "kernel" and function]
@@ -118,7 +118,7 @@ class _Digest(CodeDigest):
             self.add_operator(origin[0])
 
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
-        """Adds the operators that code may call as `torch.ops.namespace.name`."""
+        """Add the operators that code may call as `torch.ops.namespace.name`."""
         for namespace in sorted(namespaces & self._known.keys()):
             for local in sorted(names & self._known[namespace].keys()):
                 for qualname in self._known[namespace][local]:
@@ -127,7 +127,7 @@ class _Digest(CodeDigest):
 
 @functools.cache
 def _own_code() -> bytes:
-    """Stands for what torchop makes of rules: whoever works on it changes that in one version."""
+    """Return a digest of torchop's code, which changes during development without a new version."""
     files = sorted(Path(torchop.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 

@@ -1,4 +1,4 @@
-"""The record of a call, and example arguments of the same kind."""
+"""Records of calls, and example arguments made from them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torchop._compat import observing, tracing
 from torchop._rules.autograd import function
 from torchop._rules.providers.tuned import PLAIN
 
-_LONGEST = 200  # characters of a call in short
-# A program's use of a tensor decides between these two; an example is the same for both.
+_LONGEST = 200  # the maximum length of a call in messages
+# Both are recorded as plain tensors.
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class TensorRecord(NamedTuple):
-    """What is recorded of a tensor.
+    """The metadata of a tensor in a recorded call.
 
     Attributes:
-        dtype: the dtype of its elements.
-        shape: its shape.
-        device: its device.
-        requires_grad: whether the call records a gradient for it.
+        dtype: the dtype.
+        shape: the shape.
+        device: the device.
+        requires_grad: whether the call records a gradient for the tensor.
         stride: in elements, if the tensor is not contiguous.
 
     Example:
@@ -41,18 +41,18 @@ class TensorRecord(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The memory that an example takes, in bytes."""
+        """The size of an example in bytes."""
         return self._elements * self.dtype.itemsize
 
     @property
     def _elements(self) -> int:
-        """The number of elements that its memory spans, with those that strides skip."""
+        """The number of elements that the memory spans, gaps included."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
 
     def example(self) -> torch.Tensor:
-        """A tensor of this kind, of ones."""
+        """Return a tensor of ones with this metadata."""
         stride = torch.empty(self.shape, device="meta").stride()
         if self.stride is not None:
             stride = self.stride
@@ -60,13 +60,13 @@ class TensorRecord(NamedTuple):
         memory = tensor.as_strided((self._elements,), (1,))
         try:
             memory.fill_(1)
-        except NotImplementedError:  # a dtype such as torch.bits8, which is only stored
+        except NotImplementedError:  # a storage-only dtype such as torch.bits8
             memory.view(torch.uint8).fill_(1)
         return tensor.requires_grad_(self.requires_grad)
 
 
 class TypeRecord(NamedTuple):
-    """What is recorded of an argument for which no example can be made.
+    """An argument of a recorded call from which no example can be made.
 
     Attributes:
         name: the name of its type, such as `"torch._C.Generator"`, or the kind of tensor.
@@ -81,11 +81,11 @@ class TypeRecord(NamedTuple):
 
 
 class CallRecord(NamedTuple):
-    """What is recorded of a call.
+    """A recorded call.
 
     Attributes:
         args: tensors as `TensorRecord`; None, numbers, strings, dtypes, devices, layouts and memory
-            formats as they are; lists of these; anything else as `TypeRecord`.
+            formats unchanged; lists of these; all other values as `TypeRecord`.
         kwargs: the same.
 
     Example:
@@ -99,13 +99,13 @@ class CallRecord(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Arguments of this kind, with tensors of ones; None if one was recorded by its type."""
+        """Return example arguments with tensors of ones; None if any is a TypeRecord."""
         if any(isinstance(part, TypeRecord) for part in self.parts()):
             return None
         return mapped(self, lambda p: p.example() if isinstance(p, TensorRecord) else p)
 
     def parts(self) -> Iterator[Any]:
-        """Every argument, with those in lists one by one."""
+        """Yield every argument, with lists flattened."""
         parts: list[Any] = []
         mapped(self, parts.append)
         return iter(parts)
@@ -114,7 +114,7 @@ class CallRecord(NamedTuple):
 def mapped(
     call: tuple[tuple[Any, ...], Mapping[str, Any]], change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, each replaced by `change(argument)`; lists item by item."""
+    """Map `change` over the arguments of a call and the items of lists."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and not isinstance(value, (TensorRecord, TypeRecord)):
@@ -126,11 +126,11 @@ def mapped(
 
 
 def described(call: CallRecord) -> str:
-    """A call as a short line of text: `(float32[2, 3] on cpu, 4.0, dim=None)`."""
+    """Format a call as a short line: `(float32[2, 3] on cpu, 4.0, dim=None)`."""
     args = [_described(value) for value in call.args]
     args += [f"{name}={_described(value)}" for name, value in call.kwargs.items()]
     text = f"({', '.join(args)})"
-    # A terminal obeys what is not printable, and a name may hold that.
+    # Names may contain control characters, and a terminal would interpret them.
     text = "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
     return text if len(text) < _LONGEST else f"{text}..."
 
@@ -148,7 +148,7 @@ def _described(value: Any) -> str:
 
 
 def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
-    """The record of a call that a mode sees; None if a tracer makes it and not the program."""
+    """Return the record of a call that a mode sees; None if a tracer makes the call."""
     parts: list[Any] = []
     mapped((args, kwargs), parts.append)
     if any(map(_is_traced, parts)):
@@ -159,7 +159,7 @@ def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | N
 def record_of(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], records_gradient: bool = True
 ) -> CallRecord:
-    """What is recorded of a call."""
+    """Return the record of a call."""
 
     def record(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -179,14 +179,14 @@ def record_of(
 
 def _is_traced(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        # Programs use meta tensors, too.
+        # Programs use meta tensors too.
         return tracing.is_traced(value) and not (type(value) in _TENSORS and value.is_meta)
-    # Reading a symbolic size would add a guard, and so change what is compiled.
+    # Reading a symbolic size would add a guard, and so change the compilation.
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _special_kind(tensor: torch.Tensor) -> str:
-    """The kind of a tensor that an example cannot have; empty for a plain, dense tensor."""
+    """Return the kind of a tensor that examples cannot have; empty for plain dense tensors."""
     if type(tensor) not in _TENSORS:
         return _name_of(type(tensor))
     if tensor.is_quantized:

@@ -1,8 +1,8 @@
 """A digest of functions, and of the code and constants that they reach.
 
 Compilers bake the result of a fake kernel or formula into a graph, and the result depends on every
-helper that the function calls. Helpers are found by the names in the code, without following the
-data: a digest may include code that is never called, but a local variable cannot hide a helper.
+helper that the function calls. Helpers are found by the names in the code, without data-flow
+analysis: a digest may include code that is never called, but a local variable cannot hide a helper.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ _HOLDERS = (
     *(list, tuple, *_SETS, *_MAPPINGS, types.SimpleNamespace, property, staticmethod, classmethod),
     *(types.MethodType, functools.partial),
 )
-# The attributes in which the wrappers of functools, Triton and Numba hold a function.
+# Attributes in which the wrappers of functools, Triton and Numba store a function.
 _WRAPPED = ("__wrapped__", "fn", "func", "py_func", "dispatcher", "args", "keywords")
-# Cache keys hold the versions of these packages, so their code is identified by its name.
+# Cache keys include the versions of these packages, so their code is identified by name.
 _VERSIONED = {torch.__name__, __name__.partition(".")[0], *sys.stdlib_module_names}
 
 
 class CodeDigest:
-    """A hash of values that is the same in two processes with the same code and constants.
+    """A hash of values that is equal in two processes with equal code and constants.
 
-    A function, class or object is written as a number, and described later. So recursion ends, and
-    a long chain of calls needs no deep stack.
+    Functions, classes and objects are written as numbers and described later. So cycles end, and a
+    long chain of calls does not need a deep stack.
 
     Attributes:
-        sources: the code of users that was read.
+        sources: the user code that was read.
     """
 
     def __init__(self, seed: str) -> None:
         self.sources: list[types.CodeType] = []
         self._hash = hashlib.sha256(seed.encode())
-        self._references: dict[int, _Reference] = {}  # by id of the object, which they keep alive
-        self._package: str | None = None  # of the code that is being described
+        self._references: dict[int, _Reference] = {}  # by id; the references keep the objects alive
+        self._package: str | None = None  # the package of the code being described
         self._installed: dict[str, bool] = {}
         self._unimported: dict[str, _Unimported] = {}
 
     def digest(self) -> bytes:
-        """Return the hash of everything that was added."""
+        """Return the hash of all added values."""
         described = 0
         while described < len(self._references):  # describing an object may add references
             for reference in list(self._references.values())[described:]:
@@ -74,7 +74,7 @@ class CodeDigest:
         return self._hash.digest()
 
     def add(self, value: Any) -> None:
-        """Add a value, and what it reaches."""
+        """Add a value, and everything it reaches."""
         if isinstance(value, types.CodeType):
             self.add((value.co_code, value.co_names, value.co_consts))
         elif isinstance(value, enum.Enum):
@@ -93,13 +93,13 @@ class CodeDigest:
             self._refer(value)
 
     def add_registered(self, value: object) -> None:
-        """Add a value that a user registered, whichever package it is from."""
+        """Add a value that a user registered, from any package."""
         package, self._package = self._package, None
         self.add(value)
         self._package = package
 
     def add_operator(self, operator: Any) -> None:
-        """Add the rules of an operator that code reads."""
+        """Add the rules of an operator that code refers to."""
 
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
         """Add the operators that code may call as `torch.ops.namespace.name`."""
@@ -110,15 +110,15 @@ class CodeDigest:
     def _refer(self, value: Any) -> None:
         reference = self._references.get(id(value))
         if reference is None:
-            home = _home(value)
-            is_read = home not in _VERSIONED and self._is_followed(home)
+            package = _package_name(value)
+            is_read = package not in _VERSIONED and self._is_followed(package)
             number = len(self._references)
-            reference = _Reference(number, value, home if is_read else self._package, is_read)
+            reference = _Reference(number, value, package if is_read else self._package, is_read)
             self._references[id(value)] = reference
         self._write(f"{reference.number} {_spell(value)}")
 
     def _is_followed(self, package: str) -> bool:
-        """Whether the code that is being described reaches into the code of a package."""
+        """Return whether to follow code of this package from the code being described."""
         if self._package in (None, package):
             return True
         if package not in self._installed:
@@ -128,8 +128,8 @@ class CodeDigest:
     def _describe(self, reference: _Reference) -> None:
         value, self._package = reference.value, reference.package
         self._write(f"{reference.number}:")
-        if not reference.is_read:  # the version of its package stands for its code
-            self._write(str(getattr(sys.modules.get(_home(value)), "__version__", "")))
+        if not reference.is_read:  # the package's version stands for its code
+            self._write(str(getattr(sys.modules.get(_package_name(value)), "__version__", "")))
         if isinstance(value, types.FunctionType):
             self._describe_function(value, reference.is_read)
         elif isinstance(value, _HOLDERS):
@@ -137,26 +137,26 @@ class CodeDigest:
             if reference.is_read:
                 self.add(type(value))
         elif not reference.is_read:
-            self._add_lasting({n: v for n, v in _attributes(value).items() if n in _WRAPPED})
+            self._add_stable({n: v for n, v in _attributes(value).items() if n in _WRAPPED})
         elif isinstance(value, type):
             self.add(value.__bases__)
-            self._add_lasting({n: v for n, v in vars(value).items() if _is_member(n, v)})
+            self._add_stable({n: v for n, v in vars(value).items() if _is_member(n, v)})
         elif isinstance(value, _Unimported):
             self.add(value.code)
             self._add_names(value.code, [], value.parent)
         else:
             self.add(type(value))
-            self._add_lasting(_attributes(value))
+            self._add_stable(_attributes(value))
 
     def _describe_function(self, function: types.FunctionType, is_read: bool) -> None:
         around = closure_of(function)
         if not is_read:
-            # A wrapper: it holds functions of users, and may hold caches.
+            # A wrapper holds functions of users, and possibly caches.
             around = {n: v for n, v in around.items() if not isinstance(v, (list, *_SETS))}
             if package_of(function) in ("torch", "torchop"):
                 around = {n: v for n, v in around.items() if not isinstance(v, _MAPPINGS)}
-        self._add_lasting(around)
-        self._add_lasting(vars(function))
+        self._add_stable(around)
+        self._add_stable(vars(function))
         self.add(function.__defaults__)
         self.add(_pairs(function.__kwdefaults__ or {}))
         if is_read:
@@ -174,13 +174,13 @@ class CodeDigest:
         parent: str,
         *more: Iterable[str],
     ) -> None:
-        """Add the values of the names in code: variables, and attributes of modules among these.
+        """Add the values of the names in code: variables, and attributes of modules.
 
         Args:
-            code: of a function or module.
-            scopes: the variables that its names refer to.
-            parent: the package of its module, for relative imports.
-            more: names beside those in the code.
+            code: the code of a function or module.
+            scopes: the variables that the names refer to.
+            parent: the package of the module, for relative imports.
+            more: additional names.
         """
         names = {name for name in _names(code).union(*more) if name[:2] != "__"}
         namespaces = set(names)
@@ -200,39 +200,39 @@ class CodeDigest:
                 if isinstance(value, OpNamespace):
                     namespaces.add(value.name)
                 elif isinstance(value, types.ModuleType):
-                    home = _home(value)
-                    is_read = home not in _VERSIONED and self._is_followed(home)
+                    package = _package_name(value)
+                    is_read = package not in _VERSIONED and self._is_followed(package)
                     if is_read and id(vars(value)) not in seen:
                         seen.add(id(vars(value)))
                         scopes.append(vars(value))
                 elif isinstance(value, str):
                     namespaces.add(value)
-            self._add_lasting({name: scope[name] for name in names & scope.keys()})
+            self._add_stable({name: scope[name] for name in names & scope.keys()})
         self.add_called(namespaces, names)
 
-    def _add_lasting(self, values: Mapping[str, object]) -> None:
-        """Add the values that are the same in every process.
+    def _add_stable(self, values: Mapping[str, object]) -> None:
+        """Add the values that are equal in every process.
 
-        Objects of other packages are not, and None is often replaced when it is first used.
+        Objects of other packages may differ, and None is often replaced on first use.
         """
         for name, value in sorted(values.items()):
             if isinstance(value, types.ModuleType) or value is None:
                 continue
-            home = _home(value)
-            is_read = home not in _VERSIONED and self._is_followed(home)
-            if is_read or _is_lasting(value):
+            package = _package_name(value)
+            is_read = package not in _VERSIONED and self._is_followed(package)
+            if is_read or _is_stable(value):
                 self._write(name)
                 self.add(value)
 
 
 class _Reference(NamedTuple):
-    """An object, and how to describe it.
+    """An object to describe.
 
     Attributes:
-        number: stands for the object.
+        number: the number that stands for the object.
         value: the object.
-        package: of the code that decides which code is followed: its own, or that of its holder.
-        is_read: whether its own code is followed.
+        package: the package whose code decides what to follow: the object's or its holder's.
+        is_read: whether the object's own code is followed.
     """
 
     number: int
@@ -242,7 +242,7 @@ class _Reference(NamedTuple):
 
 
 class _Unimported:
-    """A module that a function imports and that is not imported yet: its code, which is not run."""
+    """A module that code imports but that is not imported yet; only its code is read."""
 
     def __init__(self, name: str, code: types.CodeType) -> None:
         self.name = name
@@ -251,22 +251,22 @@ class _Unimported:
         self.parent = name if is_package else name.rpartition(".")[0]
 
 
-def _is_lasting(value: object) -> bool:
-    lasting = (*_CONSTANTS, *_OPERATORS, *_HOLDERS, type, types.FunctionType)
+def _is_stable(value: object) -> bool:
+    stable = (*_CONSTANTS, *_OPERATORS, *_HOLDERS, type, types.FunctionType)
     callables = (types.BuiltinFunctionType, types.MethodDescriptorType)
-    return isinstance(value, (*lasting, *callables)) or any(
+    return isinstance(value, (*stable, *callables)) or any(
         n in _attributes(value) for n in _WRAPPED
     )
 
 
 def _is_member(name: str, value: object) -> bool:
-    """Whether an attribute of a class is its author's."""
+    """Return whether an attribute of a class was written by its author."""
     functions = (types.FunctionType, staticmethod, classmethod, property)
     return name[:2] != "__" or isinstance(value, functions)
 
 
-def _home(value: Any) -> str:
-    """The top-level package of a function, class or module, or of the class of an object."""
+def _package_name(value: Any) -> str:
+    """Return the top-level package of a function, class, module, or of an object's class."""
     if isinstance(value, types.FunctionType):
         return package_of(value)
     if isinstance(value, types.ModuleType):
@@ -278,19 +278,22 @@ def _home(value: Any) -> str:
 
 
 def _spell(value: Any) -> str:
-    """The name of a function or class; of the class of an object, whose repr may be an address."""
+    """Return the name of a function or class, or of an object's class.
+
+    An object's repr may contain an address.
+    """
     named = value if isinstance(_attribute(value, "__qualname__"), str) else type(value)
     return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes that an object holds itself."""
+    """Return the attributes of an object, without those of its class."""
     found = {}
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if isinstance(vars(cls).get(name), types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # it has no value
+                with contextlib.suppress(AttributeError):  # unset
                     found[name] = vars(cls)[name].__get__(value)
     attributes = _attribute(value, "__dict__")
     return found | attributes if type(attributes) is dict else found
@@ -328,27 +331,27 @@ def _pairs(values: Mapping[Any, Any]) -> tuple[tuple[Any, Any], ...]:
 
 
 def _order(value: object) -> str:
-    """A key to sort by, because the order of hashes differs from process to process."""
+    """Return a sort key that does not depend on hashes, which differ between processes."""
     if isinstance(value, tuple):
         return ", ".join(map(_order, value))
     return repr(value) if isinstance(value, _CONSTANTS) else _spell(value)
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names in code, and the texts that could be names, as in `getattr(module, "name")`."""
+    """Return the names in code, and strings that may be names, as in `getattr(module, "name")`."""
     texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return names_in(code).union(texts, *map(_names, inner))
 
 
 def _names_in_annotation(annotation: object) -> set[str]:
-    """The names in an annotation: a method of an argument is found through the argument's class."""
+    """Return the names in an annotation, through which methods of arguments are found."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return set(re.findall(r"\w+", f"{text} {getattr(annotation, '__args__', '')}"))
 
 
 def _imported(code: types.CodeType, parent: str) -> Iterator[str]:
-    """The names of modules that code may import when it runs; some may not exist."""
+    """Yield the names of modules that code may import; some may not exist."""
     if dis.opmap["IMPORT_NAME"] in code.co_code[::2]:
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
         for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
@@ -364,7 +367,7 @@ def _imported(code: types.CodeType, parent: str) -> Iterator[str]:
 
 
 def _find_unimported(name: str) -> _Unimported | None:
-    """The code of a module that is not imported, without importing it or its package."""
+    """Return the code of a module without importing it or its package."""
     path, spec = None, None
     for prefix in itertools.accumulate(name.split("."), "{}.{}".format):
         if prefix in sys.modules:
@@ -383,7 +386,7 @@ def _find_unimported(name: str) -> _Unimported | None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package is in a folder for packages, and so not part of the user's program."""
+    """Return whether a package is installed, and so not part of the user's program."""
     module = sys.modules.get(package)
     spec = getattr(module, "__spec__", None) if module else PathFinder.find_spec(package)
     places = [getattr(module, "__file__", None) or getattr(spec, "origin", None)]

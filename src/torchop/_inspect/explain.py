@@ -1,4 +1,4 @@
-"""explain: whether a call is native or goes through the dispatcher, and why."""
+"""`explain`: whether a call is native or goes through the dispatcher, and why."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from torchop.extend import OpLike
 
 
 class Explanation(NamedTuple):
-    """Whether a call is native, why, and what it runs. Print it to read that.
+    """The path of a call, with the reason and the kernels; print it for a summary.
 
     Attributes:
         op: the name of the operator.
         native: whether the call is native, and so never enters the dispatcher.
-        reason: why.
-        keys: the dispatch keys of the call, those of the arguments and of the thread, in the order
-            in which the dispatcher looks at them.
-        kernels: what runs, outermost first: the steps of a native call, or the kernels that the
-            dispatcher has at each key. Each of these decides whether it calls the next one.
-        provider: the provider whose kernel computes the result, `"reference"` for those that are
-            registered without one; None for an operator without providers.
-        providers: the providers in the order in which calls ask them, as text: device types,
-            whether the kernel runs or why not, and where it was registered. Those that the order
-            does not name come last, without a number.
+        reason: why the call is native or not.
+        keys: the dispatch keys of the call, from the arguments and the thread, in dispatch order.
+        kernels: the kernels, outermost first: the steps of a native call, or the kernels at the
+            keys. Each kernel decides whether it calls the next one.
+        provider: the provider whose kernel computes the result; `"reference"` for kernels
+            registered without a provider, None for an operator without providers.
+        providers: the providers in priority order, as text: device types, whether the kernel
+            runs or why not, and the site of registration. Providers that the order does not name
+            come last, without a number.
 
     Example:
         >>> import torch, torchop
@@ -65,8 +64,8 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """A list for notebooks: what runs, in its order."""
-        import html  # late, for start-up time
+        """Return a list of the kernels for notebooks."""
+        import html  # slow import
 
         lines = list(map(html.escape, str(self).splitlines()))
         kernels = "".join(f"<li>{html.escape(kernel)}</li>" for kernel in self.kernels)
@@ -77,22 +76,22 @@ class Explanation(NamedTuple):
 
 
 def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
-    """Says whether a call is native or goes through the dispatcher, and why, without making it.
+    """Explain whether a call is native or goes through the dispatcher, without making it.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet. For a packet, it explains the overload that PyTorch chooses for these arguments.
+            packet. For a packet, it explains the overload that PyTorch selects for the arguments.
         args: the arguments of the call.
-        kwargs: its keyword arguments.
+        kwargs: the keyword arguments of the call.
 
     Returns:
         The first condition that sends the call to the dispatcher, the dispatch keys, the kernels
-        in the order in which they run, and which provider computes the result.
+        in the order in which they run, and the provider that computes the result.
 
     Raises:
         OperatorGoneError: the handle's operator was replaced or closed.
-        OperatorNotFoundError: nobody defined the operator.
-        RuntimeError: no overload of a packet takes the arguments; the message is PyTorch's.
+        OperatorNotFoundError: the operator is not defined.
+        RuntimeError: no overload of a packet accepts the arguments; the message is PyTorch's.
 
     Example:
         >>> import torch, torchop
@@ -126,7 +125,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:
-    """The provider of a call, all providers in their order as text, and its function."""
+    """Return the provider of a call, all providers in order as text, and the function."""
     definition = call.definition
     if definition is None:
         return None, (), None
@@ -134,16 +133,16 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
     choice, arguments, keywords = choice_of_call(definition, call.args, call.kwargs)
     if choice is None:
         return None, (), None
-    provider, passed_by, function = choice.explain(arguments, keywords)
-    return provider, in_order(definition, choice, provider, passed_by), function
+    provider, skipped, function = choice.explain(arguments, keywords)
+    return provider, in_order(definition, choice, provider, skipped), function
 
 
 def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:
-    """The reason, and the kernels if the call is native; `chosen` is that of a provider."""
+    """Return the reason, and the kernels of a native call; `chosen` is a provider's kernel."""
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # As the call would: it obtains the extension, and uncovers the fallback of a backend.
+        # Like the call, load the extension and expose a backend's fallback.
         switch.obtain()
         refusals = definition.rule(KernelRule).refusals
         if refusals is not None:
@@ -159,21 +158,23 @@ def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple
     through_autograd, counts_versions, records = steps
     reason = list(Reason)[number]
     if reason is not Reason.NATIVE:
-        return call._replace(refused=refused, passed=steps[:2]).in_words(reason), None
+        return call._replace(refused=refused, passed=steps[:2]).describe(reason), None
     kernels = []
     if through_autograd:
         kernels.append("autograd: " + ("records the gradient" if records else "records nothing"))
     elif records:
-        kernels.append("autograd: PyTorch's fallback, which notes that there is no formula")
+        kernels.append(
+            "autograd: PyTorch's fallback, which records that the operator has no formula"
+        )
     if counts_versions:
-        kernels.append(f"versions: counts those of {', '.join(call.schema.mutated)}")
+        kernels.append(f"versions: bumps {', '.join(call.schema.mutated)}")
     kernels.append(f"kernel: {_where(chosen or function)}")
     return reason.text, tuple(kernels)
 
 
 def _where(function: Callable[..., Any] | None) -> str:
     if function is not None:
-        function = inspect.unwrap(function)  # the user's, inside the wrappers of torchop
+        function = inspect.unwrap(function)  # the user's function, inside torchop's wrappers
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__name__)
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

@@ -1,4 +1,4 @@
-"""get_kernel: what the dispatcher would run for a key."""
+"""`get_kernel`: the kernel that the dispatcher would run for a key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop.extend import Operator, OpLike, OpName, short_repr
 
 
 def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
-    """Returns the kernel that an operator has for a dispatch key, to call it directly.
+    """Return the kernel that an operator has for a dispatch key, to call it directly.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -22,10 +22,10 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
         dispatch_key: such as `"CPU"`, or a `torch.DispatchKey`.
 
     Returns:
-        The kernel, called by its method `call_boxed(keyset, *args, **kwargs)`.
+        The kernel. Call its method `call_boxed(keyset, *args, **kwargs)`.
 
     Raises:
-        OperatorNotFoundError: there is no such operator.
+        OperatorNotFoundError: the operator does not exist.
         RuntimeError: the operator has no kernel for the key.
         ValueError: `op` or `dispatch_key` has another type or value.
 
@@ -36,7 +36,7 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
         >>> kernel.call_boxed(keys, torch.zeros(1))
         tensor([0.])
 
-    The idea is `torch.library.get_kernel`.
+    Based on `torch.library.get_kernel`.
     """
     operator = Operator(op, "get_kernel")
     operator.schema  # noqa: B018  # raises where there is none
@@ -51,9 +51,9 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
 
 
 class Kernel:
-    """A kernel from `get_kernel`, callable until its operator is destroyed.
+    """A kernel from `get_kernel`, callable until its operator is deregistered.
 
-    PyTorch's object notices when the kernel is replaced, but not when the operator is destroyed.
+    PyTorch's object detects a replaced kernel, but not a deregistered operator.
     """
 
     def __init__(self, name: OpName, kernel: Any) -> None:
@@ -62,11 +62,11 @@ class Kernel:
         self._overload = torch_ops.lookup_overload(*name)
 
     def call_boxed(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the kernel with these dispatch keys.
+        """Call the kernel with these dispatch keys.
 
         Raises:
-            OperatorGoneError: the operator was destroyed.
-            RuntimeError: the kernel was destroyed.
+            OperatorGoneError: the operator was deregistered.
+            RuntimeError: the kernel was removed.
         """
         self._check_alive()
         return self._kernel.call_boxed(keyset, *args, **kwargs)
@@ -79,5 +79,5 @@ class Kernel:
     def _check_alive(self) -> None:
         if torch_ops.existing_overload(*self._name) is not self._overload:
             raise OperatorGoneError(
-                f"This kernel belongs to the operator {self._name}, which was destroyed."
+                f"This kernel belongs to the operator {self._name}, which was deregistered."
             )

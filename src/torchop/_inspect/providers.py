@@ -1,4 +1,4 @@
-"""providers: which kernels of which providers there are, and which of them can run here."""
+"""`providers`: list the kernels of providers, and whether they can run in this process."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from torchop._rules.providers.choice import Choice
 from torchop._rules.providers.provider import Provider
 from torchop._schema.naming import is_match
 
-# Why a kernel does not run that the order does not name for the device of the call.
+# The reason for kernels of other device types than the call's.
 _OTHER_DEVICES = "it is for other devices"
 
 
 class Provided(NamedTuple):
-    """A kernel of an operator, as `torchop.providers` lists it.
+    """A kernel of an operator, as listed by `torchop.providers`.
 
     Attributes:
         op: the name of the operator.
-        provider: the name of the provider; `"reference"` for kernels that were registered without.
-        device_types: the device types that it is for; None stands for all others.
+        provider: the name of the provider; `"reference"` for kernels registered without one.
+        device_types: the device types of the kernel; None stands for all others.
         supported: whether it can run in this process.
-        reason: why it cannot; an empty string if it can.
-        rank: its place in the order that is in force on the first of its device types, from 1 on;
-            None if the order does not name it.
+        reason: why it cannot; empty if it can.
+        rank: its position in the order active on the first of its device types, from 1; None if
+            the order does not name it.
         batch_invariant: whether it was registered as batch-invariant.
-        deterministic: whether it was registered as deterministic, which the reference counts as.
+        deterministic: whether it was registered as deterministic; True for the reference.
         where: the file and line of its function.
 
     Example:
@@ -52,12 +52,12 @@ class Provided(NamedTuple):
 
 
 def providers(*ops: str) -> list[Provided]:
-    """Lists the kernels of operators that have several providers.
+    """List the kernels of operators that have several providers.
 
-    A provider that was registered with a function for `supported` is asked whether it can run.
+    This evaluates functions registered as `supported`.
 
     Args:
-        ops: names of operators, or patterns such as `"mylib::*"`; all without one.
+        ops: names of operators, or patterns such as `"mylib::*"`; all operators if omitted.
 
     Raises:
         ValueError: a pattern that no operator's name can match.
@@ -86,15 +86,15 @@ def providers(*ops: str) -> list[Provided]:
 
 
 def in_order(
-    definition: Definition, choice: Choice, runs: str, passed_by: Mapping[str, str]
+    definition: Definition, choice: Choice, runs: str, skipped: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Describe the providers of an operator, in the order that is in force for a call.
+    """Describe the providers of an operator, in the order active for a call.
 
     Args:
         definition: the operator.
-        choice: what chooses between the kernels of the call's device.
+        choice: the chooser for the call's device.
         runs: the provider whose kernel runs.
-        passed_by: for the other providers of the order, why they do not run.
+        skipped: the reasons why the other providers do not run.
     """
     kernels, found = choice.kernels, list(_registered(definition.rule(KernelRule)))
     settings = priority.current()
@@ -104,14 +104,14 @@ def in_order(
     of_device = of_device or [each for each in references if None in each.devices]
     lines = []
     for each in (*found[len(references) :], *references):
-        why = "runs" if each.name == runs else passed_by.get(each.name, _OTHER_DEVICES)
+        why = "runs" if each.name == runs else skipped.get(each.name, _OTHER_DEVICES)
         devices = ", ".join(device or "every device" for device in each.devices)
         if each.provider is None and each not in of_device:
             why = _OTHER_DEVICES
         lines.append((each.name, f"{each.name} ({devices}): {why} ({each.where})"))
-    # The order may also name "tuned", and providers that were removed.
+    # The order may also name "tuned" and removed providers.
     names = {name for name, _ in lines}
-    lines += [(name, f"{name}: {why}") for name, why in passed_by.items() if name not in names]
+    lines += [(name, f"{name}: {why}") for name, why in skipped.items() if name not in names]
     lines.sort(key=lambda line: order.index(line[0]) if line[0] in order else len(order))
     return tuple(
         f"{order.index(name) + 1}. {text}" if name in order else text for name, text in lines
@@ -119,7 +119,7 @@ def in_order(
 
 
 class _Registered(NamedTuple):
-    """A kernel, or the kernels of a provider, without asking whether it can run."""
+    """A reference kernel, or the kernels of a provider, without evaluating `supported`."""
 
     name: str
     devices: tuple[str | None, ...]
@@ -128,7 +128,7 @@ class _Registered(NamedTuple):
 
 
 def _registered(rule: KernelRule) -> Iterator[_Registered]:
-    """List the kernels of the reference, and then the providers."""
+    """List the reference kernels, and then the providers."""
     definition = rule.definition
     functions = {d: inspect.unwrap(f) for d, f in rule.functions.items()}
     for function in dict.fromkeys(functions.values()):

@@ -1,4 +1,4 @@
-"""Why a call goes the way it goes, in words."""
+"""Describe why a call is native or goes through the dispatcher."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A call, and what native code says of why it goes to the dispatcher.
+    """A call, with the details that the native code returns about its reason.
 
     Attributes:
-        name: the operator.
-        definition: the operator, if it is one of ours.
-        schema: its schema.
+        name: the operator's name.
+        definition: the operator, if torchop defined it.
+        schema: the operator's schema.
         args: the arguments of the call.
-        kwargs: its keyword arguments.
-        refused: the number of the parameter that a reason about one argument is about.
-        passed: whether the call would run the operator's own kernel for autograd, and the one that
-            counts versions.
+        kwargs: the keyword arguments of the call.
+        refused: the index of the argument that a reason concerns.
+        passed: whether the call would run the operator's own autograd kernel, and its
+            version-counter kernel.
     """
 
     name: OpName
@@ -53,17 +53,17 @@ class Call(NamedTuple):
 
     @property
     def entry(self) -> Entry | None:
-        """Where native calls of the operator come in, if there are any."""
+        """The operator's native entry, if any."""
         return entry_of(self.name) if self.definition is None else self.definition.entry
 
-    def in_words(self, reason: Reason) -> str:
-        """The reason of this very call, in a sentence."""
-        why = _WHYS.get(reason)
+    def describe(self, reason: Reason) -> str:
+        """Return the reason as a sentence about this call."""
+        why = _DETAILS.get(reason)
         return reason.text.format(why=None if why is None else why(self))
 
 
 def why_not_called(call: Call) -> str:
-    """Why no native calls were made for an operator that was defined with torchop."""
+    """Return why no native calls were made for an operator of the low-level API."""
     native = switch.native_module()
     if native is not None and not registered_kernels(native, call.name):
         return _why_no_kernel(call)
@@ -71,28 +71,30 @@ def why_not_called(call: Call) -> str:
 
 
 def _why_never(call: Call) -> str:
-    """Why no call of the operator is native."""
+    """Return why no call of the operator is native."""
     if (problem := _problem(call)) is not None:
         return problem
     is_of_others = call.definition is None and is_returnable(call.schema)
     if is_of_others and not registered_kernels(_native_module(), call.name):
         return _why_no_kernel(call)
-    assert call.entry is not None  # its plan refused the call
+    assert call.entry is not None  # its plan rejected the call
     assert call.entry.plan is not None
     return unknown_type(call.schema, call.entry.plan)
 
 
 def _why_no_kernel(call: Call) -> str:
-    """Why native calls can run none of the kernels of an operator of the low level."""
+    """Return why native calls can run none of the kernels of a low-level operator."""
     table = dispatch.kernel_table(str(call.name))
     for backend in _native_module().backends:
         if backend in table:
-            return f"its kernel for {dispatch.spelled_key(backend)} {_what_kernel(call, backend)}"
+            return (
+                f"its kernel for {dispatch.spelled_key(backend)} {_kernel_problem(call, backend)}"
+            )
     return "it has no kernel for a device whose tensors native calls take"
 
 
 def _why_not_its_kernel(call: Call) -> str:
-    """Which kernel the dispatcher would run that native calls do not, and why they do not."""
+    """Return which kernel the dispatcher would run, and why native calls cannot run it."""
     if (problem := _problem(call)) is not None:
         return problem
     keys = dispatch.keys_of_call(call.tensors)
@@ -101,14 +103,14 @@ def _why_not_its_kernel(call: Call) -> str:
     if key is None or _is_own(call, key, "CompositeExplicitAutograd"):
         return f"it has no kernel for {dispatch.spelled_key(keys[-1])}"
     if key == "ADInplaceOrView" and call.schema.is_view:
-        return "PyTorch's kernel for views has to run"
+        return "PyTorch's kernel for views must run"
     if call.definition is None and key not in _native_module().backends:
         return f"the dispatcher would first run the kernel at {key}"
-    return f"the dispatcher would run the kernel at {key}, which {_what_kernel(call, key)}"
+    return f"the dispatcher would run the kernel at {key}, which {_kernel_problem(call, key)}"
 
 
 def _passes(call: Call, key: str) -> bool:
-    """Whether a native call does what the kernel at a key does, and goes on to the next."""
+    """Return whether a native call does the work of the kernel at a key, and continues below it."""
     through_autograd, counts_versions = call.passed
     if key.startswith("Autograd"):
         registered = any(dispatch.has_kernel(str(call.name), k) for k in (key, "Autograd"))
@@ -119,13 +121,13 @@ def _passes(call: Call, key: str) -> bool:
 
 
 def _is_own(call: Call, key: str, registered: str) -> bool:
-    """Whether the kernel at a key is the one of ours that was registered at this one."""
+    """Return whether the kernel at a key is the one that torchop registered at `registered`."""
     own = None if call.definition is None else call.definition.dispatcher_kernels.get(registered)
     return own is not None and own is _python_kernel(call, key)
 
 
-def _what_kernel(call: Call, key: str) -> str:
-    """What keeps native calls from running a kernel."""
+def _kernel_problem(call: Call, key: str) -> str:
+    """Return why native calls cannot run a kernel."""
     if _python_kernel(call, key) is None:
         return "is not a Python function"
     if not _native_module().is_plain_kernel(call.name.packet, call.name.overload, key):
@@ -139,12 +141,12 @@ def _python_kernel(call: Call, key: str) -> Any:
 
 def _native_module() -> Any:
     native = switch.native_module()
-    assert native is not None  # it refused the call
+    assert native is not None  # it rejected the call
     return native
 
 
 def _why_no_backend(call: Call) -> str:
-    return "the tensors are on devices of several types" if call.tensors else "there is no tensor"
+    return "no argument is a tensor" if call.tensors else "there is no tensor"
 
 
 def _refused(call: Call) -> str:
@@ -164,19 +166,19 @@ def _why_refused(call: Call) -> str:
     is_list = "List[" in argument.kind
     if "PyObject" in argument.kind and (not is_list or isinstance(value, list | tuple)):
         return (
-            f"{_refused(call)} {'has' if is_list else 'is'} an object that PyTorch may look into: "
-            "one with __torch_function__ or with attributes that its class computes, or a tensor, "
-            "list, tuple or dict"
+            f"{_refused(call)} {'has' if is_list else 'is'} an object that PyTorch may inspect: "
+            "a tensor, list, tuple or dict, or an object with __torch_function__ or computed "
+            "attributes"
         )
     written = arguments_alone(call.schema.written)[call.refused]
     return (
-        f"{_refused(call)} does not have exactly the type of the schema, which is '{written}', but "
-        f"is {_spelled_type(value)}, so the dispatcher converts it or refuses it"
+        f"{_refused(call)} does not have exactly the schema's type '{written}', but is "
+        f"{_spelled_type(value)}, so the dispatcher converts or rejects it"
     )
 
 
 def _spelled_type(value: Any) -> str:
-    """The type of a value, with those of the items of a list."""
+    """Return the type of a value, with the item types of a list."""
     name = type(value).__name__
     if not isinstance(value, list | tuple):
         return f"of type {name}"
@@ -184,7 +186,7 @@ def _spelled_type(value: Any) -> str:
 
 
 def _why_unbound(call: Call) -> str:
-    """Which arguments are missing or too many."""
+    """Return which arguments are missing or too many."""
     try:
         Operator(call.name, "explain").signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
@@ -193,7 +195,7 @@ def _why_unbound(call: Call) -> str:
 
 
 def _why_not_written(call: Call) -> str:
-    """The argument that is not mutated natively, and why not."""
+    """Return the argument that cannot be mutated natively, and why."""
     for name, tensor in mutated_tensors(call.schema, call.args, call.kwargs):
         why = _why_not_plain(tensor, keeps_history=call.definition is not None)
         if why is not None:
@@ -204,7 +206,7 @@ def _why_not_written(call: Call) -> str:
 
 def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
     if aliasing.overlaps_itself(tensor):
-        return "of which several elements lie in the same place"
+        return "with several elements in the same memory"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor, outside of inference mode"
     if keeps_history and torch.is_grad_enabled() and tensor.requires_grad:
@@ -213,13 +215,13 @@ def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
 
 
 def _problem(call: Call) -> str | None:
-    """Why no call of another package's operator is native; None if some may be."""
+    """Return why no call of another package's operator is native; None if some may be."""
     calls = accelerated.get(call.name)
     return None if calls is None else calls.problem
 
 
 def _why_dispatcher_records(call: Call) -> str:
-    """Why a gradient is not recorded natively."""
+    """Return why a gradient is not recorded natively."""
     calls: object = call.definition and call.definition.follower
     if call.definition is None:
         calls = calls_of(call.name)
@@ -227,8 +229,8 @@ def _why_dispatcher_records(call: Call) -> str:
     return problem or "its formula is not known"
 
 
-# What only the call tells of a reason.
-_WHYS = {
+# Details of reasons that depend on the call.
+_DETAILS = {
     Reason.OPERATOR: _why_never,
     Reason.BINDING: _why_unbound,
     Reason.ARGUMENT_TYPE: _why_refused,

@@ -1,4 +1,4 @@
-"""record: which operators a program calls, and with what kind of arguments."""
+"""`record`: the operators that a program calls, with the metadata of their arguments."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from torchop import NothingToAccelerateWarning
 from torchop._accelerate.patterns import check_patterns, is_match, why_nothing_matches
 from torchop._compat import observing
 from torchop._inspect.call_record import CallRecord, observed
-from torchop._inspect.registrant import registers, why_nothing
+from torchop._inspect.registrant import no_operator_reason, registers
 from torchop.extend import OpName, short_repr, warn
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# A limit, because an argument may change with every call, such as the step of an optimizer.
-KINDS_KEPT = 100
+# Limits the kinds of calls stored per operator: an argument such as an optimizer's step may change
+# in every call.
+MAX_KINDS = 100
 
 
 class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
-    """Recorded calls by the name of the operator: each kind of call, with how often it was made.
+    """Recorded calls by operator: each kind of call, with the number of times it was made.
 
-    It may be used in several `with` statements, also nested ones, and in several threads at once.
-    It keeps 100 kinds of calls of an operator, and only counts the others; see `calls`.
+    It may be entered several times, also nested, and in several threads at once. It records up to
+    100 kinds of calls per operator, and only counts the others; see `calls`.
 
     Example:
         >>> import torch, torchop
@@ -43,11 +44,11 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         self._what = what
         self._began = not what
         self._matches: dict[str, bool] = {}
-        # The `repr` of each kind, as 1, 1.0 and True are equal, but other calls. Empty for calls
-        # whose kind is not kept.
+        # By `repr`, because 1, 1.0 and True are equal but different calls. The empty string counts
+        # calls above the limit.
         self._counts: dict[str, Counter[str]] = {}
         self._kinds: dict[str, CallRecord] = {}
-        self._lock = threading.RLock()  # other threads may record while one reads
+        self._lock = threading.RLock()  # other threads may record during a read
 
     def __getitem__(self, op: str) -> list[tuple[CallRecord, int]]:
         return [(call, count) for call, count in self._all_calls(op) if call is not None]
@@ -64,23 +65,23 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return f"<Recorded: calls={calls}, operators={len(self)}{hint}>"
 
     def calls(self, op: str) -> int:
-        """How often an operator was called, calls whose kind is not kept included.
+        """Return how often an operator was called, including calls above the limit of kinds.
 
         Args:
-            op: its name.
+            op: the operator's name.
 
         Returns:
-            The number of calls; 0 for an operator that was not called.
+            The number of calls; 0 if the operator was not called.
         """
         return sum(self._counts.get(op, {}).values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the calls to a file of JSON, to read, to compare, and for `load`.
+        """Write the calls to a JSON file, to read, to compare, and for `load`.
 
-        The file has numbers, strings and other plain arguments, but no contents of tensors.
+        The file contains numbers, strings and other plain arguments, but no tensor data.
 
         Args:
-            path: the file. An existing one is replaced once the new one is complete.
+            path: the file. An existing file is replaced when the new one is complete.
 
         Raises:
             OSError: the file cannot be written.
@@ -94,7 +95,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
             >>> torchop.Recorded.load(path) == recorded
             True
         """
-        from torchop._inspect import recording_file  # few programs use it: keeps start-up short
+        from torchop._inspect import recording_file  # imported here because few programs need it
 
         with self._lock:
             text = recording_file.dumps({op: self._all_calls(op) for op in self})
@@ -111,21 +112,21 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads what `save` wrote, on this machine or another; nothing in it is executed.
+        """Read a file of `save`, possibly from another machine; executes no code from the file.
 
         Args:
             path: the file.
 
         Returns:
-            The calls. They are complete: it cannot be used in a `with` statement.
+            The calls. This recording is complete, so it cannot be entered.
 
         Raises:
-            RecordingError: the file is not one that `save` wrote; the message names the place.
+            RecordingError: `save` did not write the file; the message names the position.
             OSError: the file cannot be read.
 
         Example: see `save`.
         """
-        from torchop._inspect import recording_file  # see save
+        from torchop._inspect import recording_file  # see `save`
 
         loaded = cls(())
         for op, (call, count) in recording_file.read(Path(path)):
@@ -133,10 +134,10 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return loaded
 
     def update(self, other: Recorded) -> None:
-        """Adds the calls of another recording.
+        """Add the calls of another recording.
 
         Args:
-            other: the recording; it does not change.
+            other: the recording, which is not changed.
 
         Example:
             >>> import torch, torchop
@@ -152,17 +153,17 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
                 self._add(op, call, count)
 
     def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
-        """The kinds of calls of an operator, and at the end None for those that are not kept."""
+        """Return the kinds of calls of an operator, ending with None for calls above the limit."""
         with self._lock:
             counts = sorted(self._counts[op].most_common(), key=lambda count: not count[0])
             return [(self._kinds.get(kind), count) for kind, count in counts]
 
     def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
-        """Adds calls of an operator; `call` is None where their kind is not kept."""
+        """Add calls of an operator; None adds to the calls above the limit."""
         kind = "" if call is None else repr(call)
         with self._lock:
             counts = self._counts.setdefault(op, Counter())
-            if kind not in counts and len(counts) - ("" in counts) >= KINDS_KEPT:
+            if kind not in counts and len(counts) - ("" in counts) >= MAX_KINDS:
                 kind = ""
             counts[kind] += count
             if call is not None and kind:
@@ -181,7 +182,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def __exit__(self, *error: Any) -> None:
         _recordings.exit(self, *error)
         for what in self._what if error[0] is None else ():
-            if (problem := _why_nothing(what)) is not None:
+            if (problem := _no_match_reason(what)) is not None:
                 warn(problem, NothingToAccelerateWarning)
 
     def _record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -196,28 +197,28 @@ def _is_wanted(op: OpName, what: str | ModuleType) -> bool:
     return is_match(op, what) if isinstance(what, str) else registers(what.__name__, op)
 
 
-def _why_nothing(what: str | ModuleType) -> str | None:
+def _no_match_reason(what: str | ModuleType) -> str | None:
     if isinstance(what, str):
         return why_nothing_matches("record", what)
-    return why_nothing(what.__name__)
+    return no_operator_reason(what.__name__)
 
 
 def record(*what: str | ModuleType) -> Recorded:
-    """Records which operators a block calls, with dtypes and shapes, but without data of tensors.
+    """Record the operators that a block calls, with dtypes and shapes but without tensor data.
 
-    The program computes the same results in the block, only slower, because all calls of this
-    thread go through the dispatcher and a mode in Python.
+    The results in the block do not change, but all calls of this thread are slower, because they go
+    through the dispatcher and a Python mode.
 
     Args:
-        what: patterns of operator names, as for `accelerate`; or packages, which stand for the
-            operators that they define in Python or have Python kernels for.
+        what: patterns of operator names, as in `accelerate`; or packages, for the operators that
+            they define in Python or have Python kernels for.
 
     Returns:
         A `Recorded`, for a `with` statement. Afterwards, it maps the name of each operator to its
-        kinds of calls, the most frequent first, each with its count.
+        kinds of calls with their counts, the most frequent first.
 
     Raises:
-        ValueError: there is no pattern, or one that no name can match.
+        ValueError: no pattern, or a pattern that no name can match.
         TypeError: an argument is neither a string nor a module.
 
     Warns:
@@ -234,7 +235,7 @@ def record(*what: str | ModuleType) -> Recorded:
         >>> call.args[0].shape, count
         ((2,), 1)
 
-    The idea is that of `torch.jit.trace`: to see what a program does, run it.
+    Like `torch.jit.trace`, it runs a program to observe it.
     """
     patterns = tuple(one for one in what if not isinstance(one, ModuleType))
     for pattern in patterns:
@@ -249,9 +250,9 @@ def record(*what: str | ModuleType) -> Recorded:
 
 
 class _Recordings(threading.local):
-    """The active recordings of this thread, which share one mode.
+    """The active recordings of this thread; they share one mode.
 
-    A second mode would not see what kernels call.
+    With several modes, only the innermost one would see the calls made by kernels.
     """
 
     def __init__(self) -> None:
@@ -265,7 +266,7 @@ class _Recordings(threading.local):
         self._active.append(recorded)
 
     def exit(self, recorded: Recorded, *error: Any) -> None:
-        # Not `index`: recordings with the same calls are equal.
+        # Not `index`, because recordings with the same calls are equal.
         if not (indices := [i for i, each in enumerate(self._active) if each is recorded]):
             raise RuntimeError(
                 "record(...) was exited in another thread than the one that entered it; exit it "
@@ -278,7 +279,7 @@ class _Recordings(threading.local):
 
 
 def _record(active: list[Recorded], *call: Any) -> None:
-    # It may be called in another thread: PyTorch runs backward in some, in the modes of this one.
+    # PyTorch may run a backward in another thread with the modes of this one.
     for recorded in {id(recorded): recorded for recorded in active}.values():
         recorded._record(*call)
 

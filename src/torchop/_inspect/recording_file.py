@@ -1,8 +1,8 @@
-"""The file of a recording: JSON with one call per line, to read and to compare.
+"""The file format of recordings: JSON with one call per line.
 
-A tensor is an object with its metadata. A value that JSON has no form for is an object, too, and
-its first key says which kind. Reading is strict: anything unknown is refused, and only dtypes,
-layouts and memory formats are looked up by name.
+A tensor is an object with its metadata. Other values without a JSON form are objects too, and their
+first key names the kind. Parsing is strict: unknown input is rejected, and only dtypes, layouts and
+memory formats are looked up by name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torchop import OperatorNameError, RecordingError
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, mapped
 from torchop.extend import OpName
 
-# A kind of call, and how often it came; None stands for the calls of which no kind is kept.
+# A kind of call with its count; None counts calls above the limit of kinds.
 Calls: TypeAlias = tuple[CallRecord | None, int]
 
 _FORMAT, _VERSION = "torchop recording", 1
 
 
 def dumps(recorded: Mapping[str, list[Calls]]) -> str:
-    """The text of the file, from the calls by the name of the operator."""
+    """Return the text of the file."""
     operators = ",\n".join(
         f"    {json.dumps(op)}: [\n{_lines(recorded[op])}\n    ]" for op in sorted(recorded)
     )
@@ -48,7 +48,7 @@ def _call(call: CallRecord | None, count: int) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> Any:
-    """A value that is no list, as it is written."""
+    """Encode a value that is not a list."""
     if isinstance(value, TensorRecord):
         tensor: dict[str, Any] = {"tensor": _short(value.dtype), "shape": list(value.shape)}
         if value.stride is not None:
@@ -75,15 +75,14 @@ def _named(kind: type, example: str) -> tuple[Callable[[str], Any], str]:
 
 
 def _printable(text: str) -> TypeRecord:
-    # It is printed, and a terminal obeys control characters.
+    # The text is printed, and a terminal interprets control characters.
     if not text.isprintable():
         raise ValueError(text)
     return TypeRecord(text)
 
 
-# A value that JSON cannot express is written as an object with one of these keys and a string. Here
-# is how that string is read, and what is expected. Writing the value again must give the same
-# string.
+# Values without a JSON form are objects with one of these keys and a string. For each key: a
+# parser, and a description of valid strings. Encoding the value must reproduce the string.
 _TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "complex": (complex, "a complex number such as '(1+2j)'"),
     "device": (torch.device, "a device that this PyTorch knows, such as 'cuda:0'"),
@@ -97,7 +96,7 @@ _KINDS = ", ".join(sorted([*_TEXTS, "tensor"]))
 
 
 def read(path: Path) -> list[tuple[str, Calls]]:
-    """The calls in a file that `dumps` wrote, each with the name of its operator."""
+    """Return the calls in a file written by `dumps`, each with its operator's name."""
     try:
         content = json.loads(
             path.read_bytes().decode(), object_pairs_hook=_with_unique_keys, parse_constant=_refused
@@ -111,7 +110,7 @@ def read(path: Path) -> list[tuple[str, Calls]]:
         return list(_calls_in(content))
     except RecordingError as error:
         raise RecordingError(f"{path}{error}") from None
-    except RecursionError:  # what the parser could just follow
+    except RecursionError:  # at the limit of the JSON parser
         raise RecordingError(
             f"{path}: a value is nested too deeply for an argument of an operator. Record again, "
             "or correct it."
@@ -143,7 +142,7 @@ def _calls_in(content: Any) -> Iterator[tuple[str, Calls]]:
     calls = _of_type(content["calls"], dict, "calls", "an object")
     for op, kinds in calls.items():
         place = f"calls[{_shown(op)}]"
-        if not op.isprintable():  # it is printed, and a terminal obeys control characters
+        if not op.isprintable():  # it is printed, and a terminal interprets control characters
             raise _wrong(place, "a name without control characters", op)
         try:
             name = OpName.parse(op)
@@ -202,7 +201,7 @@ def _text(kind: str, text: Any, place: str) -> Any:
     read, expected = _TEXTS[kind]
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         value = read(text)
-        # It differs where PyTorch reads an index that is too large as a negative one.
+        # They differ if PyTorch reads a too large index as a negative one.
         if _encoded(value) == {kind: text}:
             return value
     raise _wrong(place, expected, text)

@@ -1,9 +1,9 @@
-"""Where an operator comes from, and what others registered for it, as far as that can be known.
+"""Find the modules that registered an operator, kernels for it, and rules.
 
-PyTorch keeps no list of the operators that a module registers. An operator belongs to a module if
-the function of its `custom_op`, one of its Python kernels or its fake kernel is defined there, or
-if the library that defined it was created there. Kernels can be read from the dispatcher only with
-the native call path, and operators that an extension in C++ defines cannot be recognized.
+PyTorch does not record the module of a registration. An operator belongs to a module that contains
+the function of its `custom_op`, one of its Python kernels or its fake kernel, or that created the
+library defining it. Reading kernels requires the native call path. Operators defined by a C++
+extension are not found.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torchop._native import switch
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
 from torchop.extend import Operator, OpName
 
-# The dispatch keys of rules, by how their names start.
+# Dispatch keys of rules, by prefix.
 _KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "autocast": "Autocast"}
 
 
 def registers(module: str, op: OpName) -> bool:
-    """Whether a module, or one inside of a package of this name, registers an operator."""
+    """Return whether a module, or a module inside a package of this name, registers an operator."""
     return any(name == module or name.startswith(f"{module}.") for name in _modules_of(op))
 
 
-def why_nothing(module: str) -> str | None:
-    """The message about a module that registers no operator; None if it registers some."""
+def no_operator_reason(module: str) -> str | None:
+    """Return the message for a module that registers no operator; None if it registers some."""
     names = sorted(map(OpName.parse, operators.defined_in_python()))
     if any(registers(module, op) for op in names):
         return None
@@ -39,7 +39,7 @@ def why_nothing(module: str) -> str | None:
     if any(registers(top, op) for op in names):
         hint = f"the package {top} has some: pass that package"
     else:
-        import difflib  # only for this message
+        import difflib  # imported here because only this message needs it
 
         namespaces = {op.namespace for op in names}
         near = difflib.get_close_matches(top, namespaces, n=1, cutoff=0.5) or ["mylib"]
@@ -54,16 +54,16 @@ def why_nothing(module: str) -> str | None:
 
 
 def modules_of(op: OpName) -> list[str]:
-    """The modules that register an operator or a kernel of it.
+    """Return the modules that register an operator or its kernels.
 
-    Without the program itself, `__main__`, which cannot be imported in another process.
+    Excludes `__main__`, which another process cannot import.
     """
     names = _modules_of(op) & sys.modules.keys()
     return sorted(name for name in names if "__main__" not in name)
 
 
 def _modules_of(op: OpName) -> set[str]:
-    # The files in which it was defined, or got its fake kernel. One of C++ is no module's.
+    # Files that defined the operator or registered its fake kernel; C++ files have no module.
     sites = registration_site(op), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
     names = set(map(_module_of, functions_of(op)))
@@ -72,7 +72,7 @@ def _modules_of(op: OpName) -> set[str]:
     newest = next(reversed(sys.modules))
     by_file = _modules_by_file(len(sys.modules), newest, id(sys.modules.get(newest)))
     for file in files:
-        # A file may be loaded under several names, each with operators of its own.
+        # A file may be loaded under several names, each with its own operators.
         modules = set(by_file.get(file, ()))
         names |= modules & names or modules
     return names
@@ -80,9 +80,9 @@ def _modules_of(op: OpName) -> set[str]:
 
 @functools.lru_cache(maxsize=1)
 def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[str]]:
-    """The names of all modules by their files, made anew when the arguments say so.
+    """Return the names of all modules by file; the arguments invalidate the cache.
 
-    A walk over all modules takes a millisecond, and questions are about all operators.
+    A walk over all modules takes a millisecond, and callers ask about all operators.
     """
     by_file: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):
@@ -93,7 +93,7 @@ def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[s
 
 
 def functions_of(op: OpName) -> Iterator[Callable[..., Any]]:
-    """The Python functions of an operator that can be read: of `custom_op`, and its kernels."""
+    """Yield an operator's readable Python functions: of `custom_op`, and its kernels."""
     function = registries.published_function(str(op))
     if function is not None:
         yield function
@@ -113,7 +113,7 @@ def _module_of(function: Any) -> str:
 
 
 def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
-    """Kernels and rules that others registered, by their dispatch keys."""
+    """Return kernels and rules registered by other libraries, from their dispatch keys."""
     table = dispatch.kernel_table(str(operator))
     keys = {key for key, text in table.items() if text.endswith("[kernel]")}
     kernels = [key for key in sorted(keys) if dispatch.device_of_key(key) is not None]
@@ -130,13 +130,13 @@ def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
 
 
 def is_defined_in_python(operator: Operator) -> bool:
-    """Whether the library that defined an operator was made in Python."""
+    """Return whether the library that defined an operator was created in Python."""
     operator.overload  # noqa: B018  # raises where there is none
     return _is_python(operators.registration_site(operator.name.packet, operator.name.overload))
 
 
 def python_kernel(operator: Operator, device_type: str) -> str | None:
-    """Where the kernel for a device was registered, unless that was in C++."""
+    """Return where the kernel for a device was registered; None if it was in C++."""
     operator.overload  # noqa: B018  # raises where there is none
     table = dispatch.kernel_table(str(operator))
     text = table.get(dispatch.dispatch_key_name(device_type), "no kernel")
@@ -146,12 +146,12 @@ def python_kernel(operator: Operator, device_type: str) -> str | None:
 
 
 def _is_python(site: str) -> bool:
-    # Code that is not from a file, as of `python -c`, is "<string>".
+    # Code without a file, as from `python -c`, has the name "<string>".
     return re.search(r"(\.py|>):\d+", site) is not None
 
 
 def place_of(operator: Operator) -> str | None:
-    """The file and line of its function, or of the library that defined it."""
+    """Return the file and line of an operator's function, or of the library that defined it."""
     if operator.site is not None:
         return str(operator.site)
     code = getattr(operator.function, "__code__", None)

@@ -1,7 +1,7 @@
-"""The compiled rules and the installers: a file or a folder for each, and a line here.
+"""The compiled rules and the installers.
 
 An operator has one object of each compiled rule. An installer is a function that prepares a new
-operator for a subsystem for which users register nothing.
+operator for a subsystem without user registrations. The public rules (`torchop.Rule`) are in `user`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Autocast rules: the dtype in which an operator runs inside an autocast region."""
+"""The rule for autocast."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Register = TypeVar("Register", bound=Callable[..., None])
 
 
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
-    """The dtype to which autocast casts the floating-point inputs, by device type."""
+    """The dtype to which autocast casts floating-point inputs, by device type."""
 
     dtypes: Mapping[str, torch.dtype] = NOTHING
 
@@ -36,7 +36,6 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
         return "autocast " + ", ".join(casts) if casts else None
 
     def register(self, device_type: str, cast_inputs: torch.dtype) -> None:
-        """Casts to `cast_inputs` on `device_type`; replaces an earlier registration."""
         definition = self.definition
         if not isinstance(device_type, str):
             raise ValueError(
@@ -76,9 +75,9 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
         def cast(argument: Argument, tensor: torch.Tensor) -> torch.Tensor:
             eligible = (
                 tensor.is_floating_point()
-                # PrivateUse1 has another name once a backend has given it one.
+                # PrivateUse1 is renamed when a backend registers.
                 and (tensor.device.type == device_type or key == _autocast_key(tensor.device.type))
-                # PyTorch's autocast does not cast float64 either.
+                # like PyTorch's autocast
                 and tensor.dtype is not torch.float64
                 # The kernel must write into the caller's tensor.
                 and not argument.is_mutated
@@ -92,10 +91,11 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
     return kernel
 
 
-def _wants_both(register: Register) -> Register:
-    """Refuses a call with only one of the two arguments in a message that names the operator.
+def _require_both(register: Register) -> Register:
+    """Raise a TypeError that names the operator if one of the two arguments is missing.
 
-    With defaults, the function could do so itself, but checkers of types would accept such calls.
+    Default values would allow this in the function itself, but type checkers would then accept such
+    calls.
     """
 
     @functools.wraps(register)
@@ -113,7 +113,7 @@ def _wants_both(register: Register) -> Register:
     return checked  # type: ignore[return-value]  # it takes what `register` takes
 
 
-@_wants_both
+@_require_both
 def register_autocast(
     op: OpLike,
     /,
@@ -122,24 +122,24 @@ def register_autocast(
     *,
     lib: torch.library.Library | None = None,
 ) -> None:
-    """Registers the dtype in which an operator runs inside an autocast region.
+    """Register the dtype in which an operator runs inside an autocast region.
 
     Floating-point tensors on the device, except float64, are cast; then the operator runs with
-    autocast off. A second registration for a device replaces the dtype. Mutated arguments are not
-    cast.
+    autocast disabled. A second registration for a device replaces the dtype. Mutated arguments are
+    not cast.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         device_type: `"cpu"`, `"cuda"`, or any other device type that supports autocast.
         cast_inputs: a floating-point dtype.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
+        lib: the library that owns the registration; by default it is permanent.
 
     Raises:
         OperatorNotFoundError: the operator is not defined.
-        RuntimeError: a device type that PyTorch does not know.
+        RuntimeError: PyTorch does not know the device type.
         TypeError: the device type or the dtype is missing.
-        ValueError: a device type without autocast, or not a floating-point dtype.
+        ValueError: the device type does not support autocast, or the dtype is not floating-point.
 
     Example:
         >>> import torch, torchop
@@ -151,6 +151,6 @@ def register_autocast(
         ...     plus_one(torch.ones(1))
         tensor([2.], dtype=torch.bfloat16)
 
-    The idea is `torch.library.register_autocast`.
+    Based on `torch.library.register_autocast`.
     """
     resolve(op, "register_autocast", lib).rule(AutocastRule).register(device_type, cast_inputs)

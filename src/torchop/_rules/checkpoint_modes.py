@@ -1,4 +1,4 @@
-"""Calls in a region of selective checkpointing: its mode asks the policy of the operator, too."""
+"""Selective checkpointing: apply an operator's policy as well as the region's."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Policy: TypeAlias = Any
 
 
 class Decision(NamedTuple):
-    """A registered policy, in a form that compile caches can compare, and its decision."""
+    """A registered policy, as compile caches compare it, and its decision function."""
 
     registered: str | Callable[..., Any]
     decide: Callable[..., Policy]
 
 
 class RecomputationRule(CompiledRule[None]):
-    """Whether a compiler may compute the results again in the backward: not if they are random."""
+    """Prevents compilers from recomputing random operators in the backward."""
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:
-        # The rule for functional traces handles operators that mutate. Companions get the rule from
-        # `offer_to_checkpoints`, because their tags are not those of the operator.
+        # Mutating operators are handled by the rule for functional traces. Helpers have other tags,
+        # and get the rule from `offer_to_checkpoints`.
         return (
             Tag.nondeterministic_seeded in declaration.tags
             and not declaration.is_companion
@@ -48,19 +48,20 @@ class RecomputationRule(CompiledRule[None]):
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The rule for the modes of checkpointing, of operators with a policy or an effect."""
+    """The rule for checkpointing modes, for operators with a policy or an effect."""
     if registries.effect_of(op._name) is not None:
-        # A compiler would compute a checkpointed call again in the backward, and with it all calls
-        # before it that have an effect; PyTorch's pass that prevents this leaves them out.
+        # A compiler would recompute a checkpointed call in the backward, together with all earlier
+        # effectful calls, which PyTorch's pass against this does not cover.
         with checkpointing.saving_in_trace():
             return mode.__torch_dispatch__(op, types, args, kwargs)
     return _with_policies(op, "", mode, op, types, args, kwargs)
 
 
 def offer_to_checkpoints(called: object, op: OpOverload | None = None, extra: str = "") -> None:
-    """Offers the rule for these modes, for calls of an operator, which may stand for `op`.
+    """Register the default rule for checkpointing modes, for calls of `called`.
 
-    Policies know `op` then, which does not have the keyword-only argument `extra`.
+    If `called` is a helper of `op`, policies see `op`, without the helper's keyword-only argument
+    `extra`.
     """
     hook = in_checkpoint if op is None else functools.partial(_with_policies, op, extra)
     for mode in checkpointing.POLICY_MODES:
@@ -69,16 +70,16 @@ def offer_to_checkpoints(called: object, op: OpOverload | None = None, extra: st
 
 
 def offer_to_traces(called: object, op: OpOverload | None = None, extra: str = "") -> None:
-    """Offer the rule that saves results under an activation memory budget, as for checkpoints."""
+    """Register the default rule that saves results under an activation memory budget."""
     hook = in_trace if op is None else functools.partial(_saving, op, extra)
     registries.offer_torch_dispatch(str(called), ProxyTorchDispatchMode, hook)
 
 
 def in_trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a call so that its results are saved, if the operator is random or its policy says so.
+    """Trace a call, and save its results if the operator is random or its policy says so.
 
-    The partitioner (`choose_saved_values_set` in torch/_functorch/partitioners.py) recomputes any
-    operator under `activation_memory_budget`, unless its node says MUST_SAVE.
+    Workaround for pytorch/pytorch#190758: under `activation_memory_budget` the partitioner
+    recomputes any operator whose node is not marked MUST_SAVE.
     """
     return _saving(op, "", mode, op, types, args, kwargs)
 
@@ -92,7 +93,7 @@ def _saving(op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, 
 def saved_under_budget(
     op: Any, args: Any, kwargs: Any, proxy_mode: Any = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Save the results of what is traced, if the operator is random or its policy says so."""
+    """Save traced results in a block, if the operator is random or its policy says so."""
     if Tag.nondeterministic_seeded not in op.tags:
         rule = get_rule("checkpoint_policy")
         if not rule.has(op):
@@ -106,8 +107,8 @@ def saved_under_budget(
 def _with_policies(
     op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Makes the mode ask the policies of the region and of `op`."""
-    rule = get_rule("checkpoint_policy")  # by name, because it is in the ring
+    """Call the operator with a mode that combines the policies of the region and of `op`."""
+    rule = get_rule("checkpoint_policy")  # by name, because core code must not import it
     of_operator = rule.lookup(op).decide if rule.has(op) else None
     of_region = mode.policy_fn
 
@@ -126,7 +127,7 @@ def _with_policies(
 
 
 def _stronger(operator: Policy, region: Policy | bool) -> Policy | bool:
-    """The policy that is a `MUST`, the operator's first; without a `MUST`, the operator's."""
-    # PyTorch takes True for MUST_SAVE, and False for PREFER_RECOMPUTE.
+    """Return the policy that is a MUST, or else the operator's; the operator's MUST wins."""
+    # PyTorch treats True as MUST_SAVE and False as PREFER_RECOMPUTE.
     region_must = region if isinstance(region, bool) else region.name.startswith("MUST")
     return region if region_must and not operator.name.startswith("MUST") else operator

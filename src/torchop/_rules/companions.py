@@ -54,9 +54,8 @@ def define_companion(
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
         raise error(
-            f"{definition}: a compiled graph needs an operator {name}, but there is one already, "
-            f"registered at {registration_site(name)}. Give that "
-            "one another name."
+            f"{definition}: a compiled graph needs an operator {name}, but another library "
+            f"defined one at {registration_site(name)}. Rename that operator."
         )
     # A companion has another form than the operator.
     inherited = (tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN)
@@ -96,7 +95,7 @@ def define_helper(
     owners_name, reference = str(owner), weakref.ref(owner)
 
     def reason_gone() -> str:
-        reason = f"{name} belongs to {owners_name}, which is gone."
+        reason = f"{name} belongs to {owners_name}, which was deregistered."
         ended = reference()
         return f"{reason} {(ended and ended.reason_gone) or ''}".rstrip()
 

@@ -1,4 +1,4 @@
-"""Effects: compilers must neither remove nor reorder the calls of an operator that has one."""
+"""Effects: side effects whose calls compilers must neither remove nor reorder."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ from torchop._rules.checkpoint_modes import offer_to_checkpoints
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# None declares nothing; `"none"` declares that there is no effect: compilers may remove calls.
+# None declares nothing; `"none"` declares the absence of effects, so compilers may remove calls.
 Effect: TypeAlias = "EffectType | Literal['ordered', 'none'] | None"
 Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
-# What the name of a class of TorchScript begins with, in a schema.
+# The prefix of TorchScript class names in schemas.
 _CUSTOM_CLASS = "__torch__"
-# The effect with which an operator was last functionalized, by its name. PyTorch caches compiled
-# code by that name, so the entries outlive a redefinition.
+# The effect with which each operator was last functionalized, by name. PyTorch caches compiled code
+# by operator name, so the entries outlive a redefinition.
 _traced: dict[str, EffectType | None] = {}
 
 
 class EffectRule(CompiledRule[Declared]):
-    """Which kind of side effect an operator has."""
-
     declared: Declared = None
-    take_back: Callable[[], object] | None = None
-    take_back_vmap_guard: Callable[[], object] | None = None
+    restore_effect: Callable[[], object] | None = None
+    remove_vmap_guard: Callable[[], object] | None = None
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:
@@ -50,7 +48,7 @@ class EffectRule(CompiledRule[Declared]):
             self.watch()
 
     def watch(self) -> None:
-        """Checks the effect in each functional trace; for an operator that can be traced."""
+        """Check the effect in each functional trace of a functional operator."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
             registries.offer_torch_dispatch(
                 str(self.definition), FunctionalTensorMode, functionalize_unless_dropped
@@ -74,70 +72,70 @@ class EffectRule(CompiledRule[Declared]):
         return "no effect" if self.declared == "none" else f"effect {self.declared.name}"
 
     def register(self, effect: Effect) -> None:
-        """Declares the effect, and replaces an earlier declaration; None removes it."""
+        """Declare the effect; None removes a declaration."""
         definition = self.definition
         declared = check_effect(definition.name, effect, definition.schema, "register_effect")
         if not definition.is_ours and _kind(declared) is not None:
             _check_not_composite(definition)
         check_not_traced(definition.name, declared)
         with registration_lock:
-            take_back = registries.register_effect(str(definition), _kind(declared))
-            if self.take_back is None:
-                libraries.on_close(definition.library, take_back)
+            restore = registries.register_effect(str(definition), _kind(declared))
+            if self.restore_effect is None:
+                libraries.on_close(definition.library, restore)
                 if not definition.is_ours:
-                    # The rule of the modes of checkpointing does nothing without an effect, and may
-                    # be needed for a policy.
+                    # The checkpointing rule does nothing without an effect, and a policy may need
+                    # it.
                     libraries.on_close(definition.library, self._withdraw_watch)
-            self.take_back = take_back
+            self.restore_effect = restore
             self.update(self._install, declared=declared)
 
     def _install(self) -> None:
         definition = self.definition
-        take_back, self.take_back_vmap_guard = self.take_back_vmap_guard, None
-        if take_back is not None:
-            take_back()
+        remove, self.remove_vmap_guard = self.remove_vmap_guard, None
+        if remove is not None:
+            remove()
         if _kind(self.declared) is None:
             return
         self.watch()
         offer_to_checkpoints(definition)
         if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
-            self.take_back_vmap_guard = libraries.implement_for_now(
-                definition.library, definition.name.local, "FuncTorchBatched", self._refuse_vmap
+            self.remove_vmap_guard = libraries.implement_for_now(
+                definition.library, definition.name.local, "FuncTorchBatched", self._reject_vmap
             )
 
     @compilers.never_traced
-    def _refuse_vmap(self, /, *args: Any, **kwargs: Any) -> Any:
+    def _reject_vmap(self, /, *args: Any, **kwargs: Any) -> Any:
         name = str(self.definition)
         raise EffectError(
-            f"{name} has an effect, and vmap cannot know how often the effect should happen for a "
-            "batch, and in which order. Register a vmap rule, which decides that "
+            f"{name} has an effect, and vmap does not define how often, and in which order, "
+            "the effect happens for a batch. Register a vmap rule that does "
             f"(register_vmap({name!r}, ...)), or call the operator outside vmap."
         )
 
     def _withdraw_watch(self) -> None:
-        """Ends the guard of calls that would be dropped, unless another library has an effect."""
+        """Remove the check of dropped calls, unless another library declared an effect."""
         if registries.effect_of(str(self.definition)) is None:
             registries.withdraw_offers(str(self.definition), FunctionalTensorMode)
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
-    """Returns the effect that `custom_op` declares, and warns if a declaration is missing."""
+    """Return the effect that `custom_op` declares; warn if a declaration is missing."""
     declared = check_effect(name, effect, schema, "effects")
     if declared is not None:
         check_not_traced(name, declared)
     elif schema.returns_nothing and not schema.is_mutable:
         warn(
             f"{name} returns nothing and mutates nothing, so a compiler would remove its calls, "
-            "and torch.compile refuses it. If it does something else, such as logging, pass "
-            'effects="ordered" to custom_op; if it writes into an argument, name that in '
-            'mutates_args; if nothing is lost without it, pass effects="none".',
+            "and torch.compile rejects it. If it has a side effect, such as logging, pass "
+            'effects="ordered" to custom_op. If it writes into an argument, name that in '
+            'mutates_args. If it has no effect, pass effects="none".',
             MissingEffectWarning,
         )
     return declared
 
 
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
-    """Returns the effect that a user declares, checked to be one that PyTorch respects."""
+    """Return a user's effect after checking that PyTorch respects it."""
     declared: Declared = EffectType.ORDERED if effect == "ordered" else effect
     if declared not in (None, "none") and not isinstance(declared, EffectType):
         raise ValueError(
@@ -158,14 +156,14 @@ def _check_not_composite(definition: Definition) -> None:
     if dispatch.has_kernel(str(definition), "CompositeImplicitAutograd"):
         raise ValueError(
             f"{definition}: PyTorch ignores the effect of an operator with a "
-            "CompositeImplicitAutograd kernel: a compiler looks into the kernel, and runs its "
-            "Python code only while it traces. Register the kernel at CompositeExplicitAutograd, "
+            "CompositeImplicitAutograd kernel, because a compiler traces into the kernel and "
+            "runs its Python code only once. Register the kernel at CompositeExplicitAutograd, "
             "or for a device."
         )
 
 
 def check_not_traced(name: OpName, declared: Declared) -> None:
-    """Refuses an effect that graphs which are compiled already would not respect."""
+    """Reject an effect that already compiled graphs would ignore."""
     effect = _kind(declared)
     before = _traced.get(str(name), effect)
     if before is effect:
@@ -180,11 +178,10 @@ def check_not_traced(name: OpName, declared: Declared) -> None:
         )
         return
     raise EffectError(
-        f"{name}: a compiler has already traced the operator without an effect. PyTorch finds "
-        "compiled code by the operator's name, so the operator with an effect would be "
-        "compiled in some places only. Declare the effect where the operator is "
-        'defined, custom_op(..., effects="ordered"), before anything is compiled. '
-        "It tells graphs of earlier processes apart."
+        f"{name}: a compiler has already traced the operator without an effect. PyTorch caches "
+        "compiled code by the operator's name, so only some graphs would respect the effect. "
+        'Declare it where the operator is defined, custom_op(..., effects="ordered"), before '
+        "compiling. Then cached graphs from earlier processes are not reused."
     )
 
 
@@ -193,17 +190,18 @@ def _kind(declared: Declared) -> EffectType | None:
 
 
 def how_to_declare(name: object) -> str:
-    """Advice for an operator that returns nothing and mutates nothing."""
+    """Return advice for an operator that returns nothing and mutates nothing."""
     return (
         f"{name} returns nothing and mutates nothing, so a compiler would remove it. If its side "
         'effect matters, declare it: effects="ordered" in custom_op, or '
-        f"torchop.register_effect({str(name)!r}, torchop.EffectType.ORDERED). If it writes into an "
-        'argument, name that in mutates_args. If it has no effect, say so: effects="none".'
+        f"torchop.register_effect({str(name)!r}, torchop.EffectType.ORDERED). If it writes into "
+        "an argument, name that in mutates_args. If it has no effect, declare that: "
+        'effects="none".'
     )
 
 
 def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Functionalizes a call, or raises where compilers would silently drop it."""
+    """Functionalize a call, or raise if compilers would silently drop it."""
     name = op._name
     effect = registries.effect_of(name)
     if effect is None:
@@ -211,15 +209,15 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
             raise MissingEffectError(how_to_declare(name))
     elif not tracing.effect_is_threaded(mode, effect):
         raise EffectError(
-            f"{name} has an effect, and is called in a graph inside a graph (a branch of "
-            "torch.cond, the body of a loop, a nested region that is differentiated), from which "
-            "PyTorch drops such calls when it compiles. Move the call out of the inner graph, or "
-            "do not compile this function: torch.compiler.disable."
+            f"{name} has an effect, but PyTorch drops effectful calls from a graph inside a "
+            "graph (a branch of torch.cond, the body of a loop, a nested region that is "
+            "differentiated). Move the call out of the inner graph, or do not compile this "
+            "function: torch.compiler.disable."
         )
     _traced[name] = effect
     if effect is None:
         return mode.__torch_dispatch__(op, types, args, kwargs)
-    # As in the modes of checkpointing, which a region without a policy has only since 2.13.
+    # Checkpointing modes do the same, but exist for regions without a policy only since 2.13.
     with checkpointing.saving_in_trace():
         return mode.__torch_dispatch__(op, types, args, kwargs)
 
@@ -235,23 +233,23 @@ def register_effect(
     *,
     lib: torch.library.Library | None = None,
 ) -> None:
-    """Declares that an operator has a side effect that its schema does not show.
+    """Declare a side effect that an operator's schema does not show.
 
-    Compilers then keep every call, and keep the calls with the same effect in order. For an
-    operator of yours, declare it in the definition: `custom_op(..., effects="ordered")`.
+    Compilers then keep every call, and preserve the order of calls with the same effect. For your
+    own operator, declare it in the definition: `custom_op(..., effects="ordered")`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         effect: `EffectType.ORDERED`, also written `"ordered"`; `"none"` for an operator without an
             effect; None to remove the declaration.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
+        lib: the library that owns the registration; by default it is permanent.
 
     Raises:
         EffectError: the operator was already compiled without the effect.
         OperatorNotFoundError: the operator is not defined.
-        ValueError: not an effect, or an operator whose effect PyTorch ignores: one that mutates or
-            aliases an argument, or that has a CompositeImplicitAutograd kernel.
+        ValueError: the effect is invalid, or PyTorch ignores effects of this operator because it
+            mutates or aliases an argument, or has a CompositeImplicitAutograd kernel.
 
     Example:
         >>> import torch, torchop
@@ -261,6 +259,6 @@ def register_effect(
         ...     return x.clone()
         >>> torchop.register_effect("docs::log_mean", torchop.EffectType.ORDERED)
 
-    The idea is `torch.library`'s `_register_effectful_op`.
+    Based on `_register_effectful_op` of `torch.library`.
     """
     resolve(op, "register_effect", lib).rule(EffectRule).register(effect)

@@ -1,4 +1,4 @@
-"""torch_dispatch rules: what an operator does under a mode, or on a Tensor subclass."""
+"""The rule for TorchDispatchModes and Tensor subclasses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
 class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
-    """What an operator does under a mode or on a subclass: a function for each of them."""
+    """An operator's function for each mode or subclass."""
 
     functions: Mapping[type, Callable[..., Any]] = NOTHING
 
@@ -39,11 +39,10 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         return "torch_dispatch for " + ", ".join(names) if names else None
 
     def retract(self) -> None:
-        # What other rules offer for modes; the user's go with the library.
+        # Removes default rules only; closing the library removes a user's rules.
         registries.withdraw_offers(str(self.definition))
 
     def register(self, cls: type, function: Callable[..., Any]) -> None:
-        """Makes `function` the rule of the operator for `cls`, in place of an earlier one."""
         definition = self.definition
         if not (isinstance(cls, type) and issubclass(cls, (torch.Tensor, TorchDispatchMode))):
             raise ValueError(
@@ -59,7 +58,8 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         def install() -> None:
             if cls is FunctionalTensorMode:
                 definition.rule(InliningRule).disable()
-            libraries.on_close(definition.library, withdraw)  # which refuses a closed library
+            # first, because it raises for a closed library
+            libraries.on_close(definition.library, withdraw)
             registries.register_torch_dispatch(name, cls, hook)
 
         with registration_lock:
@@ -79,7 +79,7 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
         result = definition.plan[TorchDispatchRule][cls](*args, **kwargs)
         if result is NotImplemented:
             return result  # another subclass may handle the operator
-        # PyTorch reads as many results as the schema has, without checking how many there are.
+        # PyTorch reads results by the schema without checking their number.
         return check_result(result, definition, f"torch_dispatch rule for {cls.__name__}")
 
     return call
@@ -93,7 +93,7 @@ def register_torch_dispatch(
     *,
     lib: torch.library.Library | None = None,
 ) -> Function:
-    """Registers what an operator does under a `TorchDispatchMode` or on a Tensor subclass.
+    """Register the behavior of an operator under a `TorchDispatchMode` or on a Tensor subclass.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -101,14 +101,14 @@ def register_torch_dispatch(
         torch_dispatch_class: the mode, or the subclass with `__torch_dispatch__`.
         func: `func(mode_or_cls, func, types, args, kwargs)`, where `func` is the `OpOverload` and
             the rest is as in `__torch_dispatch__`. Without it, a decorator is returned.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
+        lib: the library that owns the registration; by default it is permanent.
 
     Returns:
         `func`; without it, a decorator.
 
     Raises:
         OperatorNotFoundError: the operator is not defined.
-        RuleSignatureError: `func` does not take these arguments.
+        RuleSignatureError: `func` does not accept these arguments.
         ValueError: the class is neither a mode nor a subclass.
 
     Example:
@@ -127,7 +127,7 @@ def register_torch_dispatch(
         ...     negate(torch.ones(2))
         tensor([0., 0.])
 
-    The idea is `torch.library.register_torch_dispatch`.
+    Based on `torch.library.register_torch_dispatch`.
     """
     rule = resolve(op, "register_torch_dispatch", lib).rule(TorchDispatchRule)
     return decorator_or_call(lambda function: rule.register(torch_dispatch_class, function), func)

@@ -19,13 +19,13 @@ from torchop.cli.schema import schema
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(torchop.__version__, prog_name="torchop")
 def main() -> None:
-    """Tools for PyTorch operators that are defined in Python.
+    """Tools for PyTorch operators defined in Python.
 
     They check, list and measure operators, and compile the C++ code that makes calls fast.
     """
     try:
         api.mode()
-    except ValueError as error:  # the environment variable TORCHOP_NATIVE is wrong
+    except ValueError as error:  # the environment variable TORCHOP_NATIVE is invalid
         raise click.UsageError(str(error)) from None
 
 

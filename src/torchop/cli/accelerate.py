@@ -1,4 +1,4 @@
-"""`python -m torchop accelerate`, and the table of what operators would gain from native calls."""
+"""`python -m torchop accelerate`: report what operators would gain from native calls."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ _COLUMNS = ("operator", "accelerated", "calls", "native", "before", "after", "re
 def accelerate(
     modules: tuple[str, ...], files: tuple[Path, ...], run_recorded: bool, patterns: tuple[str, ...]
 ) -> None:
-    """Shows what `torchop.accelerate` would gain for a package.
+    """Show what `torchop.accelerate` would gain for a package.
 
-    PATTERNS say which operators, such as 'mylib::*'. Without patterns, these are all operators that
-    the imported modules register, and those in the recordings.
+    PATTERNS select operators, such as 'mylib::*'. The default is all operators that the imported
+    modules register, and those in the recordings.
 
     An operator is timed if the import called it. With --run-recorded, it is also timed if it is in
     a recording. The table shows the microseconds of one call, before and after. The calls have the
-    same kinds of arguments, with tensors of ones. Each operator runs in a process of its own.
+    same kinds of arguments, with tensors of ones. Each operator runs in a separate process.
 
-    Recorded calls are only listed unless you pass --run-recorded. A file may come from anybody, and
-    an operator may do harm with its arguments, such as write to a path in a string.
+    Recorded calls are only listed unless you pass --run-recorded. A file may come from an untrusted
+    source, and an operator may do harm with its arguments, such as write to a path in a string.
     """
     wanted = patterns or ("*",)
-    # Before the comparison: a first call, or record, would import it, and it registers operators.
+    # First, because the first call would import Dynamo, which registers operators.
     on_demand.import_dynamo()
     registered_before = set() if patterns else {row.op for row in rows_of(wanted)}
     imported = _import(modules, wanted)
@@ -75,7 +75,7 @@ def accelerate(
     rows.update((row.op, row) for row in rows_of_recorded(recorded, wanted))
     timed = {op: in_files[op] for op in sorted(in_files) if op in rows and rows[op].accelerated}
     if timed:
-        _tell_calls(timed, run_recorded)
+        _print_calls(timed, run_recorded)
     if rows:
         called = recorded if run_recorded else imported
         click.echo(table([rows[op] for op in sorted(rows)], recorded, called))
@@ -85,7 +85,7 @@ def accelerate(
 
 
 def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
-    """Imports the modules, and records what they call; an exception in one ends the command."""
+    """Import the modules, and record the calls they make; an exception ends the command."""
     try:
         recorded = torchop.record(*wanted)
     except ValueError as error:
@@ -95,8 +95,8 @@ def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
     return recorded
 
 
-def _tell_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
-    """Lists the calls in files that are made, or would be with `--run-recorded`."""
+def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
+    """List the recorded calls that are made, or would be with `--run-recorded`."""
     if run_recorded:
         click.echo("torchop: to time the recorded operators, these calls are made:", err=True)
     else:
@@ -112,7 +112,7 @@ def _tell_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
 
 @contextlib.contextmanager
 def recording(recorded: Recorded) -> Iterator[None]:
-    """Records, without the warning that nothing matches, for which a command has its own words."""
+    """Record without the warning that nothing matches; commands print their own message."""
     recorded.__enter__()
     try:
         yield
@@ -123,7 +123,7 @@ def recording(recorded: Recorded) -> Iterator[None]:
 
 
 def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...]:
-    """The rows of `accelerate` with these patterns, which is undone afterwards."""
+    """Return the rows of `accelerate` for these patterns, without staying accelerated."""
     with accelerated(*patterns) as acceleration:
         return acceleration.operators
 
@@ -131,19 +131,19 @@ def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...
 def rows_of_recorded(
     recorded: Recorded, patterns: tuple[str, ...]
 ) -> tuple[torchop.AcceleratedOperator, ...]:
-    """The rows of the operators in a recording, also of those that are not registered here."""
+    """Return the rows of the operators in a recording, including unregistered ones."""
     names = [op for op in recorded if any(is_match(OpName.parse(op), p) for p in patterns)]
     rows = {row.op: row for row in (rows_of(tuple(names)) if names else ())}
-    missing = "it is not registered here; import what registers it, with --report"
+    missing = "it is not registered here; import the module that registers it, with --report"
     return tuple(
         rows.get(op, torchop.AcceleratedOperator(op, False, missing)) for op in sorted(names)
     )
 
 
 def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, called: Recorded) -> str:
-    """Microseconds for a call of each operator, before and after, and what that saves in all.
+    """Format a table of microseconds per call, before and after, and the total saved.
 
-    The table counts the calls in `recorded`; those in `called` may be made again, to measure them.
+    `recorded` counts calls; those in `called` may be repeated to measure them.
     """
     measurements = measure(
         {row.op: called[row.op] for row in rows if row.accelerated and row.op in called}
@@ -153,7 +153,7 @@ def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, calle
     for row in rows:
         calls = recorded.calls(row.op)
         native, cost, problem = measurements.get(row.op, Measurement())
-        # Calls whose kind was not kept are assumed to be like the others.
+        # Calls above the limit of kinds are assumed to be like the others.
         native_calls = round((native or 0.0) * calls)
         before = after = ""
         reason = row.reason or (f"not measured: {problem}" if problem else "")

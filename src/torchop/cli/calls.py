@@ -1,4 +1,4 @@
-"""`python -m torchop explain` and `bench`: which way a call takes, what it costs, and where.
+"""`python -m torchop explain` and `bench`: explain and time calls.
 
 The calls are registered examples, or one from the command line.
 """
@@ -34,19 +34,19 @@ from torchop.testing._tune import measure_kernels, why_not
 from torchop.testing.probes import mapped, requiring_grad, tensors_of
 from torchop.testing.process_state import quiet
 
-_SECONDS = 0.3  # for one way of calling, unless a call takes longer
-_LIMIT = 120.0  # seconds for one operator
+_SECONDS = 0.3  # per way of calling, unless a call takes longer
+_LIMIT = 120.0  # seconds per operator
 _FUNCTION = "its function alone"
 _CALL = "torch.ops, no_grad"
 
 
-_OPERATOR = "the operator"  # no provider can be called so, because of the space
+_OPERATOR = "the operator"  # cannot be a provider's name, because of the space
 
 
 class Comparison(NamedTuple):
-    """The kernels of an operator for one call, the fastest first, and its call in which one runs.
+    """The kernels of an operator timed for one call, fastest first, and the operator itself.
 
-    `chosen` is the provider of that one.
+    `chosen` is the provider that the operator used.
     """
 
     op: str
@@ -57,17 +57,17 @@ class Comparison(NamedTuple):
     problems: tuple[str, ...]
 
     def times(self) -> Iterator[tuple[str, Measured]]:
-        """What was timed, with its name for people."""
+        """Yield each measurement with a label."""
         yield from ((kernel.label, kernel) for kernel in self.kernels)
         yield f"{_OPERATOR}, which runs {self.chosen}", self.operator
 
     def lines(self) -> list[str]:
-        """The table, and which kernels are missing in it."""
+        """Return the table, and the kernels missing from it."""
         rows = [("kernel", "us", "interval"), *((n, *m.times) for n, m in self.times())]
         return [f"{self.op}{self.call}", *aligned(rows).splitlines(), *self.problems, ""]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, with the names that programs rely on."""
+        """Return plain values with stable names."""
         kernels = [
             {name: getattr(kernel, name) for name in ("provider", "config", *_TIMES)}
             for kernel in self.kernels
@@ -76,7 +76,7 @@ class Comparison(NamedTuple):
         return {**self._asdict(), "kernels": kernels, "operator": operator}
 
     def report(self) -> CheckReport:
-        """A report without checks, for its chart."""
+        """Return a report without checks, for its chart."""
         costs = {
             f"{name} ({measured.times[1]})": measured.microseconds
             for name, measured in self.times()
@@ -89,7 +89,7 @@ _TIMES = "microseconds", "interval"
 
 
 class Costs(NamedTuple):
-    """Microseconds for a call, by the way of calling, and what it comes to."""
+    """The microseconds of a call by the way of calling, and its explanation."""
 
     op: str
     call: str
@@ -97,7 +97,7 @@ class Costs(NamedTuple):
     explanation: str
 
     def lines(self) -> list[str]:
-        """The table, and where the time of a call without gradients goes."""
+        """Return the table, and the function's share of a call without gradients."""
         rows = [("way of calling", "us", "above the function")]
         function = self.microseconds.get(_FUNCTION)
         for name, microseconds in self.microseconds.items():
@@ -113,7 +113,7 @@ class Costs(NamedTuple):
         return [*lines, *self.explanation.splitlines(), ""]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, with the names that programs rely on."""
+        """Return plain values with stable names."""
         return self._asdict()
 
 
@@ -144,9 +144,9 @@ _CALL_OPTION = click.option(
 @click.option("--grad", is_flag=True, help="Let floating-point tensors require gradients.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -> None:
-    """Says which kernels a call runs, and whether it is native.
+    """Show which kernels a call runs, and whether it is native.
 
-    The calls are the registered examples, or the one that --call gives. The operators do not run.
+    The calls are the registered examples, or the one of --call. The operators do not run.
     """
     explained = []
     for op in selection.operators:
@@ -183,13 +183,13 @@ def bench(
     as_json: bool,
     report: Path | None,
 ) -> None:
-    """Measures calls of operators, and shows where the time goes.
+    """Measure calls of operators, and show where the time goes.
 
-    Each operator runs in a process of its own, with its first registered example, or with the
-    arguments of --call. The different ways to call it take turns. The fastest round of each counts.
+    Each operator runs in a separate process, with its first registered example or the arguments of
+    --call. The ways of calling it alternate, and the fastest round of each counts.
 
-    With --providers, the kernels that agree with the reference take turns, with all examples, and
-    so does the operator itself. The median counts, and the interval has it with 95 % confidence.
+    With --providers, the kernels that agree with the reference alternate with the operator itself,
+    for all examples. The table shows the median and its 95 % confidence interval.
     """
     if (sizes or report) and not providers:
         raise click.UsageError("--over and --report are options of --providers")
@@ -222,10 +222,10 @@ def bench(
 
 
 def calls_of(op: str, text: str | None) -> list[Call]:
-    """The calls of an operator.
+    """Return the calls of an operator.
 
     Raises:
-        click.ClickException: they cannot be had.
+        click.ClickException: the operator has no examples, or creating them failed.
     """
     if text is not None:
         return [_evaluated(text)]
@@ -240,7 +240,7 @@ def calls_of(op: str, text: str | None) -> list[Call]:
 
 
 def _evaluated(text: str, **sizes: int) -> Call:
-    # As `python -c` does with what stands on its command line.
+    # Evaluates code from the command line, like `python -c`.
     names = {"torch": torch, "capture": lambda *args, **kwargs: (args, kwargs), **sizes}
     with errors_told(f"--call {text!r}"):
         call: Call = eval(f"capture({text})", names)
@@ -248,24 +248,24 @@ def _evaluated(text: str, **sizes: int) -> Call:
 
 
 def described(call: Call) -> str:
-    """The arguments of a call in one line: tensors by dtype and shape."""
+    """Format the arguments of a call in one line: tensors by dtype and shape."""
     return call_record.described(call_record.record_of(*call))
 
 
 # --------------------------------------------------------------------------------------------------
-# In the child
+# Functions that run in the child process
 
 
 def _costs(op: str, text: str | None) -> Iterator[Any]:
-    """What is called, for messages, and then the costs."""
+    """Yield the call as text, for messages, and then the costs."""
     with errors_told(op):
         if Operator(op, "bench").effect is not None:
-            raise click.ClickException(f"{op} has an effect, which a measurement would repeat")
+            raise click.ClickException(f"{op} has an effect, so measuring would repeat it")
         call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
         yield f"a call with {described(call)}"
-        with quiet():  # about operators without a formula
+        with quiet():  # warnings about operators without a formula
             microseconds = _measured(dict(_ways(op, call)), call)
-        with torch.no_grad():  # after calls, because the first one finds the kernel
+        with torch.no_grad():  # after calls, because the first one selects the kernel
             explanation = torchop.explain(op, *call[0], **call[1])
         yield Costs(op, described(call), microseconds, str(explanation))
 
@@ -273,7 +273,7 @@ def _costs(op: str, text: str | None) -> Iterator[Any]:
 def _comparisons(
     op: str, text: str | None, sizes: tuple[str, tuple[int, ...]] | None
 ) -> Iterator[Any]:
-    """Says what is called, for messages, and yields a comparison, for each call."""
+    """Yield each call as text, for messages, and then its comparison."""
     operator = Operator(op, "bench")
     with errors_told(op):
         if text is not None and sizes is not None:
@@ -286,8 +286,8 @@ def _comparisons(
             kernels, full = kernels_of_call(operator.overload, *call)
             if (problem := why_not(operator, kernels)) is not None:
                 raise click.ClickException(f"{op}: {problem}")
-            assert kernels is not None  # as was asked
-            with quiet():  # about providers that are passed by
+            assert kernels is not None  # checked by `why_not`
+            with quiet():  # warnings about skipped providers
                 others = {_OPERATOR: operator.overload}
                 measured, problems = measure_kernels(kernels, full, others=others)
                 chosen = torchop.explain(operator.overload, *call[0], **call[1]).provider
@@ -328,10 +328,10 @@ def _forward_and_backward(function: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
-    """Microseconds for a call in each way that works; the operator's own call must."""
+    """Return the microseconds of a call per way; raise if the operator's own call fails."""
     timings = timed(ways, call, _SECONDS)
     error = timings[_CALL]
     if isinstance(error, Exception):
         raise click.ClickException(f"the call raises {first_line(error)}") from error
-    # A way that raises is left out, such as one without a gradient.
+    # Ways that raise are omitted, such as a backward without a gradient.
     return {name: round(t.best, 3) for name, t in timings.items() if isinstance(t, Timing)}

@@ -1,4 +1,4 @@
-"""`python -m torchop list`: operators, their schemas, what is registered, where, and tests."""
+"""`python -m torchop list`: operators with their schemas, rules, locations and tests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torchop.extend import Operator
 
 
 class Entry(NamedTuple):
-    """What the catalogue shows of one operator."""
+    """A row of the list."""
 
     op: str
     schema: str
-    kernels: list[str]  # the devices, or dispatch keys, that have one
+    kernels: list[str]  # devices or dispatch keys with a kernel
     rules: list[str]
-    where: str  # the file and line of its function, or of the library that defined it
-    examples: bool  # whether calls are registered that checks can start from
-    checked: str = ""  # what the checks of a report came to
+    where: str  # the file and line of the function, or of the defining library
+    examples: bool  # whether examples are registered; checks start from them
+    checked: str = ""  # the outcomes in a report of checks
 
 
 @click.command("list")
@@ -32,11 +32,11 @@ class Entry(NamedTuple):
 @click.option(
     "--checked",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A JSON report of `check` or pytest. Adds a column with what was tested.",
+    help="A JSON report of `check` or pytest. Adds a column with the outcomes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def catalogue(selection: Selection, checked: Path | None, as_json: bool) -> None:
-    """Lists operators, their rules, and whether they are tested.
+    """List operators, their rules, and whether they are tested.
 
     Each row has the schema, the kernels, the other rules, and the file and line of the definition.
     """
@@ -58,7 +58,7 @@ def _cells(entry: Entry, with_checked: bool) -> tuple[str, ...]:
 
 
 def _outcomes(path: Path) -> Mapping[str, str]:
-    """The outcomes of the checks of each operator in a report."""
+    """Return the outcomes of the checks of each operator in a report."""
     try:
         reports = json.loads(path.read_text(encoding="utf-8"))
         return {report["op"]: _outcome(report["results"]) for report in reports}
@@ -75,7 +75,7 @@ def _outcome(results: list[Mapping[str, Any]]) -> str:
 
 
 def entry_of(op: str) -> Entry:
-    """What is registered for one operator."""
+    """Return the row of an operator."""
     operator = Operator(op, "list")
     kernels, rules = operator.kernels, operator.rules
     if operator.handle is None:

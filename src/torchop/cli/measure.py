@@ -1,7 +1,7 @@
-"""What native calls save of the calls of an operator, measured in a process of its own.
+"""Measure the savings by native calls of an operator, in a separate process.
 
-A kernel may crash or hang: one that does not check an index, for example, writes out of bounds when
-it gets tensors of ones.
+A kernel may crash or hang. For example, a kernel that does not check an index may write out of
+bounds on tensors of ones.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from torchop.testing._processes import ChildError
 from torchop.testing._samples import inside_a_graph
 from torchop.testing._timing import Timing, timed, way
 
-_SECONDS = 0.5  # for each way of calling an operator, unless a call takes longer
-_LIMIT = 60.0  # seconds, for all calls of an operator
+_SECONDS = 0.5  # per way of calling an operator, unless a call takes longer
+_LIMIT = 60.0  # seconds for all calls of an operator
 _LARGEST = 2**30  # bytes of the tensors of a call
-_NOT_REGISTERED = "no module registers it in a process of its own"
+_NOT_REGISTERED = "no module registers it in a separate process"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-# The kinds of calls of an operator, the most frequent first, each with how often it came.
+# The kinds of calls of an operator with their counts, most frequent first.
 Kinds = list[tuple[CallRecord, int]]
 
 
 class Cost(NamedTuple):
-    """Microseconds for a call."""
+    """Microseconds of a call."""
 
     before: float  # through the dispatcher
     after: float  # natively
-    noise: float  # how far a typical round of the faster way is above its fastest round
+    noise: float  # the median minus the fastest round of the faster way
 
     @property
     def is_noise(self) -> bool:
-        """Whether the two numbers differ by no more than the noise."""
+        """Return whether the two times differ by no more than the noise."""
         return abs(self.before - self.after) <= self.noise
 
 
 class Measurement(NamedTuple):
-    """What was measured of an operator."""
+    """The measurement of an operator."""
 
     native: float | None = None  # share of recorded calls that would be native; None if unknown
     cost: Cost | None = None  # of a call
-    problem: str = ""  # why there is no cost
+    problem: str = ""  # why the cost is missing
 
 
 def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:
-    """Measures operators, each in a process of its own."""
+    """Measure operators, each in a separate process."""
     modules = {op: modules_of(OpName.parse(op)) for op in recorded}
     preload([__name__, *(name for names in modules.values() for name in names)])
     return {op: _measure(op, kinds, modules[op]) for op, kinds in recorded.items()}
@@ -70,7 +70,7 @@ def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:
 
 def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
     methods: list[Literal["forkserver", "fork"]] = ["forkserver"] if modules else []
-    # A fork of a program that uses an accelerator cannot use it.
+    # A forked process cannot use an accelerator that the parent uses.
     if not any(_is_on_accelerator(call) for call, _ in kinds):
         methods.append("fork")
     measurement = Measurement(problem=_NOT_REGISTERED)
@@ -88,9 +88,9 @@ def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
 
 
 def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
-    """Yields what is known before the first call, and after the last one.
+    """Yield a result before the first call, and after the last one.
 
-    The first result counts if a call crashes or hangs.
+    If a call crashes or hangs, the first result is used.
     """
     operator = Operator(op, "measure")
     if not operator.exists:
@@ -104,25 +104,25 @@ def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
 
 @contextlib.contextmanager
 def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
-    """Accelerates operators in the block, if the native call path can be had."""
+    """Accelerate operators in the block, if the native call path is available."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingToAccelerateWarning)
         acceleration = torchop.accelerate(*patterns)
     with acceleration:
-        with contextlib.suppress(NativeUnavailableError):  # which the rows tell
+        with contextlib.suppress(NativeUnavailableError):  # the rows report it
             torchop.native.wait()
         yield acceleration
 
 
 def _native_share(operator: Operator, kinds: Kinds) -> float | None:
-    """The share of the calls that would be native; None if no example of any can be made.
+    """Return the share of the calls that would be native; None without any example.
 
-    The operator must be accelerated. Nothing is called: `explain` decides, with tensors of the same
-    kind, but of one element.
+    The operator must be accelerated. It is not called: `explain` decides on tensors with one
+    element.
     """
     native = total = 0
     for call, count in kinds:
-        with contextlib.suppress(Exception):  # its tensors cannot be made here
+        with contextlib.suppress(Exception):  # its tensors cannot be created here
             example = CallRecord(*call_record.mapped(call, _without_dimensions)).example()
             if example is not None:
                 args, kwargs = inside_a_graph(operator.schema, *example)
@@ -136,16 +136,16 @@ def _without_dimensions(part: Any) -> Any:
 
 
 def _cost(operator: Operator, kinds: Kinds) -> Cost:
-    """The cost of the most frequent kind of call that can be measured."""
+    """Return the cost of the most frequent kind of call that can be measured."""
     if operator.effect is not None:
-        raise click.ClickException("it has an effect, which a measurement would repeat")
+        raise click.ClickException("it has an effect, so measuring would repeat it")
     problem: click.ClickException | None = None
     for call, _ in kinds:
         try:
             return _cost_of_call(operator, call)
         except click.ClickException as error:
             problem = problem or error
-    raise problem or click.ClickException("no kind of call was kept")
+    raise problem or click.ClickException("no kind of call was recorded")
 
 
 def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
@@ -153,29 +153,29 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
     try:
         example = call.example()
     except Exception as error:
-        problem = f"its tensors cannot be made here ({first_line(error)})"
+        problem = f"its tensors cannot be created here ({first_line(error)})"
         raise click.ClickException(problem) from None
-    assert example is not None  # as was checked
+    assert example is not None  # checked by `_check`
     called = operator.overload, operator.schema, example
     ways = {
         "before": way(*called, torchop.native.disabled),
         "after": way(*called, contextlib.nullcontext),
     }
     before, after = map(_working, timed(ways, example, _SECONDS).values())
-    # Other processes make rounds longer, never shorter: what can take the slower way for the faster
-    # one are long rounds of the latter.
+    # Other processes only make rounds longer. So long rounds of the faster way decide whether it
+    # may be mistaken for the slower one.
     return Cost(before.best, after.best, min(before, after).noise)
 
 
 def _working(timing: Timing | Exception) -> Timing:
     if isinstance(timing, Timing):
         return timing
-    # A tensor of ones may be no index, or no permutation.
+    # A tensor of ones may be an invalid index or permutation.
     raise click.ClickException(f"a call with tensors of ones raises {first_line(timing)}")
 
 
 def _check(call: CallRecord) -> None:
-    """Raises where no example can be made, or only with too much memory."""
+    """Raise if no example can be made, or only with too much memory."""
     tensors = []
     for part in call.parts():
         if isinstance(part, TypeRecord):
@@ -185,7 +185,7 @@ def _check(call: CallRecord) -> None:
             try:
                 torch.empty(0, device=part.device)
             except Exception:
-                problem = f"its tensors were on {part.device}, which is not here"
+                problem = f"its tensors were on {part.device}, which is not available here"
                 raise click.ClickException(problem) from None
     nbytes = sum(tensor.nbytes for tensor in tensors)
     if nbytes > _LARGEST:
@@ -195,7 +195,7 @@ def _check(call: CallRecord) -> None:
 
 
 def _is_on_accelerator(call: CallRecord) -> bool:
-    """Whether a call has tensors on an accelerator, or names it."""
+    """Return whether a call has tensors on an accelerator, or a device argument for one."""
     devices = [
         torch.device(part.device if isinstance(part, TensorRecord) else part)
         for part in call.parts()

@@ -1,6 +1,6 @@
-"""`python -m torchop build` and `doctor`: the native call path, compiled, and looked for.
+"""`python -m torchop build` and `doctor`: compile and diagnose the native call path.
 
-`build --wheel` writes `torchop-native`, for machines that should not compile it.
+`build --wheel` writes the package `torchop-native` for machines without a compiler.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ Tag: {tag}
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The folder for the compiled file, to which TORCHOP_NATIVE_DIR can point. The default is "
-    "your cache. With --wheel: the folder for the wheel. The default is the working directory.",
+    help="The folder for the compiled file, for use with TORCHOP_NATIVE_DIR. The default is "
+    "your cache. With --wheel: the folder for the wheel. The default is the working "
+    "directory.",
 )
 @click.option("--wheel", is_flag=True, help="Write an installable wheel, torchop-native.")
 @click.option("--force", is_flag=True, help="Compile again, even if a compiled file exists.")
 def build(out: Path | None, wheel: bool, force: bool) -> None:
-    """Compiles the native call path, the C++ code of fast calls.
+    """Compile the native call path, the C++ code of fast calls.
 
-    Nothing is compiled if a compiled file exists already. The command prints the path of the file.
+    An existing compiled file is reused. The command prints the path of the file.
     """
     start = time.monotonic()
     wheel_folder = Path() if out is None else out
@@ -70,9 +71,7 @@ def build(out: Path | None, wheel: bool, force: bool) -> None:
         raise click.ClickException(f"the native call path cannot be built: {error}") from None
     except Exception as error:
         hint = "" if force else " `python -m torchop build --force` compiles it again."
-        raise click.ClickException(
-            f"{file} is there, but cannot be loaded: {error}.{hint}"
-        ) from None
+        raise click.ClickException(f"{file} exists, but cannot be loaded: {error}.{hint}") from None
     if wheel:
         try:
             file = _write_wheel(file, wheel_folder)
@@ -85,17 +84,17 @@ def build(out: Path | None, wheel: bool, force: bool) -> None:
 
 
 def _write_wheel(extension: Path, folder: Path) -> Path:
-    """Writes a wheel with a compiled extension.
+    """Write a wheel with a compiled extension.
 
     Args:
-        extension: the file that the compiler made.
-        folder: where to write the wheel; made if there is none.
+        extension: the compiled file.
+        folder: the folder for the wheel; created if needed.
 
     Returns:
-        The path of the wheel, which is there completely or not at all.
+        The path of the wheel; it is written atomically.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Only who asks for a wheel needs this package.
+    # needed only for wheels
     wheel_file = importlib.import_module("wheel.wheelfile").WheelFile
     version = f"{torchop.__version__}+torch{re.sub(r'[^A-Za-z0-9]+', '.', torch.__version__)}"
     values = {
@@ -119,9 +118,9 @@ def _write_wheel(extension: Path, folder: Path) -> Path:
 
 
 def _tag() -> str:
-    """Which Pythons and machines can install it, such as `cp311-cp311-linux_x86_64`.
+    """Return the wheel's tag, such as `cp311-cp311-linux_x86_64`.
 
-    Not `manylinux`, which promises that any distribution can load it: only this one has shown that.
+    Not `manylinux`, because the file is only known to load on this distribution.
     """
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     threading = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
@@ -133,15 +132,15 @@ def _tag() -> str:
 # doctor
 
 
-# What `doctor` says, by the state in which the first call of a program would find the extension.
+# The verdict of `doctor`, by the state that the first call of a program would find.
 _VERDICTS: dict[native.State, str] = {
     "off": "The native call path is turned off by TORCHOP_NATIVE=0.",
-    "ready": "The native call path can be used.",
-    "idle": "Nothing is compiled yet: the first call of an operator does that, in the background, "
-    "which takes about 20 s. `python -m torchop build` does it now.",
-    "failed": "The native call path cannot be used yet, for a reason that stands above. Operators "
-    "work without it, but calls take longer. When the reason is gone, `python -m torchop build` "
-    "compiles it, or says why that fails.",
+    "ready": "The native call path works.",
+    "idle": "Nothing is compiled yet. The first call of an operator compiles the native call "
+    "path in the background, in about 20 s. `python -m torchop build` does it now.",
+    "failed": "The native call path cannot be used yet, for the reason above. Operators "
+    "work without it, but calls take longer. Fix the problem, then run `python -m torchop build`, "
+    "which compiles it or explains the failure.",
 }
 _WITHOUT_LOCK = (
     "The native call path is not used, because {}. Operators work without it, but calls take "
@@ -152,12 +151,12 @@ _WITHOUT_LOCK = (
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
-    """Says whether fast calls work on this machine, or why not.
+    """Report whether fast calls work on this machine, or why not.
 
-    It also says which caches of compiled graphs do not notice that a rule of an operator changed.
+    It also lists caches of compiled graphs that miss changed rules of operators.
 
-    Fast calls need the native call path, which is compiled C++ code. The exit code is 0 if it can
-    be used, or if nothing is compiled yet and the first call will do that, and 1 otherwise.
+    Fast calls need the native call path, which is compiled C++ code. The exit code is 0 if it
+    works, or if the first call will compile it, and 1 otherwise.
     """
     state: native.State = "failed"
     try:
@@ -193,8 +192,8 @@ def doctor(as_json: bool) -> None:
                 )
                 state = "failed"
         found |= places
-    blind = compile_caches.blind_caches().items()
-    notices = [f"{what} do not notice a changed rule: {advice}" for what, advice in blind]
+    uncovered = compile_caches.uncovered_caches().items()
+    notices = [f"{cache} do not notice a changed rule: {advice}" for cache, advice in uncovered]
     found["compile caches"] = "\n".join(notices) or "notice a changed rule"
     problem = _lock_problem()
     if native.mode() == "0" or problem is not None:
@@ -210,9 +209,9 @@ def doctor(as_json: bool) -> None:
 
 
 def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
-    """What is in each place for an extension, and what a program would make of them.
+    """Return the state of each location of the extension, and the resulting state.
 
-    That is "idle" if nothing is there, and nobody said where something has to be.
+    The result is "idle" if all locations are empty and none was configured.
     """
     rows: dict[str, str] = {}
     used = False
@@ -227,7 +226,7 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
         elif used:
             found = f"{place.folder}: there, but not needed"
         else:
-            # A process should not load two copies of one extension, so the others are not tried.
+            # Do not load two copies of an extension into one process; skip the others.
             problem = _problem_of(place)
             used = problem is None
             outcome = "there, and can be loaded" if used else f"cannot be loaded: {problem}"
@@ -240,7 +239,7 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
 
 def _problem_of(place: files.Place) -> str | None:
     if (problem := _lock_problem()) is not None:
-        return problem  # a command that only looks must not turn the lock on, either
+        return problem  # a diagnostic must not enable the GIL either
     try:
         assert place.file is not None
         files.load(place.file)
@@ -250,5 +249,5 @@ def _problem_of(place: files.Place) -> str | None:
 
 
 def _lock_problem() -> str | None:
-    """Why a program leaves the extension alone, although it may be there; None if it does not."""
+    """Return why a program would not use an available extension, or None."""
     return recipe.lock_problem() if native.mode() in ("auto", "prebuilt") else None

@@ -1,4 +1,4 @@
-"""`python -m torchop record`: runs a program, and records the operators that it calls."""
+"""`python -m torchop record`: run a program, and record the operators that it calls."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from torchop.cli.selection import file_to_write
 @file_to_write(
     "-o",
     "out",
-    help="A file for the calls, which `accelerate --recorded` reads. Without it, the command "
-    "prints a report.",
+    help="A file for the calls, for `accelerate --recorded`. Without it, the command prints a "
+    "report.",
 )
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as with `python -m`.")
 @click.option(
@@ -48,12 +48,12 @@ def record(
     program: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Runs a program, and records the operators that it calls.
+    """Run a program, and record the operators that it calls.
 
-    The program runs as with `python PROGRAM ARGUMENTS`. When it ends, also with an error, the
-    command writes the calls to a file, or prints a report. The report says which operators
-    `torchop.accelerate` would make faster, and by how much. To measure that, the command calls each
-    operator again on tensors of ones, in a process of its own. The exit code is the program's.
+    The program runs as with `python PROGRAM ARGUMENTS`. When it ends, even with an error, the
+    command writes the calls to a file, or prints a report. The report shows which operators
+    `torchop.accelerate` would make faster, and by how much. To measure this, the command calls each
+    operator again on tensors of ones, in a separate process. The exit code is the program's.
     """
     if not is_module and not os.path.exists(program):
         raise click.BadParameter(f"there is no file {program}", param_hint="PROGRAM")
@@ -73,7 +73,7 @@ def record(
     if isinstance(ending, SystemExit):
         raise ending
     if ending is not None:
-        # As Python ends a program, without the frames of this module; click would end it otherwise.
+        # Report the exception as Python does, without our frames; click would report it otherwise.
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)
@@ -87,8 +87,8 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
     is_safe = getattr(sys.flags, "safe_path", False)
     if os.path.isfile(program) and not is_safe:
         sys.path[0] = os.path.dirname(os.path.realpath(program))
-    # runpy would make `sys.argv[0]`, `__file__` and `sys.path[0]` the same, all relative: a program
-    # that goes to another folder would not find what is beside it.
+    # runpy would set `sys.argv[0]`, `__file__` and `sys.path[0]` to the same relative path, which
+    # is invalid after the program changes its working directory.
     path = os.path.join(os.getcwd(), program)
     importer: Any = pkgutil.get_importer(path)
     spec = importer and importer.find_spec("__main__")
@@ -110,7 +110,7 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
 
 
 def _of_program(traceback: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that begins in the program."""
+    """Return the part of a traceback that starts in the program."""
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if file not in (__file__, runpy.__file__) and not file.startswith("<frozen "):
@@ -119,10 +119,10 @@ def _of_program(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
-def _keep(recorded: Recorded) -> str:
-    """Writes a recording to a temporary folder, which stays if the report fails."""
+def _save_temporary(recorded: Recorded) -> str:
+    """Save a recording to a temporary folder, which remains if the report fails."""
     folder = ""
-    with contextlib.suppress(OSError):  # the report can be made without it
+    with contextlib.suppress(OSError):  # the report works without it
         folder = tempfile.mkdtemp(prefix="torchop-")
         path = Path(folder, "calls.json")
         recorded.save(path)
@@ -131,7 +131,7 @@ def _keep(recorded: Recorded) -> str:
 
 
 def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> bool:
-    """Writes what was recorded; returns whether that could be done."""
+    """Write the recording or the report; return whether that succeeded."""
     if out is not None:
         calls = sum(map(recorded.calls, recorded))
         try:
@@ -141,7 +141,7 @@ def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> 
             return False
         click.echo(f"torchop: wrote {out} (calls: {calls}, operators: {len(recorded)})", err=True)
     elif recorded:
-        folder = _keep(recorded)
+        folder = _save_temporary(recorded)
         click.echo(table(rows_of_recorded(recorded, patterns), recorded, recorded))
         shutil.rmtree(folder, ignore_errors=True)
     else:

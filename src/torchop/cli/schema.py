@@ -1,4 +1,4 @@
-"""`python -m torchop schema`: the schemas of a package now, and what changed since."""
+"""`python -m torchop schema`: write the schemas of a package, and compare two versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMAT = 1
 
 @click.group()
 def schema() -> None:
-    """Writes schemas to a file, and compares two such files."""
+    """Write schemas to a file, and compare two such files."""
 
 
 @schema.command()
@@ -32,9 +32,9 @@ def schema() -> None:
     help="The file to write. The default is to print.",
 )
 def dump(selection: Selection, out: Path | None) -> None:
-    """Writes the schemas of operators as JSON.
+    """Write the schemas of operators as JSON.
 
-    `schema compare` compares such a file with one of another version.
+    `schema compare` compares such files from two versions of a package.
     """
     texts = {op: Operator(op, "dump").schema.text for op in selection.operators}
     versions = {"torchop": torchop.__version__, "torch": str(torch.__version__)}
@@ -51,11 +51,10 @@ def dump(selection: Selection, out: Path | None) -> None:
 @click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(old: Path, new: Path, as_json: bool) -> None:
-    """Compares two files of `schema dump`, and says what breaks.
+    """Compare two files of `schema dump`, and report what breaks.
 
     A change breaks exported programs and callers if the new schema is not backward compatible by
-    the rule that PyTorch has for its own operators. The exit code is 1 if something breaks, and 0
-    otherwise.
+    PyTorch's rule for its own operators. The exit code is 1 if something breaks, and 0 otherwise.
     """
     changes = list(changes_between(_read(old), _read(new)))
     if as_json:
@@ -66,19 +65,19 @@ def compare(old: Path, new: Path, as_json: bool) -> None:
 
 
 class Change(NamedTuple):
-    """How the schema of one operator changed."""
+    """A change of an operator's schema."""
 
     op: str
     kind: str  # "added", "removed" or "changed"
-    breaks: bool  # whether PyTorch says that the new schema is not backward compatible
-    differences: tuple[str, ...]  # the arguments and results that changed
+    breaks: bool  # whether the new schema is not backward compatible, by PyTorch's rule
+    differences: tuple[str, ...]  # changed arguments and results
     old: str = ""
     new: str = ""
 
 
 def _print(changes: list[Change]) -> None:
     for change in changes:
-        broken = ", which breaks exported programs and callers" if change.breaks else ""
+        broken = ", and breaks exported programs and callers" if change.breaks else ""
         click.echo(f"{change.op}: {change.kind}{broken}")
         for sign, text in (("-", change.old), ("+", change.new)):
             if text:
@@ -88,14 +87,14 @@ def _print(changes: list[Change]) -> None:
     counts = {kind: sum(change.kind == kind for change in changes) for kind in _KINDS}
     broken_count = sum(change.breaks for change in changes)
     counted = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    click.echo(f"operators: {counted}; {broken_count} of these break what was written before")
+    click.echo(f"operators: {counted}; {broken_count} of these break existing programs")
 
 
 _KINDS = ("removed", "changed", "added")
 
 
 def _read(path: Path) -> dict[str, Schema]:
-    """The schemas in a file, by operator."""
+    """Return the schemas in a file, by operator."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         texts: Mapping[str, Any] = values["schemas"]
@@ -116,7 +115,7 @@ def _parsed(op: str, text: str) -> Schema:
 
 
 def changes_between(old: Mapping[str, Schema], new: Mapping[str, Schema]) -> Iterator[Change]:
-    """What changed, by the names of the operators."""
+    """Yield the changes, by operator name."""
     for op in sorted({*old, *new}):
         before, after = old.get(op), new.get(op)
         if before is None:
@@ -133,7 +132,7 @@ def _change(op: str, old: Schema, new: Schema) -> Change:
 
 
 def _differences(old: Schema, new: Schema) -> Iterator[str]:
-    """Name the arguments and results that differ, which PyTorch's verdict does not."""
+    """Yield the arguments and results that differ."""
     before, after = _arguments(old), _arguments(new)
     for name in (*before, *(name for name in after if name not in before)):
         if name not in after:
@@ -150,7 +149,7 @@ def _differences(old: Schema, new: Schema) -> Iterator[str]:
 
 
 def _arguments(schema: Schema) -> dict[str, str]:
-    """The arguments as the schema writes them, by name."""
+    """Return the arguments as written in the schema, by name."""
     texts = [text for text in schema.written_arguments if text != "*"]
     return {
         argument.name: f"{text}, keyword-only" if argument.keyword_only else text

@@ -1,4 +1,4 @@
-"""Packages of AOTInductor: with the modules of their operators, or with kernels in C++."""
+"""AOTInductor packages, with the modules of their operators or with C++ kernels."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ static bool is_missing(const char* name, const char* overload) {{
   return !c10::Dispatcher::singleton().findSchema({{name, overload}}).has_value();
 }}
 {blocks}"""
-# The libraries with the kernels stand beside the one with this code, and are loaded before it
-# defines an operator. Where all operators are defined, so are their kernels.
+# The kernel libraries are stored next to this library, and loaded before it defines an operator. If
+# all operators are defined already, so are their kernels.
 _LOADER = """
 #include <dlfcn.h>
 
@@ -57,7 +57,7 @@ static const bool has_loaded = [] {{
   return true;
 }}();
 """
-_CARRIER = "torchop_operators_"  # with what this begins the name of the library with this code
+_CARRIER = "torchop_operators_"  # the prefix of the name of the library with this code
 
 
 def aoti_package(
@@ -67,40 +67,40 @@ def aoti_package(
     inductor_configs: dict[str, Any] | None = None,
     libraries: Sequence[str | os.PathLike[str]] = (),
 ) -> str:
-    """Compiles a program with AOTInductor, and stores the modules that define its operators.
+    """Compile a program with AOTInductor, and store the modules that define the operators.
 
-    They are the entry `torchop_operators` of the package's metadata, so a server in C++ can read
-    them before it loads the package.
+    They are the entry `torchop_operators` of the package's metadata, so a C++ server can read them
+    before it loads the package.
 
-    Compiled code trusts fake kernels, so the program is run on its example inputs first, and the
-    results of each custom operator are compared with its fake kernel.
+    Compiled code relies on fake kernels. So the program first runs on its example inputs, and the
+    results of each custom operator are compared with the fake kernel.
 
     Args:
         ep: the program.
-        package_path: where to write the package, a path that ends with `.pt2`; by default, a
-            temporary file.
+        package_path: the path of the package, which must end with `.pt2`; by default, a temporary
+            file.
         inductor_configs: as in `torch._inductor.aoti_compile_and_package`.
-        libraries: shared libraries with kernels in C++, on Linux. The package carries them, and the
-            definitions of its operators, so that a process that has neither can run it, without
-            Python too. They are loaded here, with `torch.ops.load_library`.
+        libraries: shared libraries with C++ kernels, on Linux only. The package carries them and
+            the operators' definitions, so that it also runs in a process without both, and without
+            Python. They are loaded into this process with `torch.ops.load_library`.
 
     Returns:
         The path of the package.
 
     Raises:
-        RuntimeError: Inductor cannot compile the program; names the operators that return what a
-            package cannot hold.
-        FakeKernelError: with the example inputs of the program, an operator returned a tensor with
-            other metadata than its fake kernel; names the operator.
-        ArgumentError: a `TypeError`: `libraries` is one path; it takes a list.
-        OSError: a library cannot be loaded; the exception that caused it says why.
-        MissingKernelError: with `libraries`, an operator that the package calls has no kernel in
-            C++ for the device of the package; names both. There is no package then.
-        NotImplementedError: with `libraries`, anywhere but on Linux.
+        RuntimeError: Inductor cannot compile the program. The message names operators with results
+            that packages do not support.
+        FakeKernelError: on the example inputs, an operator returned a tensor with other metadata
+            than its fake kernel.
+        ArgumentError: a `TypeError`: `libraries` is a single path instead of a list.
+        OSError: a library cannot be loaded; see the cause.
+        MissingKernelError: with `libraries`, an operator of the package has no C++ kernel for the
+            package's device. No package is written.
+        NotImplementedError: `libraries` on another system than Linux.
 
     Warns:
-        UserWarning: the package calls operators whose kernel is in Python; names them. Or the
-            program cannot be run here, so results were not compared.
+        UserWarning: the package calls operators with Python kernels, or the program does not run on
+            its example inputs, so results were not compared.
 
     Example:
         >>> import torch, torchop, torchop.export
@@ -116,7 +116,7 @@ def aoti_package(
         >>> torchop.export.load_package(path)(torch.ones(2))  # doctest: +SKIP
         tensor([1.5000, 1.5000])
 
-    The idea is `torch._inductor.aoti_compile_and_package`.
+    Based on `torch._inductor.aoti_compile_and_package`.
     """
     if isinstance(libraries, (str, os.PathLike)):
         raise torchop.ArgumentError(
@@ -135,44 +135,43 @@ def aoti_package(
     configs["aot_inductor.metadata"] = {**metadata, METADATA: modules_of(ep)}
     path = None if package_path is None else os.fspath(package_path)
     if libraries:
-        return _carrying(list(map(os.path.abspath, libraries)), ep, path, configs)
+        return _with_libraries(list(map(os.path.abspath, libraries)), ep, path, configs)
     path = _compiled(ep, path, configs)
     names, device = contents_of_package(path)
     without = _without_kernels(names, device)
     in_python = ", ".join(f"{op} (see {site})" for op, site in without.items())
     if in_python:
         warn(
-            f"aoti_package: on {device}, the package calls kernels in Python, so it runs only in a "
-            f"process that has a Python, whose lock each of these calls takes: {in_python}. Where "
-            "that matters, register kernels with TORCH_LIBRARY_IMPL, and name their library when "
-            "you make the package, aoti_package(..., libraries=[...]), which carries it then.",
+            f"aoti_package: on {device}, the package calls Python kernels, so it needs a process "
+            f"with Python, and each of these calls takes the GIL: {in_python}. To avoid that, "
+            "register kernels with TORCH_LIBRARY_IMPL, and pass their library: "
+            "aoti_package(..., libraries=[...]).",
             UserWarning,
         )
     return path
 
 
 def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
-    """Loads a package of AOTInductor.
+    """Load an AOTInductor package.
 
     Args:
         path: the path of the package.
-        options: those of `torch._inductor.aoti_load_package`, such as `device_index`.
+        options: the options of `torch._inductor.aoti_load_package`, such as `device_index`.
 
     Returns:
         The compiled program, which is called like its module.
 
     Raises:
-        OperatorNotFoundError: the program uses an operator that nobody defined in this process;
-            names it and, if `torchop.export.aoti_package` wrote the package, the module to import.
+        OperatorNotFoundError: an operator of the program is not defined in this process. The
+            message names the module to import if `torchop.export.aoti_package` wrote the package.
 
     Warns:
-        ProviderWarning: where it was compiled, an operator had a kernel of a provider that is not
-            registered in this process.
-        UserWarning: the list of modules in the package is damaged; it is loaded without it.
+        ProviderWarning: when compiled, an operator used a provider that is not registered here.
+        UserWarning: the list of modules in the package is damaged, so it is ignored.
 
     Example: see `torchop.export.aoti_package`.
 
-    The idea is `torch._inductor.aoti_load_package`.
+    Based on `torch._inductor.aoti_load_package`.
     """
     path = os.fspath(path)
     if not _carries_operators(path):
@@ -189,19 +188,21 @@ def _source(path: str, operators: list[Operator], loader: str) -> str:
     return _SOURCE.format(package=os.path.basename(path), blocks="".join((loader, *blocks)))
 
 
-def _carrying(libraries: list[str], ep: ExportedProgram, path: str | None, configs: Any) -> str:
-    """Makes a package with libraries, and with one that loads them and defines the operators."""
+def _with_libraries(
+    libraries: list[str], ep: ExportedProgram, path: str | None, configs: Any
+) -> str:
+    """Create a package with libraries, and a library that loads them and defines the operators."""
     for library in libraries:
         torch.ops.load_library(library)
     with tempfile.TemporaryDirectory() as folder:
-        # A process loads one library of a name, so every package has another.
+        # A process loads only one library per name, so each package uses a unique name.
         carrier = os.path.join(folder, f"{_CARRIER}{uuid.uuid4().hex}")
         on_demand.build_library("", carrier)
         path = _compiled(ep, path, configs, linked=carrier)
         try:
-            _put_in(libraries, carrier, path)
+            _add_libraries(libraries, carrier, path)
         except BaseException:
-            os.remove(path)  # which nobody could run
+            os.remove(path)  # the package is unusable
             raise
     return path
 
@@ -220,19 +221,20 @@ def _compiled(ep: ExportedProgram, path: str | None, configs: Any, **options: st
         ) from error
 
 
-def _put_in(libraries: list[str], carrier: str, path: str) -> None:
-    """Adds libraries to a package, and the one that loads them, compiled now that it is known."""
+def _add_libraries(libraries: list[str], carrier: str, path: str) -> None:
+    """Add libraries to a package, with a loader that is compiled for its operators."""
     names, device = contents_of_package(path)
     operators = _with_kernels(names, device)
     loader = _LOADER.format(
         missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
         count=len(libraries),
     )
-    place = f'#line 1 "{os.path.basename(path)}"\n'  # which PyTorch tells of the operators
+    # PyTorch reports this as the operators' registration site
+    place = f'#line 1 "{os.path.basename(path)}"\n'
     on_demand.build_library(place + _source(path, operators, loader), carrier)
     with zipfile.ZipFile(path, "a") as archive:
-        (beside,) = (name for name in archive.namelist() if name.endswith(".wrapper.so"))
-        inside = f"{posixpath.dirname(beside)}/{os.path.basename(carrier)}"
+        (wrapper,) = (name for name in archive.namelist() if name.endswith(".wrapper.so"))
+        inside = f"{posixpath.dirname(wrapper)}/{os.path.basename(carrier)}"
         archive.write(carrier, inside)
         for number, library in enumerate(libraries):
             archive.write(library, f"{inside}.{number}")
@@ -246,19 +248,19 @@ def _carries_operators(path: str) -> bool:
 
 
 def _with_kernels(names: list[OpName], device: str) -> list[Operator]:
-    """The operators that a package calls; refuses one that has no kernel in C++."""
+    """Return the operators that a package calls; raise if one has no C++ kernel."""
     for op, site in _without_kernels(names, device).items():
         raise torchop.MissingKernelError(
-            f"{op}: the package calls it on {device}, for which it has no kernel in C++ (see "
+            f"{op}: the package calls it on {device}, but it has no C++ kernel there (see "
             f"{site}), so no process without Python can run the package. Register one with "
-            f"TORCH_LIBRARY_IMPL({op.name.namespace}, ...), and load its library here, with "
+            f"TORCH_LIBRARY_IMPL({op.name.namespace}, ...), and load its library here with "
             "torch.ops.load_library, or name it in aoti_package(..., libraries=[...])."
         )
     return [Operator(name, "aoti_package") for name in names]
 
 
 def _without_kernels(names: Iterable[OpName], device: str) -> dict[Operator, str]:
-    """The operators that have no kernel in C++, and where the one that they have comes from."""
+    """Return the operators without a C++ kernel, and the site of their Python kernel."""
     operators = [Operator(name, "aoti_package") for name in names]
     sites = {op: python_kernel(op, device) for op in operators}
     return {op: site for op, site in sites.items() if site is not None}

@@ -1,7 +1,7 @@
-"""Saving and loading programs, with the modules that define their operators.
+"""Save and load programs with the modules that define their operators.
 
-Files of exported programs and packages of AOTInductor are zip files. Both have an entry with these
-modules, and name the operators in other entries.
+Files of exported programs and AOTInductor packages are zip files. Both store the modules in one
+entry, and operator names in others.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torchop.extend import Operator, OpName, OpOverload, short_repr, warn
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
 _MANIFEST = "torchop_operators.json"
-# The same in the metadata of a package.
+# The corresponding key in a package's metadata.
 METADATA = "torchop_operators"
-_DEVICE = "AOTI_DEVICE_KEY"  # also there
-# Where PyTorch puts extra files, in this version of its format and in the one before.
+_DEVICE = "AOTI_DEVICE_KEY"  # also in a package's metadata
+# The folders of extra files, in PyTorch's current and previous file format.
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
-# The operator that a node calls, or passes to a higher-order operator: a decomposed program calls
-# operators that mutate or have an effect through those.
+# Matches the operator of a node, or the operator passed to a higher-order operator, as in
+# decomposed programs with mutation or effects.
 _OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
-# What reading a damaged file may raise.
+# Exceptions from reading a damaged file.
 _UNREADABLE = (
     OSError,
     EOFError,
@@ -45,13 +45,13 @@ _UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-_LONGEST_NAME = 200  # characters of a module, in a message
+_LONGEST_NAME = 200  # the maximum length of a module's name in messages
 
 
 def save(
     ep: ExportedProgram, f: File, *, extra_files: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    """Saves an exported program, with the modules that define its operators.
+    """Save an exported program, with the modules that define its operators.
 
     Args:
         ep: the program.
@@ -75,14 +75,14 @@ def save(
         >>> torchop.export.load(file).module()(torch.ones(2))
         tensor([2., 2.])
 
-    The idea is `torch.export.save`.
+    Based on `torch.export.save`.
     """
     manifest = modules_of(ep)
     torch.export.save(ep, f, extra_files={**(extra_files or {}), _MANIFEST: manifest}, **options)
 
 
 def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) -> ExportedProgram:
-    """Loads an exported program.
+    """Load an exported program.
 
     Args:
         f: a path, or a binary file to read from.
@@ -90,17 +90,16 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
         options: the other options of `torch.export.load`.
 
     Raises:
-        OperatorNotFoundError: the program uses an operator that nobody defined in this process;
-            names it and, if `torchop.export.save` wrote the file, the module to import.
-        FileNotFoundError: there is no such file.
+        OperatorNotFoundError: an operator of the program is not defined in this process. The
+            message names the module to import if `torchop.export.save` wrote the file.
+        FileNotFoundError: the file does not exist.
         zipfile.BadZipFile: the file is not an archive.
 
     Warns:
-        ProviderWarning: where the program was saved, an operator had a kernel of a provider that is
-            not registered in this process.
-        UserWarning: the list of modules in the file is damaged; the program is loaded without it.
+        ProviderWarning: when saved, an operator used a provider that is not registered here.
+        UserWarning: the list of modules in the file is damaged, so it is ignored.
 
-    The idea is `torch.export.load`.
+    Based on `torch.export.load`.
     """
     if not isinstance(f, (str, os.PathLike)):
         f = io.BytesIO(f.read())  # it is read twice
@@ -112,20 +111,20 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
 
 
 # --------------------------------------------------------------------------------------------------
-# The modules that define the operators
+# Modules that define the operators
 
 
 def modules_of(ep: ExportedProgram) -> str:
-    """The modules that define the operators of a program, by the operator's name, as JSON.
+    """Return the defining module of each operator in a program, as JSON.
 
-    Also those of the providers that calls ask for as it is saved, by names like `ns::f[triton]`.
+    Includes the modules of active providers, with keys such as `ns::f[triton]`.
     """
-    # By name, because an operator may have been defined again since the program was exported.
+    # By name, because an operator may have been redefined since the export.
     used = [Operator(OpName.parse(op.name()), "save") for op in _operators_in(ep).values()]
     modules = {str(op): op.site.module for op in used if op.site is not None}
     for op in used:
-        asked = {k.provider for k in torchop.providers(str(op)) if k.rank and k.supported}
-        here = [each for each in providers_of(str(op)) if each.name in asked]
+        active = {k.provider for k in torchop.providers(str(op)) if k.rank and k.supported}
+        here = [each for each in providers_of(str(op)) if each.name in active]
         modules |= {f"{op}[{each.name}]": each.site.module for each in here}
     return json.dumps(modules, sort_keys=True)
 
@@ -146,14 +145,13 @@ def _nodes(ep: ExportedProgram) -> Iterator[Node]:
             yield from module.graph.nodes
 
 
-# What an entry of a file, with this name and read by this function, has: the modules, as JSON, and
-# the operators that the program calls.
+# Reads an entry of a file: returns the modules as JSON, and the operators called.
 _Reader = Callable[[str, Callable[[], bytes]], "tuple[bytes | str | None, Iterable[OpName]]"]
 
 
 def _in_program(name: str, read: Callable[[], bytes]) -> tuple[bytes | None, Iterable[OpName]]:
     folder, _, base = name.rpartition("/")
-    if not _EXTRA_FOLDERS.isdisjoint(folder.split("/")):  # PyTorch reads none of it
+    if not _EXTRA_FOLDERS.isdisjoint(folder.split("/")):  # PyTorch ignores these files
         return read() if base == _MANIFEST else None, ()
     if not name.endswith(".json"):
         return None, ()
@@ -170,7 +168,7 @@ def in_package(name: str, read: Callable[[], bytes]) -> tuple[str | None, Iterab
 
 
 def contents_of_package(path: str | os.PathLike[str]) -> tuple[list[OpName], str]:
-    """The operators that a package calls, and the type of the device for which it was compiled."""
+    """Return the operators that a package calls, and its device type."""
     path = os.fspath(path)
     _check_archive(path)
     called: set[OpName] = set()
@@ -184,16 +182,16 @@ def contents_of_package(path: str | os.PathLike[str]) -> tuple[list[OpName], str
 
 
 def _called_operators(calls: Any) -> Iterable[OpName]:
-    """The operators that compiled code calls through PyTorch's dispatcher."""
+    """Yield the operators that compiled code calls through the dispatcher."""
     for node in calls["nodes"]:
         try:
             yield OpName.parse(node["node"]["target"])
         except torchop.OperatorNameError:
-            continue  # a higher-order operator, or what else Inductor may write there
+            continue  # a higher-order operator, or another target written by Inductor
 
 
 def _check_archive(file: str | os.PathLike[str] | io.BytesIO) -> None:
-    """Refuses what is no archive, of which PyTorch logs only what it ran into."""
+    """Raise if a file is not an archive; PyTorch would only log an internal error."""
     if zipfile.is_zipfile(file):
         return
     if isinstance(file, io.BytesIO):
@@ -209,7 +207,7 @@ def _check_archive(file: str | os.PathLike[str] | io.BytesIO) -> None:
 
 
 def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: str) -> None:
-    """Refuses a file with an operator that nobody defined in this process."""
+    """Raise if an operator in a file is not defined in this process."""
     modules: dict[str, str] = {}
     used: set[OpName] = set()
     try:
@@ -220,14 +218,14 @@ def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: s
                     modules |= _read_modules(stored, caller, entry)
                 used.update(called)
     except _UNREADABLE:
-        return  # PyTorch explains what is wrong with the file itself
+        return  # PyTorch reports what is wrong with the file
     for operator in sorted(used):
         if Operator(operator, caller).exists:
             continue
         module = modules.get(str(operator))
         where = f"the module {module!r}, which" if module else "the module that"
         advice = f"Import {where} defines it, before loading the program."
-        if module == "__main__":  # of the program that saved it; the one of this program is another
+        if module == "__main__":  # the main module of the saving program, not of this one
             advice = (
                 "The script that saved the program defines it: move it into a module, and import "
                 "that here and there, before loading the program."
@@ -241,15 +239,15 @@ def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: s
         op, _, provider = name.removesuffix("]").partition("[")
         if provider and op in called_here and provider not in {p.name for p in providers_of(op)}:
             warn(
-                f"{what} calls {op}, which ran the kernel of the provider {provider!r} where the "
-                "program was saved. It is not registered in this process, so another kernel runs. "
-                f"Import the module {module!r}, which registers it.",
+                f"{what} calls {op}, and used the kernel of the provider {provider!r} when the "
+                "program was saved. This provider is not registered in this process, so another "
+                f"kernel runs. Import the module {module!r} to register it.",
                 torchop.ProviderWarning,
             )
 
 
 def _read_modules(contents: bytes | str, caller: str, entry: str) -> dict[str, str]:
-    """The modules by operator, of such JSON; empty, with a warning, if that is damaged."""
+    """Parse the JSON of modules by operator; warn and return nothing if it is damaged."""
     try:
         modules = json.loads(contents)
         if isinstance(modules, dict) and all(isinstance(m, str) for m in modules.values()):

@@ -48,7 +48,9 @@ def test_gradient_of_nothing_that_is_registered(namespace):
     explanation = torchop.explain(op, needing_grad())
     assert explanation.native
     autograd, kernel = explanation.kernels
-    assert autograd == "autograd: PyTorch's fallback, which notes that there is no formula"
+    assert (
+        autograd == "autograd: PyTorch's fallback, which records that the operator has no formula"
+    )
     assert "<lambda>" in kernel
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         assert torchop.explain(op, needing_grad()).reason == Reason.ANOMALY.text

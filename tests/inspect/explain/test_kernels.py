@@ -76,7 +76,7 @@ def test_kernel_for_views(namespace):
         mutates_args=(),
         schema="(Tensor(a) x) -> Tensor(a)",
     )
-    assert check(op, Reason.KERNEL, T).reason == "PyTorch's kernel for views has to run"
+    assert check(op, Reason.KERNEL, T).reason == "PyTorch's kernel for views must run"
     with torch.inference_mode():
         check(op, Reason.NATIVE, torch.zeros(2))
 

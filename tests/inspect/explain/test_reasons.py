@@ -72,7 +72,7 @@ def test_an_operator_without_its_arguments(op):
 )
 def test_the_type_that_was_passed_and_the_one_wanted(op, value, spelled):
     reason = torchop.explain(op, value).reason
-    assert f"the type of the schema, which is 'Tensor x', but is {spelled}" in reason
+    assert f"the schema's type 'Tensor x', but is {spelled}" in reason
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_build_of_what_does_not_load(compiler: Compiler) -> None:
     compiler('echo no extension > "$target"')
     outcome = Outcome("build")
     assert outcome.code == 1
-    assert "is there, but cannot be loaded: " in outcome.err
+    assert "exists, but cannot be loaded: " in outcome.err
 
 
 def test_doctor_of_a_healthy_place(in_cache: Path, compiler: Compiler) -> None:
@@ -89,7 +89,7 @@ def test_doctor_of_a_healthy_place(in_cache: Path, compiler: Compiler) -> None:
     assert in_cache.name == f"_call_path-{row(outcome.out, 'key')}.so"
     assert row(outcome.out, "package").endswith("prebuilt: not there")
     assert row(outcome.out, "cache") == f"{in_cache.parent}: there, and can be loaded"
-    assert outcome.out.endswith("The native call path can be used.\n")
+    assert outcome.out.endswith("The native call path works.\n")
 
 
 def test_doctor_of_a_pytorch_with_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder:
     assert outcome.code == 1
     assert row(outcome.out, "cache") == f"{cache_folder}: not there"
     assert row(outcome.out, "compiler").startswith("there is no C++ compiler")
-    assert "cannot be used yet, for a reason that stands above. Operators work" in outcome.out
+    assert "cannot be used yet, for the reason above. Operators work" in outcome.out
 
 
 @pytest.mark.usefixtures("compiler")
@@ -159,8 +159,8 @@ def test_doctor_of_a_fresh_install(cache_folder: Path, compiler: Compiler) -> No
     assert outcome.code == 0
     assert row(outcome.out, "cache") == f"{cache_folder}: not there"
     assert outcome.out.endswith(
-        "Nothing is compiled yet: the first call of an operator does that, in the background, "
-        "which takes about 20 s. `python -m torchop build` does it now.\n"
+        "Nothing is compiled yet. The first call of an operator compiles the native call path in "
+        "the background, in about 20 s. `python -m torchop build` does it now.\n"
     )
     assert log.read_text() == ""
     assert not cache_folder.exists()

@@ -241,7 +241,7 @@ def test_operator_of_somebody_else(namespace):
         name = f"{namespace}::op"
         torchop.register_fake(name, shape=lambda n: (n, n), lib=library)
         assert torch.ops.__getattr__(namespace).op(meta(1), 3).shape == (3, 3)
-        with pytest.raises(RuntimeError, match=f"at the declaration of what {name} returns; pass"):
+        with pytest.raises(RuntimeError, match=f"at the declared outputs of {name}; pass"):
             torchop.register_fake(name, like="x", lib=library, allow_override=False)
 
 
@@ -295,11 +295,11 @@ _TWO = "(Tensor x, Tensor[] xs) -> (Tensor, Tensor[])"
         (_ONE, {"like": "maybe"}, r"but like='maybe' is of type Optional\[Tensor\]"),
         (_ONE, {"like": "xs"}, r"output 0 is a Tensor, but like='xs' is of type List\[Tensor\]"),
         (_ONE, {"like": ("x", "x")}, "like has 2 entries, but the operator has 1 output:?"),
-        (_ONE, {"dtype": torch.int8}, "nothing says what output 0 looks like"),
+        (_ONE, {"dtype": torch.int8}, "output 0 has neither like= nor shape="),
         (_ONE, {"like": "x", "dtype": "n"}, "dtype='n' for output 0 must name a Tensor or a torch"),
         (_ONE, {"like": "x", "dtype": 3}, "dtype for output 0 must be an argument or a dtype"),
         (_ONE, {"like": "x", "memory_format": "channels_last"}, "must be a torch.memory_format"),
-        (_ONE, {"memory_format": torch.channels_last}, "nothing says what output 0 looks like"),
+        (_ONE, {"memory_format": torch.channels_last}, "output 0 has neither like= nor shape="),
         (
             _TWO,
             {"like": ("x", "xs"), "memory_format": torch.contiguous_format},
@@ -311,16 +311,16 @@ _TWO = "(Tensor x, Tensor[] xs) -> (Tensor, Tensor[])"
             {"shape": lambda *, x: x.shape},
             "shape for output 0 takes arguments by keyword only",
         ),
-        (_ONE, {"shape": max}, "shape for output 0 must say .*function max> has no signature"),
+        (_ONE, {"shape": max}, "shape for output 0 must name .*function max> has no signature"),
         (_TWO, {"like": "x"}, "like must be a tuple with an entry for each of the 2 outputs"),
         (_TWO, {"like": ("x", "x")}, r"output 1 is a List\[Tensor\], but like='x' is of type Tens"),
         (
             _TWO,
             {"like": ("x", "xs"), "shape": (None, lambda x: x.shape)},
-            "output 1 is a list, whose shapes only a function can describe",
+            "output 1 is a list, whose shapes need a function",
         ),
-        ("(int n) -> Tensor", {"shape": lambda n: (n,)}, "no tensor from which output 0 takes"),
-        ("(Tensor x) -> int", {"like": "x"}, "output 0 is of type int, which only a function"),
+        ("(int n) -> Tensor", {"shape": lambda n: (n,)}, "output 0 has no device"),
+        ("(Tensor x) -> int", {"like": "x"}, "output 0 is of type int, which needs a function"),
         ("(Tensor x) -> ()", {"like": "x"}, "the operator returns nothing"),
     ],
 )

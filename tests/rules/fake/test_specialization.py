@@ -59,7 +59,7 @@ def test_the_argument_is_named_once(namespace: str, backend: str) -> None:
 def test_lists_options_and_keywords(namespace: str, kind: str, better: str, call: Any) -> None:
     op = define(namespace, f"Tensor x, {kind} n")
     (message,) = warned(lambda x: call(op, x))
-    assert f"the schema says {kind}, so" in message
+    assert f"the schema declares it as {kind}, so" in message
     assert f"Write {better} n in the schema." in message
 
 

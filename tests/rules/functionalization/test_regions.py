@@ -82,7 +82,7 @@ def test_a_region_mutates_its_input(namespace, schema, backend):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_an_argument_that_the_mutable_companion_renames(namespace, dynamic):
+def test_an_argument_that_the_mutable_helper_renames(namespace, dynamic):
     op = _define(
         namespace, "(Tensor(a!) d, Tensor x, str mode) -> ()", lambda d, x, mode: _add_into(d, x)
     )

@@ -62,13 +62,13 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_only_operators_that_need_companions_have_them(namespace, schema):
+def test_only_operators_that_need_helpers_have_them(namespace, schema):
     mutates = {"x"} if "!" in schema else ()
     torchop.custom_op(f"{namespace}::op", lambda *args: None, mutates_args=mutates, schema=schema)
     assert names(namespace) == {"op"} | SCHEMAS[schema]
 
 
-def test_the_schema_of_a_companion_keeps_defaults_and_strings(namespace):
+def test_the_schema_of_a_helper_keeps_defaults_and_strings(namespace):
     def kernel(xs, label='a, ")(', dims=(1, 2), *, weights, by=0.5):
         return [weights]
 
@@ -91,16 +91,16 @@ def test_the_schema_of_a_companion_keeps_defaults_and_strings(namespace):
         library.define(f"op{write(arguments, write_results(results))}")
 
 
-def test_companions_end_with_their_operator(namespace):
+def test_helpers_are_deregistered_with_their_operator(namespace):
     scale = _scale_out(namespace)
-    companion = getattr(torch.ops, namespace).scale__mutable.out
+    helper = getattr(torch.ops, namespace).scale__mutable.out
     out = torch.zeros(2)
-    assert companion(torch.ones(2), out=out) is None
+    assert helper(torch.ones(2), out=out) is None
     assert out.tolist() == [2.0, 2.0]
 
     again = _scale_out(namespace, 3.0)  # the same place defines it again
-    with pytest.raises(torchop.OperatorGoneError, match="is gone"):
-        companion(torch.ones(2), out=out)
+    with pytest.raises(torchop.OperatorGoneError, match="was deregistered"):
+        helper(torch.ones(2), out=out)
     getattr(torch.ops, namespace).scale__mutable.out(torch.ones(2), out=out)
     assert out.tolist() == [3.0, 3.0]
     assert scale is not again
@@ -117,12 +117,12 @@ def test_companions_end_with_their_operator(namespace):
     assert not {"other", "other__functional"} & names(namespace)
 
 
-def test_a_definition_that_fails_leaves_no_companion(namespace):
+def test_a_definition_that_fails_leaves_no_helper(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("scale__mutable.out() -> ()")  # the name is taken
         with pytest.raises(
             RuntimeError,
-            match=r"scale\.out: .* an operator \S*scale__mutable\.out, but .* already, registered",
+            match=r"scale\.out: .* an operator \S*scale__mutable\.out, but another library defined",
         ):
             _scale_out(namespace)
         assert names(namespace) == {"scale__mutable.out"}
@@ -162,7 +162,7 @@ def test_a_rule_of_the_user_for_the_functional_trace_counts(namespace):
     assert set(calls) == {scale.overload}
 
 
-def test_a_saved_program_names_the_module_of_a_companion(namespace):
+def test_a_saved_program_names_the_module_of_a_helper(namespace):
     scale = _scale_out(namespace)
 
     class Model(torch.nn.Module):

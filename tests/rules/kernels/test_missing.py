@@ -60,7 +60,7 @@ def test_missing_kernel_for_a_tensor_that_is_not_dense_names_the_layout(
     tensor = convert(torch.zeros(1, device=device))
     message = missing(lambda: op(tensor))
     assert f"does not have a kernel registered for {device} with the layout {layout}" in message
-    assert f"it has kernels for: {device}, which are for dense tensors" in message
+    assert f"it has kernels for: {device}, but only for dense tensors" in message
     assert "register_kernel(None)" in message
 
 

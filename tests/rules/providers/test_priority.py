@@ -311,9 +311,7 @@ def test_a_provider_that_is_not_supported_is_reported_once(namespace, caplog):
     op = define(namespace, priority=["absent"])
     op.register_kernel(TYPE, adding(10), provider="absent", supported=lambda: bool(asked.append(1)))
     assert asked == []  # a package registers it where nobody calls
-    match = (
-        rf"{namespace}::op: the provider 'absent' is passed by on {TYPE}, because its `supported`"
-    )
+    match = rf"{namespace}::op: the provider 'absent' is skipped on {TYPE}, because its `supported`"
     with pytest.warns(torchop.ProviderWarning, match=match):
         assert value(op) == 1
     op.register_kernel(TYPE, adding(20), provider="other")
@@ -329,11 +327,11 @@ def test_a_provider_that_was_removed_is_reported_once(namespace):
     torchop.register_kernel(
         op, TYPE, adding(10), provider="gone", supports=lambda x: x.ndim == 1, lib=library
     )
-    with pytest.warns(torchop.ProviderWarning, match="its `supports` says no"):
+    with pytest.warns(torchop.ProviderWarning, match="its `supports` returned False"):
         assert value(op, torch.zeros(1, 1)) == 1
     library._destroy()
     match = (
-        rf"^{namespace}::op: the provider 'gone' is passed by( on {TYPE})?, because it was "
+        rf"^{namespace}::op: the provider 'gone' is skipped( on {TYPE})?, because it was "
         r"removed, with the library that it was registered through, and the reference runs "
         r"instead\. It"
     )
@@ -380,7 +378,7 @@ def test_a_warning_points_at_the_users_line(namespace, way):
     elif way in ("aot_eager", "inductor"):
         place = "compiled function"
         function = torch.compile(lambda x: op(x) * 1, backend=way)  # compiled function
-    with pytest.warns(torchop.ProviderWarning, match="'absent' is passed by") as caught:
+    with pytest.warns(torchop.ProviderWarning, match="'absent' is skipped") as caught:
         function(x)  # call
     (warning,) = [w for w in caught if w.category is torchop.ProviderWarning]
     assert warning.filename == __file__
@@ -444,7 +442,7 @@ def test_passed_by_is_logged(namespace, caplog):
         logger.removeHandler(caplog.handler)
         logger.setLevel(level)
     assert (
-        f"'absent' is passed by on {TYPE}, because it is registered with supported=False"
+        f"'absent' is skipped on {TYPE}, because it is registered with supported=False"
         in caplog.text
     )
 
@@ -470,7 +468,7 @@ def test_a_device_without_a_reference(namespace):
     op = torchop.custom_op(f"{namespace}::op", adding(1), mutates_args=(), device_types=OTHER,
                            schema="(Tensor x) -> Tensor")  # fmt: skip
     op.register_kernel(TYPE, adding(10), provider="ten", supports=lambda x: x.ndim == 1)
-    with pytest.raises(torchop.MissingKernelError, match=r"no order asks for: ten\. Ask for one"):
+    with pytest.raises(torchop.MissingKernelError, match=r"no order names: ten\. Name one"):
         value(op)
     op.set_priority(["ten"])
     assert value(op) == 10
@@ -663,7 +661,7 @@ def test_explain_names_the_provider_and_why_others_are_passed_by(namespace):
         "of which the first that can run the call does:",
         f"  1. gpu ({OTHER}): it has no kernel for {TYPE}",
         f"  2. absent ({TYPE}): it is registered with supported=False",
-        f"  3. flat ({TYPE}): its `supports` says no to the arguments",
+        f"  3. flat ({TYPE}): its `supports` returned False",
         f"  4. any ({TYPE}): runs",
         f"  5. last ({TYPE}): any comes before it",
         f"  unasked ({TYPE}): the order of torchop.priority does not name it",
@@ -678,7 +676,7 @@ def test_explain_tells_the_kernels_of_other_devices_apart(namespace):
     op.register_kernel(TYPE, adding(30), provider="ten")
     found = torchop.explain(op, torch.zeros(1)).providers
     assert [text.rpartition(" (/")[0] or text for text in found] == [
-        "1. tuned: no measurement is for such a call",
+        "1. tuned: no measurement matches the call",
         f"gpu ({OTHER}): it is for other devices",
         f"ten ({TYPE}): the order of the operator's author does not name it",
         "reference (every device): runs",

@@ -40,7 +40,7 @@ void refuse_gone(Entry& entry) {
   PyErr_Clear();
   PyErr_Format(
       kind.get(),
-      "%S is gone: the library that defined it was reset. Look it up in torch.ops again.",
+      "%S was deregistered: the library that defined it was reset. Look it up in torch.ops again.",
       entry.name);
 }
 

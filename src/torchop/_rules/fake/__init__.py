@@ -1,1 +1,1 @@
-"""Fake kernels: what an operator does with fake tensors."""
+"""Fake kernels: output metadata for FakeTensor and meta tensors."""

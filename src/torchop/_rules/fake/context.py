@@ -1,4 +1,4 @@
-"""get_ctx: the context with which a fake kernel makes sizes that depend on data."""
+"""`get_ctx`: the context in which a fake kernel creates data-dependent sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torchop._core.definition import Definition
 
 
 class NoContext:
-    """The context on meta tensors, where no size can depend on data."""
+    """The context for meta tensors, which do not support data-dependent sizes."""
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
 
     def create_unbacked_symint(self, *, min: int = 2, max: int | None = None) -> Any:
-        """The older name of `new_dynamic_size`."""
+        """Deprecated alias of `new_dynamic_size`."""
         return self.new_dynamic_size()
 
     def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> Any:
@@ -30,7 +30,7 @@ class NoContext:
 
 
 class _Stack(threading.local):
-    """The contexts of the fake kernels that run in this thread, the innermost last."""
+    """Contexts of the fake kernels running in this thread, innermost last."""
 
     def __init__(self) -> None:
         self.contexts: list[Any] = []
@@ -41,7 +41,7 @@ _running = _Stack()
 
 @contextlib.contextmanager
 def running(context: Any) -> Iterator[None]:
-    """Makes `get_ctx` return this context in this thread."""
+    """Make `get_ctx` return this context in this thread."""
     _running.contexts.append(context)
     try:
         yield
@@ -50,14 +50,14 @@ def running(context: Any) -> Iterator[None]:
 
 
 def innermost() -> Any:
-    """The context of the fake kernel of ours that runs in this thread, or None."""
+    """Return the context of this thread's innermost torchop fake kernel, or None."""
     return _running.contexts[-1] if _running.contexts else None
 
 
 def get_ctx() -> FakeImplCtx:
-    """Returns the context of the fake kernel that is running in this thread.
+    """Return the context of the fake kernel that is running in this thread.
 
-    Its method `new_dynamic_size(*, min=0, max=None)` makes a size that depends on data, in
+    Call its method `new_dynamic_size(*, min=0, max=None)` to create a data-dependent size, in
     elements.
 
     Raises:
@@ -73,7 +73,7 @@ def get_ctx() -> FakeImplCtx:
         ...     count = torchop.get_ctx().new_dynamic_size()
         ...     return x.new_empty([count, x.dim()], dtype=torch.int64)
 
-    The idea is `torch.library.get_ctx`, whose context is one per process; this one is per thread.
+    Based on `torch.library.get_ctx`, which stores one context per process instead of per thread.
     """
     context: FakeImplCtx | None = innermost()
     if context is not None:

@@ -1,4 +1,4 @@
-"""Fake kernels by declaration: what an output looks like, its shape, dtype and memory format."""
+"""Fake kernels from declarations of each output's shape, dtype and memory format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchop._errors import FakeKernelError, RuleSignatureError, short_repr
 from torchop._schema.callables import check_callable
 from torchop._schema.schema import Argument
 
-# The options of a declaration: one entry for each output, or a single one for a single output.
+# Options of a declaration: one entry per output, or a single value for a single output.
 Like = str | Sequence["str | None"] | None
 Shape = Callable[..., Any] | Sequence["Callable[..., Any] | None"] | None
 DType = str | torch.dtype | Sequence["str | torch.dtype | None"] | None
@@ -24,11 +24,9 @@ Format = torch.memory_format | Sequence["torch.memory_format | None"] | None
 
 
 class _Output(NamedTuple):
-    """How one output looks."""
-
     like: str
     is_list: bool
-    # The function, and the names of its parameters, which are arguments of the operator.
+    # The shape function, and the operator's arguments that its parameters name.
     shape: Callable[..., Any] | None
     parameters: tuple[str, ...]
     dtype: str | torch.dtype | None
@@ -38,7 +36,6 @@ class _Output(NamedTuple):
 def declared(
     definition: Definition, like: Like, shape: Shape, dtype: DType, memory_format: Format
 ) -> Callable[..., Any]:
-    """Turns a declaration into a fake kernel."""
     options = {"like": like, "shape": shape, "dtype": dtype, "memory_format": memory_format}
     try:
         outputs = tuple(_outputs(definition, options))
@@ -54,25 +51,25 @@ def declared(
 
 
 class _MisfitError(Exception):
-    """What of a declaration does not fit the schema."""
+    """The mismatch between a declaration and the schema."""
 
 
 def _outputs(definition: Definition, options: Mapping[str, Any]) -> Iterator[_Output]:
     kinds = definition.schema.returns
     if not kinds:
-        raise _MisfitError("the operator returns nothing, so there is nothing to describe")
+        raise _MisfitError("the operator returns nothing")
     each = [_for_each_output(len(kinds), name, value) for name, value in options.items()]
     for index, (kind, *described) in enumerate(zip(kinds, *each, strict=True)):
         yield _output(definition, index, kind, *described)
 
 
 class DeclaredFake(functools.partial[Any]):
-    """A fake kernel by declaration: its arguments are data, which keys of caches include."""
+    """A fake kernel from a declaration, whose data is part of cache keys."""
 
     is_declared = True
 
     def __repr__(self) -> str:
-        return f"the declaration of what {self.args[0]} returns"
+        return f"the declared outputs of {self.args[0]}"
 
 
 def _for_each_output(count: int, option: str, value: Any) -> list[Any]:
@@ -102,17 +99,17 @@ def _output(
 ) -> _Output:
     where = f"output {index}"
     if kind not in ("Tensor", "Optional[Tensor]", "List[Tensor]"):
-        raise _MisfitError(f"{where} is of type {kind}, which only a function can describe")
+        raise _MisfitError(f"{where} is of type {kind}, which needs a function")
     is_list = kind == "List[Tensor]"
     if is_list and shape is not None:
-        raise _MisfitError(f"{where} is a list, whose shapes only a function can describe")
+        raise _MisfitError(f"{where} is a list, whose shapes need a function")
     arguments = {argument.name: argument for argument in definition.schema.arguments}
     if like is None and shape is None:
-        raise _MisfitError(f"nothing says what {where} looks like: pass like= or shape=")
+        raise _MisfitError(f"{where} has neither like= nor shape=")
     if like is None:
         tensors = [a.name for a in definition.schema.arguments if a.kind == "Tensor"]
         if not tensors:
-            raise _MisfitError(f"there is no tensor from which {where} takes its device")
+            raise _MisfitError(f"{where} has no device, because no argument is a Tensor")
         like = tensors[0]
     reference = _argument(arguments, f"like for {where}", like)
     expected = "List[Tensor]" if is_list else "Tensor"
@@ -142,10 +139,10 @@ def _output(
     return _Output(like, is_list, shape, parameters, dtype, memory_format)
 
 
-def _argument(arguments: dict[str, Argument], what: str, name: Any) -> Argument:
+def _argument(arguments: dict[str, Argument], option: str, name: Any) -> Argument:
     if not isinstance(name, str) or name not in arguments:
         raise _MisfitError(
-            f"{what} must be one of the arguments {', '.join(arguments)}, got {short_repr(name)}"
+            f"{option} must be one of the arguments {', '.join(arguments)}, got {short_repr(name)}"
         )
     return arguments[name]
 
@@ -158,10 +155,10 @@ def _parameters(
     check_callable(f"{definition}: shape for {where}", shape)
     try:
         parameters = inspect.signature(shape).parameters
-    except ValueError:  # of some builtins
+    except ValueError:  # some builtins
         raise _MisfitError(
-            f"shape for {where} must say which arguments it takes, but {short_repr(shape)} has "
-            f"no signature"
+            f"shape for {where} must name arguments of the operator, but {short_repr(shape)} "
+            f"has no signature"
         ) from None
     names = tuple(parameters)
     if any(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values()):

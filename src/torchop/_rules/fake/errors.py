@@ -1,4 +1,4 @@
-"""The errors of missing fake kernels, and of fake kernels that read data."""
+"""Errors for missing fake kernels, and for fake kernels that read data."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torchop._rules.effect import how_to_declare
 from torchop._schema.schema import Schema
 from torchop._schema.types import spell
 
-# It says what to write, and none of it is in PyTorch's part of the traceback.
+# The message contains the fix, so FakeTensor's traceback in the log adds nothing.
 fake_tensors.keep_out_of_log(MissingFakeError)
 
 
 def missing_fake(definition: Definition) -> MissingFakeError:
-    """The error of an operator without a fake kernel, with an outline of one."""
+    """Return the error for an operator without a fake kernel, with a template of one."""
     missing = f"There was no fake impl registered for {definition}"
     if definition.schema.returns_nothing:
         return MissingFakeError(f"{missing}, nor an effect. {how_to_declare(definition)}")
     parameters, result = _suggested(definition)
     return MissingFakeError(
-        f"{missing}. torch.compile, torch.export and FakeTensor need one, to know what the outputs "
-        "look like without computing them:\n\n"
+        f"{missing}. torch.compile, torch.export and FakeTensor need one to compute the metadata "
+        "of the outputs without running the kernel:\n\n"
         f"    @torchop.register_fake({str(definition)!r})\n"
         f"    def _({parameters}):\n"
         "        # with the shape, dtype, device and strides that the kernel returns\n"
@@ -34,8 +34,8 @@ def missing_fake(definition: Definition) -> MissingFakeError:
 
 
 def data_was_read(definition: Definition, error: Exception) -> Exception:
-    """The error of a fake kernel that read the data of a tensor."""
-    # After the first line, PyTorch gives advice on its logs, which stays in the cause.
+    """Return the error for a fake kernel that read tensor data."""
+    # Keep the first line of PyTorch's message; the rest is advice about logging.
     reading = short_text(str(error).partition("\n")[0])
     message = (
         f"{definition}: the fake kernel read the data of a tensor ({reading}). It runs on tensors "
@@ -43,23 +43,23 @@ def data_was_read(definition: Definition, error: Exception) -> Exception:
         "depends on data, make it with torchop.get_ctx().new_dynamic_size()."
     )
     if isinstance(error, fake_tensors.DATA_DEPENDENT_ERRORS):
-        # Dynamo turns exactly these types into a graph break, where one is allowed.
+        # Dynamo turns these exception types into graph breaks.
         return fake_tensors.explained_tracing_error(type(error), definition.overload, message)
     return FakeKernelError(message)
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """`file:line` of a function, for messages, those of PyTorch too."""
+    """Return `file:line` of a function, for messages."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else short_repr(function)
 
 
 def _suggested(definition: Definition) -> tuple[str, str]:
-    """The parameters of a fake kernel for the operator, and an expression that it could return."""
+    """Return the parameters and a result expression for a template of a fake kernel."""
     schema, structure = definition.schema, definition.structure
     paths: dict[str, str] = {}
     positional, keyword_only = schema.parameters
-    if structure is not None:  # in terms of the author's objects, not of the schema's arguments
+    if structure is not None:  # use the author's parameters, not the schema's arguments
         paths = {leaf.name: leaf.path for leaf in structure.leaves}
         positional = [p.name for p in structure.parameters if not p.keyword_only]
         keyword_only = [p.name for p in structure.parameters if p.keyword_only]

@@ -1,4 +1,4 @@
-"""Fake kernels: the metadata of the outputs, without their data."""
+"""The rule for fake kernels, which compute output metadata without data."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     from torchop._rules.fake.declared import DType, Format, Like, Shape
 
 
-NO_FUNCTION = "torchop"  # where the fake kernel of an operator comes from that was given none
+NO_FUNCTION = "torchop"  # the source of an operator's fake kernel when none was registered
 
 
 class Fake(NamedTuple):
-    """The compiled rule."""
-
     function: Callable[..., Any] | None
     check_result: ResultCheck
     outputs_are_fresh: bool
@@ -43,12 +41,10 @@ class Fake(NamedTuple):
 
 
 class FakeRule(CompiledRule[Fake]):
-    """What an operator's outputs look like."""
-
     function: Callable[..., Any] | None = None
     is_installed = False
     registration: registries.FakeRegistration | None = None
-    warned: tuple[str, ...] = ()  # the arguments that a warning has named as constants
+    warned: tuple[str, ...] = ()  # constant arguments for which a warning was issued
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:
@@ -57,31 +53,31 @@ class FakeRule(CompiledRule[Fake]):
     def install(self) -> None:
         definition = self.definition
         if definition.is_ours and "meta" in definition.declaration.devices:
-            return  # it was defined with a kernel for meta tensors, which serves fake ones as well
-        # Even without a fake kernel: otherwise a kernel for every device would run on meta tensors.
+            return  # the operator's own meta kernel also runs on fake tensors
+        # Needed without a fake kernel too, or meta tensors would reach a kernel for all devices.
         definition.implement("Meta", self.kernel)
         if not definition.is_ours:
             self.is_installed = True
         if definition.schema.form is not Form.PLAIN or definition.schema.returns_nothing:
-            # These need no fake kernel. FakeTensor refuses inputs on several devices when it has
-            # called a kernel by way of the dispatcher.
+            # These operators need no fake kernel. Without this, FakeTensor would run the Meta
+            # kernel, and reject inputs on several devices.
             self._push(NO_FUNCTION)
 
     @property
     def in_meta(self) -> bool:
-        """Whether meta tensors reach this rule, or a kernel that the definition came with."""
+        """Return whether meta tensors reach this rule or the definition's own meta kernel."""
         return self.definition.is_ours or self.is_installed
 
-    def refuse_data(self) -> None:
-        """Refuses what FakeTensor asks of the kernel for every device: its tensors have no data.
+    def reject_data_access(self) -> None:
+        """Raise if FakeTensor calls a kernel for all devices with tensors that have no data.
 
-        It does so with sparse tensors, for which the dispatcher passes by the kernel at Meta.
+        For sparse tensors, the dispatcher skips the Meta kernel.
         """
         if self.in_meta:
             raise missing_fake(self.definition)
 
     def leave_to_kernel(self) -> None:
-        """Lets FakeTensor run a kernel for meta tensors, unless there is a fake kernel."""
+        """Let FakeTensor run a meta kernel, unless a fake kernel is registered."""
         if self.function is None:
             self.retract()
 
@@ -105,36 +101,35 @@ class FakeRule(CompiledRule[Fake]):
         return None if self.function is None else "fake"
 
     def register(self, function: Callable[..., Any], *, allow_override: bool = True) -> None:
-        """Makes `function` the fake kernel."""
         definition = self.definition
         schema = definition.schema
-        if not getattr(function, "is_declared", False):  # a declaration is of the results alone
+        if not getattr(function, "is_declared", False):  # a declaration describes results only
             function = definition.authored(function)
         function = definition.convention.fake(function)
         function = fitted(f"{definition}: a fake kernel", function, schema)
         with registration_lock:
             if not allow_override:
-                self._refuse_override()
+                self._check_override()
             if not self.in_meta:
-                self._refuse_composite()
+                self._check_not_composite()
             if schema.form is not Form.PLAIN and definition.is_ours:
                 warn(
-                    f"{definition} is tagged with {schema.form.value}, so it needs no fake "
-                    "kernel: it returns its own arguments. The registered one is used "
-                    "nevertheless.",
+                    f"{definition} is tagged with {schema.form.value}, so it returns its own "
+                    "arguments and needs no fake kernel. The registered fake kernel is used "
+                    "anyway.",
                     UserWarning,
                 )
             self.replace(function)
 
     def replace(self, function: Callable[..., Any]) -> None:
-        """Makes `function` the fake kernel, without the checks of `register`."""
+        """Set the fake kernel without the checks of `register`."""
         self.update(self._install, function=function)
 
     def _install(self) -> None:
         if not self.in_meta:
             self.install()
         assert self.function is not None
-        # Pushed again for each function, because PyTorch shows the source of the last one.
+        # Push again for each function, because PyTorch reports the source of the last one.
         self._push(source_of(self.function))
         if self.definition.is_ours:
             self.definition.rule(EffectRule).watch()
@@ -144,7 +139,7 @@ class FakeRule(CompiledRule[Fake]):
         registration = registries.FakeRegistration(str(definition), self.fake_kernel, source)
         if self.registration is not None:
             self.registration.remove()
-        elif definition.is_ours:  # which takes back all that its rules hold
+        elif definition.is_ours:  # deregistering removes these rules
             registries.offer_torch_dispatch(str(definition), FakeTensorMode, self.run_at_once)
         else:
             libraries.on_close(definition.library, self.retract)
@@ -158,10 +153,10 @@ class FakeRule(CompiledRule[Fake]):
 
     @compilers.never_traced
     def run_at_once(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The rule for FakeTensorMode: runs the fake kernel, if that is all there is to do.
+        """Run the fake kernel for FakeTensorMode, bypassing the mode's own handling.
 
-        The mode itself looks calls up in its cache first, which only holds operators of PyTorch,
-        and then for what else it may do with them. Both take longer than a fake kernel.
+        FakeTensorMode first checks its cache, which holds only PyTorch's operators, and other
+        special cases. That takes longer than a fake kernel.
         """
         kwargs, used = kwargs or {}, self.registration
         tensors = tensors_in((*args, *kwargs.values()))
@@ -184,7 +179,7 @@ class FakeRule(CompiledRule[Fake]):
         with running(context or NoContext(definition)):
             return _run(definition, args, kwargs)
 
-    def _refuse_override(self) -> None:
+    def _check_override(self) -> None:
         name = str(self.definition)
         source = registries.fake_source(name)
         if source not in (None, NO_FUNCTION):
@@ -198,7 +193,7 @@ class FakeRule(CompiledRule[Fake]):
             "it."
         )
 
-    def _refuse_composite(self) -> None:
+    def _check_not_composite(self) -> None:
         if dispatch.has_kernel(str(self.definition), "CompositeImplicitAutograd"):
             raise RuntimeError(
                 f"register_fake: {self.definition} has a CompositeImplicitAutograd kernel, so it "
@@ -207,7 +202,7 @@ class FakeRule(CompiledRule[Fake]):
 
     @compilers.never_traced
     def kernel(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The kernel that the dispatcher runs for meta tensors."""
+        """The kernel at the Meta key."""
         definition = self.definition
         with running(NoContext(definition)), fake_tensors.stock_context(innermost):
             result = _run(definition, args, kwargs)
@@ -265,10 +260,10 @@ def _check_outputs(definition: Definition, result: Any) -> None:
 
 
 def _fresh(result: Any, taken: set[int]) -> Any:
-    """The outputs, with new tensors in place of inputs and of outputs that are there already.
+    """Return the outputs with new tensors in place of inputs and repeated outputs.
 
-    A fake kernel that returns its input describes the output. A compiler would mistake the input
-    for the output, and compute with the input.
+    A fake kernel that returns its input only describes the output. A compiler would treat the input
+    as the output.
     """
     if isinstance(result, torch.Tensor):
         if id(result) in taken:
@@ -325,27 +320,26 @@ def register_fake(
     _stacklevel: int = 1,
     allow_override: bool = True,
 ) -> Function | None:
-    """Registers the fake kernel of an operator: what its outputs look like.
+    """Register the fake kernel of an operator, which computes output metadata without data.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         func: takes the operator's arguments and returns tensors with the shape, dtype, device,
             strides and storage offset that the kernel would return. It must not read data. Without
-            it, and without a declaration, a decorator is returned.
-        like: instead of `func`, the name of the argument that the output looks like, except for
-            what the other options say; with several outputs, a tuple of names. For an output that
-            is a list, the name of a list. By default the first Tensor.
-        shape: a function that returns the shape of the output, a tuple of ints, from those
-            arguments of the operator that its parameters name. The output is then contiguous;
-            without `shape`, it has the strides of `torch.empty_like`. With several outputs, a tuple
-            of functions or None.
-        dtype: the dtype of the output: a `torch.dtype`, or the name of an argument that is one or
-            has one. With several outputs, a tuple of these or None.
-        memory_format: the order of the output in memory, as for `torch.empty_like`:
-            `torch.contiguous_format` if the kernel returns a contiguous tensor whatever the strides
-            of `like` are, or `torch.channels_last`. With several outputs, a tuple of these or None.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
+            `func` and without a declaration, a decorator is returned.
+        like: instead of `func`, the name of an argument whose metadata the output copies, except
+            for the other options. With several outputs, a tuple of names. For an output that is a
+            list, the name of a list. Defaults to the first Tensor.
+        shape: a function that returns the shape of the output, a tuple of ints. Its parameters
+            name arguments of the operator. The output is then contiguous; without `shape`, it has
+            the strides of `torch.empty_like`. With several outputs, a tuple of functions or None.
+        dtype: the dtype of the output: a `torch.dtype`, or the name of an argument that is a dtype
+            or a Tensor. With several outputs, a tuple of these or None.
+        memory_format: the memory format of the output, as in `torch.empty_like`:
+            `torch.contiguous_format` if the kernel returns a contiguous tensor for any strides of
+            `like`, or `torch.channels_last`. With several outputs, a tuple of these or None.
+        lib: the library that owns the registration; by default it is permanent.
         allow_override: whether to replace an existing fake kernel.
 
     Returns:
@@ -353,9 +347,9 @@ def register_fake(
 
     Raises:
         OperatorNotFoundError: the operator is not defined.
-        RuleSignatureError: `func` does not take the operator's arguments, or the declaration does
-            not fit its schema.
-        RuntimeError: a fake kernel exists and may not be replaced, or the operator decomposes.
+        RuleSignatureError: `func` does not accept the operator's arguments, or the declaration
+            does not fit the schema.
+        RuntimeError: a fake kernel exists and must not be replaced, or the operator decomposes.
 
     Example:
         >>> import torch, torchop
@@ -369,8 +363,8 @@ def register_fake(
         torch.Size([3])
         >>> torchop.register_fake("docs::row_sums", shape=lambda x: (x.shape[0],))
 
-    The idea is `torch.library.register_fake`. `_stacklevel` is accepted, but not used: the source
-    of a fake kernel is the place of its function.
+    Based on `torch.library.register_fake`. `_stacklevel` is accepted but unused: the source of a
+    fake kernel is the location of its function.
     """
     rule = resolve(op, "register_fake", lib).rule(FakeRule)
     if like is None and shape is None and dtype is None and memory_format is None:
@@ -380,9 +374,9 @@ def register_fake(
     if func is not None:
         raise RuleSignatureError(
             f"{rule.definition}: register_fake takes a function or a declaration (like, shape, "
-            "dtype, memory_format), not both. Let the function return what you declared."
+            "dtype, memory_format), not both. Move the declaration into the function."
         )
-    from torchop._rules.fake.declared import declared  # many programs need none
+    from torchop._rules.fake.declared import declared  # few programs use it
 
     rule.register(
         declared(rule.definition, like, shape, dtype, memory_format), allow_override=allow_override
@@ -397,12 +391,12 @@ def impl_abstract(
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
 ) -> Function:
-    """The older name of `register_fake`, which PyTorch has deprecated.
+    """Register a fake kernel under the deprecated name of `register_fake`.
 
     Warns:
         FutureWarning: use `register_fake`.
 
-    The idea is `torch.library.impl_abstract`.
+    Based on `torch.library.impl_abstract`.
     """
     warn("impl_abstract was renamed to register_fake; use that.", FutureWarning)
     return register_fake(qualname, func, lib=lib)

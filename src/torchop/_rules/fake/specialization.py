@@ -1,4 +1,4 @@
-"""Warns where a compiled program is compiled again for each value of an `int` argument."""
+"""Warn about arguments whose every value recompiles the program."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torchop._errors import SchemaWarning, warn
 
 
 def symbolic_arguments(definition: Definition, names: tuple[str, ...]) -> list[str]:
-    """Return those of the arguments for which Dynamo has symbols in the call that it traces."""
+    """Return the arguments that are symbolic in Dynamo's current call."""
     call = compilers.call_traced_by_dynamo(definition.overload)
     values = {} if call is None else values_by_name(definition.schema, *call)
     return [name for name in names if _is_symbolic(values.get(name))]
 
 
 def warn_of_guards(definition: Definition, names: Sequence[str]) -> None:
-    """Warn that each value of these arguments compiles a graph of its own."""
+    """Warn that each value of these arguments is compiled separately."""
     for name in names:
         kind = definition.schema.written_types[name]
         warn(
-            f"{definition}: argument {name!r} depends on a size, and the schema says {kind}, so a "
-            "compiled program is compiled again for each of its values. Write "
+            f"{definition}: argument {name!r} depends on a size, but the schema declares it as "
+            f"{kind}, so each value compiles the program again. Write "
             f"{kind.replace('int', 'SymInt', 1)} {name} in the schema. If the kernel needs a "
             "constant, ignore this torchop.SchemaWarning with warnings.filterwarnings.",
             SchemaWarning,

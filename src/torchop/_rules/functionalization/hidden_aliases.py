@@ -1,12 +1,11 @@
-"""Copies that a compiler may remove, after which an operator reads the memory that it writes.
+"""Protect clones that a compiler may remove although an operator writes the cloned memory.
 
-`y = x.clone(); reverse(y, x)` is right as long as `y` is a copy. Inductor removes a copy (in its
-passes `remove_noop_ops`, `pointless_convert` and `remove_no_ops`) if no other node of the graph
-depends on it. Then it decides whether the operator may write in place, and up to PyTorch 2.13 it
-considers only the nodes that read the memory after the operator, not the operator itself.
+`y = x.clone(); reverse(y, x)` is correct only while `y` is a copy. Workaround for
+pytorch/pytorch#198031: Inductor's passes `remove_noop_ops`, `pointless_convert` and `remove_no_ops`
+remove a copy without other users, and the reinplacing pass then lets the operator write in place.
+It considers later readers of the memory only, not the other arguments of the operator.
 
-So `torchop::clone` makes one more copy of such an argument. No pass knows this operator: its copy
-stays, and the original one is removed.
+`torchop::clone` adds a copy that no pass removes; the original clone is removed instead.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ def _clone(x: Tensor) -> Tensor:
     return x.clone()
 
 
-# At import, not when a trace needs it: a cached or exported graph that calls it is loaded without a
-# trace.
+# Defined at import, because a cached or exported graph may call it without a trace.
 _library = torch.library.Library("torchop", "FRAGMENT")
 libraries.define(_library, "clone(Tensor x) -> Tensor", (Tag.pt2_compliant_tag,))
 libraries.implement(_library, "clone", dispatch.kernel_key("default"), _clone)
@@ -40,7 +38,7 @@ registries.FakeRegistration("torchop::clone", _clone, __name__).push()
 def copy_hidden_aliases(
     mode: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a traced call, with lasting copies in place of those that may be removed."""
+    """Return the arguments of a traced call, with `torchop::clone` of removable copies."""
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     memory = {tracing.traced_memory(tensor) for tensor in mutated}
     sources: set[torch.fx.Node] = set()
@@ -50,7 +48,7 @@ def copy_hidden_aliases(
     def separate(argument: Argument, tensor: Tensor) -> Any:
         if (
             argument.is_mutated
-            # The program itself passes two views of the same memory.
+            # the program itself passes two views of the same memory
             or tracing.traced_memory(tensor) in memory
             or not sources & _sources(tracing.traced_node(mode, tensor))
         ):
@@ -58,12 +56,12 @@ def copy_hidden_aliases(
         with mode:
             return torch.ops.torchop.clone.default(tensor)
 
-    # Outside a recorded graph, no tensor has a node.
+    # Tensors have no node without a graph.
     return map_tensors(schema, args, kwargs, separate) if sources else (args, kwargs)
 
 
 def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
-    """The nodes whose memory a node may share after compilers have removed copies."""
+    """Return the nodes whose memory `node` may share after compilers removed copies."""
     sources: set[torch.fx.Node] = set()
     remaining = [] if node is None else [node]
     while remaining:
@@ -75,8 +73,8 @@ def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
     return sources
 
 
-# Operators that return the values of an input, at least for certain arguments; views and operators
-# named `..._copy` are not listed.
+# Operators that may return an unchanged input. Views and `..._copy` operators are matched
+# separately.
 _COPIES = frozenset(
     {
         "cat",
@@ -107,7 +105,7 @@ def _may_be_removed(node: torch.fx.Node) -> bool:
         return False
     name = target._overloadpacket.__name__
     if name in _ARITHMETIC:
-        # With a constant operand, which may be 0 for a sum and 1 for a product.
+        # A no-op with 0 in a sum, or 1 in a product.
         return any(_is_constant(operand) for operand in node.all_input_nodes)
     return (
         name in _COPIES

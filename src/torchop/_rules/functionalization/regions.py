@@ -1,7 +1,8 @@
-"""Calls in a region that a compiler traces once and whose inputs the region mutates.
+"""Mutating operators inside `torch.compiler.nested_compile_region`.
 
-PyTorch traces such a region, of `torch.compiler.nested_compile_region`, with functionalization in
-C++. The call is traced with a functional mode instead, so that the rule of the operator applies.
+Workaround for pytorch/pytorch#186807 and #189523: PyTorch traces such a region with C++
+functionalization, whose fallback rejects custom operators that mutate. The call is traced with a
+functional mode instead, so that the operator's functionalization rule applies.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torchop._schema.schema import Argument, Schema
 
 
 def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
-    """Return the kernel of a mutable operator for functionalization in C++."""
+    """Return the C++ functionalization kernel of an operator that mutates."""
     schema = definition.schema
 
     def functionalize(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +61,7 @@ def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
 
 
 def needs_check_of_regions(schema: Schema) -> bool:
-    """Return whether PyTorch may not see that a region mutates an input through this operator."""
+    """Return whether PyTorch may miss that a region mutates an input through this operator."""
     keyword_only = {argument.name for argument in schema.keyword_only}
     return any(
         argument.is_mutated and (argument.kind != "Tensor" or argument.name in keyword_only)
@@ -69,10 +70,10 @@ def needs_check_of_regions(schema: Schema) -> bool:
 
 
 def checking_regions(definition: Definition) -> Callable[..., Any]:
-    """Return the rule that refuses mutations of which PyTorch does not see that a region has them.
+    """Return a rule that rejects mutations that PyTorch misses in a region.
 
     `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails on a
-    mutated list and on None, and does not read keyword arguments, so such a write would be lost.
+    mutated list and on None, and ignores keyword arguments, so such a write would be lost.
     """
     schema = definition.schema
 
@@ -104,14 +105,14 @@ def _map_results(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _check_memory(definition: Definition, args: Any, kwargs: Any) -> None:
-    """Refuse mutated arguments that may overlap, because each is traced as memory of its own."""
+    """Reject mutated arguments that may overlap, because each is traced as separate memory."""
     for (name, one), (other_name, other) in combinations(
         mutated_tensors(definition.schema, args, kwargs), 2
     ):
         if one is not other and tracing.may_overlap(one, other):
             raise FunctionalizationError(
                 f"{definition} was called in a nested region, with mutated arguments that may "
-                f"overlap in memory ({name}, {other_name}). A compiler traces each of them as "
-                "memory of its own. Pass tensors that do not overlap, or call the operator outside "
-                "of torch.compiler.nested_compile_region."
+                f"overlap in memory ({name}, {other_name}). A compiler traces each as separate "
+                "memory. Pass tensors that do not overlap, or call the operator outside of "
+                "torch.compiler.nested_compile_region."
             )

@@ -1,19 +1,18 @@
 """Functionalization: how compilers trace an operator that mutates.
 
-PyTorch functionalizes an operator that returns fresh tensors, and the trace keeps that form. The
-other forms are traced as companions, which PyTorch compiles right:
+PyTorch functionalizes operators that return fresh tensors. Other operators are replaced in the
+trace by helper operators that PyTorch compiles correctly:
 
 - An operator with `torch.Tag.inplace` or `torch.Tag.out` is traced as one that returns nothing, and
-  the trace goes on with its arguments. Inductor 2.13 treats a returned argument as fresh memory,
-  and reuses that memory for later results; and PyTorch passes other memory than the caller's to an
-  operator with `out=`, which holds no valid data.
-- An operator that mutates a list with None in it is traced as one with a list without None, and an
-  operator with an argument `mode` as one with another name for it.
-- An operator that returns lists is traced as a functional one, which writes into copies. So is a
-  call in which every mutated argument is None: nothing is copied then.
+  the trace continues with the arguments. Inductor 2.13 treats a returned argument as fresh memory
+  and reuses it for later results. PyTorch also passes uninitialized memory in place of the caller's
+  tensor for `out=`.
+- An operator that mutates a list with None is traced with a list of tensors. An operator with an
+  argument `mode` is traced under another argument name.
+- An operator that returns lists is traced as a functional one that writes into copies. So is a
+  call in which every mutated argument is None; it copies nothing.
 
-Arguments that PyTorch gets wrong for every form are replaced: views of another dtype, and
-`hidden_aliases`.
+Some arguments are replaced for every form: views of another dtype, and `hidden_aliases`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torchop._core.call import map_tensors, mutated_tensors, returned_result
 from torchop._core.definition import Definition
 from torchop._errors import FunctionalizationError
 from torchop._rules.checkpoint_modes import saved_under_budget
-from torchop._rules.functionalization.companions import (
+from torchop._rules.functionalization.helper_operators import (
     FUNCTIONAL,
     MUTABLE,
     define_of_kind,
@@ -50,30 +49,30 @@ from torchop._schema.schema import Argument, Schema
 def install(definition: Definition) -> Callable[[], None] | None:
     """Install the rules by which compilers trace an operator that mutates.
 
-    PyTorch functionalizes companions correctly, so they need no rules.
+    PyTorch functionalizes helper operators correctly, so they need no rules.
     """
     schema = definition.schema
     if not schema.is_mutable or definition.declaration.is_companion:
         return None
-    companions: dict[str, Definition] = {}
+    helpers: dict[str, Definition] = {}
     name = str(definition)
     registries.offer_torch_dispatch(
-        name, FunctionalTensorMode, _functionalizing(definition, companions)
+        name, FunctionalTensorMode, _functionalizing(definition, helpers)
     )
     if needs_check_of_regions(schema):
         registries.offer_torch_dispatch(name, ProxyTorchDispatchMode, checking_regions(definition))
 
     def finish() -> None:
-        # Not in the first trace: a process may load a cached or exported graph that calls
-        # companions, without a trace.
+        # Defined with the operator, because a cached or exported graph may call helpers without a
+        # trace.
         for kind in _needed(schema):
-            companions[kind] = define_of_kind(definition, kind)
+            helpers[kind] = define_of_kind(definition, kind)
         cpp_functionalization.implement(definition.overload, functionalizing_in_regions(definition))
 
     return finish
 
 
-# The types of results that a trace can follow.
+# Result types that a trace supports.
 _TRACEABLE = ("Tensor", "List[Tensor]")
 
 
@@ -93,13 +92,13 @@ def _needed(schema: Schema) -> Iterator[str]:
 
 
 def _functionalizing(
-    definition: Definition, companions: Mapping[str, Definition]
+    definition: Definition, helpers: Mapping[str, Definition]
 ) -> Callable[..., Any]:
-    """Return the rule for the functional trace of an operator that mutates.
+    """Return the functional-trace rule of an operator that mutates.
 
     Args:
         definition: the operator.
-        companions: the operators that may stand for it in the trace, by their kind.
+        helpers: the helper operators that may replace it in the trace, by kind.
     """
     schema = definition.schema
 
@@ -111,7 +110,7 @@ def _functionalizing(
         values, keywords, copies = _copy_typed_views(mode, definition, args, kwargs)
         values, keywords = copy_hidden_aliases(mode, schema, values, keywords)
         with saved_under_budget(op, args, kwargs):
-            result, written = _trace(definition, companions, mode, types, values, keywords)
+            result, written = _trace(definition, helpers, mode, types, values, keywords)
         if result is NotImplemented:
             return result  # another mode or subclass may handle the operator
         with mode:
@@ -124,25 +123,25 @@ def _functionalizing(
     return functionalize
 
 
-# Tensors, and the new value of each.
+# Tensors and their new values.
 _Values = list[tuple[Tensor, Tensor]]
 
 
 def _trace(
     definition: Definition,
-    companions: Mapping[str, Definition],
+    helpers: Mapping[str, Definition],
     mode: Any,
     types: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, _Values]:
-    """Call the operator or its companion inside the functional trace.
+    """Call the operator or a helper in the functional trace.
 
     Returns:
-        The result, and the tensors that a functional companion wrote, with their new values.
+        The result, and the tensors that a functional helper wrote, with their new values.
     """
     schema = definition.schema
-    functional = companions.get(FUNCTIONAL)
+    functional = helpers.get(FUNCTIONAL)
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     if functional is not None and ("List[Tensor]" in _traced_results(schema) or not mutated):
         if names := _names_if_shared(definition, args, kwargs, mutated):
@@ -158,7 +157,7 @@ def _trace(
         *returned, written = result
         pairs = list(zip(mutated, written, strict=True))
         return tuple(returned) if len(returned) > 1 else returned[0], pairs
-    mutable = companions.get(MUTABLE)
+    mutable = helpers.get(MUTABLE)
     overload = definition.overload
     if mutable is not None and (schema.form is not Form.PLAIN or is_misread(schema, args, kwargs)):
         overload = mutable.overload
@@ -169,11 +168,11 @@ def _trace(
 def _copy_typed_views(
     mode: Any, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], _Values]:
-    """The arguments of a traced call, with copies in place of mutated views of another dtype.
+    """Replace mutated views of another dtype by copies, in the arguments of a traced call.
 
     PyTorch's functionalization describes a mutated view by sizes and strides, without the dtype: an
-    operator that writes into `torch.view_as_complex(x)` would get real numbers. It gets a copy of
-    the view instead, which is copied back.
+    operator that writes into `torch.view_as_complex(x)` would get real numbers. So it gets a copy,
+    which is copied back.
     """
     copies: _Values = []
 
@@ -188,9 +187,9 @@ def _copy_typed_views(
     if names := _names_if_shared(definition, args, kwargs, [view for view, _ in copies]):
         raise FunctionalizationError(
             f"{definition} was called with a view of another type (such as x.real, or "
-            f"torch.view_as_complex(x)) among its mutated arguments ({names}), and another of them "
-            "has the same memory. A compiler replaces such a view with a copy, which would not "
-            "share memory. Pass tensors that share no memory."
+            f"torch.view_as_complex(x)) among its mutated arguments ({names}), and another of "
+            "them has the same memory. A compiler replaces such a view with a separate copy. "
+            "Pass tensors that share no memory."
         )
     return *changed, copies
 
@@ -198,7 +197,7 @@ def _copy_typed_views(
 def _names_if_shared(
     definition: Definition, args: Any, kwargs: Any, tensors: Sequence[Tensor]
 ) -> str:
-    """The mutated arguments of a call, if one of these tensors has the memory of another."""
+    """Return the names of the mutated arguments if any of `tensors` shares memory."""
     mutated = mutated_tensors(definition.schema, args, kwargs)
     memory = [tracing.traced_memory(tensor) for _, tensor in mutated]
     if all(memory.count(tracing.traced_memory(tensor)) < 2 for tensor in tensors):
@@ -208,7 +207,7 @@ def _names_if_shared(
 
 def _untraceable(definition: Definition, kinds: Sequence[str]) -> FunctionalizationError:
     return FunctionalizationError(
-        f"{definition} mutates an argument and returns {', '.join(kinds)}, which a "
-        "compiler cannot follow: it would keep the value that the fake kernel returned. Return "
-        f"tensors instead, 0-dim for numbers. Got {definition.schema}."
+        f"{definition} mutates an argument and returns {', '.join(kinds)}. A compiler "
+        "would keep the value that the fake kernel returned. Return tensors instead, 0-dim for "
+        f"numbers. Got {definition.schema}."
     )

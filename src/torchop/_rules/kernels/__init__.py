@@ -1,1 +1,1 @@
-"""The kernels of an operator, by device type."""
+"""Kernels by device type."""

@@ -1,7 +1,7 @@
-"""Choosing a backend where the dispatcher cannot: no tensors, or tensors in an optional list.
+"""Select a backend for calls without tensors, or with tensors in an optional list only.
 
-A kernel at the BackendSelect key does this. Every call passes that key after autograd and the
-modes, and before a backend.
+Uses a kernel at BackendSelect, which every call reaches after autograd and modes, and before a
+backend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEVICE_KINDS = ("Device", "Optional[Device]")
 
 
 def install_for_factory(definition: Definition) -> None:
-    """Redispatches a call without tensors to the backend that its `device` argument names."""
+    """Redispatch calls of a factory function to the backend of the `device` argument."""
     schema = definition.schema
     if any(argument.holds_tensors for argument in schema.arguments):
         return
@@ -35,23 +35,21 @@ def install_for_factory(definition: Definition) -> None:
 
 
 def install_for_optional_lists(definition: Definition) -> None:
-    """Lets the tensors of a `Tensor[]?` argument choose the backend, as those of `Tensor[]` do."""
+    """Include the tensors of `Tensor?[]` and `Tensor[]?` arguments in the choice of a backend."""
     if definition.schema.has_optional_tensor_lists:
         definition.implement("BackendSelect", _by_overlooked_tensors(definition), with_keyset=True)
-        definition.implement(
-            functorch.ENTRY, _refuse_overlooked_transforms(definition), with_keyset=True
-        )
+        definition.implement(functorch.ENTRY, _check_transforms(definition), with_keyset=True)
 
 
 def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """The device type that a call without tensors requests; None without a `device` argument."""
+    """Return the device type requested by a call without tensors; None if not applicable."""
     argument = _device_argument(schema)
     if argument is None or any(argument.holds_tensors for argument in schema.arguments):
         return None
     values = dict(passed([(schema.arguments.index(argument), argument.name)], args, kwargs))
     device = values.get(argument.name, argument.default)
-    # None is the CPU even under `with torch.device(...)`: that context applies to the functions of
-    # torch, but not to operators under `torch.ops`.
+    # None means the CPU even under `with torch.device(...)`, which affects functions of torch but
+    # not operators under `torch.ops`.
     return "cpu" if device is None else dispatch.device(device).type
 
 
@@ -82,8 +80,8 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
     return kernel
 
 
-def _refuse_overlooked_transforms(definition: Definition) -> Callable[..., Any]:
-    # A transform of torch.func acts before BackendSelect, and ignores these tensors.
+def _check_transforms(definition: Definition) -> Callable[..., Any]:
+    # A functorch transform runs before BackendSelect, and ignores these tensors.
     overlooked = _tensors_of_call(definition.schema, are_overlooked=True)
     visible_tensors = _tensors_of_call(definition.schema, are_overlooked=False)
     transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)
@@ -109,7 +107,7 @@ def _refuse_overlooked_transforms(definition: Definition) -> Callable[..., Any]:
 def _tensors_of_call(
     schema: Schema, *, are_overlooked: bool
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]:
-    """A function for the tensors of a call that the dispatcher does not see, or the others."""
+    """Return a function that yields the tensors that the dispatcher ignores, or the others."""
     places = [
         (index, argument.name)
         for index, argument in enumerate(schema.arguments)

@@ -1,4 +1,4 @@
-"""Device types as users write them, for kernels and for orders of providers."""
+"""Parse device types, for kernels and for provider priorities."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
 
 
 def device_list(device_types: DeviceTypes) -> list[str | None]:
-    """The device types as a list, without duplicates; None stands for every device."""
+    """Return the device types as a list without duplicates; None means every device."""
     if device_types is None:
         return [None]
     try:
         devices: list[Any] = [device_types] if isinstance(device_types, str) else list(device_types)
     except TypeError:
-        devices = [device_types]  # refused below
+        devices = [device_types]  # rejected below
         if inspect.isroutine(device_types):
             raise TypeError(
                 "register_kernel takes the device types first. Write @register_kernel('cpu'), or "
@@ -37,16 +37,16 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
 
 
 def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
-    """The device types for which an operator is defined; refuses those that PyTorch lacks."""
+    """Return the device types of an operator; raise for types that PyTorch does not have."""
     devices = device_list(device_types)
     for device in devices:
         if device is not None:
             device_key(op, device)
-    return tuple(devices) if devices != [None] else (None,)  # a constant, for most operators
+    return tuple(devices) if devices != [None] else (None,)  # a constant, shared by most operators
 
 
 def device_key(op: object, device: str) -> str:
-    """The dispatch key of a device type; refuses other strings."""
+    """Return the dispatch key of a device type; raise RuntimeError for other strings."""
     try:
         return dispatch.dispatch_key_name(device)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Calls on a device without a kernel: refused, or handed over to the fallback of its backend."""
+"""Calls on a device without a kernel: raise, or use the backend's fallback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from typing_extensions import Never  # which typing has from Python 3.11 on
+from typing_extensions import Never  # in typing since Python 3.11
 
 from torchop._compat import dispatch
 from torchop._compat.classes import DispatchKeySet
@@ -20,34 +20,34 @@ EVERY_DEVICE = dispatch.kernel_key("default")
 
 
 class Refusals:
-    """The places in the dispatcher's table where calls end that no kernel of the operator serves.
+    """The dispatcher kernels that raise for devices without a kernel.
 
-    The kernel there is one for every device, and therefore hides the fallback that a backend may
-    have for all operators, such as PyTorch's that runs them on the CPU. So it can be taken back: it
-    moves to the keys of the other backends when a call is on a device with a fallback.
+    Initially one kernel for every device. It shadows a backend's fallback for all operators, such
+    as PyTorch's CPU fallback. So when a call is on a device with such a fallback, the kernel is
+    moved to the keys of the other backends.
     """
 
     def __init__(self, definition: Definition, kernel: Callable[..., Any]) -> None:
         self._definition = definition
         self._kernel = kernel
-        # By dispatch key, what takes the kernel back.
+        # Maps a dispatch key to a function that removes the kernel.
         self._places: dict[str, Callable[[], None]] = {}
-        # What was taken back, because calls that are in such a kernel would go on in freed memory.
+        # Removed kernels. Calls that are inside them would otherwise run freed code.
         self._held: list[Any] = []
-        self._refuse_at(EVERY_DEVICE)
+        self._raise_at(EVERY_DEVICE)
 
-    def _refuse_at(self, key: str) -> None:
+    def _raise_at(self, key: str) -> None:
         self._places[key] = self._definition.implement_for_now(key, self._kernel)
 
-    def give_way(self) -> None:
-        """Leaves all devices to a kernel for every device, which is there by now."""
+    def remove_all(self) -> None:
+        """Remove all of these kernels, after a kernel for every device was registered."""
         for key in list(self._places):
-            self._take_back(key)
+            self._remove(key)
 
     def keys_of_fallback(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> DispatchKeySet | None:
-        """The keys that redispatch a call to the fallback of its backend; None if it has none."""
+        """Return the keys that redispatch a call to a backend's fallback; None if it has none."""
         schema = self._definition.schema
         device = backend_select.requested_device(schema, args, kwargs)
         if device is None:
@@ -57,7 +57,7 @@ class Refusals:
         return self.uncovered(keyset)
 
     def uncovered(self, keyset: DispatchKeySet) -> DispatchKeySet | None:
-        """The same for a call with these keys."""
+        """Like `keys_of_fallback`, for a call with these keys."""
         keyset = dispatch.from_backend(keyset)
         if not dispatch.has_backend_fallback(keyset):
             return None
@@ -66,17 +66,17 @@ class Refusals:
         return keyset
 
     def _uncover(self, key: str) -> None:
-        # Calls of other threads may have found the kernel, and not have come to it yet.
+        # Other threads may have looked the kernel up without having called it yet.
         self._held.append(dispatch.computed_kernel(str(self._definition), key))
         if EVERY_DEVICE in self._places:
             for other in dispatch.keys_of_every_device(str(self._definition)):
                 if other != key:
-                    self._refuse_at(other)
-            self._take_back(EVERY_DEVICE)
+                    self._raise_at(other)
+            self._remove(EVERY_DEVICE)
         if key in self._places:  # another call may have been first
-            self._take_back(key)
+            self._remove(key)
 
-    def _take_back(self, key: str) -> None:
+    def _remove(self, key: str) -> None:
         self._places.pop(key)()
 
 
@@ -86,31 +86,31 @@ def refuse(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Never:
-    """Says which device has no kernel, and which have one."""
+    """Raise an error that names the device without a kernel, and the devices that have one."""
     served = sorted(device for device in kernels if device)
     have = f"it has kernels for: {', '.join(served)}" if served else "it has no kernel at all"
     tensors = list(tensors_in((*args, *kwargs.values())))
-    asked = backend_select.requested_device(definition.schema, args, kwargs) or ", ".join(
+    requested = backend_select.requested_device(definition.schema, args, kwargs) or ", ".join(
         sorted({tensor.device.type for tensor in tensors})
     )
     kinds = sorted({_kind(t) for t in tensors} - {str(torch.strided)})
-    if not asked:
+    if not requested:
         raise MissingKernelError(
-            f"{definition} was called without a tensor, so there is no device to choose a kernel "
-            f"by; {have}. Register one for every device: register_kernel(None)."
+            f"{definition} was called without a tensor, so no device selects a kernel; {have}. "
+            "Register one for every device: register_kernel(None)."
         )
-    if kinds and asked in served:
+    if kinds and requested in served:
         raise MissingKernelError(
-            f"{definition} does not have a kernel registered for {asked} with the layout "
-            f"{', '.join(kinds)}; {have}, which are for dense tensors. Register one for every "
+            f"{definition} does not have a kernel registered for {requested} with the layout "
+            f"{', '.join(kinds)}; {have}, but only for dense tensors. Register one for every "
             "device and layout: register_kernel(None)."
         )
     raise MissingKernelError(
-        f"{definition} does not have a kernel registered for {asked}; {have}. Add one with "
-        f"@{definition.name.name}.register_kernel({asked!r})."
+        f"{definition} does not have a kernel registered for {requested}; {have}. Add one with "
+        f"@{definition.name.name}.register_kernel({requested!r})."
     )
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """The property that decides, together with the device, which backend a tensor has."""
+    """Return the layout, or "quantized", which selects the backend together with the device."""
     return "quantized" if tensor.is_quantized else str(tensor.layout)

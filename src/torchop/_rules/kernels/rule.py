@@ -1,4 +1,4 @@
-"""Kernels: the implementations of an operator, by device type or for all of them."""
+"""The rule for kernels: an operator's implementations by device type."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from torchop._schema.forms import Form
 
 log = logging.getLogger(registries.LOGGER_NAME)
 
-# What most operators have installed, which they share.
+# Most operators have this value, and share it.
 _ON_EVERY_DEVICE: Mapping[str, str | None] = {EVERY_DEVICE: None}
 
 
 class Kernels(NamedTuple):
-    """The compiled rule: the kernel of each device type; None stands for all other devices."""
+    """Kernels of a call plan by device type; None means all other devices."""
 
     functions: Mapping[str | None, Callable[..., Any]]
-    # The same without the kernels of providers.
+    # Kernels without those of providers.
     references: Mapping[str | None, Callable[..., Any]]
     check_result: ResultCheck
     outputs_are_fresh: bool
@@ -52,7 +52,7 @@ class Kernels(NamedTuple):
     def finish(
         self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Checks the result of a kernel, and brings it into the form of the schema."""
+        """Check a kernel's result, and convert it to the schema's returns."""
         result = self.check_result(result, definition)
         if self.returns_arguments:
             check_returned_arguments(definition, definition.schema, args, kwargs, result)
@@ -65,15 +65,14 @@ class Kernels(NamedTuple):
 
 
 class ProviderTable(Protocol):
-    """The kernels of providers, which stand beside those of an operator's own; immutable.
+    """The kernels of providers, in addition to the operator's own; immutable.
 
     Attributes:
         names: the providers.
-        functions: what a plan runs for each device type, given the operator's name, its own
-            kernels, the device types for which nothing else is to run, and what a plan does to
-            every kernel.
-        choice: what chooses for one device type, given the same.
-        cache_parts: what a compiler that traces kernels bakes into a graph, given the name.
+        functions: returns the function that a plan runs per device type, given the operator's name,
+            the operator's own kernels, the disabled device types, and a wrapper for each kernel.
+        choice: returns the chooser for one device type, given the same.
+        cache_parts: yields cache-key parts for graphs that inline kernels, given the name.
     """
 
     names: list[str]
@@ -83,22 +82,19 @@ class ProviderTable(Protocol):
 
 
 class KernelRule(CompiledRule[Kernels]):
-    """Which function computes the operator, on which device."""
-
-    # By device type. None until one is registered for an operator whose definition came with a
-    # kernel for every device.
+    # By device type. None until a kernel is registered for an operator that was defined with one
+    # for every device.
     registered: Mapping[str | None, Callable[..., Any]] | None = None
-    # By `set_enabled` block that is open, in the order in which they were opened: its device type,
-    # and whether it enables.
+    # Open `set_enabled` blocks in the order of entry: their device type, and whether they enable.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
-    # What chooses between those and the kernels of providers; None without providers.
+    # Kernels of providers, or None.
     providers: ProviderTable | None = None
-    # Whether a result of a lenient operator shared memory, of which its user was warned.
+    # Whether a lenient operator returned a result that shares memory, and its user was warned.
     has_aliases = False
-    # Where calls end that no kernel serves, for an operator that had none for every device.
+    # The kernels that raise for other devices, if the operator was defined for some devices only.
     refusals: Refusals | None = None
-    # By dispatch key, the device type of its kernel in the other mappings: "cpu" and "CPU" name the
-    # same kernel.
+    # Dispatch key -> device type in the other mappings, because "cpu" and "CPU" name the same
+    # kernel.
     installed: Mapping[str, str | None] = NOTHING
 
     @classmethod
@@ -109,7 +105,7 @@ class KernelRule(CompiledRule[Kernels]):
         if self._is_for_every_device:
             self._install(EVERY_DEVICE, None)
         else:
-            # A call without a kernel ends here, and the error names the devices that have one.
+            # This kernel raises an error that names the devices with kernels.
             self.refusals = Refusals(self.definition, self._run_on_every_device)
             definition = self.definition
             assert definition.function is not None
@@ -117,7 +113,6 @@ class KernelRule(CompiledRule[Kernels]):
 
     @property
     def functions(self) -> Mapping[str | None, Callable[..., Any]]:
-        """The kernels by device type."""
         if self.registered is not None:
             return self.registered
         definition = self.definition
@@ -148,7 +143,7 @@ class KernelRule(CompiledRule[Kernels]):
             functions=functions,
             references=functions if self.providers is None else each_checked(self._active()),
             check_result=result_check(definition.schema.returns),
-            # An operator of another library may return views that its schema does not declare.
+            # Operators of other libraries may return views that their schema does not declare.
             outputs_are_fresh=definition.is_ours
             and not definition.schema.is_view
             and not self.has_aliases,
@@ -159,8 +154,8 @@ class KernelRule(CompiledRule[Kernels]):
 
     def _accept_alias(self, error: AliasError) -> None:
         warn(
-            f"{error} This operator passes such results on, as the helpers of engines do, but what "
-            "torch.compile makes of them can be wrong.",
+            f"{error} This operator returns such results anyway, like the helpers of engines, "
+            "but torch.compile may produce wrong values from them.",
             UserWarning,
         )
         self.update(has_aliases=True)
@@ -175,7 +170,6 @@ class KernelRule(CompiledRule[Kernels]):
         return "; ".join(parts) or None
 
     def register(self, device_types: DeviceTypes, function: Callable[..., Any]) -> None:
-        """Makes `function` the kernel of these device types."""
         devices = device_list(device_types)
         definition = self.definition
         function = definition.convention.kernel(definition.authored(function))
@@ -186,7 +180,7 @@ class KernelRule(CompiledRule[Kernels]):
             self.update(install, registered=functions)
 
     def places(self, devices: Sequence[str | None]) -> tuple[list[str | None], Callable[[], None]]:
-        """The names under which kernels for these devices are kept, and what installs them."""
+        """Return the keys in `registered` for these devices, and an install function."""
         keys: dict[str, str | None] = {}
         for device in devices:
             keys.setdefault(self._key(device), device)
@@ -197,22 +191,22 @@ class KernelRule(CompiledRule[Kernels]):
             for key, device in keys.items():
                 self._install(key, device)
 
-        # A device type and its dispatch key share a kernel, under the name that came first.
+        # A device type and its dispatch key share one kernel, stored under the name registered
+        # first.
         return [self.installed.get(key, device) for key, device in keys.items()], install
 
     @property
     def provider_names(self) -> list[str]:
-        """The providers that the operator has kernels of, beside its own."""
         return [] if self.providers is None else self.providers.names
 
     def choice(self, device: str) -> Any:
-        """What chooses for calls on one device; None if there is nothing to choose from."""
+        """Return the chooser for calls on one device; None without alternatives."""
         if self.providers is None or device in self.disabled:
             return None
         return self.providers.choice(self.definition.name, device, self._active(), self._prepared)
 
     def _chosen(self) -> Mapping[str | None, Callable[..., Any]]:
-        """The function that runs for each device, or that chooses it."""
+        """Return the function to run per device, which may choose between providers."""
         active = self._active()
         if self.providers is None:
             return active
@@ -223,7 +217,7 @@ class KernelRule(CompiledRule[Kernels]):
 
     @contextlib.contextmanager
     def set_enabled(self, device_type: str, enabled: bool) -> Iterator[None]:
-        """Switches one device's kernel on or off for as long as the context lasts."""
+        """Enable or disable one device's kernel in a block."""
         action, state = ("enable", "enabled") if enabled else ("disable", "disabled")
         problems = []
         if device_type not in self.functions:
@@ -233,7 +227,7 @@ class KernelRule(CompiledRule[Kernels]):
         for problem in problems:
             message = "%s: attempted to %s the kernel for %r, but %s."
             log.warning(message, self.definition, action, device_type, problem)
-        block = object()  # blocks may be left in another order than they were entered
+        block = object()  # blocks may end in another order than they began
         with registration_lock:
             self.update(switches={**self.switches, block: (device_type, enabled)})
         try:
@@ -245,11 +239,11 @@ class KernelRule(CompiledRule[Kernels]):
 
     @property
     def disabled(self) -> frozenset[str]:
-        """The device types whose kernel is off, which the last block for each decides."""
+        """Return the device types whose last open block disables them."""
         return frozenset(device for device, on in dict(self.switches.values()).items() if not on)
 
     def _active(self) -> Mapping[str | None, Callable[..., Any]]:
-        """The function that runs for each device."""
+        """Return the reference function per device."""
         functions, guard = self.functions, self.definition.declaration.guard
         if guard is None and not self.switches:
             return functions
@@ -261,7 +255,7 @@ class KernelRule(CompiledRule[Kernels]):
     def _key(self, device: str | None) -> str:
         if device is None:
             return EVERY_DEVICE
-        # An operator of ours has kernels by device type, and a dispatch key may not name one.
+        # For operators defined with torchop, only device types are accepted, not dispatch keys.
         if self.definition.is_ours:
             return device_key(self.definition, device)
         return dispatch.kernel_key(device)
@@ -272,7 +266,7 @@ class KernelRule(CompiledRule[Kernels]):
             every = not self.installed and key == EVERY_DEVICE
             self.installed = _ON_EVERY_DEVICE if every else {**self.installed, key: device}
             if key == EVERY_DEVICE and self.refusals is not None:
-                self.refusals.give_way()
+                self.refusals.remove_all()
             if key == "Meta":
                 self.definition.rule(FakeRule).leave_to_kernel()
 
@@ -290,11 +284,11 @@ class KernelRule(CompiledRule[Kernels]):
     @compilers.never_traced
     def _run_on_every_device(self, /, *args: Any, **kwargs: Any) -> Any:
         if fake_tensors.is_calling_kernels():
-            self.definition.rule(FakeRule).refuse_data()
+            self.definition.rule(FakeRule).reject_data_access()
         return self._run(None, args, kwargs)
 
     def run_reference(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the kernel of a dispatch key that is what the operator means, and no provider's."""
+        """Run the reference kernel at a dispatch key, never a provider's."""
         return self._run(self.installed.get(key), args, kwargs, is_reference=True)
 
     @compilers.never_traced
@@ -309,7 +303,7 @@ class KernelRule(CompiledRule[Kernels]):
         kernels = definition.plan[KernelRule]
         functions = kernels.references if is_reference else kernels.functions
         function = functions.get(device)
-        if function is None and is_reference:  # a device that only providers have a kernel for
+        if function is None and is_reference:  # only providers have a kernel for this device
             function = functions.get(None)
         if function is None:
             if self.refusals is not None:
@@ -320,12 +314,12 @@ class KernelRule(CompiledRule[Kernels]):
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
-        if definition.schema.has_defaults:  # a native call passes them, too
+        if definition.schema.has_defaults:  # native calls pass defaults too
             args, kwargs = definition.schema.fill_defaults(args, kwargs)
         if definition.schema.is_mutable:
             mutation.check_arguments(definition, args, kwargs)
         function = not_recording(definition, function)
-        # The kernel may change its lists; the checks that follow need those of the caller.
+        # The kernel may modify its lists, and the checks below need the caller's.
         passed = _with_lists_copied(args) if definition.schema.has_lists else args
         if dispatch.is_handled_by_mode():
             with dispatch.with_transforms():
@@ -339,7 +333,7 @@ _PLACE = "_torchop_place"
 
 
 def place_of(kernel: Any) -> tuple[KernelRule, str | None] | None:
-    """The rule that registered a kernel with the dispatcher, and the device type for which."""
+    """Return the rule and device type of a kernel that a rule registered with the dispatcher."""
     rule = getattr(kernel, "__self__", None)
     place: tuple[KernelRule, str | None] | None = getattr(kernel, _PLACE, None)
     return (rule, None) if isinstance(rule, KernelRule) else place
@@ -358,9 +352,9 @@ def _guarded(function: Callable[..., Any], guard: Guard | None) -> Callable[...,
 
 
 def fitted_kernel(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel that takes the operator's arguments; refuses one that cannot."""
+    """Return a kernel adapted to the operator's arguments; raise if its signature does not fit."""
     if function is definition.function:
-        return function  # the definition compared it with the schema, or inferred it from that
+        return function  # the definition checked it already
     check_no_generator(f"{definition}: a kernel", function, definition.schema)
     return fitted(f"{definition}: a kernel", function, definition.schema)
 
@@ -370,7 +364,7 @@ def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
-    # The dispatcher accepts None for any tensor, as an undefined tensor.
+    # The dispatcher accepts None for every Tensor argument, as an undefined tensor.
     name = definition.schema.positional[position].name
     return ArgumentError(
         f"{definition}: argument {name!r} is None, but the schema says Tensor: "

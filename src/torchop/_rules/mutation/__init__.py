@@ -1,1 +1,1 @@
-"""Mutated arguments: checks before the kernel, and what autograd learns of them."""
+"""Mutated arguments: checks, version counters and views."""

@@ -1,9 +1,9 @@
-"""Mutation and views: version counters, the tracking of views, and conjugate and negated views.
+"""Version counters, view tracking, and conjugate and negative views of mutated arguments.
 
-`x.conj()` has the memory of `x` and a bit that says how to read it. Kernels ignore such bits. They
-get the resolved values instead, and the new values are copied into the view, as PyTorch does for
-its own in-place operators. PyTorch's fallback supports only operators that return the one tensor
-that they mutate.
+`x.conj()` shares the memory of `x` and sets the conjugate bit. Kernels ignore this bit, so they get
+resolved tensors, and the values they write are copied back into the view, as for PyTorch's own
+in-place operators. PyTorch's fallback supports only operators that return the single tensor they
+mutate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchop._schema.schema import Argument
 
 
 def written(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
-    """Return the tensors of a call that are written; none for an argument that is left out."""
+    """Return the written tensors of a call, without omitted arguments."""
     values = passed(definition.schema.mutated_places, args, kwargs)
     return [(where, tensor) for _, where, tensor in named_tensors(values, "argument")]
 
@@ -47,11 +47,14 @@ def read(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def check_arguments(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Reject arguments in whose memory a kernel would overwrite, or read, its own writes."""
+    """Reject written tensors with internal overlap.
+
+    For generated forms, also reject overlap with other arguments.
+    """
     writes = written(definition, args, kwargs)
     check_memory(definition, writes)
-    # A kernel with several buffers may allow that they overlap. The in-place form and the out= form
-    # promise the result of the functional operator.
+    # A kernel with several buffers may support overlap. The in-place and out= forms must return the
+    # result of the functional operator.
     if definition.schema.form is not Form.PLAIN:
         check_overlap(definition, writes, read(definition, args, kwargs))
 
@@ -79,7 +82,7 @@ class _MutationKernels:
 
     @compilers.never_traced
     def count_versions(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        """Increment the versions of the tensors that are written (`ADInplaceOrView`)."""
+        """Bump the versions of written tensors, at the key ADInplaceOrView."""
         definition = self.definition
         writes = written(definition, args, kwargs)
         check_version(definition, writes)
@@ -90,9 +93,9 @@ class _MutationKernels:
 
     @compilers.never_traced
     def resolve_views(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        """Pass the values of conjugate and negated views, and copy back what is written."""
+        """Resolve conjugate and negative views for the kernel, and copy written values back."""
         definition, schema = self.definition, self.definition.schema
-        # Each view that is written, with the resolved values that the kernel writes into.
+        # Each written view, with the resolved tensor that the kernel writes.
         copies: list[tuple[Tensor, Tensor]] = []
 
         def resolved(argument: Argument, tensor: Tensor) -> Tensor:
@@ -104,10 +107,10 @@ class _MutationKernels:
             return values
 
         values, keywords = map_tensors(schema, args, kwargs, resolved)
-        _refuse_shared_memory(definition, args, kwargs, copies)
+        _check_shared_memory(definition, args, kwargs, copies)
         keyset = dispatch.below_math_bits(keyset)
         result = dispatch.redispatch(definition.overload, keyset, values, keywords)
-        with dispatch.without_keys("ADInplaceOrView"):  # the version was counted before
+        with dispatch.without_keys("ADInplaceOrView"):  # versions are bumped already
             for view, new in copies:
                 view.copy_(new)
         if schema.form is Form.PLAIN:
@@ -115,12 +118,12 @@ class _MutationKernels:
         return returned_result(schema, args, kwargs)
 
 
-def _refuse_shared_memory(
+def _check_shared_memory(
     definition: Definition, args: Any, kwargs: Any, copies: list[tuple[Tensor, Tensor]]
 ) -> None:
-    """Reject a view that shares memory with another tensor that is written.
+    """Reject a view that shares memory with another written tensor.
 
-    Both would be copied, and copying the last one back would overwrite the other.
+    Both would be copied, and the last copy-back would overwrite the other.
     """
     schema = definition.schema
     memory = [storage_of(tensor) for _, tensor in mutated_tensors(schema, args, kwargs)]
@@ -129,6 +132,6 @@ def _refuse_shared_memory(
             raise AliasError(
                 f"{definition} was called with a conjugate or negated view among its mutated "
                 f"arguments ({', '.join(schema.mutated)}), and another of them has the same "
-                "memory. The kernel gets a copy of such a view, which has memory of its own. Pass "
-                "tensors that share no memory, or call x.resolve_conj() or x.resolve_neg() first."
+                "memory. The kernel gets a separate copy of such a view. Pass tensors that share "
+                "no memory, or call x.resolve_conj() or x.resolve_neg() first."
             )

@@ -1,6 +1,6 @@
-"""Checks of tensors that an operator writes, with the messages of PyTorch's in-place operators.
+"""Checks of written tensors, with the messages of PyTorch's in-place operators.
 
-They run before the kernel, so that a tensor that must not change stays the same.
+They run before the kernel, so a rejected tensor is unchanged.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torchop._compat import aliasing, dispatch
 from torchop._core.contract import storage_of
 from torchop._errors import MutationError
 
-# A tensor of a call, after its place for messages: "argument 'x'" or "input 'xs[2]'".
+# A tensor after its description for messages, such as "argument 'x'" or "input 'xs[2]'".
 Placed = tuple[str, Tensor]
 
 
 def check_history(operator: object, written: Sequence[Placed]) -> None:
-    """Refuses tensors whose new value autograd could not record."""
+    """Reject tensors that autograd does not allow to be modified in place."""
     for where, tensor in written:
         problem = _history_problem(tensor)
         if problem is not None:
@@ -28,7 +28,7 @@ def check_history(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
-    """Refuses tensors that require grad, for an operator that autograd cannot record."""
+    """Reject tensors that require grad, for an operator that autograd cannot record."""
     check_history(operator, [(where, t) for where, t in written if t.requires_grad])
     for where, tensor in written:
         if tensor.requires_grad:
@@ -36,18 +36,17 @@ def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
                 operator,
                 where,
                 "the operator would write into this tensor, which requires grad and would lose "
-                "its gradient: only an operator in the in-place form (torch.Tag.inplace), which "
-                "returns what it writes, can be differentiated. Use such an operator or a "
-                "functional one. If no gradient should flow, pass x.detach(), or call it under "
-                "torch.no_grad().",
+                "its gradient. Only in-place forms (torch.Tag.inplace), which return the tensor "
+                "they write, can be differentiated. Use such an operator or a functional one. "
+                "If no gradient should flow, pass x.detach(), or call it under torch.no_grad().",
             )
 
 
 def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Placed]) -> None:
-    """Refuses inputs that a formula would save after they were overwritten.
+    """Reject inputs that a formula would save after they were overwritten.
 
     `setup_context` runs after the kernel. PyTorch detects writes after a tensor was saved, but not
-    writes before.
+    before.
     """
     for where, tensor in written:
         for place, other in read:
@@ -61,10 +60,11 @@ def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Plac
 
 
 def check_version(operator: object, written: Sequence[Placed]) -> None:
-    """Refuses tensors that have no version counter."""
+    """Reject tensors without a version counter."""
     if torch.is_inference_mode_enabled():
         return
-    # Neither subclasses nor modes see this question: PyTorch's own kernels ask it in C++.
+    # Hide this query from subclasses and modes, which do not see it in PyTorch's C++ kernels
+    # either.
     with dispatch.plain_tensors():
         unversioned = [where for where, tensor in written if tensor.is_inference()]
     for where in unversioned:
@@ -77,7 +77,7 @@ def check_version(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_memory(operator: object, written: Sequence[Placed]) -> None:
-    """Refuses tensors that cannot hold what is written, because their elements share memory."""
+    """Reject written tensors with internal overlap."""
     for where, tensor in written:
         if aliasing.overlaps_itself(tensor):
             raise _error(
@@ -96,9 +96,9 @@ def check_overlap(
     *,
     may_be_the_same: bool = True,
 ) -> None:
-    """Refuses written tensors that overlap with an input, or with another written tensor.
+    """Reject written tensors that overlap an input or each other.
 
-    If `may_be_the_same`, an input may be exactly a written one, as in `torch.sin(x, out=x)`.
+    With `may_be_the_same`, an input may be exactly a written tensor, as in `torch.sin(x, out=x)`.
     """
     for where, tensor in written:
         for place, other in read:
@@ -143,7 +143,7 @@ def _history_problem(tensor: Tensor) -> str | None:
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share elements; False for tensors with gaps, which may share some too."""
+    """Return whether two dense tensors overlap; False for tensors that are not dense."""
     if not (aliasing.is_dense(one) and aliasing.is_dense(other)):
         return False
     if storage_of(one) != storage_of(other):

@@ -1,7 +1,7 @@
-"""Kernels of several providers for one operator and device, and the order in which calls ask them.
+"""Kernels of several providers for one operator and device, and their priority.
 
-Calls of an operator without providers pay nothing for it: the rule of kernels asks what is here
-when it compiles a plan, and only if the operator has providers.
+Operators without providers pay nothing: the kernel rule uses this package only to compile plans of
+operators with providers.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from torchop.extend import OpLike, Schema
 
 
 def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTypes = None) -> None:
-    """Sets the order in which calls of an operator ask its providers, on behalf of its author.
+    """Set the author's order of an operator's providers.
 
-    An order of `torchop.set_priority`, of `TORCHOP_PRIORITY` or of a block of `torchop.priority`
-    takes precedence over it.
+    Orders set by `torchop.set_priority`, `TORCHOP_PRIORITY` or a block of `torchop.priority` take
+    precedence.
 
     Args:
         op: the operator.
-        order: names of its providers, of which the first that can run a call does. If none can, the
-            kernels that were registered without a provider run, which are named `"reference"`.
-            `"tuned"` stands for the provider that was measured as the fastest (`torchop.tune`).
-        device_types: the device types that the order is for; None for all without one of their own.
+        order: names of providers. The first one that can run a call runs it, otherwise the kernels
+            registered without a provider, named `"reference"`. `"tuned"` means the provider
+            measured as fastest (`torchop.tune`).
+        device_types: the device types of the order; None for all without their own order.
 
     Raises:
         OperatorGoneError: the operator was replaced or closed.
         ProviderNameError: a `ValueError`: the operator does not have one of these providers.
-        RuntimeError: a device type that PyTorch does not know.
+        RuntimeError: PyTorch does not know a device type.
         TypeError: `order` is not a list of names.
 
     Example:
@@ -77,7 +77,8 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
     devices = known_devices(definition, device_types)
     known = rule.provider_names
     for name in names:
-        # A definition names providers that come later; if they do not, the first call says so.
+        # A definition may name providers that are registered later. If they are not, the first call
+        # raises.
         if known and name not in (REFERENCE, TUNED, *known):
             raise unknown_provider("set_priority", definition, name, known)
     with registration_lock:
@@ -87,21 +88,21 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
 def set_tuning(
     op: OpLike, table: str | os.PathLike[str] | None = None, /, *, buckets: Buckets | None = None
 ) -> None:
-    """Sets the measurements that calls of an operator follow, as its author.
+    """Set the author's measurements of an operator's kernels, and their buckets.
 
-    Calls ask for them where `"tuned"` stands in the order of providers. What the user of the
-    operator measured counts before.
+    They apply where `"tuned"` stands in the order of providers. Measurements of the user take
+    precedence.
 
     Args:
         op: the operator.
-        table: the file that `torchop.tune(..., table=...)` wrote, and that your package ships.
-        buckets: by argument and dimension, the upper bounds of the buckets that its sizes are put
-            into when something is measured, as in `{"x": {0: [1, 16, 256]}}`. A negative dimension
-            counts from the end. Sizes without bounds are put into those of powers of two.
+        table: a file that `torchop.tune(..., table=...)` wrote, shipped with your package.
+        buckets: the upper bounds of size buckets for measuring, by argument and dimension, as in
+            `{"x": {0: [1, 16, 256]}}`. Negative dimensions count from the end. Other sizes use
+            powers of two.
 
     Raises:
         OperatorGoneError: the operator was replaced or closed.
-        TypeError, ValueError: no path, or buckets of something that the operator does not have.
+        TypeError, ValueError: `table` is not a path, or `buckets` does not fit the operator.
 
     Example:
         >>> import torch, torchop
@@ -141,16 +142,16 @@ def _are_bounds(item: tuple[Any, Any]) -> bool:
 
 
 def provider_table(rule: KernelRule) -> ProviderTable:
-    """The providers of an operator, and the orders of its author."""
+    """Return an operator's provider table, empty if it has none."""
     table: Any = rule.providers
-    # With a set of its own for what is reported, which is the one thing in it that changes.
+    # `reported` is mutable, so each operator needs its own set.
     return NO_PROVIDERS._replace(reported=set()) if table is None else table
 
 
 def choice_of_call(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Choice | None, tuple[Any, ...], dict[str, Any]]:
-    """What chooses the kernel of a call, None without providers, and all arguments it gets."""
+    """Return the chooser of a call, or None without providers, and the call's full arguments."""
     schema = definition.schema
     arguments, keywords = every_argument(schema, args, kwargs)
     device = backend_select.requested_device(schema, args, dict(kwargs))
@@ -160,7 +161,7 @@ def choice_of_call(
 
 
 def every_argument(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The arguments of a call as a kernel gets them: by position, with the defaults."""
+    """Return the arguments as a kernel gets them: by position, with defaults."""
     values = values_by_name(schema, args, kwargs)
     positional = tuple(values.get(a.name, a.default) for a in schema.positional)
     return positional, {a.name: values.get(a.name, a.default) for a in schema.keyword_only}
@@ -169,14 +170,14 @@ def every_argument(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any
 def kernels_of_call(
     op: OpLike, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[DeviceKernels | None, Call]:
-    """The kernels that could run a call, None without providers, and all arguments they get."""
+    """Return the candidate kernels of a call, or None, and the full arguments."""
     definition = resolve(op, "tune")
     choice, args, kwargs = choice_of_call(definition, args, kwargs)
     return None if choice is None else choice.kernels, (args, kwargs)
 
 
 def providers_of(op: OpLike) -> list[Provider]:
-    """The providers of an operator, in the order in which they were registered."""
+    """Return an operator's providers in the order of registration."""
     name = op_name(op, "providers")
     definition = own_definition(op, name)
     if definition is None:
@@ -194,7 +195,7 @@ def _register(
     lib: torch.library.Library | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Registers the kernel of a provider, which goes with a library if there is one."""
+    """Register a provider's kernel; closing `lib` removes it."""
     definition = _definition(op, lib)
     rule = definition.rule(KernelRule)
     check_name(definition, name, device_types)
@@ -216,16 +217,16 @@ def _remove(rule: weakref.ref[KernelRule], provider: Provider) -> None:
 
 
 def _definition(op: OpLike, lib: torch.library.Library | None) -> Definition:
-    """What holds the providers of an operator, also where a library holds the registration."""
+    """Return the definition that holds an operator's providers."""
     name = op_name(op, "register_kernel")
     check_library(f"register_kernel({name})", lib)
     definition = own_definition(op, name)
     if definition is None:
-        find_schema(name)  # raises where there is no operator
+        find_schema(name)  # raises if the operator is not defined
         raise NotImplementedError(
             f"register_kernel({name}): torchop did not define this operator, so it cannot have "
             "providers. Replace its kernel with torchop.Library.impl(..., allow_override=True), "
-            "and call the one that was there with torchop.get_kernel."
+            "and call the previous one with torchop.get_kernel."
         )
     definition.check_defined()
     return definition

@@ -1,4 +1,4 @@
-"""The kernels of one device, and the fastest of them for a call, as far as that was measured."""
+"""The kernels of one device, and the one measured as fastest for a call."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Function = Callable[..., Any]
 
 
 class DeviceKernels(NamedTuple):
-    """The kernels of one operator that one device has, and all that decides between them.
+    """The kernels of an operator on one device, with the settings that choose between them.
 
     Attributes:
-        op: the name of the operator.
-        device: the device type; None for those without kernels of their own.
-        reference: the kernel that was registered without a provider; None without one.
-        providers: the others, by name, in the order in which they were registered.
-        known: the names of all providers of the operator, for whichever device.
-        removed: the names of those that it had once.
+        op: the operator's name.
+        device: the device type; None for devices without kernels of their own.
+        reference: the kernel registered without a provider, or None.
+        providers: the other kernels by provider, in the order of registration.
+        known: the operator's providers on any device.
+        removed: the operator's former providers.
         author: the author's orders, by device type.
-        reported: what was said of providers that were passed by; it outlives plans.
-        tuning: what the author says about measurements.
-        prepare: what a plan does to every kernel.
+        reported: the skipped providers that were reported already; shared by all plans.
+        tuning: the author's measurements and buckets.
+        prepare: wraps a kernel for a plan.
     """
 
     op: OpName
@@ -43,7 +43,7 @@ class DeviceKernels(NamedTuple):
     prepare: Callable[[Function], Function]
 
     def measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Measurement | None:
-        """What was measured of calls as this one; warns if it cannot be used."""
+        """Return the measurement for a call; warn if existing measurements cannot be used."""
         digests = {name: tuned.digest(p.written) for name, p in self.providers.items()}
         if self.reference is not None:
             digests[REFERENCE] = tuned.digest(self.reference)
@@ -51,7 +51,7 @@ class DeviceKernels(NamedTuple):
 
 
 class TunedKernels(NamedTuple):
-    """What "tuned" in an order stands for: of the kernels that may run, the fastest for a call."""
+    """The candidates of `"tuned"` in an order: the fastest allowed kernel runs."""
 
     kernels: DeviceKernels
     allowed: Mapping[str, Provider]
@@ -59,21 +59,21 @@ class TunedKernels(NamedTuple):
     profiled: Callable[[str, Function], Function]
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Measures the kernels for a call in a block of `torchop.tuning`."""
+        """Measure the kernels for a call inside `torchop.tuning`."""
         if self.tuner is not None:
             self.tuner.measure(self.kernels, args, kwargs)
 
     def fastest(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool
     ) -> tuple[Provider, Function] | None:
-        """The fastest one that takes a call, with the config it had; None if none was measured."""
+        """Return the fastest measured kernel that supports a call, or None."""
         measurement, reference = self.kernels.measured(args, kwargs), self.kernels.reference
         for name, config, *_ in () if measurement is None else measurement.kernels:
             provider = self.allowed.get(name)
             if name == REFERENCE and reference is not None:
                 found = TUNED_PROVIDER._replace(name=name, function=reference, written=reference)
                 return found, self.profiled(name, reference)
-            # A table may have a provider that is gone, or a config that its kernel never had.
+            # The table may name a removed provider, or a config that its kernel no longer has.
             if (
                 provider is not None
                 and config in (configs := provider.configs or ({},))

@@ -1,4 +1,4 @@
-"""Choosing: which of the kernels of one device runs a call."""
+"""Choose which kernel of a device runs a call."""
 
 from __future__ import annotations
 
@@ -33,31 +33,32 @@ from torchop._rules.providers.priority import (
 from torchop._rules.providers.provider import TUNED_PROVIDER, Provider
 from torchop._rules.providers.tuned import PLAIN, UnknownKindError
 
-# The table of a selection begins again when it has so many keys: calls of ever new sizes would
-# otherwise fill the memory. Finding out again takes microseconds, once in so many calls.
+# Limits a selection's cache, which calls with ever new sizes would fill. Clearing it costs
+# microseconds per entry.
 _MOST_KEYS = 4096
 _MOST_SELECTIONS = 64
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Selection:
-    """What one order leaves: the first provider that accepts a call, and else the reference.
+    """The kernels to try under one order.
 
-    Tables of calls that were seen, here and in C++, are in front of `answer`, which alone decides.
+    The first provider that supports a call runs, else the reference. Caches here and in C++ hold
+    results of `answer`.
     """
 
     order: ActiveOrder
     candidates: list[tuple[Provider, Function]]
     fallback: Function
-    passed_by: Mapping[str, str]  # by name, why
-    # Whether the reference, where it runs, runs in place of what the order names.
+    skipped: Mapping[str, str]  # provider -> reason
+    # Whether the reference runs although the order does not name it.
     falls_back: bool
-    report: Callable[[Selection], None]  # called where no provider accepts a call
-    tuned: TunedKernels | None  # what the order stands for by "tuned", if it says so
-    # What runs, where no provider looks at the arguments.
+    report: Callable[[Selection], None]  # called when no provider supports a call
+    tuned: TunedKernels | None  # the candidates of "tuned", if the order has it
+    # The kernel that runs if no provider inspects the arguments.
     function: Function | None = None
-    # By what `supports` may read of a call, what runs. Threads may write at once: they find the
-    # same, so a lock would guard nothing.
+    # Kernels by the call properties that `supports` may read. Unlocked: concurrent writes store
+    # equal values.
     chosen: dict[Any, Function] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,7 +68,7 @@ class Selection:
             self.function = self.candidates[0][1]
 
     def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
-        """The function for a call, from the table if it is there."""
+        """Return the kernel for a call, using the cache."""
         try:
             with dispatch.WithoutTorchFunctions():  # as in `choose`
                 key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
@@ -82,7 +83,7 @@ class Selection:
         return function
 
     def answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
-        """The function for a call, and for those with the same key."""
+        """Return the kernel for a call, and for all calls with the same key."""
         if self.tuned is not None:
             self.tuned.measure(args, kwargs)
         provider, function = self.choose(args, kwargs)
@@ -93,8 +94,8 @@ class Selection:
     def choose(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
     ) -> tuple[Provider | None, Function]:
-        """The first provider that accepts a call, None for the reference, and the function."""
-        # A subclass that says something else of its shape does not say it to the tables in front.
+        """Return the provider that supports a call, or None (the reference), and the kernel."""
+        # Bypass overridden shapes of subclasses, which the caches do not see either.
         with dispatch.WithoutTorchFunctions():
             for provider, function in self.candidates:
                 if provider is TUNED_PROVIDER and self.tuned is not None:
@@ -105,8 +106,10 @@ class Selection:
         return None, self.fallback
 
 
-def _why_not(provider: Provider, settings: Settings, only_deterministic: bool) -> str | None:
-    """Why a provider cannot run any call; None if it can."""
+def _exclusion_reason(
+    provider: Provider, settings: Settings, only_deterministic: bool
+) -> str | None:
+    """Return why a provider cannot run any call; None if it can."""
     if settings.batch_invariant_only and not provider.batch_invariant:
         return "it is not batch-invariant, and only such kernels are allowed"
     if only_deterministic and not provider.deterministic:
@@ -115,10 +118,9 @@ def _why_not(provider: Provider, settings: Settings, only_deterministic: bool) -
 
 
 class Choice:
-    """Finds the function that runs a call, by the order in force and what the providers accept.
+    """Chooses the kernel of a call by the active order and the providers' `supports`.
 
-    An object, or one in C++ that asks it, is the kernel of one device in a plan, so it is called
-    with all arguments. The plan, and what runs a call, know of it no more than that.
+    A plan holds this object, or a C++ object that calls it, as the kernel of one device.
     """
 
     __slots__ = ("_has_random", "_kernels", "_selections")
@@ -126,13 +128,13 @@ class Choice:
     def __init__(self, kernels: DeviceKernels) -> None:
         self._kernels = kernels
         self._has_random = not all(p.deterministic for p in kernels.providers.values())
-        # By the settings of blocks, and whether only deterministic kernels are allowed.
+        # By the settings of open blocks, and whether only deterministic kernels are allowed.
         self._selections: dict[tuple[Settings, bool], Selection] = {}
 
     def function(self) -> Function:
-        """What a plan calls: the one function that can run, or what chooses for each call."""
+        """Return a fixed kernel if only one can run, otherwise the chooser."""
         if not priority.blocks_were_opened():
-            with contextlib.suppress(ProviderNameError):  # what chooses raises it, for every call
+            with contextlib.suppress(ProviderNameError):  # calls raise it, through the chooser
                 usual = self._selection(NO_BLOCK, False)
                 is_fixed = not usual.candidates or usual.candidates[0][0].deterministic
                 if usual.function is not None and is_fixed:
@@ -155,32 +157,31 @@ class Choice:
 
     @property
     def kernels(self) -> DeviceKernels:
-        """The kernels that it chooses between."""
         return self._kernels
 
     def explain(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, str], Function]:
-        """The provider that would run a call, why each other one would not, and the function."""
+        """Return the provider that would run a call, why the others would not, and the kernel."""
         selection = self._made(priority.current(), self._is_deterministic())
         provider, function = selection.choose(args, kwargs)
         chosen = REFERENCE if provider is None else provider.name
-        passed_by = dict(selection.passed_by)
+        skipped = dict(selection.skipped)
         own = [candidate for candidate, _ in selection.candidates]
         is_measured = provider is not None and all(provider is not each for each in own)
         for other, _ in selection.candidates:
             if other is provider or (is_measured and other is TUNED_PROVIDER):
                 break
-            passed_by[other.name] = _UNMEASURED if other is TUNED_PROVIDER else _DECLINED
+            skipped[other.name] = _UNMEASURED if other is TUNED_PROVIDER else _DECLINED
         for name in (*self._kernels.providers, REFERENCE):
             if name != chosen and is_measured:
-                passed_by[name] = f"{chosen} was measured as the fastest"
+                skipped[name] = f"{chosen} was measured as the fastest"
             elif name != chosen:
-                passed_by.setdefault(name, f"{chosen} comes before it")
-        return chosen, passed_by, function
+                skipped.setdefault(name, f"{chosen} comes before it")
+        return chosen, skipped, function
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Provider | None:
-        """The provider whose kernel a compiler is to trace; None for the reference."""
+        """Return the provider whose kernel a compiler should trace; None for the reference."""
         selection = self._selection(priority.current(), self._is_deterministic())
         provider, _ = selection.choose(args, kwargs, is_traced=True)
         return None if provider is None or provider.name == REFERENCE else provider
@@ -200,12 +201,12 @@ class Choice:
         return selection
 
     def _made(self, settings: Settings, is_deterministic: bool) -> Selection:
-        """What the order leaves, by all that is known before a call."""
+        """Evaluate the order by everything known before a call."""
         kernels = self._kernels
         order = priority.active_order(kernels.op, kernels.device, kernels.author, settings)
         only_deterministic = settings.deterministic_only or is_deterministic
         candidates: list[Provider] = []
-        passed_by: dict[str, str] = {}
+        skipped: dict[str, str] = {}
         for name in order.names:
             if name == REFERENCE:
                 break
@@ -214,17 +215,17 @@ class Choice:
                 continue
             provider = kernels.providers.get(name)
             if provider is None:
-                passed_by[name] = self._why_not_here(name, order)
-            elif (why := _why_not(provider, settings, only_deterministic)) is not None:
-                passed_by[name] = why
+                skipped[name] = self._absence_reason(name, order)
+            elif (why := _exclusion_reason(provider, settings, only_deterministic)) is not None:
+                skipped[name] = why
             else:
                 candidates.append(provider)
                 if provider.accepts is None:
                     break
         for name in kernels.providers:
             if name not in order.names:
-                passed_by[name] = (
-                    f"the order of {order.by} does not name it" if order.names else _UNASKED
+                skipped[name] = (
+                    f"the order of {order.by} does not name it" if order.names else _UNNAMED
                 )
         pairs = [
             (p, self._profiled(settings, p.name, kernels.prepare(p.function))) for p in candidates
@@ -233,21 +234,21 @@ class Choice:
         fallback = kernels.reference
         if fallback is None or (settings.strict and falls_back):
             falls_back = False
-            fallback = self._refusal(order, candidates, passed_by)
+            fallback = self._raising_kernel(order, candidates, skipped)
         fallback = self._profiled(settings, REFERENCE, fallback)
         tuned = None
         if TUNED_PROVIDER in candidates:
             allowed = {
                 name: provider
                 for name, provider in kernels.providers.items()
-                if _why_not(provider, settings, only_deterministic) is None
+                if _exclusion_reason(provider, settings, only_deterministic) is None
             }
             profiled = functools.partial(self._profiled, settings)
             tuned = TunedKernels(kernels, allowed, settings.tuner, profiled)
         report = functools.partial(self._report, is_declined=True)
-        return Selection(order, pairs, fallback, passed_by, falls_back, report, tuned)
+        return Selection(order, pairs, fallback, skipped, falls_back, report, tuned)
 
-    def _why_not_here(self, name: str, order: ActiveOrder) -> str:
+    def _absence_reason(self, name: str, order: ActiveOrder) -> str:
         op, device, *_ = self._kernels
         if name in self._kernels.known:
             return f"it has no kernel for {device or 'every device'}"
@@ -258,7 +259,7 @@ class Choice:
         return f"{op} has no such provider"
 
     def _profiled(self, settings: Settings, name: str, function: Function) -> Function:
-        """The function; within `priority(profile=True)`, a profiler shows it with its provider."""
+        """Wrap a kernel to label it in a profiler, if `profile` is set."""
         if not settings.profile:
             return function
         label = f"{self._kernels.op}[{name}]"
@@ -270,11 +271,11 @@ class Choice:
         profiled.__wrapped__ = function  # type: ignore[attr-defined]
         return profiled
 
-    def _refusal(
-        self, order: ActiveOrder, candidates: list[Provider], passed_by: Mapping[str, str]
+    def _raising_kernel(
+        self, order: ActiveOrder, candidates: list[Provider], skipped: Mapping[str, str]
     ) -> Function:
         op, device, reference, providers, *_ = self._kernels
-        reasons = {name: why for name, why in passed_by.items() if name in order.names}
+        reasons = {name: why for name, why in skipped.items() if name in order.names}
         reasons |= {
             provider.name: _UNMEASURED if provider is TUNED_PROVIDER else _DECLINED
             for provider in candidates
@@ -283,7 +284,7 @@ class Choice:
         names = list(providers)
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            # The kernel for every device knows no device, but the call does.
+            # The kernel for every device takes the device from the call.
             where = device or next((t.device.type for t in tensors_in(args)), "every device")
             if reference is not None:
                 raise ProviderError(
@@ -297,26 +298,25 @@ class Choice:
                     f"register_kernel({device!r}, function)."
                 )
             raise MissingKernelError(
-                f"{op} does not have a kernel registered for {where}, except those of providers, "
-                f"which no order asks for: {', '.join(names)}. Ask for one: "
+                f"{op} does not have a kernel registered for {where}, except for providers that "
+                f"no order names: {', '.join(names)}. Name one: "
                 f"torchop.set_priority({{'{op}': {names[:1]}}})."
             )
 
         return refuse
 
     def _report(self, selection: Selection, is_declined: bool) -> None:
-        """Says once of each provider that was asked for why it is passed by."""
+        """Report each skipped provider of the order once."""
         op, device, _, providers, known, removed, *_ = self._kernels
-        asked = {*providers, *(set(removed) - set(known))}
-        reasons = {name: why for name, why in selection.passed_by.items() if name in asked}
+        reportable = {*providers, *(set(removed) - set(known))}
+        reasons = {name: why for name, why in selection.skipped.items() if name in reportable}
         if is_declined:
             reasons |= {p.name: _DECLINED for p, _ in selection.candidates if p.name in providers}
         falls_back = selection.falls_back and (is_declined or not selection.candidates)
         for name, why in reasons.items():
             if name not in selection.order.names:
                 continue
-            # One of several in an order that is passed by for another one is no surprise, except
-            # where it can never run.
+            # Skipping one of several providers is expected, unless it can never run.
             provider = providers.get(name)
             never_runs = provider is None or provider.why_unsupported() is not None
             warns = falls_back or never_runs
@@ -325,7 +325,7 @@ class Choice:
             self._kernels.reported.add((name, warns))
             on = "" if device is None else f" on {device}"
             end = ", and the reference runs instead" if falls_back else ""
-            text = f"{op}: the provider {name!r} is passed by{on}, because {why}{end}."
+            text = f"{op}: the provider {name!r} is skipped{on}, because {why}{end}."
             logs.calls.info("%s", text)
             if warns:
                 fix = (
@@ -340,13 +340,13 @@ class Choice:
                 )
 
 
-_UNMEASURED = "no measurement is for such a call"
-_DECLINED = "its `supports` says no to the arguments"
-_UNASKED = "no order names it"
+_UNMEASURED = "no measurement matches the call"
+_DECLINED = "its `supports` returned False"
+_UNNAMED = "no order names it"
 
 
 def choice_by_device(choices: Mapping[str, Function], others: Function) -> Function:
-    """The kernel for every device, where orders are for some device types only."""
+    """Return the kernel for every device, if orders exist for some device types only."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         tensors: Iterator[Tensor] = tensors_in((*args, *kwargs.values()))
@@ -357,7 +357,7 @@ def choice_by_device(choices: Mapping[str, Function], others: Function) -> Funct
 
 
 def _key(value: Any) -> Any:
-    """What `supports` may read of an argument, as a part of a key."""
+    """Return the properties of an argument that `supports` may read, as a part of a key."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise UnknownKindError
@@ -366,9 +366,9 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     kind = type(value)
     if kind is float:
-        return value.hex()  # which tells -0.0 from 0.0, and finds nan again
+        return value.hex()  # distinguishes -0.0 from 0.0, and equals itself for nan
     if kind is complex:
-        return kind, repr(value)  # as for a float
+        return kind, repr(value)  # like a float
     if kind in PLAIN:
-        return kind, value  # 1 equals True
+        return kind, value  # with the type, because 1 == True
     raise UnknownKindError

@@ -1,8 +1,7 @@
-"""Tables of measured kernels: which were the fastest for calls of some sizes, on which device.
+"""Tables of measurements: the fastest kernels by operator, device and sizes.
 
-A table is a JSON file that people read. It names kernels and their configs, and calls only run
-those that are registered, so a wrong table can make calls slow, but cannot make them do anything
-else.
+A table is a JSON file. It names registered kernels and their configs, so a wrong table can only
+make calls slow.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ Sizes: TypeAlias = "tuple[tuple[int, int | None], ...]"
 
 
 class TableError(Exception):
-    """Why a file is no table of measurements."""
+    """Why a file is not a table of measurements."""
 
 
 class NewerTableError(TableError):
-    """The table was written by a newer torchop, so it must not be replaced."""
+    """A newer torchop wrote the table, so it must not be replaced."""
 
 
 class Measured(NamedTuple):
-    """A kernel that was measured: its provider, and the config it had.
+    """A measured kernel.
 
     Attributes:
-        provider: the name of the provider, or `"reference"`.
-        config: the keyword arguments of the kernel, one of the provider's `configs`.
-        digest: of the source of the kernel.
+        provider: the provider's name, or `"reference"`.
+        config: the kernel's keyword arguments, one of the provider's `configs`.
+        digest: the digest of the kernel's source.
         microseconds: the median time of a call.
-        interval: the limits that the median is between with a confidence of 95 %.
+        interval: the 95 % confidence interval of the median.
     """
 
     provider: str
@@ -55,26 +54,26 @@ class Measured(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The provider and its config, for people."""
+        """Return the provider and config as text."""
         return " ".join([self.provider, *(f"{k}={v!r}" for k, v in self.config.items())])
 
     @property
     def times(self) -> tuple[str, str]:
-        """The microseconds, and the interval that they are in, for people."""
+        """Return the microseconds and the interval as text."""
         low, high = self.interval
         return f"{self.microseconds:.2f}", f"{low:.2f} to {high:.2f}"
 
 
 class Measurement(NamedTuple):
-    """The kernels that were measured for the calls of one kind, the fastest first.
+    """The kernels measured for one kind of calls, fastest first.
 
     Attributes:
         op: the operator.
-        device: the name of the device, with the number of threads on a CPU.
+        device: the device's name, with the number of threads for a CPU.
         torch: the release of PyTorch.
         arguments: dtypes and plain values, with a `*` for each size.
-        sizes: for each of these, the least and the greatest; None if there is no greatest.
-        kernels: what was measured.
+        sizes: the minimum and maximum of each size; None means no maximum.
+        kernels: the measured kernels.
     """
 
     op: str
@@ -86,18 +85,18 @@ class Measurement(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What only one measurement of a table has."""
+        """Return the properties that identify a measurement in a table."""
         return self[:5]
 
     @property
     def call(self) -> str:
-        """The arguments with their sizes, for people."""
+        """Return the arguments with their sizes, as text."""
         parts = self.arguments.split("*")
         spelled = map(_spelled_range, self.sizes)
         return parts[0] + "".join(a + b for a, b in zip(spelled, parts[1:], strict=False))
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether sizes are among those it is for; of symbolic ones, the answer becomes guards."""
+        """Return whether sizes are in range; adds guards on symbolic sizes."""
         return all(
             size >= low and (high is None or size <= high)
             for size, (low, high) in zip(sizes, self.sizes, strict=True)
@@ -110,10 +109,10 @@ def _spelled_range(limits: tuple[int, int | None]) -> str:
 
 
 def read(path: Path) -> list[Measurement]:
-    """The measurements of a file.
+    """Return the measurements in a file.
 
     Raises:
-        TableError: it cannot be read, or is no table.
+        TableError: the file is unreadable or not a table.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -170,25 +169,25 @@ def _checked(value: Any, kind: type) -> Any:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keeps other processes from extending a table, whose entries would replace each other's.
+    """Prevent concurrent updates of a table by other processes.
 
-    The folder is locked, because the file is replaced, and a file of its own would be left behind.
+    Locks the folder, because the file is replaced and a separate lock file would remain.
     """
     with contextlib.ExitStack() as stack:
         if fcntl is not None:
             descriptor = os.open(path.absolute().parent, os.O_RDONLY)
             stack.callback(os.close, descriptor)
-            # Some network file systems have no locks, and a table without one is better than none.
+            # Some network file systems do not support locks; continue without.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
 
 
 def write(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Replaces a file by a table; whoever reads it meanwhile gets the old one or the new one."""
+    """Replace a file by a table atomically."""
     version = json.dumps({"format": FORMAT, "torchop": sys.modules["torchop"].__version__})
     listed = ",\n".join(
-        # One line for each kernel; `json` would make one of each number, or one in all.
+        # One line per kernel, which `json.dumps` with indent cannot produce.
         f"{json.dumps({**m._asdict(), 'kernels': 0})[:-2]}[\n  {_lines(m.kernels)}]}}"
         for m in sorted(measurements, key=lambda m: (m.key[:4], [low for low, _ in m.sizes]))
     )
@@ -197,7 +196,7 @@ def write(path: Path, measurements: Iterable[Measurement]) -> None:
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text + "\n")
-        os.chmod(name, 0o644)  # as other files that are shipped; mkstemp makes it the user's alone
+        os.chmod(name, 0o644)  # readable like other shipped files; mkstemp restricts it to the user
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -209,5 +208,5 @@ def _lines(kernels: Iterable[Measured]) -> str:
 
 
 def merged(*tables: Iterable[Measurement]) -> list[Measurement]:
-    """All measurements; of two for the same calls, the later one."""
+    """Merge tables; later measurements of the same calls win."""
     return list({m.key: m for table in tables for m in table}.values())

@@ -1,7 +1,7 @@
-"""Priority: which providers an operator's calls ask for, and in which order.
+"""Priorities: which providers run an operator's calls, in which order.
 
-An order comes from the innermost block that names the operator, else from the environment, else
-from `torchop.set_priority`, else from the author of the operator. Without one, the reference runs.
+The order comes from the innermost block that names the operator, else the environment, else
+`torchop.set_priority`, else the operator's author. Without an order, the reference runs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from torchop._schema.naming import is_match, is_name, is_pattern
 from torchop.extend import OpName
 
 REFERENCE = "reference"
-# In an order: the kernel that was measured as the fastest for calls of these sizes.
+# In an order: the kernel measured as fastest for the sizes of a call.
 TUNED = "tuned"
 VARIABLE = "TORCHOP_PRIORITY"
 
 Order: TypeAlias = tuple[str, ...]
-# What users write: the providers of the operators that a name, or a pattern, stands for. None takes
-# an order back.
+# Providers by operator name or pattern; None removes an order.
 Orders: TypeAlias = Mapping[str, "Sequence[str] | None"]
 
 
 class ScopedOrder(NamedTuple):
-    """An order with its scope: a name or pattern of operators, and a device type; None is all."""
+    """An order for operators matching a name or pattern, on one device type or all (None)."""
 
     pattern: str
     device: str | None
@@ -46,33 +45,33 @@ class ScopedOrder(NamedTuple):
         return self.device in (None, device) and is_match(name, self.pattern)
 
     def specificity(self, name: OpName) -> tuple[bool, int, bool]:
-        """Of two that fit, the greater one counts: a name, a longer pattern, one for a device."""
+        """Return the sort key of matching orders: exact name, longer pattern, device."""
         return is_name(name, self.pattern), len(self.pattern), self.device is not None
 
 
 class ActiveOrder(NamedTuple):
-    """The order that is in force for an operator on a device, and where it comes from."""
+    """The order that applies to an operator on a device, and the setting it comes from."""
 
     names: Order = ()
     by: str = "nobody"
-    # Whether it names the operator, which then must have the providers; a pattern is for several.
+    # Whether it names the operator exactly, so that unknown providers are errors.
     is_exact: bool = False
 
 
 class Tuner(Protocol):
-    """What measures calls in a block of `torchop.tuning`, given the kernels and the arguments."""
+    """Measures calls inside `torchop.tuning`, given the kernels and the arguments."""
 
     measure: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Settings:
-    """What the open blocks of a thread or task come to.
+    """The combined settings of the open blocks of a thread or task.
 
-    The same blocks give the same object, so that calls find quickly what follows from it.
+    Equal blocks share one object, so calls can cache by identity.
     """
 
-    orders: tuple[tuple[ScopedOrder, ...], ...] = ()  # of each block, the innermost first
+    orders: tuple[tuple[ScopedOrder, ...], ...] = ()  # per block, innermost first
     strict: bool = False
     batch_invariant_only: bool = False
     deterministic_only: bool = False
@@ -86,20 +85,21 @@ NO_BLOCK = Settings()
 
 
 class OpenBlocks(NamedTuple):
-    """What the open blocks of a thread or task come to, and these blocks, the outermost first."""
+    """The open blocks of a thread or task, outermost first, and their combined settings."""
 
     settings: Settings = NO_BLOCK
-    blocks: tuple[priority, ...] = ()  # they may be left in another order than they were entered
-    inherited: int = 0  # so many of them were open where the backward began that the thread runs
+    blocks: tuple[priority, ...] = ()  # blocks may end in another order than they began
+    # the number of leading blocks inherited from the caller of this thread's backward
+    inherited: int = 0
 
 
 _NOTHING_OPEN = OpenBlocks()
-# The extension reads it, too, in the same way as `_open_blocks`.
+# The extension reads this like `_open_blocks`.
 open_blocks: ContextVar[OpenBlocks] = ContextVar("torchop_priority", default=_NOTHING_OPEN)
 
 
 def current() -> Settings:
-    """What the open blocks of this thread or task come to, or of that whose backward it runs."""
+    """Return the settings that apply in this thread or task, or in the caller of its backward."""
     return _open_blocks().settings
 
 
@@ -115,39 +115,39 @@ def _settings_of(blocks: tuple[priority, ...]) -> Settings:
     orders = tuple(block._orders for block in reversed(blocks) if block._orders)
     key = orders, tuple(sorted(flags.items()))
     if len(_settings) >= _MOST_SETTINGS:
-        _settings.clear()  # programs that come here make new orders all the time
+        _settings.clear()  # such programs keep creating new orders
     return _settings.setdefault(key, Settings(orders, **flags)) if blocks else NO_BLOCK
 
 
-# The orders of the process; replaced, never changed.
+# The orders of `set_priority`; immutable, replaced as a whole.
 _process: tuple[ScopedOrder, ...] = ()
 _blocks_were_opened = False
 
 
-# The rules of operators with providers, whose plans follow from orders.
+# The kernel rules of operators with providers, whose plans depend on orders.
 _rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 
 def add_rule(rule: KernelRule) -> None:
-    """Has calls of an operator notice new orders; the registration lock must be held."""
+    """Make an operator follow new orders; the registration lock must be held."""
     _rules_with_providers.add(rule)
 
 
 def rules_with_providers() -> list[KernelRule]:
-    """The rules of operators that have providers, or had them, and are not gone."""
-    with registration_lock:  # threads may register providers
+    """Return the rules of defined operators that have or had providers."""
+    with registration_lock:  # other threads may register providers
         return [each for each in _rules_with_providers if each.definition.reason_gone is None]
 
 
 def blocks_were_opened() -> bool:
-    """Whether calls have to look for blocks: from the first one that was opened in the process."""
+    """Return whether any block was opened in this process, so that calls must check for blocks."""
     return _blocks_were_opened
 
 
 def active_order(
     name: OpName, device: str | None, author: Mapping[str | None, Order], settings: Settings
 ) -> ActiveOrder:
-    """The order in force for an operator on a device; None is those without their own kernels."""
+    """Return the order for an operator on a device; None means all other devices."""
     for orders, by in (
         *((orders, "torchop.priority") for orders in settings.orders),
         (_of_environment(), VARIABLE),
@@ -162,13 +162,13 @@ def active_order(
 
 
 def devices_with_orders(name: OpName, author: Mapping[str | None, Order]) -> frozenset[str]:
-    """The device types for which an operator has an order of their own."""
+    """Return the device types for which an operator has separate orders."""
     devices = {order.device for order in _process if is_match(name, order.pattern)}
     return frozenset(device for device in (*devices, *author) if device is not None)
 
 
 def checked_order(what: str, names: object) -> Order:
-    """An order that a user wrote, as a tuple; refuses what is no list of names."""
+    """Validate a user's order, and return it as a tuple."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise TypeError(
             f"{what} expects a list of names of providers, such as ['triton'], got "
@@ -184,7 +184,7 @@ def checked_order(what: str, names: object) -> Order:
 
 
 def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -> ProviderNameError:
-    """The error about a provider that an operator does not have."""
+    """Return the error for a provider that an operator does not have."""
     listed = ", ".join([REFERENCE, *known])
     return ProviderNameError(
         f"{what}: {op} has no provider {short_repr(name)}{nearest(name, known)}; it has: {listed}. "
@@ -195,7 +195,7 @@ def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -
 def _scoped_orders(
     what: str, orders: object, devices: Sequence[str | None] = (None,)
 ) -> tuple[ScopedOrder, ...]:
-    """The orders that a user wrote; refuses those that are none, and unknown providers."""
+    """Validate a user's orders, including the providers' names."""
     if not isinstance(orders, Mapping):
         raise TypeError(
             f"{what} expects a dict of orders by operator, such as {{'mylib::rms_norm': "
@@ -216,11 +216,11 @@ def _scoped_orders(
 
 
 def _written(operator: object) -> Any:
-    return getattr(operator, "_qualname", operator)  # of a handle
+    return getattr(operator, "_qualname", operator)  # a handle
 
 
 def _check_known(what: str, pattern: str, order: Order) -> None:
-    """Refuses providers that no operator of a pattern has, as far as there are operators."""
+    """Raise for providers that no matching operator has, if any operator matches."""
     matching = [r for r in rules_with_providers() if is_match(r.definition.name, pattern)]
     is_name = re.search(r"[*?\[]", pattern) is None
     if not matching and not (is_name and operators.is_registered(*_packet_and_overload(pattern))):
@@ -252,29 +252,29 @@ def _of_environment() -> tuple[ScopedOrder, ...]:
 
 
 def outdate_plans() -> None:
-    """Has all choices made anew; the registration lock must be held."""
+    """Recompile plans that depend on orders; the registration lock must be held."""
     for rule in tuple(_rules_with_providers):
         rule.definition.outdate_plan()
 
 
 def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None:
-    """Sets the order in which calls of this process ask the providers of operators.
+    """Set the process-wide order of operators' providers.
 
-    It takes the place of the author's order, unless a block of `torchop.priority` or the variable
-    TORCHOP_PRIORITY sets another one. An operator's name takes precedence over a pattern, and a
-    longer pattern over a shorter one.
+    It replaces the author's order. A block of `torchop.priority` and the variable TORCHOP_PRIORITY
+    take precedence. An operator's name takes precedence over a pattern, and a longer pattern over
+    a shorter one.
 
     Args:
         orders: a dict from an operator, by name or by a pattern such as `"mylib::*"`, to names of
-            providers. The first one that can run a call does; if none can, the kernel of the
-            definition runs, whose name is `"reference"`. `"tuned"` stands for the one that
-            `torchop.tune` measured as the fastest. None removes the order that was set.
-        device_types: the device types that the orders are for; None for all.
+            providers. The first one that can run a call runs it, otherwise the kernels registered
+            without a provider, named `"reference"`. `"tuned"` means the kernel that
+            `torchop.tune` measured as fastest. None removes an order.
+        device_types: the device types of the orders; None for all.
 
     Raises:
         ProviderNameError: a `ValueError`: no operator of this name or pattern has this provider.
-        RuntimeError: a device type that PyTorch does not know.
-        TypeError, ValueError: `orders` has another form.
+        RuntimeError: PyTorch does not know a device type.
+        TypeError, ValueError: `orders` is malformed.
 
     Example:
         >>> import torch, torchop
@@ -289,42 +289,39 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
         'product'
         >>> torchop.set_priority({"docs::squared": None})
 
-    The idea is `set_priority` of vLLM IR.
+    Based on `set_priority` of vLLM IR.
     """
     global _process
     devices = known_devices("set_priority", device_types)
     with registration_lock:
         new = _scoped_orders("set_priority", orders, devices)
-        taken_back = {_written(key) for key, names in orders.items() if names is None}
+        removed = {_written(key) for key, names in orders.items() if names is None}
         places = {(each.pattern, each.device) for each in new}
-        kept = [each for each in _process if (each.pattern, each.device) not in places]
-        _process = (*kept, *(each for each in new if each.pattern not in taken_back))
+        others = [each for each in _process if (each.pattern, each.device) not in places]
+        _process = (*others, *(each for each in new if each.pattern not in removed))
         outdate_plans()
 
 
 class priority(Block):  # noqa: N801  (called like a function)
-    """Sets the order in which calls ask the providers of operators, inside of a `with` block.
+    """Set the order of operators' providers inside a `with` block.
 
-    It is for the calls of this thread, or of this asyncio task, and for the functions that you
-    decorate. Of nested blocks, the innermost one that names the operator counts. It is also for a
-    backward that is called in it, which runs in a thread of PyTorch's own on a GPU; not with
-    PyTorch 2.11, for which you set the order of such operators with `set_priority`. A checkpoint
-    computes its forward again in the backward, in the order that is in force there, unless its
-    `context_fn` returns a block for that: `(contextlib.nullcontext(), torchop.priority(...))`. A
-    compiled graph calls the operator, which chooses as in eager mode, unless a provider was traced
-    into the graph (`compile="inline"`), which it then keeps.
+    It applies to calls of this thread or asyncio task; it also decorates functions. Of nested
+    blocks, the innermost one that names the operator applies. A backward called in the block
+    inherits it, also in PyTorch's GPU threads, except on PyTorch 2.11, where only `set_priority`
+    reaches them. A checkpoint recomputes its forward with the order that applies in the backward,
+    unless `context_fn` returns a block: `(contextlib.nullcontext(), torchop.priority(...))`. A
+    compiled graph calls the operator, which chooses as in eager mode, except that a provider traced
+    into the graph (`compile="inline"`) is fixed.
 
     Args:
         orders: names of providers by operator, as in `set_priority`.
-        strict: whether a call raises an error if the reference would run although the order does
-            not name it.
-        batch_invariant_only: whether only the reference runs, and providers that are registered as
-            batch-invariant.
-        deterministic_only: whether only the reference runs, and providers that are deterministic,
-            as is always so with `torch.use_deterministic_algorithms`.
-        profile: whether a profiler shows the provider, as in `mylib::rms_norm[triton]`.
+        strict: raise an error if the reference would run although the order does not name it.
+        batch_invariant_only: run only the reference and batch-invariant providers.
+        deterministic_only: run only the reference and deterministic providers, as under
+            `torch.use_deterministic_algorithms`.
+        profile: show the provider in profiles, as in `mylib::rms_norm[triton]`.
 
-    Flags that are None stay as they are around the block.
+    Flags that are None keep the value of the enclosing block.
 
     Raises:
         ProviderNameError: a `ValueError`: no operator of this name or pattern has this provider.
@@ -343,7 +340,7 @@ class priority(Block):  # noqa: N801  (called like a function)
         Traceback (most recent call last):
         torchop.ProviderError: docs::cubed: no provider of the order of torchop.priority ...
 
-    The idea is `set_priority` of vLLM IR.
+    Based on `set_priority` of vLLM IR.
     """
 
     def __init__(
@@ -357,10 +354,9 @@ class priority(Block):  # noqa: N801  (called like a function)
         profile: bool | None = None,
     ) -> None:
         compilers.break_graph(
-            "torch.compile cannot trace torchop.priority: a compiled graph calls the operator, "
-            "which follows the order that is in force when the graph runs, and not one inside of "
-            "it. Open the block around the call of the compiled function, or use "
-            "torchop.set_priority."
+            "torch.compile cannot trace torchop.priority: a compiled graph follows the order "
+            "that applies when the graph runs, not one inside of it. Open the block around the "
+            "call of the compiled function, or use torchop.set_priority."
         )
         self._flags: dict[str, Any] = {
             "strict": strict,
@@ -398,5 +394,5 @@ class priority(Block):  # noqa: N801  (called like a function)
 def _set_blocks(blocks: tuple[priority, ...], inherited: int) -> None:
     if len(blocks) > inherited:
         open_blocks.set(OpenBlocks(_settings_of(blocks), blocks, inherited))
-    else:  # the thread must not keep what was open where a backward began
+    else:  # drop blocks inherited from the caller of a backward
         open_blocks.set(_NOTHING_OPEN)

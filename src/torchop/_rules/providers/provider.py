@@ -1,4 +1,4 @@
-"""Providers: kernels beside the reference, for the same operator and device, with what they say."""
+"""Providers: alternative kernels for an operator and device, with their properties."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from torchop._schema.defaults import fitted, same_default
 from torchop._schema.signatures import spell_function
 
 Supported: TypeAlias = "bool | Callable[[], bool]"
-# How far a result may be from that of the reference, relatively and absolutely.
+# The relative and absolute difference allowed from the reference.
 Tolerance: TypeAlias = "Mapping[torch.dtype, tuple[float, float]]"
 Configs: TypeAlias = "Sequence[Mapping[str, Any]]"
 
 
 class Provider(NamedTuple):
-    """A kernel that somebody provides for an operator, beside the reference.
+    """An alternative kernel of an operator.
 
     Attributes:
-        name: by which orders ask for it.
-        devices: the device types that it is for; None stands for every device.
+        name: the name used in orders.
+        devices: the device types; None means every device.
         function: the kernel, which takes the schema's arguments.
-        why_unsupported: says why it cannot run in this process; None if it can.
-        accepts: whether it takes a call, given the arguments of the schema by position and keyword,
-            and whether it is traced; None if it takes all.
+        why_unsupported: return why the kernel cannot run in this process; None if it can.
+        accepts: return whether the kernel supports a call, given the schema's positional and
+            keyword arguments, and whether the call is traced; None if it supports all calls.
         batch_invariant: whether each row has the same bits in every batch.
-        deterministic: whether a call always has the same bits.
-        tolerance: how far results may be from those of the reference, by dtype.
-        configs: arguments of this kernel alone, of which the first ones are used.
-        kernels: the kernel with each of `configs`; the kernel alone, without any.
-        written: the function that the author wrote.
-        site: where the kernel was written.
+        deterministic: whether equal calls give equal bits.
+        tolerance: the allowed difference from the reference, by dtype.
+        configs: keyword arguments of this kernel alone; the first ones are the default.
+        kernels: the kernel with each of `configs`, or the kernel alone.
+        written: the author's function.
+        site: the location of the kernel's source.
     """
 
     name: str
@@ -71,35 +71,35 @@ class Provider(NamedTuple):
     site: Site
 
     def takes(self, args: Any, kwargs: Any, is_traced: bool = False) -> bool:
-        """Whether it takes a call with these arguments, of which none is left out.
+        """Return whether the kernel supports a call, given all arguments.
 
         Raises:
-            ProviderError: `supports` raises, reads data, or returns something else than a bool.
+            ProviderError: `supports` raises, reads data, or does not return a bool.
         """
         return self.accepts is None or self.accepts(args, kwargs, is_traced)
 
 
-def _no_kernel(*arguments: Any) -> Any:
-    raise AssertionError("an order says tuned; that is no kernel")
+def _not_callable(*arguments: Any) -> Any:
+    raise AssertionError("the placeholder 'tuned' was called")
 
 
-# Stands for `"tuned"` among the candidates of an order. It asks for the arguments of each call.
+# A placeholder for `"tuned"` among the candidates of an order; it inspects each call.
 TUNED_PROVIDER = Provider(
     name=TUNED,
     devices=(),
-    function=_no_kernel,
+    function=_not_callable,
     why_unsupported=lambda: None,
-    accepts=_no_kernel,
+    accepts=_not_callable,
     batch_invariant=True,
     deterministic=True,
     tolerance={},
     configs=(),
     kernels=(),
-    written=_no_kernel,
+    written=_not_callable,
     site=Site(__name__, TUNED, __file__, 1),
 )
 
-_SLOW_SECONDS = 0.05  # for what takes microseconds; a busy machine takes longer
+_SLOW_SECONDS = 0.05  # `supports` takes microseconds, and a busy machine takes longer
 
 
 def make_provider(
@@ -115,7 +115,7 @@ def make_provider(
     tolerance: Tolerance | None,
     configs: Configs,
 ) -> Provider:
-    """Checks all that is said about a kernel, and makes a provider of it."""
+    """Validate the properties of a kernel, and create its provider."""
     what = f"{definition}: the provider {name!r}"
     check_callable(what, function)
     configurations = _checked_configs(what, definition, configs)
@@ -143,7 +143,7 @@ def make_provider(
         tuple(devices),
         kernels[0],
         functools.cache(functools.partial(_why_unsupported, supported)),
-        None if supports is None else _asking(what, definition, supports),
+        None if supports is None else _support_check(what, definition, supports),
         batch_invariant,
         deterministic,
         _checked_tolerance(what, tolerance),
@@ -155,7 +155,7 @@ def make_provider(
 
 
 def check_name(op: object, name: object, devices: Sequence[str | None]) -> None:
-    """Refuses names that orders could not contain, and devices that providers cannot be for."""
+    """Raise for reserved or malformed names, and for the device type "meta"."""
     if name == TUNED:
         raise ProviderNameError(
             f"{op}: in an order, {TUNED!r} stands for the provider that was measured as the "
@@ -173,8 +173,8 @@ def check_name(op: object, name: object, devices: Sequence[str | None]) -> None:
         )
     if "meta" in devices:
         raise ValueError(
-            f"{op}: a provider cannot be for the device type 'meta'. Tensors without data have the "
-            "fake kernel of the operator, which holds for every provider: use register_fake."
+            f"{op}: a provider cannot be for the device type 'meta'. Tensors without data use "
+            "the operator's fake kernel, which applies to every provider: use register_fake."
         )
 
 
@@ -186,8 +186,8 @@ def _why_unsupported(supported: Supported) -> str | None:
     except Exception as error:
         return f"its `supported` raised {type(error).__name__}: {short_text(error)}"
     if not isinstance(answer, bool):
-        return f"its `supported` returned {short_repr(answer)}, and not a bool"
-    return None if answer else "its `supported` says that it cannot run here"
+        return f"its `supported` returned {short_repr(answer)}, not a bool"
+    return None if answer else "its `supported` returned False"
 
 
 def _checked_configs(
@@ -207,13 +207,13 @@ def _checked_configs(
             )
         if taken := sorted(own & config.keys()):
             raise ValueError(
-                f"{what}: {taken[0]!r} is an argument of the operator, and cannot be one of "
-                "configs, which are for arguments of this kernel alone."
+                f"{what}: {taken[0]!r} is an argument of the operator. Names in configs must be "
+                "arguments of this kernel alone."
             )
         if config.keys() != configs[0].keys():
             raise ValueError(
-                f"{what}: all configs must have the same names, but those of "
-                f"{short_repr(config)} and {short_repr(configs[0])} differ."
+                f"{what}: all configs must have the same names, but {short_repr(config)} and "
+                f"{short_repr(configs[0])} differ."
             )
     return tuple(map(dict, configs))
 
@@ -235,10 +235,10 @@ def _checked_tolerance(what: str, tolerance: Tolerance | None) -> Tolerance:
 def _check_parameters(
     what: str, definition: Definition, function: Callable[..., Any], configs: Mapping[str, Any]
 ) -> None:
-    """Refuses a kernel that gives parameters other names or defaults than the operator has.
+    """Raise if a kernel renames the operator's parameters or changes their defaults.
 
-    Calls pass all arguments, so these would never be seen; whoever reads or calls the kernel alone
-    would be misled by them. PyTorch's functions and those with `*args` cannot be compared.
+    Calls pass all arguments, so the difference would have no effect, and would mislead readers of
+    the kernel. Builtins and functions with `*args` cannot be compared.
     """
     try:
         signature = inspect.signature(function)
@@ -287,33 +287,34 @@ def _check_parameters(
         )
 
 
-def _asking(
+def _support_check(
     what: str, definition: Definition, supports: Callable[..., Any]
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any], bool], bool]:
-    """What asks `supports` about a call. It gets tensors without data, which it must not read."""
+    """Wrap `supports` to run on tensors without data, and to check its result."""
     check_arguments(f"{what}: supports", definition.overload, supports)
     check_no_generator(f"{what}: supports", supports, None)
     convention = definition.convention
     slow: (
         list[float] | None
-    ) = []  # the last answers, as far as they were slow; None once it is said
+    ) = []  # the durations of the latest slow calls in a row; None after the warning
 
     def note(taken: float) -> None:
-        """Says once that answers are slow, if several in a row were: the first may import."""
+        """Warn once if several calls in a row were slow; the first one may import modules."""
         nonlocal slow
         if slow is not None:
             slow = [*slow, taken] if taken > _SLOW_SECONDS else []
             if len(slow) == 3:
                 milliseconds, slow = 1000 * min(slow), None
                 warn(
-                    f"{what}: supports is slow: it took {milliseconds:.0f} ms and more three "
-                    "times in a row, and every call with other shapes or values waits for it. What "
-                    "does not depend on the call belongs in `supported`, which is asked once.",
+                    f"{what}: supports is slow: it took {milliseconds:.0f} ms or more three "
+                    "times in a row, and runs for every call with new shapes or values. Move "
+                    "everything that does not depend on the call to `supported`, which runs "
+                    "once.",
                     ProviderWarning,
                 )
 
     def accepts(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool) -> bool:
-        if not is_traced:  # then sizes are symbols, of which the answer becomes guards
+        if not is_traced:  # traced sizes are symbolic, and the answer becomes guards
             args = tuple(map(_without_data, args))
             kwargs = {name: _without_data(value) for name, value in kwargs.items()}
         objects, keywords = convention.arguments(args, dict(kwargs))
@@ -323,8 +324,8 @@ def _asking(
                 answer = supports(*objects, **keywords)
         except Exception as error:
             may = (
-                "It may read shapes, strides, dtypes, devices and plain values, because its answer "
-                "is kept for all calls with the same ones"
+                "It may read shapes, strides, dtypes, devices and plain values, because the "
+                "answer is cached for all calls with the same ones"
             )
             if isinstance(error, stand_ins.StandInError):
                 problem = f"read {error} of a tensor. {may}"

@@ -1,4 +1,4 @@
-"""The table of the providers of an operator, and the functions that its call plan gets of it."""
+"""The table of an operator's providers, and the functions it contributes to a call plan."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Function = Callable[..., Any]
 
 
 class ProviderTable(NamedTuple):
-    """The providers of an operator, and the orders of its author; replaced, never changed.
+    """An operator's providers and its author's orders; immutable.
 
     Attributes:
-        by_device: by device type, None standing for all, the providers by name.
-        removed: the names of those that it had once.
+        by_device: providers by name, by device type; None means every device.
+        removed: the names of former providers.
         orders: the author's orders, by device type.
-        reported: what was said of providers that were passed by.
-        tuning: what the author says about measurements.
+        reported: the skipped providers that were reported already.
+        tuning: the author's measurements and buckets.
     """
 
     by_device: Mapping[str | None, Mapping[str, Provider]]
@@ -37,11 +37,10 @@ class ProviderTable(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Those of the providers, in the order in which they were registered."""
         return list(dict.fromkeys(name for known in self.by_device.values() for name in known))
 
     def adding(self, op: OpName, provider: Provider) -> ProviderTable:
-        """With a provider, in place of the one of its name; warns if that is of another module."""
+        """Return a table with another provider; warn if it replaces one of another module."""
         by_device = dict(self.by_device)
         for device in provider.devices:
             known = by_device.get(device, NOTHING)
@@ -49,25 +48,25 @@ class ProviderTable(NamedTuple):
             if before is not None and before.site.module != provider.site.module:
                 warn(
                     f"{op}: the kernel of the provider {provider.name!r} was registered at "
-                    f"{before.site} and is registered again at {provider.site}, which replaces it. "
-                    "Give one of them another name.",
+                    f"{before.site}, and is now replaced by another one at {provider.site}. "
+                    "Rename one of the providers.",
                     RedefinitionWarning,
                 )
             by_device[device] = {**known, provider.name: provider}
         return self._replace(by_device=by_device)
 
     def without(self, provider: Provider) -> ProviderTable:
-        """Without a provider, unless there is another one in its place."""
+        """Return a table without a provider, unless it was replaced."""
         by_device = {
             device: {name: other for name, other in known.items() if other is not provider}
             for device, known in self.by_device.items()
         }
-        # That it is gone is said, also of one that was passed by for another reason before.
+        # Report the removal even if the provider was reported for another reason.
         self.reported.difference_update({(provider.name, True), (provider.name, False)})
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 
     def ordered(self, order: Order, devices: Sequence[str | None]) -> ProviderTable:
-        """With an order of the author on these devices."""
+        """Return a table with the author's order for these devices."""
         return self._replace(orders={**self.orders, **dict.fromkeys(devices, order)})
 
     def functions(
@@ -77,13 +76,13 @@ class ProviderTable(NamedTuple):
         disabled: Collection[str],
         prepare: Callable[[Function], Function],
     ) -> Mapping[str | None, Function]:
-        """The functions of a plan, by device type, given those of the reference.
+        """Return the functions of a plan, by device type.
 
         Args:
             op: the operator.
-            references: by device type, the kernels that were registered without a provider.
-            disabled: the device types for which no other kernel is to run.
-            prepare: what a plan does to every kernel.
+            references: kernels registered without a provider, by device type.
+            disabled: device types on which only the reference may run.
+            prepare: wraps a kernel for a plan.
         """
         functions = dict(references)
         for device in dict.fromkeys((*references, *self.by_device)):
@@ -109,8 +108,8 @@ class ProviderTable(NamedTuple):
         references: Mapping[str | None, Function],
         prepare: Callable[[Function], Function],
     ) -> Choice:
-        """What chooses for calls on a device; the rest is as in `functions`."""
-        # The kernels for every device serve those that have none of their own.
+        """Return the chooser for calls on a device; see `functions`."""
+        # Devices without their own kernels use those for every device.
         at = device if device in references or device in self.by_device else None
         providers = {**self.by_device.get(None, NOTHING), **self.by_device.get(at, NOTHING)}
         reference = references.get(at, references.get(None))
@@ -130,7 +129,7 @@ class ProviderTable(NamedTuple):
         )
 
     def cache_parts(self, op: OpName) -> Iterator[object]:
-        """What decides which kernel a compiler traces: the kernels, and the orders in force."""
+        """Yield the kernels and active orders, which decide the kernel that a compiler traces."""
         settings = priority.current()
         yield (settings.batch_invariant_only, settings.deterministic_only)
         for device, known in sorted(self.by_device.items(), key=repr):

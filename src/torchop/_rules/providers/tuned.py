@@ -1,4 +1,4 @@
-"""Which kernel a call gets by what was measured: `"tuned"` in an order of providers."""
+"""`"tuned"` in an order of providers: look up measurements for a call."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ from torchop._rules.providers import measurements, priority
 from torchop._rules.providers.measurements import Measurement, TableError
 from torchop.extend import OpName, short_repr
 
-# By argument and dimension, the upper bounds of the buckets that its sizes are put into.
+# The upper bounds of size buckets, by argument and dimension.
 Buckets: TypeAlias = "Mapping[str, Mapping[int, Sequence[int]]]"
 
 
 class Tuning(NamedTuple):
-    """What the author of an operator says about its measurements: the table, and the buckets."""
+    """The author's table of measurements and buckets."""
 
     table: Path | None = None
     buckets: Buckets = types.MappingProxyType({})
 
 
 class UnknownKindError(Exception):
-    """An argument of a call whose kind is not known: what it holds cannot be told in a key."""
+    """A call has an argument whose value cannot be part of a key."""
 
 
-# What was measured in this process, or sent to it by the first rank.
+# Measurements made in this process, or received from rank 0.
 _own: list[Measurement] = []
 
 
 def users_table() -> Path | None:
-    """The table in the user's cache; None where there is no place for a cache."""
+    """Return the table in the user's cache folder; None without a cache folder."""
     with contextlib.suppress(NativeUnavailableError):
         return cache_folder() / "tuning.json"
     return None
 
 
 def add(new: Sequence[Measurement]) -> None:
-    """Lets calls follow measurements from now on."""
+    """Add measurements, and make calls use them."""
     with registration_lock:
         _own[:] = measurements.merged(_own, new)
         forget()
 
 
 def forget() -> None:
-    """Has calls read the tables again; the registration lock must be held."""
+    """Reread the tables on the next calls; the registration lock must be held."""
     _read.cache_clear()
     _index.cache_clear()
     priority.outdate_plans()
@@ -73,15 +73,15 @@ def find(
     kwargs: Mapping[str, Any],
     reported: set[tuple[str, bool]],
 ) -> Measurement | None:
-    """The measurement for a call; warns once if there are only some that cannot be used.
+    """Return the measurement for a call; warn once if only unusable ones exist.
 
     Args:
         op: the operator.
-        tuning: what its author says.
-        digests: those of the kernels that there are, by provider.
-        args: the arguments of the call by position.
-        kwargs: those by keyword.
-        reported: what was said before.
+        tuning: the author's measurements and buckets.
+        digests: digests of the registered kernels, by provider.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+        reported: problems that were reported already.
     """
     try:
         arguments, sizes = described(args, kwargs)
@@ -105,7 +105,7 @@ def find(
 
 
 def known(op: OpName, tuning: Tuning) -> list[tuple[Any, ...]]:
-    """What was measured of an operator, for which the winner is traced into graphs."""
+    """Return an operator's measurements, as part of cache keys of graphs with inlined kernels."""
     index = _index(tuning.table)
     found = [m for (name, _), each in index.items() if name == str(op) for m, _ in each]
     return [(*m.key, [(k.provider, repr(k.config), k.digest) for k in m.kernels]) for m in found]
@@ -117,7 +117,8 @@ def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]
     if measurement.torch != torch_release():
         return f"they were made with PyTorch {measurement.torch}, and this is {torch_release()}"
     for kernel in measurement.kernels:
-        if digests.get(kernel.provider, kernel.digest) != kernel.digest:  # it may be gone
+        # the provider may be removed
+        if digests.get(kernel.provider, kernel.digest) != kernel.digest:
             return f"the kernel of {kernel.provider!r} has changed since they were made"
     return None
 
@@ -126,7 +127,7 @@ def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]
 def _index(
     table: Path | None,
 ) -> Mapping[tuple[str, str], Sequence[tuple[Measurement, str]]]:
-    """What an author's table, the user's and this process have, the last of which counts first."""
+    """Index the measurements of the author, the user and this process."""
     index: dict[tuple[str, str], list[tuple[Measurement, str]]] = {}
     user = users_table()
     sources = [(_own, "this process"), (_read(user) if user and user.exists() else (), str(user))]
@@ -141,7 +142,7 @@ def _index(
 
 @functools.cache
 def _read(path: Path) -> Sequence[Measurement]:
-    """The measurements of a file, none and a warning if it is no table."""
+    """Return the measurements in a file; warn and return none if it is not a table."""
     try:
         return measurements.read(path)
     except TableError as error:
@@ -152,10 +153,10 @@ def _read(path: Path) -> Sequence[Measurement]:
 
 
 def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Dtypes and plain values of a call, with a `*` for each size; and the sizes.
+    """Return a call's dtypes and plain values, with a `*` for each size, and the sizes.
 
     Raises:
-        UnknownKindError: it has an argument that could be anything.
+        UnknownKindError: an argument has another type.
     """
     sizes: list[Any] = []
 
@@ -175,7 +176,7 @@ def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list
     return ", ".join(map(spelled, (*args, *kwargs.values()))), sizes
 
 
-# What is told by its value; tensors and lists are told by what they hold.
+# Types identified by value; tensors and lists are identified by their contents.
 PLAIN = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -185,7 +186,7 @@ PLAIN = (
 def bucketed(
     names: Sequence[str], buckets: Buckets, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> measurements.Sizes:
-    """The ranges that the sizes of a call are in, powers of two where the author names none."""
+    """Return the bucket of each size of a call; powers of two without the author's buckets."""
     ranges = []
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
         bounds = buckets.get(name, {})
@@ -211,7 +212,7 @@ def _between(bounds: Sequence[int], size: int) -> tuple[int, int | None]:
 
 
 def device_name(values: Sequence[Any]) -> str:
-    """The device of a call as a user knows it, with the number of threads on a CPU."""
+    """Return the device's name, with the number of threads for a CPU."""
     devices: Iterator[torch.device] = (tensor.device for tensor in tensors_in(values))
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     if device.type == "cpu":
@@ -233,17 +234,17 @@ def _processor() -> str:
 
 
 def torch_release() -> str:
-    """The release of PyTorch, without what tells builds of it apart."""
+    """Return PyTorch's major and minor version."""
     return ".".join(torch.__version__.split(".")[:2])
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """A digest of the source of a kernel, and of what it uses of its module.
+    """Return a digest of a kernel's source, and of the names it uses from its module.
 
-    That is functions, plain values such as the text of a C++ program, and files that a `Path` is.
+    These are functions, plain values such as C++ source text, and files referenced by a `Path`.
     """
     function = _written(function)
-    if not isinstance(function, types.FunctionType):  # of C++, or an object
+    if not isinstance(function, types.FunctionType):  # a builtin or callable object
         return getattr(function, "__qualname__", type(function).__qualname__)
     return _digest(function)
 
@@ -255,7 +256,7 @@ def _digest(function: types.FunctionType) -> str:
 
 
 def _written(function: Any) -> Any:
-    """What an author wrote, inside of what Triton, `functools` and torchop put around it."""
+    """Unwrap the author's function from Triton, functools and torchop wrappers."""
     inner = getattr(function, "fn", getattr(function, "func", function))
     return inspect.unwrap(inner)
 

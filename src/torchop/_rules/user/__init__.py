@@ -1,1 +1,1 @@
-"""The rules of the public kind, `torchop.Rule`, that torchop ships: a file for each."""
+"""The public rules (`torchop.Rule`) that torchop ships, one module each."""

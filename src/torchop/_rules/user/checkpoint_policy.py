@@ -1,7 +1,7 @@
 """Checkpoint policies: whether selective activation checkpointing saves an operator's results.
 
-PyTorch asks the policy function of a checkpointed region. An operator's own policy decides if that
-function has no opinion, or if the operator's policy is a `MUST`.
+PyTorch calls the policy function of a checkpointed region. An operator's own policy takes
+precedence over a region's preference, and a `MUST` policy over both.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _CheckpointPolicyRule(Rule[Decision]):
         return Decision(value, policy)
 
     def missing(self, op: OpOverload) -> Decision:
-        return _always(CheckpointPolicy.PREFER_RECOMPUTE)  # as in PyTorch
+        return _always(CheckpointPolicy.PREFER_RECOMPUTE)  # PyTorch's default
 
     def attach(self, op: OpOverload) -> None:
         if not checkpointing.POLICY_MODES:
@@ -90,12 +90,12 @@ def register_checkpoint_policy(
     *,
     lib: torch.library.Library | None = None,
 ) -> Registered:
-    """Registers whether selective activation checkpointing saves the operator's results.
+    """Register whether selective activation checkpointing saves the operator's results.
 
     It applies in every region whose contexts come from
-    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. If the policy of the region only
-    prefers something, that of the operator wins. A `MUST` policy wins over any other, and that of
-    the operator over that of the region.
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. The operator's policy takes
+    precedence over a `PREFER` policy of the region. A `MUST` policy takes precedence over any
+    other, first the operator's, then the region's.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -103,8 +103,7 @@ def register_checkpoint_policy(
         policy: `"save"`, `"recompute"`, a `torch.utils.checkpoint.CheckpointPolicy`, or a
             function `(ctx, *arguments)` that returns one of these. Without it, a decorator for
             such a function is returned.
-        lib: the library whose lifetime the registration shares; by default it stays as long as
-            the operator.
+        lib: the library that owns the registration; by default it lasts as long as the operator.
 
     Returns:
         `policy`; without it, a decorator.

@@ -20,8 +20,9 @@ class Examples(NamedTuple):
     """The sample inputs of an operator.
 
     Attributes:
-        make: takes nothing and yields examples, so that each caller gets tensors of its own.
-        valid: whether a call is valid; takes the schema's arguments. None if every call is.
+        make: a function without parameters that yields new tensors for each caller.
+        valid: a predicate of the schema's arguments: whether a call is valid. None means that
+            every call is.
     """
 
     make: Callable[[], Iterable[Any]]
@@ -29,7 +30,7 @@ class Examples(NamedTuple):
 
 
 class _ExamplesRule(Rule[Examples]):
-    """Sample inputs, and which calls like them are valid."""
+    """Sample inputs, with an optional predicate for valid calls."""
 
     def validate(self, op: OpOverload, value: Any, *, valid: Any = None) -> Examples:
         check_signature(f"{op.name()}: the function that yields examples", value, ())
@@ -45,7 +46,7 @@ class _ExamplesRule(Rule[Examples]):
         )
 
     def valid(self, op: OpOverload) -> Valid | None:
-        """Return the predicate of an operator, or of the operator that it is a form of."""
+        """Return the predicate of an operator, or of the operator whose form it is."""
         own = self.lookup(op).valid if self.has(op) else None
         if own is not None:
             return own
@@ -72,18 +73,17 @@ def register_examples(
     valid: Valid | None = None,
     lib: torch.library.Library | None = None,
 ) -> Function:
-    """Registers sample inputs, which `opcheck` and `torchop.testing.check` use if you pass none.
+    """Register sample inputs, for `opcheck` and `torchop.testing.check` without explicit inputs.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: takes nothing and yields examples, each a tuple of positional arguments or a dict of
             arguments by name. It is called again whenever examples are needed.
-        valid: takes the operator's arguments, and returns True if a caller may pass them. `check`
-            generates other inputs from the examples, and does not try those for which it returns
-            False. Calls of the operator do not check it. Without it, every input is valid.
-        lib: the library whose lifetime the registration shares; by default it stays as long as
-            the operator.
+        valid: takes the operator's arguments, and returns whether a caller may pass them. `check`
+            derives other inputs from the examples, and skips inputs for which it returns False.
+            Calls of the operator do not evaluate it. Without it, every input is valid.
+        lib: the library that owns the registration; by default it lasts as long as the operator.
 
     Returns:
         `fn`; without it, a decorator.
@@ -92,14 +92,14 @@ def register_examples(
 
 
 def make_examples(op: OpLike) -> list[Example]:
-    """Makes the registered sample inputs.
+    """Create the registered sample inputs.
 
     Returns:
-        For each example the positional arguments, a tuple, and those by keyword, a dict.
+        For each example a tuple of positional arguments and a dict of keyword arguments.
 
     Raises:
-        MissingRuleError: none were registered.
-        RuleSignatureError: a `TypeError`: one of them is not a call of the operator.
+        MissingRuleError: none are registered.
+        RuleSignatureError: a `TypeError`: an example is not a call of the operator.
     """
     examples = EXAMPLES.lookup(op).make()
     overload = Operator(op, "examples").overload
@@ -112,7 +112,7 @@ def make_examples(op: OpLike) -> list[Example]:
 
 
 def operator_of_examples(op: OpLike, caller: str) -> Operator:
-    """The operator as its registered examples call it: by its handle, which may take structures."""
+    """Return the operator by its handle, because examples may contain structures."""
     return Operator(Operator(op, caller).handle or op, caller)
 
 

@@ -1,4 +1,4 @@
-"""FLOP formulas: what `torch.utils.flop_counter.FlopCounterMode` counts for a call."""
+"""FLOP formulas for `torch.utils.flop_counter.FlopCounterMode`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchop.extend import OpLike, OpOverload, observer, short_repr
 
 
 class _FlopFormulaRule(Rule[Count]):
-    """A function of shapes, or with PyTorch's `get_raw` of tensors; kept as what counts a call."""
+    """A function of shapes, or of tensors with `get_raw`; stored as a function of a call."""
 
     def validate(self, op: OpOverload, value: Any, *, get_raw: bool = False) -> Count:
         result_name = "out_val" if get_raw else "out_shape"
@@ -65,18 +65,16 @@ def register_flop_formula(
     get_raw: bool = False,
     lib: torch.library.Library | None = None,
 ) -> Function:
-    """Registers how many operations a call takes, for `torch.utils.flop_counter`.
+    """Register the number of operations of a call, for `torch.utils.flop_counter`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: takes the operator's arguments, with shapes (`torch.Size`) instead of tensors, and
-            returns an int. If it takes `out_shape=`, it gets the shape of the result. For several
-            results, that is a tuple or the structure that the function returns, with None for
-            values that are not tensors.
-        get_raw: whether it takes the tensors instead, and the result as `out_val=`.
-        lib: the library whose lifetime the registration shares; by default it stays as long as
-            the operator.
+            returns an int. A parameter `out_shape=` receives the shape of the result: for several
+            results a tuple, or the structure that the function returns, with None for non-tensors.
+        get_raw: pass tensors instead of shapes, and the result as `out_val=`.
+        lib: the library that owns the registration; by default it lasts as long as the operator.
 
     Returns:
         `fn`; without it, a decorator.

@@ -1,4 +1,4 @@
-"""Inverses: functions that undo an operator, or a sequence of operators."""
+"""Inverses of operators and of sequences of operators."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError
 from torchop._schema.callables import Function, Lambda
 from torchop.extend import Operator, OpLike, OpOverload, check_arguments, short_repr
 
-__all__ = ["inverse", "right_inverse"]  # which torchop offers
+__all__ = ["inverse", "right_inverse"]  # public names
 
 
 class Inverse(NamedTuple):
-    """An inverse as it is called, and what a sequence asks of its operator.
+    """A registered inverse, with the properties that sequences check.
 
-    Made when it is registered, so that compilers which trace `torchop.inverse` find plain values.
+    Computed at registration, so that compilers tracing `torchop.inverse` see plain values.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Inverse(NamedTuple):
 
 
 class _InverseRule(Rule[Inverse]):
-    """A function with the operator's parameters, where the output replaces the first."""
+    """A function with the operator's parameters, with the output in place of the first one."""
 
     def validate(self, op: OpOverload, value: Any) -> Inverse:
         if not op._schema.returns or not op._schema.arguments or op._schema.arguments[0].kwarg_only:
@@ -52,8 +52,8 @@ class _InverseRule(Rule[Inverse]):
     def missing(self, op: OpOverload) -> Inverse:
         other = RIGHT_INVERSE if self is INVERSE else INVERSE
         hint = (
-            f" It has {_article(other)}, which is something else: torchop.{other.name}(op)."
-            if other._entry(op) is not None  # not has(): compilers trace this
+            f"It has {_article(other)}, called by torchop.{other.name}(op)."
+            if other._entry(op) is not None  # `has()` is not traceable
             else ""
         )
         raise MissingRuleError(
@@ -71,15 +71,14 @@ RIGHT_INVERSE = _InverseRule("right_inverse")
 def register_inverse(
     op: OpLike, fn: Function | Lambda | None = None, /, *, lib: torch.library.Library | None = None
 ) -> Function:
-    """Registers the inverse of the operator, for `torchop.inverse`.
+    """Register the inverse of the operator, for `torchop.inverse`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: `fn(output, *rest)`, where `rest` are the other arguments of the call that returned
-            `output`. It is called directly, so write it in operators, like any function.
-        lib: the library whose lifetime the registration shares; by default it stays as long as
-            the operator.
+            `output`. It is called directly, so it must consist of PyTorch operators.
+        lib: the library that owns the registration; by default it lasts as long as the operator.
 
     Returns:
         `fn`; without it, a decorator.
@@ -90,14 +89,13 @@ def register_inverse(
 def register_right_inverse(
     op: OpLike, fn: Function | Lambda | None = None, /, *, lib: torch.library.Library | None = None
 ) -> Function:
-    """Registers a right inverse, which the operator undoes, for `torchop.right_inverse`.
+    """Register a right inverse for `torchop.right_inverse`: `op(fn(y))` is `y`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: as in `register_inverse`.
-        lib: the library whose lifetime the registration shares; by default it stays as long as
-            the operator.
+        lib: the library that owns the registration; by default it lasts as long as the operator.
 
     Returns:
         `fn`; without it, a decorator.
@@ -106,17 +104,16 @@ def register_right_inverse(
 
 
 def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
-    """Returns the function that undoes an operator: `inverse(op)(op(x, *rest), *rest)` is `x`.
+    """Return the inverse of an operator: `inverse(op)(op(x, *rest), *rest)` is `x`.
 
-    It calls the function of `register_inverse`, with the operator's defaults filled in, and works
-    in graphs, under vmap and with gradients if the operators that it calls do. A later registration
-    does not change it.
+    It calls the function of `register_inverse` with the operator's defaults filled in. It supports
+    graphs, vmap and gradients if the operators it calls do. Later registrations do not affect it.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload; or a `functools.partial` of one, with arguments by keyword;
-            or a sequence of these, where each is called on the result of the one before. The
-            inverse undoes a sequence from the last to the first.
+            or a sequence of these, each called on the result of the previous one. The inverse of a
+            sequence starts with the last operator.
 
     Returns:
         A function `(output, *rest, **keywords)`, where `rest` and `keywords` are the other
@@ -124,7 +121,7 @@ def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[...
 
     Raises:
         MissingRuleError: an operator has no inverse.
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: a `TypeError`: an operator of a sequence needs more arguments, or
             returns more than one result.
 
@@ -142,26 +139,26 @@ def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[...
         >>> torchop.inverse(steps)(torch.tensor([6.0]))
         tensor([0.])
 
-    The idea is the `inv` of `torch.distributions.transforms`.
+    Based on `inv` of `torch.distributions.transforms`.
     """
     return _undo(INVERSE, op)
 
 
 def right_inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
-    """Returns a function whose result an operator maps back: `op(right_inverse(op)(y))` is `y`.
+    """Return a right inverse of an operator: `op(right_inverse(op)(y))` is `y`.
 
-    An operator that loses information has no inverse, but it may have a right inverse, as padding
-    is one of cropping. An operator with an inverse can register it here, too.
+    An operator that loses information has no inverse, but may have a right inverse: padding is a
+    right inverse of cropping. An operator with an inverse can register it here too.
 
     Args:
-        op: as for `torchop.inverse`.
+        op: as in `torchop.inverse`.
 
     Returns:
-        A function like that of `torchop.inverse`.
+        A function, as from `torchop.inverse`.
 
     Raises:
         MissingRuleError: an operator has no right inverse.
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: a `TypeError`: an operator of a sequence needs more arguments, or
             returns more than one result.
 
@@ -176,7 +173,7 @@ def right_inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callab
         >>> first(torchop.right_inverse(first)(torch.ones(1)))
         tensor([1.])
 
-    The idea is the `right_inverse` of `torch.nn.utils.parametrize`.
+    Based on `right_inverse` of `torch.nn.utils.parametrize`.
     """
     return _undo(RIGHT_INVERSE, op)
 
@@ -200,7 +197,7 @@ def _undo(rule: _InverseRule, op: Any) -> Callable[..., Any]:
 
 
 def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]]:
-    """The registered inverse of an operator, and a function that undoes a call."""
+    """Return an operator's inverse, and a function that inverts a call."""
     if not isinstance(op, functools.partial):
         inverse = rule.lookup(op)
         return inverse, inverse.call
@@ -216,9 +213,9 @@ def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]
 def _with_defaults(
     function: Callable[..., Any], parameters: Sequence[inspect.Parameter], what: str
 ) -> Callable[..., Any]:
-    """Calls `function` with all arguments of the operator, in the order of the operator.
+    """Call `function` with all arguments, in the operator's order, with defaults.
 
-    Written as plain loops over plain values, because compilers trace it.
+    Plain loops over plain values, because compilers trace this function.
     """
     positional = [
         (p.name, p.default is not p.empty, p.default)
@@ -246,7 +243,7 @@ def _with_defaults(
 
 
 def _check_composable(rule: _InverseRule, inverse: Inverse, step: Any) -> None:
-    """Refuses an operator that cannot be called with only the result of the one before."""
+    """Raise if an operator cannot be called with only the previous result."""
     if inverse.results != 1:
         raise RuleSignatureError(
             f"{inverse.name} has {inverse.results} results, but each operator of a sequence is "
@@ -257,9 +254,9 @@ def _check_composable(rule: _InverseRule, inverse: Inverse, step: Any) -> None:
     for parameter in inverse.required:
         if parameter not in bound:
             raise RuleSignatureError(
-                f"{inverse.name}: its argument {parameter!r} has no value in a sequence, where "
-                "each operator is called with the output alone. Bind it: functools.partial(op, "
-                f"{parameter}=...)."
+                f"{inverse.name}: the argument {parameter!r} has no value in a sequence, because "
+                "each operator is called with the previous output alone. Bind it: "
+                f"functools.partial(op, {parameter}=...)."
             )
 
 

@@ -1,1 +1,1 @@
-"""Rules for vmap: how an operator handles a batch."""
+"""vmap rules: how operators handle batches."""

@@ -1,4 +1,4 @@
-"""vmap rules: how an operator handles a batch of inputs."""
+"""The rule for `torch.vmap`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LEADING = ("info", "in_dims")
 
 
 SEQUENTIAL: Final = "sequential"
-# A function of a user, or the name of the built-in rule.
+# A user's function, or the name of the built-in rule.
 VmapFunction = Callable[..., Any] | Literal["sequential"]
 
 
 class VmapRule(CompiledRule["VmapFunction | None"]):
-    """What an operator does with inputs that have a batch dimension."""
+    """An operator's vmap rule."""
 
     function: VmapFunction | None = None
 
@@ -44,7 +44,6 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         return f"vmap ({self.function})" if isinstance(self.function, str) else "vmap"
 
     def register(self, function: VmapFunction) -> None:
-        """Makes `function` the vmap rule."""
         if function == SEQUENTIAL:
             self._check_sequential()
         else:
@@ -58,9 +57,9 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
     def _check_sequential(self) -> None:
         if self.definition.schema.is_view:
             raise RuntimeError(
-                f"{self.definition} returns views, and the vmap rule {SEQUENTIAL!r} stacks the "
-                "results of the elements, so they would be copies. Register a function, which can "
-                f"return a view of the whole batch. Got {self.definition.schema}."
+                f"{self.definition} returns views, but the vmap rule {SEQUENTIAL!r} would return "
+                "stacked copies. Register a function that returns a view of the whole batch. "
+                f"Got {self.definition.schema}."
             )
 
     def _checked_function(self, function: Any) -> Any:
@@ -93,18 +92,18 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
     def kernel(self, /, *args: Any, **kwargs: Any) -> Any:
         definition = self.definition
         rule = definition.plan[VmapRule]
-        if not callable(rule):  # "sequential": the kernel is installed with the first rule
+        if not callable(rule):  # "sequential"
             return map_call(definition, args, kwargs)
         try:
             return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
         except Exception as error:
-            if compilers.dynamo_is_tracing():  # which shows no traceback that would tell it
+            if compilers.dynamo_is_tracing():  # Dynamo's error shows no traceback
                 add_note(error, f"in the vmap rule of {definition}")
             raise
 
     @compilers.never_traced
     def _run_random(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Also serves the calls of a random operator in which no tensor is mapped over."""
+        """The kernel for random operators, also called when no tensor is batched."""
         definition = self.definition
         if definition.plan[VmapRule] == SEQUENTIAL:
             return map_call(definition, args, kwargs)
@@ -113,7 +112,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
 
 
 def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Checks the results of a rule and their dimensions, which PyTorch does not."""
+    """Wrap a rule to check its results and out_dims, which PyTorch does not."""
     schema, declaration = definition.schema, definition.declaration
     check_result = result_check(schema.returns)
     is_functional = schema.is_functional and not declaration.is_lenient and definition.is_ours
@@ -136,11 +135,11 @@ def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., 
 
 
 def _check_fresh(definition: Definition, args: Any, kwargs: Any, output: Any) -> None:
-    """Reject an output in the memory of an argument, as for kernels: writes would reach both."""
+    """Reject an output that shares memory with an argument, as for kernels."""
     tensors = [*tensors_in((*args, *kwargs.values()))]
     outputs = [*tensors_in(output if isinstance(output, tuple) else (output,))]
     if any(map(functorch.is_wrapped, (*tensors, *outputs))):
-        # At another level of the transforms: tensors without a storage of their own.
+        # Tensors wrapped by another transform have no storage to compare.
         ids = [*map(id, outputs)]
         is_alias = len({*ids}) < len(ids) or any(id(tensor) in ids for tensor in tensors)
     else:
@@ -150,7 +149,10 @@ def _check_fresh(definition: Definition, args: Any, kwargs: Any, output: Any) ->
 
 
 def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: int) -> Any:
-    """Checks `out_dims`; returns them in the structure of the output, which one value may have."""
+    """Check `out_dims`, and return them in the structure of the output.
+
+    A single value applies to all outputs.
+    """
     if isinstance(output, (tuple, list)):
         if not isinstance(dims, (tuple, list)):
             dims = [dims] * len(output)
@@ -196,21 +198,21 @@ def register_vmap(
     *,
     lib: torch.library.Library | None = None,
 ) -> Function | None:
-    """Registers how `torch.vmap` maps an operator over a batch.
+    """Register how `torch.vmap` maps an operator over a batch.
 
-    Without a rule, PyTorch calls the operator once for each element and warns. It cannot do this
-    for lists of tensors, or for results that are not tensors.
+    Without a rule, PyTorch calls the operator once per element and warns. That fallback supports
+    neither lists of tensors nor non-tensor results.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        func: `func(info, in_dims, *args, **kwargs) -> (output, out_dims)`. `in_dims` holds, for
-            each positional argument, the dimension that is mapped over, or None; `out_dims` holds
-            the same for the outputs. `info.batch_size` is the size of the dimension, and
-            `info.randomness` the option that the caller passed to `vmap`. Without `func`, a
-            decorator is returned. `"sequential"` calls the operator for each element and stacks the
-            results. For an operator with residuals, see `torchop.residuals`.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
+        func: `func(info, in_dims, *args, **kwargs) -> (output, out_dims)`. `in_dims` holds the
+            mapped dimension of each positional argument, or None; `out_dims` does the same for the
+            outputs. `info.batch_size` is the size of the dimension, and `info.randomness` the
+            option that the caller passed to `vmap`. Without `func`, a decorator is returned.
+            `"sequential"` calls the operator once per element and stacks the results. For an
+            operator with residuals, see `torchop.residuals`.
+        lib: the library that owns the registration; by default it is permanent.
 
     Returns:
         `func`, if it is a function; without `func`, a decorator.
@@ -218,12 +220,12 @@ def register_vmap(
     Raises:
         NotImplementedError: the operator has keyword-only tensors, and `func` is a function.
         OperatorNotFoundError: the operator is not defined.
-        RuleSignatureError: `func` does not take these arguments.
+        RuleSignatureError: `func` does not accept these arguments.
         RuntimeError: the rule is `"sequential"`, and the operator returns views.
 
-    With `"sequential"`, an operator that mutates writes into the slices of the batch, so a mutated
-    tensor must be mapped over. An operator with `torch.Tag.nondeterministic_seeded` follows the
-    `randomness` of `vmap`. For an empty batch, the fake kernel gives the shapes.
+    With `"sequential"`, an operator that mutates writes into the slices of the batch, so mutated
+    tensors must be batched. An operator with `torch.Tag.nondeterministic_seeded` follows the
+    `randomness` of `vmap`. For an empty batch, the fake kernel provides the shapes.
 
     Example:
         >>> import torch, torchop
@@ -236,7 +238,7 @@ def register_vmap(
         >>> torch.vmap(cube)(torch.tensor([1.0, 2.0]))
         tensor([1., 8.])
 
-    The idea is `torch.library.register_vmap`, and `jax.pure_callback(vmap_method="sequential")`.
+    Based on `torch.library.register_vmap` and `jax.pure_callback(vmap_method="sequential")`.
     """
     rule = resolve(op, "register_vmap", lib).rule(VmapRule)
     if isinstance(func, str):

@@ -1,4 +1,4 @@
-"""The vmap rule `"sequential"`: one call for each element of the batch, results stacked."""
+"""The vmap rule `"sequential"`: call the operator for each element, and stack the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchop._schema.forms import Form
 
 
 class _Mapped:
-    """A tensor of a call, and the dimension that vmap maps over."""
+    """A batched tensor and the mapped dimension."""
 
     __slots__ = ("dim", "tensor")
 
@@ -27,14 +27,14 @@ class _Mapped:
 
 
 def with_dims(value: Any, dim: Any) -> Any:
-    """An argument of a vmap rule, with its entry of `in_dims`, as `map_elements` takes it."""
+    """Mark the batched tensors in an argument, given its entry of `in_dims`."""
     if isinstance(dim, (list, tuple)):
         return [with_dims(*pair) for pair in zip(value, dim, strict=True)]
     return value if dim is None else _Mapped(value, dim)
 
 
 def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a call inside the innermost `vmap` by calling the operator for each element."""
+    """Run a call inside the innermost `vmap` by calling the operator for each element."""
     schema = definition.schema
     vmap = functorch.current_vmap()
     args, kwargs = schema.fill_defaults(args, kwargs)
@@ -70,11 +70,11 @@ def map_elements(
     *,
     replay: bool = False,
 ) -> Any:
-    """Calls the operator for each element of a batch, and stacks the results, the batch first.
+    """Call the operator for each element of a batch, and stack the results along dimension 0.
 
-    Mapped arguments are as `with_dims` returns them. For an empty batch, the fake kernel gives the
-    shapes. With `replay`, the calls for all elements draw the same random numbers. The result is
-    None if the operator returns arguments, whose slices were written.
+    Arguments are marked by `with_dims`. For an empty batch, the fake kernel provides the shapes.
+    With `replay`, all elements draw the same random numbers. The result is None if the operator
+    returns its arguments, whose slices it wrote.
     """
     schema = definition.schema
     elements = [_element(args, kwargs, index) for index in range(batch_size)]
@@ -104,15 +104,15 @@ def _element(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> Call
 
 
 def _results(definition: Definition, elements: list[Call], replay: bool) -> list[Any]:
-    """Calls the operator for each element; with `replay`, all of them draw the same numbers."""
+    """Call the operator for each element; with `replay`, all draw the same random numbers."""
     if not replay:
         return [definition.overload(*args, **kwargs) for args, kwargs in elements]
-    args, kwargs = elements[0]  # all have the same devices and generators
+    args, kwargs = elements[0]  # all elements have the same devices and generators
     values = (*args, *kwargs.values())
     if any(map(tracing.is_traced, tensors_in(values))):
         raise RuntimeError(
-            f'{definition} draws random numbers, and vmap(..., randomness="same") would have to '
-            "reset the generator for each element, which a compiler cannot trace. Compile with "
+            f'{definition} draws random numbers, and vmap(..., randomness="same") resets the '
+            "generator for each element. A compiler cannot trace this. Compile with "
             'randomness="different", or draw the numbers outside and pass them.'
         )
     states = [(generator, generator.get()) for generator in generators_of(values)]
@@ -127,24 +127,24 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
 def _check_written(
     definition: Definition, batch_size: int, mapped: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Refuses to write into memory that several elements share."""
+    """Reject writes into memory that elements share."""
     for name, value in passed(definition.schema.mutated_places, mapped, kwargs):
         for _, where, _ in named_tensors([(name, value)], "argument"):
             raise MutationError(
-                f"{definition}: {where} is written, but vmap does not map over it, so all elements "
-                "of the batch would write into the same tensor. Map over it too (in_dims), so "
-                "that each element has its own."
+                f"{definition}: {where} is written, but vmap does not map over it, so all "
+                "elements of the batch would write into the same tensor. Map over it too "
+                "(in_dims)."
             )
         for mapped_tensor in tensors_in([value], _Mapped):
             if batch_size > 1 and mapped_tensor.tensor.stride(mapped_tensor.dim) == 0:
                 raise MutationError(
-                    f"{definition}: argument {name!r} is written, but its elements in the "
-                    "batch share memory, as after expand(). Pass a .clone()."
+                    f"{definition}: argument {name!r} is written, but the elements of the batch "
+                    "share memory, as after expand(). Pass a .clone()."
                 )
 
 
 def result_of_one(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Asks the fake kernel for the result of one element of a batch that has none."""
+    """Return the fake result for one element of an empty batch."""
     with fake_tensors.fake_calls() as make_fake:
 
         def fake_element(value: _Mapped | Tensor) -> Tensor:
@@ -164,10 +164,10 @@ def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
 
 
 def _check_sizes_are_known(definition: Definition, outputs: Sequence[Tensor], what: str) -> None:
-    """Reject sizes that Dynamo would need to be equal and that only data determines.
+    """Reject data-dependent sizes that would have to be equal for all elements under Dynamo.
 
-    Dynamo's graph holds the call of the whole batch, so it would find no result with the sizes of
-    the other elements, and blame the fake kernel for them.
+    Dynamo's graph holds one call for the whole batch. It would find no result with the sizes of the
+    other elements, and report the fake kernel as wrong.
     """
     if len(outputs) > 1 and compilers.dynamo_is_tracing():
         for dim, size in enumerate(outputs[0].shape):
@@ -182,13 +182,13 @@ def _check_sizes_are_known(definition: Definition, outputs: Sequence[Tensor], wh
 def _combined(
     definition: Definition, outputs: Sequence[Any], what: str, stack: Callable[..., Tensor]
 ) -> Any:
-    """One output for the batch, from that of each element."""
+    """Combine one output of all elements."""
     if not outputs:
-        return None  # an operator that returns nothing, for an empty batch
+        return None  # an operator without results and an empty batch
     first = outputs[0]
     kinds = {type(output) if output is None else isinstance(output, Tensor) for output in outputs}
     if all(isinstance(output, Tensor) for output in outputs):
-        # Not a set of shapes: the symbols of a compiler are not hashable.
+        # A set of shapes would hash symbolic sizes, which are not hashable.
         other = next((o for o in outputs if fake_tensors.shapes_differ(first, o)), None)
         if other is None:
             _check_sizes_are_known(definition, outputs, what)

@@ -126,7 +126,7 @@ def test_the_companions_end_with_the_operator(namespace):
         torchop.custom_op(
             f"{namespace}::f", lambda x: x, schema="(Tensor x)->Tensor", mutates_args=()
         )
-    with pytest.raises(torchop.OperatorGoneError, match=r"belongs to .*f, which is gone"):
+    with pytest.raises(torchop.OperatorGoneError, match=r"belongs to .*f, which was deregistered"):
         held([x], None, [True], x)
     assert not hasattr(getattr(torch.ops, namespace), "f__training")
 

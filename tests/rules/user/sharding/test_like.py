@@ -347,7 +347,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "code of its own": (
         "(Tensor x, int? dim=None, bool keepdim=False) -> Tensor",
         aten.argmax.default,
-        "DTensor runs it by code of its own",
+        "DTensor runs it with custom code",
     ),
     "another operator": ("(Tensor x) -> Tensor", aten.squeeze.default, "calls another operator"),
 }

@@ -121,7 +121,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor(a!) y, Tensor x) -> ()",
         "a, a k -> ",
         {"reduce": {"k": "sum"}},
-        "reduces 'k', which the argument 'y' lacks",
+        "reduces 'k', but the written argument 'y' lacks",
     ),
     "linear unknown": (
         "(Tensor x) -> Tensor",

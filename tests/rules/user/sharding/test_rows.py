@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import torchop
 from torchop._rules.user.sharding.notation import Sharding, sharding
-from torchop._rules.user.sharding.rows import Tensors, rows
+from torchop._rules.user.sharding.rows import CallTensor, rows
 
 
 def short(placement: Any) -> str:
@@ -23,7 +23,7 @@ def table(
     rule: Sharding, *shapes: Sequence[int], results: Sequence[Sequence[int]], written: int = -1
 ) -> list[str]:
     """The rows as text, one tensor for each operand."""
-    tensors = [Tensors(i, shape, i == written) for i, shape in enumerate(shapes)]
+    tensors = [CallTensor(i, shape, i == written) for i, shape in enumerate(shapes)]
     return [
         f"{' '.join(map(short, row.inputs))} -> {' '.join(map(short, row.results))}".strip()
         for row in rows("ns::op", rule, tensors, results)
@@ -109,7 +109,7 @@ def test_what_is_written_counts_as_a_result() -> None:
 
 def test_absent_tensors_and_lists() -> None:
     rule = sharding("[b d], d -> b d")
-    two = [Tensors(0, (4, 8)), Tensors(0, (4, 8))]
+    two = [CallTensor(0, (4, 8)), CallTensor(0, (4, 8))]
     placed = [[short(p) for p in row.inputs] for row in rows("ns::op", rule, two, [(4, 8)])]
     assert placed == [["R", "R"], ["S0", "S0"], ["S1", "S1"]]
     chunks = sharding("... -> [...]")

@@ -1,4 +1,4 @@
-"""Checks a sharding rule against the schema of its operator."""
+"""Validate a sharding rule against the operator's schema."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from torchop.extend import Argument, OpOverload, Schema, short_repr
 
 PRESETS = ("pointwise", "replicate", "batch")
 _BATCH = "batch"
-# What messages propose. A rule with '...' for every tensor would fit any operator too, but it says
-# that the operator is pointwise.
+# The suggestion in messages. Replacing every operand by '...' would fit any operator too, but would
+# claim that the operator is pointwise.
 IN_DOUBT = "If in doubt, write 'replicate', which is right for every operator."
 
 
 def tensor_arguments(schema: Schema) -> list[Argument]:
-    """The arguments that have an operand each, in the order of their operands."""
+    """Return the arguments that have an operand, in order."""
     return [argument for argument in schema.arguments if argument.holds_tensors]
 
 
 def tensor_results(schema: Schema) -> list[str]:
-    """The kinds of the results that have an operand each."""
+    """Return the kinds of the results that have an operand, in order."""
     return [kind for kind in schema.returns if "Tensor" in kind]
 
 
 def preset(name: str, schema: Schema) -> Sharding:
-    """The rule of a preset such as "pointwise"."""
+    """Return the rule of a preset such as "pointwise"."""
     operand = f"{_BATCH} {ANY}" if name == "batch" else ANY
     whole = {"pointwise": "", "replicate": ANY, "batch": ANY}[name]
     arguments = [str(Operand((operand,), a.is_tensor_list)) for a in tensor_arguments(schema)]
     results = [str(Operand((operand,), "List[" in kind)) for kind in tensor_results(schema)]
     rule = Sharding(f"{', '.join(arguments)} -> {', '.join(results)}", whole)
-    # As of a list, which stands for any number of residuals.
+    # A list operand matches any number of residuals.
     rule.residuals = (Operand(tuple(operand.split()), is_list=True),)
     return rule
 
 
 def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
-    """Checks a rule against a schema, and returns it with an operand for each tensor.
+    """Validate a rule against a schema, and return it with an operand for each tensor.
 
-    A side without text may be no tensor, or one without dimensions: the schema says which.
+    An empty side means no tensor or a 0-dim tensor, depending on the schema.
     """
     arguments, results = tensor_arguments(schema), tensor_results(schema)
     fitting = copy.copy(rule)
@@ -84,13 +84,13 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
 
 
 def fits_residuals(rule: Sharding, count: int) -> bool:
-    """Whether a rule has an operand for each of `count` residuals, or a list for all."""
+    """Return whether a rule has an operand per residual, or one list operand for all."""
     operands = rule.residuals or ()
     return len(operands) == count or (count > 0 and [o.is_list for o in operands] == [True])
 
 
 def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
-    """The error for a call that returns residuals, if the rule says nothing about these."""
+    """Return the error for a call that returns residuals without operands in the rule."""
     return ShardingError(
         f"{op.name()}: a call that records a gradient saves {count} "
         f"residual{'s' * (count > 1)}, and the sharding rule {shown} does not say how these "
@@ -101,7 +101,7 @@ def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
 
 
 def check_schema(op: OpOverload, schema: Schema) -> None:
-    """Refuses an operator whose calls DTensor could not shard."""
+    """Reject operators whose calls DTensor cannot shard."""
     if not tensor_arguments(schema):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule needs an operator that takes tensors, because DTensor "
@@ -121,7 +121,7 @@ def check_schema(op: OpOverload, schema: Schema) -> None:
 
 
 def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[str, ...]:
-    """Refuses names that are no arguments, or that DTensor's key cannot leave out."""
+    """Reject names that are not arguments, or that DTensor always includes in the key."""
     if isinstance(unhashed, str) or not isinstance(unhashed, Sequence):
         raise ShardingRuleError(
             f"{op.name()}: unhashed= is a tuple of names of arguments, such as ('lr',); got "
@@ -152,7 +152,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Sharding) -> None:
-    """Refuses rules that are impossible for written arguments, or for results that are these."""
+    """Reject rules that are impossible for written arguments and the results that return them."""
     arguments = tensor_arguments(schema)
     written = {
         argument.name: operand
@@ -164,9 +164,9 @@ def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Shar
             if dimension not in operand.names:
                 raise ShardingRuleError(
                     f"{op.name()}: the sharding rule {rule.shown} reduces "
-                    f"{short_repr(dimension)}, which the argument {name!r} lacks. The operator "
-                    "writes into it, and each rank would write its own part of the whole there. "
-                    f"Leave the dimension out of reduce=, so that it is gathered. Got {schema}."
+                    f"{short_repr(dimension)}, but the written argument {name!r} lacks this "
+                    "dimension, so each rank would write only a part of the sum. Remove the "
+                    f"dimension from reduce=, so that it is gathered. Got {schema}."
                 )
     for index, name in _returned(op):
         operands = (fitting.results[index], written[name])
@@ -179,7 +179,7 @@ def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Shar
 
 
 def _returned(op: OpOverload) -> Iterator[tuple[int, str]]:
-    """The results that are an argument which is written, and the names of these."""
+    """Yield the index of each result that is a written argument, and the argument's name."""
     results = [r for r in op._schema.returns if "Tensor" in str(r.real_type)]
     for index, result in enumerate(results):
         for argument in op._schema.arguments:
@@ -193,7 +193,7 @@ def _returned(op: OpOverload) -> Iterator[tuple[int, str]]:
 def _numbered(
     op: OpOverload, rule: Sharding, arguments: Sequence[Argument]
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of linear arguments by number."""
+    """Return the groups of linear arguments as indices."""
     names = [argument.name for argument in arguments]
 
     def number(each: int | str) -> int:
@@ -214,7 +214,7 @@ def _numbered(
             raise ShardingRuleError(
                 f"{op.name()}: the sharding rule {rule.shown}: linear= has "
                 f"{', '.join(names[i] for i in group)} without "
-                f"{', '.join(names[i] for i in written)}, which the operator writes: a sum that is "
-                "pending in one is pending in the other, so put them into one tuple."
+                f"{', '.join(names[i] for i in written)}, which the operator writes. A partial "
+                "sum in one implies a partial sum in the other, so put them into one tuple."
             )
     return groups

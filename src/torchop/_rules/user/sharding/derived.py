@@ -1,11 +1,11 @@
-"""The sharding of operators that are derived from another one, by the rule of that.
+"""Shard operators derived from another operator, by the rule of that operator.
 
-A form (in-place, or with `out=`) computes the same as the functional operator and copies the
-result. So each rank can write its part if the written tensor has the placement of the result.
+A form (in-place, or with `out=`) computes the result of the functional operator and copies it. So
+each rank can write its shard if the written tensor has the placement of the result.
 
-A companion computes gradients by transposition. A call that runs on shards is a linear map from the
-inputs' tangents to those of the results. Its transpose runs on the same shards: a replicated input
-has a partial gradient on each rank, and a partial result has a replicated gradient.
+The helper operators of a training graph compute gradients by transposition. A call on shards is a
+linear map from input tangents to result tangents, and the transpose runs on the same shards: a
+replicated input has a Partial gradient, and a Partial result has a replicated gradient.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torchop._compat.dtensor_calls import Call, Input, Row
 from torchop._errors import ShardingError
 from torchop.extend import OpOverload
 
-# What is allowed on one dimension of a mesh, for the tensors of a call.
+# Returns the placements allowed on one mesh dimension for the tensors of a call.
 Rows: TypeAlias = Callable[[OpOverload, Call], list[Row]]
 
 
 class ShardingRule(NamedTuple):
-    """A registered rule: the placements that it allows for a call."""
+    """A registered rule."""
 
     rows: Rows
-    cached: object  # what compilers bake into a graph
-    unhashed: tuple[str, ...] = ()  # the names of arguments that are not in the key of a call
-    like: OpOverload | None = None  # the ATen operator whose rule of DTensor decides
+    cached: object  # the part of cache keys of graphs that depend on the rule
+    unhashed: tuple[str, ...] = ()  # arguments excluded from the key of a call
+    like: OpOverload | None = None  # the ATen operator whose DTensor rule is used
 
 
 def rule_of_derived(
     op: OpOverload, kind: str, origin: OpOverload, rule: ShardingRule
 ) -> ShardingRule | None:
-    """The rule of an operator that is derived from another one; None if it has none by that."""
+    """Return the rule of a derived operator; None if this kind of operator has none."""
     rows = _OF_DERIVED.get(kind)
     if rows is None:
         return None
@@ -49,15 +49,15 @@ _RowsOfOrigin: TypeAlias = Callable[[Call], list[Row]]
 
 
 def _inplace(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """The placements with which the result is where the first argument is."""
+    """Return the rows whose result has the placement of the first argument."""
     inputs = [each._replace(is_written=False) for each in call.inputs]
     rows = rows_of(call._replace(inputs=inputs))
     return [row for row in rows if row.results[0] == row.inputs[0]]
 
 
 def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """The placements of the functional operator, and for each output that of its result."""
-    # The outputs come last in the schema, so they are the last inputs.
+    """Return the rows of the functional operator, with each output placed like its result."""
+    # Outputs come last in the schema, and so among the inputs.
     inputs = [each for each in call.inputs if not each.is_written]
     names = {argument.name for argument in origin._schema.arguments}
     kwargs = {name: value for name, value in call.kwargs.items() if name in names}
@@ -66,12 +66,12 @@ def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call)
 
 
 def _number_of(op: OpOverload) -> str:
-    """The argument that is the number of a call, which makes it different from all others."""
+    """Return the argument that numbers calls, which makes each call distinct."""
     return op._schema.arguments[-1].name
 
 
 def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """For `name__training`, those of `name`, and the ambient state that each rank has."""
+    """Return the rows for `name__training`: those of `name`, with replicated ambient state."""
     if any("List[" in str(result.real_type) for result in origin._schema.returns):
         raise ShardingError(
             f"{origin.name()}: a compiled graph calls {op.name()}, which returns a list of tensors "
@@ -83,14 +83,13 @@ def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
     return [row._replace(results=[*row.results, *_replicated(1)]) for row in rows]
 
 
-# The arguments of `name__backward` before those of the operator: gradients, ambient state, and
-# which gradients are needed.
+# `name__backward` starts with the gradients, the ambient state, and the mask of needed gradients.
 _LEADING = 3
 
 
 def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """For `name__backward`, the transposes of those of `name`."""
-    from torchop._compat.dtensor_strategies import results_of  # for start-up time
+    """Return the rows for `name__backward`: the transposed rows of `name`."""
+    from torchop._compat.dtensor_strategies import results_of  # slow import
 
     grads, state, needed, *args = call.args
     inputs = [
@@ -114,17 +113,17 @@ def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
 def _with_residuals(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """For `name__with_residuals`, those of `name`, whose rule has operands of the residuals."""
+    """Return the rows for `name__with_residuals`; the rule of `name` has the operands."""
     return rows_of(call)
 
 
 def _backward_kernel(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """For `name__backward_kernel`, the transposes of those of the call that it is the backward of.
+    """Return the rows for `name__backward_kernel`: the transposed rows of the forward call.
 
-    A kernel that does not take all arguments of that call does not tell how it was made. So every
-    rank computes everything then, unless a rule is registered for this operator.
+    If the kernel does not take all arguments of the forward, the forward call is unknown. Then
+    every rank computes everything, unless the backward kernel has its own rule.
     """
     forward = _forward_of(origin, op, call)
     if forward is None:
@@ -139,8 +138,8 @@ def _backward_kernel(
 
 
 def _forward_of(origin: OpOverload, op: OpOverload, call: Call) -> Call | None:
-    """The call of `origin` whose gradients a call of its backward kernel computes, if it tells."""
-    from torchop._compat.dtensor_strategies import results_of  # for start-up time
+    """Reconstruct the forward call from a call of its backward kernel; None if unknown."""
+    from torchop._compat.dtensor_strategies import results_of  # slow import
 
     names = [argument.name for argument in op._schema.arguments]
     values = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
@@ -163,9 +162,9 @@ def _forward_of(origin: OpOverload, op: OpOverload, call: Call) -> Call | None:
 def _placed_by_name(
     origin: OpOverload, op: OpOverload, forward: Call, row: Row
 ) -> Mapping[str, list[Any]]:
-    """Where the tensors are that a backward kernel takes, by the names of its parameters."""
+    """Return the placements of a backward kernel's tensors, by parameter name."""
     returns = origin._schema.returns
-    # Residuals are the results that have a name. The kernel begins with gradients of the others.
+    # Residuals are the named results; the kernel starts with gradients of the others.
     count = sum(not result.name for result in returns)
     outputs = [f"output_{index}" for index in range(count)] if count > 1 else ["output"]
     names = [*outputs, *(result.name for result in returns[count:])]
@@ -190,8 +189,8 @@ _OF_DERIVED: Mapping[str, Callable[..., list[Row]]] = {
 
 
 def _replicated(count: int) -> list[Any]:
-    """The placements of tensors of which each rank has all."""
-    from torch.distributed.tensor import Replicate  # for start-up time
+    """Return replicated placements."""
+    from torch.distributed.tensor import Replicate  # slow import
 
     return [Replicate() for _ in range(count)]
 
@@ -201,24 +200,25 @@ def _is_replicated(row: Row) -> bool:
 
 
 def is_transposable(row: Row) -> bool:
-    """Whether the gradients of a call with these placements can be computed on each rank.
+    """Return whether each rank can compute the gradients of a call with these placements.
 
-    A rank does not know which rank had the maximum, or the weight of its part in an average.
+    With other reductions a rank lacks information: where the maximum was, or the weights of an
+    average.
     """
     placements = (*row.results, *row.inputs)
     return all(p.reduce_op == "sum" for p in placements if p.is_partial())
 
 
 def gradients_of_results(placements: Sequence[Any]) -> list[Any]:
-    """Where the gradients of results have to be, for the backward to run on shards."""
-    from torch.distributed.tensor import Replicate  # for start-up time
+    """Return the placements that the backward requires of the results' gradients."""
+    from torch.distributed.tensor import Replicate  # slow import
 
     return [Replicate() if placement.is_partial() else placement for placement in placements]
 
 
 def gradients_of_inputs(row: Row) -> list[Any]:
-    """Where the gradients of inputs are that a backward computed on shards."""
-    from torch.distributed.tensor import Partial, Replicate  # for start-up time
+    """Return the placements of the inputs' gradients after a backward on shards."""
+    from torch.distributed.tensor import Partial, Replicate  # slow import
 
     if _is_replicated(row):
         return list(row.inputs)

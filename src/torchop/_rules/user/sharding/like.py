@@ -1,4 +1,4 @@
-"""Rules that are ATen operators: the operator is sharded by DTensor's own rule for these."""
+"""Sharding rules given by an ATen operator, whose DTensor rule is used."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchop.extend import OpOverload, Schema, short_repr
 def rule(
     op: OpOverload, schema: Schema, aten: object, names: Sequence[str], options: Mapping[str, Any]
 ) -> ShardingRule:
-    """The rule of an operator that is sharded like `aten`, checked against its schema."""
+    """Return the rule of an operator sharded like `aten`, validated against the schema."""
     what = f"{op.name()}: the sharding rule {short_repr(aten)}"
     if not isinstance(aten, OpOverload) or aten.namespace != "aten":
         raise ShardingRuleError(
-            f"{what} is not an overload of an ATen operator, such as torch.ops.aten.topk.default. "
-            f"Name one whose signature is that of {op.name()}, or write a rule such as "
-            f"'b k, k n -> b n'. {checks.IN_DOUBT} Got {schema}."
+            f"{what} is not an overload of an ATen operator, such as "
+            f"torch.ops.aten.topk.default. Name one with the signature of {op.name()}, or write "
+            f"a rule such as 'b k, k n -> b n'. {checks.IN_DOUBT} Got {schema}."
         )
     if options:
         raise ShardingRuleError(

@@ -1,4 +1,4 @@
-"""The notation of sharding rules: operands of named dimensions."""
+"""The notation of sharding rules: operands with named dimensions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torchop._errors import ShardingRuleError
 from torchop.extend import short_repr, short_text
 
-# How the parts of a result that ranks computed from their shares of a dimension are combined.
+# How partial results of the ranks can be combined.
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 ANY, UNNAMED = "...", "."
 _SYNTAX = (
@@ -32,10 +32,10 @@ class Operand(NamedTuple):
         return f"[{text}]" if self.is_list else text
 
     def dimensions(self, ndim: int, width: int) -> list[str] | None:
-        """The names of all dimensions of a tensor with `ndim` dimensions; None if they do not fit.
+        """Return the names of all `ndim` dimensions; None if the operand does not fit.
 
-        The dimensions of `...` are numbered from the right, as broadcasting aligns them: `width` is
-        the largest number of them in any operand of the call.
+        The dimensions of `...` are numbered from the right, as in broadcasting. `width` is the
+        largest number of them in any operand of the call.
         """
         if ANY not in self.names:
             return list(self.names) if ndim == len(self.names) else None
@@ -47,20 +47,20 @@ class Operand(NamedTuple):
         return [*self.names[:place], *dots, *self.names[place + 1 :]]
 
     def count_any(self, ndim: int) -> int:
-        """How many dimensions `...` stands for in a tensor with `ndim`; 0 without one."""
+        """Return the number of dimensions that `...` matches in a tensor; 0 without `...`."""
         return ndim - len(self.names) + 1 if ANY in self.names else 0
 
 
 class Sharding:
-    """A parsed rule: which dimensions may be sharded, and together with which others.
+    """A parsed rule: the dimensions that may be sharded together.
 
     Attributes:
         text: the rule as a string.
         arguments: the operands of the tensor arguments.
         results: the operands of the results.
-        residuals: those of the residuals; None if the text has no ';'.
+        residuals: the operands of the residuals; None if the text has no ';'.
         whole: the names of dimensions that are never sharded.
-        reduce: how results are combined, by the name of a dimension that they lack.
+        reduce: the reduction of results, by the name of a dimension that they lack.
         linear: groups of operands in which the operator is linear.
     """
 
@@ -84,10 +84,10 @@ class Sharding:
             )
         self.text = " ".join(text.split())
         left, right = self.text.split("->")
-        right, tells_residuals, saved = right.partition(";")
+        right, has_residuals, saved = right.partition(";")
         self.arguments = _operands(left, text)
         self.results = _operands(right, text)
-        self.residuals = (_operands(saved, text) or (Operand(()),)) if tells_residuals else None
+        self.residuals = (_operands(saved, text) or (Operand(()),)) if has_residuals else None
         self.whole = frozenset(_names(whole, "whole"))
         self.reduce = dict(_reductions(reduce))
         self.linear = tuple(_linear(linear))
@@ -95,7 +95,7 @@ class Sharding:
 
     @property
     def shown(self) -> str:
-        """The text as messages show it."""
+        """Return the text as shown in messages."""
         return short_repr(self.text)
 
     def __repr__(self) -> str:
@@ -111,9 +111,9 @@ class Sharding:
         return hash(self.text)
 
     def saving(self, count: int) -> Sharding | None:
-        """The rule of calls that return `count` residuals too; None if it has no operands for them.
+        """Return the rule of calls that also return `count` residuals; None without operands.
 
-        What makes a result a partial sum need not make a residual one, so neither is one here.
+        A Partial result does not imply a Partial residual, so the returned rule allows neither.
         """
         if self.residuals is None:
             return None
@@ -121,8 +121,8 @@ class Sharding:
         more = self.residuals * (count if is_list else 1)
         rule = copy.copy(self)
         rule.results, rule.linear = (*self.results, *more), ()
-        kept = [name for name in self.reduce if all(name in operand.names for operand in more)]
-        rule.reduce = {name: self.reduce[name] for name in kept}
+        reduced = [name for name in self.reduce if all(name in operand.names for operand in more)]
+        rule.reduce = {name: self.reduce[name] for name in reduced}
         return rule
 
     def _check(self) -> None:
@@ -141,8 +141,8 @@ class Sharding:
             if name in self.whole:
                 raise ShardingRuleError(
                     f"the sharding rule {self.shown}: {short_repr(name)} is in whole= and in "
-                    "reduce=. A whole dimension is never sharded, so there is nothing to reduce: "
-                    "remove it from one of the two."
+                    "reduce=. A whole dimension is never sharded, so it is not reduced. Remove "
+                    "it from one of the two."
                 )
             if self.results and all(name in operand.names for operand in self.results):
                 raise ShardingRuleError(
@@ -152,13 +152,13 @@ class Sharding:
         for name in sorted(results - arguments - self.whole - {UNNAMED}):
             raise ShardingRuleError(
                 f"the sharding rule {self.shown}: only a result has the dimension "
-                f"{short_repr(name)}, so nothing says how it is sharded. If the operator makes it, "
-                "write '.' in its place; otherwise name the dimension of an argument that it comes "
-                f"from.{spaced(name)}"
+                f"{short_repr(name)}, so the rule does not define how it is sharded. If the "
+                "operator creates the dimension, write '.' in its place; otherwise use the name "
+                f"of an argument's dimension.{spaced(name)}"
             )
 
     def _check_spaces(self, names: set[str]) -> None:
-        """Refuses 'bd,d->bd', the notation of einsum, which would be the dimensions bd and d."""
+        """Reject einsum notation such as 'bd,d->bd', which here means the dimensions bd and d."""
         if any(len(operand.names) > 1 for operand in (*self.arguments, *self.results)):
             return
         for name in sorted(names):
@@ -169,8 +169,8 @@ class Sharding:
 
 
 def spaced(name: str) -> str:
-    """What to say of a name that may be several, where one does not fit; empty if it is none."""
-    if not 1 < len(name) < 5 or not name.isalpha():  # longer ones are words
+    """Return a hint for a name that may be several names without spaces; empty otherwise."""
+    if not 1 < len(name) < 5 or not name.isalpha():  # longer names are words
         return ""
     return f" Names of dimensions are separated by spaces: is {short_repr(' '.join(name))} meant?"
 
@@ -254,39 +254,38 @@ def sharding(
     reduce: Mapping[str, str] | None = None,
     linear: Sequence[int | str | tuple[int | str, ...]] = (),
 ) -> Sharding:
-    """Returns a sharding rule, for `register_sharding` and for functions that choose one.
+    """Return a sharding rule, for `register_sharding` and functions that choose one.
 
-    A rule has one operand for each tensor argument, in the order of the schema, then `->`, then one
-    operand for each result. An operand names the dimensions of its tensor. A dimension that is in
-    every result, and in every argument that the operator writes into, may be sharded, which happens
-    in all operands that have it, while operands without it are replicated. A dimension that a
-    result lacks is *whole*, which means that it is gathered before the call, unless `reduce` says
-    how partial results are combined.
+    A rule has one operand per tensor argument, in the order of the schema, then `->`, then one
+    operand per result. An operand names the dimensions of its tensor. A dimension that is in every
+    result, and in every written argument, may be sharded. It is then sharded in all operands that
+    have it, and the other operands are replicated. A dimension that a result lacks is *whole*, so
+    it is gathered before the call, unless `reduce` defines how partial results are combined.
 
     Args:
-        text: the operands, such as `"b k, k n -> b n"`. `.` is a dimension without a name, which is
+        text: the operands, such as `"b k, k n -> b n"`. `.` is an unnamed dimension, which is
             whole. `...` stands for any number of dimensions, broadcast from the right. An operand
             in `[brackets]` describes each tensor in a list. After a `;` follow the operands of
             residuals, which a call that records a gradient also returns.
         whole: names of dimensions that are never sharded, separated by spaces; also `...`.
-        reduce: a dict from the name of a dimension that results lack to how partial results are
-            combined: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.
-        linear: arguments in which the operator is linear, by their number among the tensors or by
-            name. A partial sum in such an argument gives a partial sum as the result. A tuple holds
-            several arguments in which the operator is linear together, as in an addition.
+        reduce: a dict from the name of a dimension that results lack to the reduction of partial
+            results: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.
+        linear: arguments in which the operator is linear, by index among the tensors or by name. A
+            partial sum in such an argument gives a partial sum as the result. A tuple holds
+            arguments in which the operator is linear jointly, as in an addition.
 
     Returns:
         The rule.
 
     Raises:
-        ShardingRuleError: a `ValueError`: the string is not a rule, or contradicts itself.
+        ShardingRuleError: a `ValueError`: the string is not a valid rule.
 
     Example:
         >>> import torchop
         >>> torchop.sharding("b k, k n -> b n", reduce={"k": "sum"}, linear=(0, 1))
         torchop.sharding('b k, k n -> b n', reduce={'k': 'sum'}, linear=((0,), (1,)))
 
-    The notation is that of `einops`; the idea to shard a name in all operands at once comes from
-    the factors of Shardy, the partitioner of JAX.
+    The notation is the one of `einops`. Sharding a name in all operands at once follows the factors
+    of Shardy, the partitioner of JAX.
     """
     return Sharding(text, whole, reduce, linear)

@@ -1,4 +1,4 @@
-"""What a sharding rule allows on one dimension of a device mesh, for tensors of certain shapes."""
+"""Evaluate a sharding rule for tensor shapes: the placements allowed on one mesh dimension."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchop.extend import short_repr
 Shape: TypeAlias = Sequence[Any]  # of int, or of torch.SymInt
 
 
-class Tensors(NamedTuple):
-    """The tensors of a call: the operand that each belongs to, and what is known of it."""
+class CallTensor(NamedTuple):
+    """A tensor of a call, with the index of its operand."""
 
     operand: int
     shape: Shape
@@ -30,20 +30,20 @@ class _Dimensions(NamedTuple):
 
 
 def rows(
-    op: str, rule: Sharding, arguments: Sequence[Tensors], results: Sequence[Shape]
+    op: str, rule: Sharding, arguments: Sequence[CallTensor], results: Sequence[Shape]
 ) -> list[Row]:
-    """Returns the placements of all tensors that the rule allows on one mesh dimension.
+    """Return the placements of all tensors that the rule allows on one mesh dimension.
 
     Args:
         op: the name of the operator, for messages.
-        rule: the rule, which fits the schema.
-        arguments: the tensors that were passed, those in lists one by one.
-        results: the shapes of the results of the whole operator, on all ranks together.
+        rule: a rule that fits the schema.
+        arguments: the tensors passed, with lists flattened.
+        results: the global shapes of the results.
 
     Raises:
-        ShardingError: the shapes are not what the rule says.
+        ShardingError: the shapes do not fit the rule.
     """
-    from torch.distributed.tensor import Partial, Replicate, Shard  # for start-up time
+    from torch.distributed.tensor import Partial, Replicate, Shard  # slow import
 
     inputs = [(rule.arguments[t.operand], t.shape, f"argument {t.operand}") for t in arguments]
     pairs = enumerate(zip(_of_results(op, rule, len(results)), results, strict=True))
@@ -64,9 +64,9 @@ def rows(
         reduction = rule.reduce.get(label)
         has_it = [name in named.names for named in named_outputs]
         if not (all(has_it) or reduction) or any(name not in named.names for named in written):
-            continue  # whole
+            continue  # a whole dimension
         size = _size(op, rule, name, named_inputs, (*named_outputs, *written))
-        # In a tensor that is broadcast along the dimension, each rank needs the one element.
+        # Along a broadcast dimension, each rank needs the single element.
         placed: list[Any] = [
             Shard(named.names.index(name))
             if name in named.names and not _is_broadcast(named, name, size)
@@ -119,10 +119,10 @@ def _size(
     inputs: Sequence[_Dimensions],
     exact: Sequence[_Dimensions],
 ) -> Any:
-    """The size of a dimension, which all tensors that have it agree about.
+    """Return the common size of a dimension; raise if tensors disagree.
 
-    Inputs may have 1 instead, and are broadcast. Results and what is written may not: a result with
-    1 element was reduced, so the name promises what is not so.
+    Inputs may have size 1, and are broadcast. Results and written tensors may not: size 1 there
+    means that the dimension was reduced, so the rule's name is wrong.
     """
     size: Any = 1
     for named in inputs:
@@ -139,8 +139,8 @@ def _size(
             raise ShardingError(
                 f"{op}: the sharding rule {rule.shown} has one name, {shown}, for dimensions of "
                 f"different size: {named.what} of shape {list(named.shape)} has {each}, others "
-                f"have {size}. Give a dimension that the operator changes another name, or write "
-                "'.'."
+                f"have {size}. If the operator changes the dimension, give the result's "
+                "dimension another name, or write '.'."
             )
     return size
 

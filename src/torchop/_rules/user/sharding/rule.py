@@ -1,4 +1,4 @@
-"""Sharding rules: how DTensor runs an operator on the shards of several devices."""
+"""The sharding rule: how DTensor runs an operator on shards."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from torchop._schema.callables import Lambda, Registered
 from torchop.extend import Operator, OpLike, OpOverload, Schema, observer, short_repr, short_text
 
 Linear = Sequence["int | str | tuple[int | str, ...]"]
-# The options of a rule that is a string.
+# Default options of a rule given as a string.
 _DEFAULTS: Mapping[str, Any] = {"whole": "", "reduce": None, "linear": ()}
 
 
-def _chosen(ask: Callable[..., Any]) -> Rows:
-    """The rows of a function that chooses a rule for the arguments of a call."""
+def _chosen(choose: Callable[..., Any]) -> Rows:
+    """Return the rows of a function that chooses a rule for a call."""
 
     def rows(op: OpOverload, call: Call) -> list[Row]:
         try:
-            chosen = ask(*call.args, **call.kwargs)
+            chosen = choose(*call.args, **call.kwargs)
         except Exception as error:
             raise ShardingError(
                 f"{op.name()}: the function that chooses the sharding rule raised "
@@ -48,21 +48,23 @@ def _chosen(ask: Callable[..., Any]) -> Rows:
 
 
 def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
-    """What a rule allows for the tensors of a call; results behind those of `op` are residuals."""
-    from torchop._rules.user.sharding.rows import Tensors, rows  # most programs have no DTensors
+    """Return the rows that a rule allows for a call; extra results are residuals."""
+    from torchop._rules.user.sharding.rows import CallTensor, rows  # most programs have no DTensors
 
     arguments, returns = op._schema.arguments, op._schema.returns
     count = len(call.results) - len(returns)
-    # A list of tensors is one result for its operand, and many for DTensor.
+    # A list of tensors has one operand, but DTensor counts its tensors as results.
     if count > 0 and all("List[" not in str(result.real_type) for result in returns):
         rule = _with_residuals(op, rule, count)
     holders = [index for index, a in enumerate(arguments) if holds_tensors(a)]
-    tensors = [Tensors(holders.index(i.argument), i.info.shape, i.is_written) for i in call.inputs]
+    tensors = [
+        CallTensor(holders.index(i.argument), i.info.shape, i.is_written) for i in call.inputs
+    ]
     return rows(op.name(), rule, tensors, [result.shape for result in call.results])
 
 
 def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
-    """The rule of a call that returns residuals; refuses one without operands for these."""
+    """Return the rule of a call that returns residuals; raise without operands for them."""
     saving = rule.saving(count)
     if saving is not None:
         return saving
@@ -74,7 +76,7 @@ class _ShardingRule(Rule[ShardingRule]):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        # What DTensor was told of the operators that have a rule; None before it is imported.
+        # DTensor's registration of each operator with a rule; None before DTensor is imported.
         self._registrations: dict[OpOverload, Registration | None] = {}
         self._unsupported: Exception | None = None
 
@@ -105,11 +107,11 @@ class _ShardingRule(Rule[ShardingRule]):
                 "A function that chooses the rule returns torchop.sharding(text, whole=..., "
                 "reduce=..., linear=...)."
             )
-        ask = observer(f"{op.name()}: a sharding rule", op, value)
-        return ShardingRule(_chosen(ask), value, names)
+        choose = observer(f"{op.name()}: a sharding rule", op, value)
+        return ShardingRule(_chosen(choose), value, names)
 
     def _check_acyclic(self, op: OpOverload, rule: ShardingRule) -> None:
-        """Refuses a rule that leads back to its operator, which may be an ATen operator too."""
+        """Reject a rule that refers back to its own operator, which may be an ATen operator."""
         aten = rule.like
         while aten is not None and aten is not op:
             aten = self.lookup(aten).like if self.has(aten) else None
@@ -145,19 +147,19 @@ class _ShardingRule(Rule[ShardingRule]):
         return (value.cached,)
 
     def connect_all(self) -> None:
-        """Tells DTensor, which has just been imported, all rules."""
+        """Register all rules with DTensor, which was just imported."""
         try:
             dtensor_registry.explain_missing(_explained)
             dtensor_strategies.remember_results()
         except (AttributeError, ImportError) as error:
-            # The import of DTensor must not fail, which may be on behalf of a compiler.
+            # The import of DTensor must not fail, because a compiler may have caused it.
             self._unsupported = error
             return
         for op in list(self._registrations):
             self.replaced(op)
 
     def _connected(self, op: OpOverload) -> Registration:
-        """Tells DTensor the rule of an operator."""
+        """Register an operator's rule with DTensor."""
         if self._unsupported is not None:
             raise ShardingError(
                 f"{op.name()}: torchop does not support the DTensor of torch {torch.__version__}, "
@@ -176,14 +178,14 @@ class _ShardingRule(Rule[ShardingRule]):
         return self._registrations.get(op)
 
     def missing_error(self, op: OpOverload) -> MissingRuleError:
-        """What to raise for an operator without a rule."""
+        """Return the error for an operator without a rule."""
         origin, kind = op, ""
-        while (derived := self.origin(origin)) is not None:  # also of a companion's companion
+        while (derived := self.origin(origin)) is not None:  # also for a helper of a helper
             origin, kind = derived
         called = origin if kind in ("training", "backward") else op  # by a user
         schema, name = Schema(origin._schema), origin.name()
         return MissingRuleError(
-            f"{called.name()} has no sharding rule, so DTensor cannot tell how it runs on shards. "
+            f"{called.name()} has no sharding rule, so DTensor cannot run it on shards. "
             f"Write torchop.register_sharding({name!r}, 'pointwise') if an element of a result "
             "needs the same elements of the tensors, 'replicate' if it needs all, or one that "
             f"names dimensions, such as 'b k, k n -> b n'. Got {schema}. "
@@ -192,7 +194,7 @@ class _ShardingRule(Rule[ShardingRule]):
 
 
 def _read(op: OpOverload, schema: Schema, value: Any, options: Mapping[str, Any]) -> Sharding:
-    """The rule of a string, checked against the schema."""
+    """Return the validated rule of a string."""
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule is a text such as 'b k, k n -> b n', or "
@@ -209,7 +211,7 @@ def _read(op: OpOverload, schema: Schema, value: Any, options: Mapping[str, Any]
         try:
             value = Sharding(value, **options)
         except ShardingRuleError as error:
-            # Without an arrow, it may be one of these with a slip of the pen.
+            # Without an arrow, it may be a misspelled preset.
             presets = f"{', '.join(map(repr, checks.PRESETS))} are rules too. "
             raise ShardingRuleError(
                 f"{op.name()}: {error} {'' if '->' in value else presets}{checks.IN_DOUBT} "
@@ -222,7 +224,7 @@ SHARDING = _ShardingRule("sharding")
 
 
 def _explained(op: OpOverload) -> Exception | None:
-    """The error for an operator of ours without a rule; None for operators of others."""
+    """Return the error for one of our operators without a rule; None for other operators."""
     is_ours = Operator(op, "sharding").handle is not None
     return SHARDING.missing_error(op) if is_ours else None
 
@@ -238,7 +240,7 @@ def register_sharding(
     unhashed: Sequence[str] = (),
     lib: torch.library.Library | None = None,
 ) -> Registered:
-    """Registers how an operator runs on the shards of DTensors.
+    """Register how an operator runs on the shards of DTensors.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -248,24 +250,23 @@ def register_sharding(
             `"replicate"`; or a rule from `torchop.sharding`; or a function of the operator's
             arguments that returns one of these. For each tensor, the function gets an object with
             the `shape`, `stride`, `dtype` and `ndim` of the whole tensor. Or an ATen operator with
-            the same signature, such as `torch.ops.aten.topk.default`, whose rule of DTensor is
-            used. Without a rule, a decorator is returned.
-        whole: as for `torchop.sharding`.
-        reduce: as for `torchop.sharding`.
-        linear: as for `torchop.sharding`.
+            the same signature, such as `torch.ops.aten.topk.default`, whose DTensor rule is used.
+            Without a rule, a decorator is returned.
+        whole: see `torchop.sharding`.
+        reduce: see `torchop.sharding`.
+        linear: see `torchop.sharding`.
         unhashed: names of arguments to leave out of the key of DTensor's cache. Use it for values
             that change in every call, such as a learning rate, if neither the rule nor the shape of
             a result depends on them.
-        lib: the library whose lifetime the registration shares; by default it stays as long as
-            the operator.
+        lib: the library that owns the registration; by default it lasts as long as the operator.
 
     Returns:
         `rule`.
 
     Raises:
         ShardingRuleError: a `ValueError`: the rule does not fit the schema.
-        RuleSignatureError: a `TypeError`: the function does not take the operator's arguments.
-        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: a `TypeError`: the function does not accept the operator's arguments.
+        OperatorNotFoundError: the operator is not defined.
 
     Example:
         >>> import torch, torchop
@@ -275,8 +276,8 @@ def register_sharding(
         >>> torchop.register_sharding(row_softmax, "... d -> ... d", whole="d")
         '... d -> ... d'
 
-    The idea is the `register_sharding` of `torch.distributed.tensor.experimental`, with named
-    dimensions instead of placements.
+    Based on `register_sharding` of `torch.distributed.tensor.experimental`, with named dimensions
+    instead of placements.
     """
     return SHARDING.register(
         op, rule, lib=lib, whole=whole, reduce=reduce, linear=linear, unhashed=unhashed

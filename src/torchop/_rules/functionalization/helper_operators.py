@@ -1,11 +1,11 @@
-"""Companions of an operator that mutates, which stand for it in the functional trace.
+"""Helper operators that replace a mutating operator in a functional trace.
 
-Each calls the operator that it stands for. Its schema differs where PyTorch's functionalization, or
-Inductor, cannot take that operator's:
+Each calls the original operator, with a schema that PyTorch's functionalization and Inductor
+handle correctly:
 
-- `name__mutable` mutates the same arguments, gets lists without None and, beside each list, the
-  positions of its tensors; it does not return its arguments. An argument `mode` has another name
-  there, because PyTorch passes it by name to a function that has such a parameter already.
+- `name__mutable` mutates the same arguments but does not return them. Each list that may hold None
+  becomes a list of tensors and a mask. An argument `mode` is renamed, because PyTorch passes it by
+  keyword to a function with a parameter `mode`.
 - `name__functional` mutates nothing, and returns the new values after the results.
 """
 
@@ -29,21 +29,21 @@ from torchop._schema.text import results_of, without_writes, write, write_result
 MUTABLE = "mutable"
 FUNCTIONAL = "functional"
 
-# The name of an argument `mode` in a companion: one that no operator has for another of its own.
+# The name of an argument `mode` in a helper operator; no user's argument has this name.
 _MODE = "torchop_mode"
 _NAMED_MODE = re.compile(r"^(\S+) mode(?==|$)")
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 
 
 def define_of_kind(definition: Definition, kind: str) -> Definition:
-    """Defines the companion of a kind, for an operator whose schema the dispatcher knows."""
+    """Define a helper operator of this kind; the dispatcher must know the original operator."""
     schema, kernel = (_mutable if kind == MUTABLE else _functional)(definition)
-    # On fake tensors it calls the operator, whose fake kernel describes the results.
+    # On fake tensors the helper calls the operator, whose fake kernel describes the results.
     return define_companion(definition, kind, schema, kernel, kernel)
 
 
 def masks(schema: Schema) -> dict[str, str]:
-    """For each mutated list that may hold None, the argument that says where its tensors belong."""
+    """Return the mask argument for each mutated list that may hold None."""
     return {
         argument.name: f"{argument.name}_given"
         for argument in schema.arguments
@@ -52,13 +52,13 @@ def masks(schema: Schema) -> dict[str, str]:
 
 
 def is_misread(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether None is in a list that a call writes into, or an argument is called `mode`."""
+    """Return whether a call writes a list with None, or has an argument named `mode`."""
     values = values_by_name(schema, args, kwargs)
     return "mode" in values or any(t is None for n in masks(schema) for t in values.get(n) or ())
 
 
 def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """From the arguments of a call of the operator, those of its mutable companion."""
+    """Return the arguments for the mutable helper, given a call of the operator."""
     names = masks(schema)
     given: dict[str, list[bool] | None] = dict.fromkeys(names.values())
 
@@ -76,7 +76,7 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
     schema = definition.schema
     names = masks(schema)
     arguments = [_NAMED_MODE.sub(rf"\1 {_MODE}", a) for a in schema.written_arguments]
-    # Where the tensors belong is by keyword only, so that nothing required follows a default.
+    # Masks are keyword-only, because required arguments must not follow defaults.
     given = [f"bool[]? {name}" for name in names.values()]
     if given:
         arguments = [_LIST_WITH_NONE.sub(r"Tensor\1[]", argument) for argument in arguments]
@@ -107,14 +107,14 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
 
 
 def functional_schema(schema: Schema, results: Sequence[str]) -> str:
-    """The schema of a functional operator for one that writes, without a name."""
+    """Return the schema, without a name, of a functional version of an operator that writes."""
     return write(map(without_writes, schema.written_arguments), write_results(results))
 
 
 def writing_into_copies(schema: Schema, call: Callable[..., Any]) -> Callable[..., Any]:
-    """What a functional operator does for one that writes, which is called by `call`.
+    """Return the kernel of a functional version of an operator that writes, called by `call`.
 
-    It returns the results of the call, and a list of the new value of each tensor.
+    It returns the results, and a list with the new value of each written tensor.
     """
 
     @compilers.never_traced
@@ -136,7 +136,7 @@ def writing_into_copies(schema: Schema, call: Callable[..., Any]) -> Callable[..
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the strides of the tensor, which a clone of a slice does not have."""
+    """Copy a tensor with its strides; the clone of a slice would be contiguous."""
     copy = torch.empty_strided(
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
