@@ -25,11 +25,9 @@ from torchop.cli.child_process import answers_of, errors_told, preload
 from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import OpName, short_text
 from torchop.testing import CheckReport, Result
-from torchop.testing._check import program
 from torchop.testing._check.api import call_costs
-from torchop.testing._check.kinds import Details
-from torchop.testing._check.providers.checks import order_of
-from torchop.testing._check.report import Outcome, write_html, write_json
+from torchop.testing._check.report import write_html, write_json
+from torchop.testing._check.result import Outcome
 from torchop.testing._check.run import (
     Budget,
     Check,
@@ -37,9 +35,10 @@ from torchop.testing._check.run import (
     as_expected,
     expected_for,
     plan_checks,
+    program_of,
     unmet,
 )
-from torchop.testing._check.subject import Case, Subject
+from torchop.testing._check.subject import Case, Details, Subject
 from torchop.testing._processes import ChildError
 from torchop.testing._progress import progress_bar
 
@@ -330,14 +329,11 @@ def _written(check: Check, folder: Path) -> Check:
             os.truncate(folder / "output", 0)  # what is told of a crash is of this call
             yield case
 
-    return dataclasses.replace(check, kind=check.kind._replace(cases=cases))
+    return dataclasses.replace(check, kind=dataclasses.replace(check.kind, cases=cases))
 
 
 def _program(check: Check, case: Case) -> str:
     try:
-        example, options = case.arguments()
-        comment = f"{check.name} of {check.subject}: {case.label}"
-        order = order_of(check.subject)
-        return program.write(check.subject.op, case.probe, *example, options, comment, order)
+        return program_of(check, case)
     except Exception:  # what cannot be written is tried all the same
         return ""

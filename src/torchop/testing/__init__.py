@@ -2,7 +2,8 @@
 
 from torchop import OpCheckError
 from torchop.testing._check.api import check
-from torchop.testing._check.report import CheckReport, Result
+from torchop.testing._check.report import CheckReport
+from torchop.testing._check.result import Result
 from torchop.testing._copied import copied_bytes
 from torchop.testing._opcheck import opcheck
 from torchop.testing._saved import saved_bytes

@@ -1,4 +1,4 @@
-"""What calls do to memory: undeclared writes, results that share it, outputs that are read."""
+"""The check that an operator with `torch.Tag.out` does not read its outputs."""
 
 from __future__ import annotations
 
@@ -7,52 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop import AliasError
-from torchop._core.snapshot import Snapshot, bytes_of, overlap
-from torchop.extend import Form, OpOverload, Schema, named_inputs, named_outputs
-from torchop.testing.probes import copies, mapped
+from torchop._core.snapshot import bytes_of
+from torchop.extend import Form, OpOverload, Schema, named_inputs
+from torchop.testing.probes import mapped
 from torchop.testing.process_state import seed_torch
-
-
-def check_inputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
-    """Runs an operator on copies of its inputs; refuses writes that its schema does not declare."""
-    args, kwargs = copies((args, kwargs))
-    # A snapshot instead of `checking`, which sees only kernels that torchop registered.
-    snapshot = Snapshot(schema, args, kwargs)
-    overload(*args, **kwargs)
-    snapshot.check(overload._name)
-
-
-def check_memory(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
-    """Runs an operator twice; refuses outputs in the memory of inputs or of the other call."""
-    if not schema.is_functional:
-        return
-    args, kwargs = copies((args, kwargs))
-    result = overload(*args, **kwargs)
-    # NumPy and DLPack share memory by a second storage that wraps it.
-    inputs = list(named_inputs(schema, args, kwargs))
-    for output, tensor in named_outputs(result):
-        for argument, where, other in inputs:
-            if _overlap(tensor, other):
-                raise AliasError(
-                    f"{output} of {schema} is in the memory of {where}: Argument {argument} is "
-                    "not defined to alias output but was aliasing, through NumPy or DLPack. Return "
-                    "a copy."
-                )
-    # A kernel that returns the same tensor each time gives one caller the result of another.
-    later = dict(named_outputs(overload(*args, **kwargs)))
-    for where, tensor in named_outputs(result):
-        if where in later and _overlap(tensor, later[where]):
-            raise AliasError(
-                f"{where} of {schema} is the same memory in two calls: the kernel returned a "
-                "tensor that it keeps. Return a fresh one, such as a clone."
-            )
-
-
-def _overlap(left: Tensor, right: Tensor) -> bool:
-    if left.layout is not torch.strided or right.layout is not torch.strided:
-        return False
-    return overlap(left.untyped_storage(), right.untyped_storage())
 
 
 def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:

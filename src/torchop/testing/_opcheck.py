@@ -16,7 +16,8 @@ from torchop._compat import dispatch, optests, simulated_ranks
 from torchop._rules.user.examples import make_examples
 from torchop._rules.user.sharding import SHARDING
 from torchop.extend import Form, Operator, OpLike, OpOverload, short_repr
-from torchop.testing._contents import check_inputs, check_memory, check_outputs
+from torchop.testing._check.calls import Call
+from torchop.testing._check.results import keeps_its_schema
 from torchop.testing._samples import Sample, inside_a_graph, sample_of, without_refused_gradients
 from torchop.testing.probes import copies, leaves, tensors_of
 
@@ -108,7 +109,10 @@ def opcheck(
     for check in checks:
         try:
             if check == exact:
-                check_inputs(schema, overload, *sample)
+                record = Call(overload, *sample).record
+                problem = record.error or record.mutation
+                if problem is not None:
+                    raise problem
             if check == _SHARDING:
                 from torchop.testing._sharding import check_sharding  # for start-up time
 
@@ -117,8 +121,7 @@ def opcheck(
                 run = functools.partial(optests.opcheck_tests()[check], **tolerances)
                 _run(check, run, operator, given, sample)
             if check == "test_schema":
-                check_memory(schema, overload, *sample)
-                check_outputs(schema, overload, *sample)
+                keeps_its_schema(Call(overload, *sample))
             results[check] = "SUCCESS"
         except Exception as error:
             if raise_exception:

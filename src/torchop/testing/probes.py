@@ -1,19 +1,16 @@
-"""What probes and the programs that `check` prints use: arguments, comparisons, the process.
+"""Functions of probes and of the programs that `check` prints: arguments and comparisons.
 
-A printed program calls a *probe* with the arguments that failed. A probe is a function that calls
-an operator and raises if the operator is wrong. The probes are in `_check`, one file for each
-family, and several of them use what is here.
+A printed program calls a *probe* with the call that failed. A probe is a function that raises if
+the operator is wrong. The probes are in `_check`, and several of them use these functions.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torchop._core.snapshot import Snapshot
 from torchop.extend import Schema, named_inputs
 from torchop.testing.process_state import seed_torch
 
@@ -301,33 +298,6 @@ def argument_names(op: Any, args: Any, kwargs: Any) -> list[str]:
     """Return what messages call each tensor of a call, such as "argument 'xs[1]'"."""
     inputs = named_inputs(Schema(op._schema), args, kwargs)
     return [where.replace("input", "argument", 1) for _, where, _ in inputs]
-
-
-@contextlib.contextmanager
-def memory_watched(
-    op: Any, args: Any, kwargs: Any, what: str, writable: Sequence[torch.Tensor] | None = None
-) -> Iterator[None]:
-    """A block in which nothing is to write around the tensors of a call, or change their storage.
-
-    What it may write are the `writable` tensors, by default those that the schema names.
-
-    Raises:
-        AssertionError: it wrote around a tensor.
-        UndeclaredMutationError: it swapped or resized the storage of one.
-    """
-    if writable is None:
-        writable = written(written_places(op), args, kwargs)
-    tensors = tensors_of((args, kwargs))
-    before = [(tensor.shape, memory_around(tensor, writable)) for tensor in tensors]
-    snapshot = Snapshot(Schema(op._schema), args, kwargs)
-    yield
-    snapshot.check_layouts(op.name())
-    names = argument_names(op, args, kwargs)
-    for name, tensor, (shape, around) in zip(names, tensors, before, strict=True):
-        if tensor.shape != shape:
-            continue  # out=, which PyTorch's operators resize over what is behind it
-        if not torch.equal(memory_around(tensor, writable), around):
-            raise AssertionError(f"{what} wrote into the memory around {name}.")
 
 
 def free_zeros(tensors: Sequence[torch.Tensor]) -> None:

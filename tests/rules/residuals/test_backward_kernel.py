@@ -9,12 +9,12 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 from torch.testing import assert_close
+from torchop.testing._check.subsystems.residuals import every_residual_is_read
 
 import torchop
 from tests.devices import BACKEND, TYPE
 from tests.support import counting, needs_native
 from torchop import MissingFakeError, MissingFormulaError, RuleSignatureError
-from torchop.testing._check.subsystems.residuals import every_residual_is_read
 
 
 @pytest.fixture(autouse=True)

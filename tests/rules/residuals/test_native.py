@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torchop.testing._check.subsystems.residuals import every_residual_is_read
 
 import torchop
 from tests.forking import run_forked
 from tests.native.gradients.recording import all_native, leaf
 from tests.support import needs_native
 from torchop._rules.autograd.rule import AutogradRule
-from torchop.testing._check.subsystems.residuals import every_residual_is_read
 
 pytestmark = needs_native
 

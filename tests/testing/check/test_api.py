@@ -19,11 +19,11 @@ from torch import Tensor
 import torchop
 from tests.support import outcome
 from torchop.testing import CheckReport, check
-from torchop.testing._check import contracts
+from torchop.testing._check import process
 from torchop.testing._check.api import report_of
-from torchop.testing._check.kinds import family
-from torchop.testing._check.run import kinds, plan_checks, run_check
-from torchop.testing._check.subject import CannotCheck
+from torchop.testing._check.calls import Call, CannotCheck
+from torchop.testing._check.run import plan_checks, run_check
+from torchop.testing._check.table import CHECKS, alone
 from torchop.testing.process_state import process_state
 
 
@@ -251,13 +251,13 @@ def test_what_cannot_be_done_says_why(good: Any) -> None:
 
 def test_costly_checks_come_last(good: Any) -> None:
     names = [item.name for item in plan_checks(good, [EXAMPLE])]
-    assert names[-1] == "subsystems.inductor"
+    assert names[-1] == "subsystems.export_dynamic"
 
 
 def test_checks_are_items(flat: Any) -> None:
     """What other runners build on."""
     checks = plan_checks(flat, [EXAMPLE])
-    planned = [kind.name for kind in kinds()]
+    planned = [kind.name for kind in sorted(CHECKS, key=lambda kind: kind.is_costly)]
     # It has no providers.
     assert [item.name for item in checks] == [n for n in planned if "providers." not in n]
     assert len({item.name for item in checks}) == len(checks)
@@ -288,8 +288,8 @@ def test_what_a_process_keeps_less_of_each_time_is_no_leak(
     left: list[int], is_leak: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = itertools.cycle(itertools.accumulate([0, *left]))
-    monkeypatch.setattr(contracts, "open_files", lambda: next(counts))
-    found = outcome(lambda: contracts.leaks_nothing(torch.neg, EXAMPLE, {}))
+    monkeypatch.setattr(process, "open_files", lambda: next(counts))
+    found = outcome(lambda: process.leaks_nothing(Call(torch.ops.aten.neg.default, EXAMPLE)))
     expected = AssertionError, f"each 50 calls leave more behind: {{'open files': {left[1:]}}}."
     assert found == (expected if is_leak else None)
 
@@ -320,7 +320,7 @@ def test_wrong_gradients_of_large_tensors_are_told_at_once(namespace: str) -> No
         case = next(item.kind.cases(item.subject, {}))
         started = time.process_time()
         try:
-            case.probe(item.subject.op, *case.arguments()[0])
+            case.probe(Call(item.subject.op, *case.arguments()))
         except RuntimeError as error:
             errors.append(str(error))
         assert time.process_time() - started < 10
@@ -442,7 +442,7 @@ def test_a_budget_in_which_nothing_runs_is_refused(namespace: str, budget: float
 
 
 def test_whole_run_is_quick_and_complete(namespace: str) -> None:
-    """Everything but Inductor, whose process starts compilers."""
+    """Each check passes, or says why it cannot be done."""
     op = torchop.custom_op(f"{namespace}::whole", _double, mutates_args=())
     op.register_fake(lambda x, scale=2.0: torch.empty_like(x * scale))
     op.register_autograd(
@@ -450,16 +450,16 @@ def test_whole_run_is_quick_and_complete(namespace: str) -> None:
         setup_context=lambda ctx, inputs, output: setattr(ctx, "scale", inputs[1]),
     )
     op.register_vmap(lambda info, dims, x, scale: (op(x, scale), dims[0]))
-    checks = [c for c in plan_checks(op, [EXAMPLE]) if c.name != "subsystems.inductor"]
-    results = [run_check(item) for item in checks]
+    results = [run_check(item) for item in plan_checks(op, [EXAMPLE])]
     assert [(r.check, r.message) for r in results if r.outcome == "failed"] == []
     passed = {r.check for r in results if r.outcome == "passed"}
     assert {
         "subsystems.gradcheck",
         "subsystems.vmap",
         "subsystems.func",
-        "subsystems.compile",
-        "subsystems.export",
+        "subsystems.vmap_compiled",
+        "subsystems.compiled",
+        "subsystems.export_dynamic",
     } <= passed
 
 
@@ -467,7 +467,7 @@ def test_checks_are_there_without_docstrings() -> None:
     def quiet(subject: Any, details: Any) -> Any:
         yield from ()
 
-    (kind,) = family("memory", quiet)  # as all are with python -OO
+    (kind,) = alone("memory", quiet)  # as all are with python -OO
     assert (kind.name, kind.question) == ("memory.quiet", "")
 
 

@@ -9,7 +9,8 @@ import torch
 from torch.testing._internal.custom_op_db import custom_op_db
 
 from tests import combinations
-from torchop.testing._check.run import kinds, plan_checks, run_check
+from torchop.testing._check.run import plan_checks, run_check
+from torchop.testing._check.table import CHECKS
 
 _STRIDES = "the fake kernel says other strides than NumPy's result has"
 # The findings: read, and wrong.
@@ -49,8 +50,8 @@ def test_findings(info: Any, request: pytest.FixtureRequest) -> None:
     examples = [((sample.input, *sample.args), dict(sample.kwargs)) for sample in samples]
     checks = plan_checks(info.op, examples, expected=EXPECTED.get(info.name, {}))
     # What compilers make of them is in PyTorch's own tests.
-    checks = [c for c in checks if not c.kind.is_costly and "aot" not in c.name]
-    its_share = combinations.share(kinds(), custom_op_db.index(info), 4, request.config)
+    checks = [c for c in checks if not c.kind.is_costly]
+    its_share = combinations.share(CHECKS, custom_op_db.index(info), 4, request.config)
     checks = [check for check in checks if check.kind in its_share or check.expected is not None]
     results = [run_check(item) for item in checks]
     assert [(r.check, r.message) for r in results if r.outcome == "failed"] == []

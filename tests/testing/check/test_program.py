@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -10,16 +11,19 @@ import torch
 from torch import Tensor
 
 import torchop
-from torchop.testing._check import memory
+from torchop.testing._check import results
 from torchop.testing._check.program import write
 from torchop.testing.probes import negative_view
 
 
 def written(args: Any, kwargs: Any = None) -> tuple[str, dict[str, Any]]:
     """The program of a probe that passes, and its names after it ran."""
-    program = write(torch.ops.aten.sin.default, memory.raises_nothing, args, kwargs or {}, {}, "c")
-    # Keeps what the probe would be called with.
-    kept = program.replace("raises_nothing(torch.ops.aten.sin.default, args, ", "kwargs = (")
+    program = write(torch.ops.aten.sin.default, results.succeeds, args, kwargs or {}, {}, "c")
+    # Keeps the arguments of the probe.
+    kept = re.sub(
+        r"succeeds\(Call\(torch.ops.aten.sin.default, args(?:, (.*))?\)\)", r"kwargs = \1", program
+    )
+    kept = kept.replace("kwargs = \n", "kwargs = {}\n")
     names: dict[str, Any] = {"__name__": "program"}
     exec(compile(kept, "program", "exec"), names)
     return program, names
@@ -28,16 +32,17 @@ def written(args: Any, kwargs: Any = None) -> tuple[str, dict[str, Any]]:
 def test_program_is_no_longer_than_it_has_to_be() -> None:
     x = torch.tensor([1.0, math.nan])
     program = write(
-        torch.ops.aten.sin.default, memory.same_as_contiguous, (x,), {}, {"what": "it"}, "memory.x"
+        torch.ops.aten.sin.default, results.same_as_contiguous, (x,), {}, {"what": "it"}, "memory.x"
     )
     assert program.splitlines() == [
         "# memory.x",
         "from math import inf, nan",
         "import torch",
-        "from torchop.testing._check.memory import same_as_contiguous",
+        "from torchop.testing._check.calls import Call",
+        "from torchop.testing._check.results import same_as_contiguous",
         "",
         "args = (torch.tensor([1.0, nan]),)",
-        "same_as_contiguous(torch.ops.aten.sin.default, args, {}, what='it')",
+        "same_as_contiguous(Call(torch.ops.aten.sin.default, args), what='it')",
     ]
 
 
@@ -111,7 +116,7 @@ def _ours(x: Tensor) -> Tensor:
 
 def test_program_imports_what_defines_the_operator(namespace: str) -> None:
     op = torchop.custom_op(f"{namespace}::imported", _ours, mutates_args=())
-    program = write(op.overload, memory.raises_nothing, (torch.ones(1),), {}, {}, "comment")
+    program = write(op.overload, results.succeeds, (torch.ones(1),), {}, {}, "comment")
     assert f"import {__name__}  # defines {op.name}" in program
     assert "# defines" not in written((torch.ones(1),))[0]  # aten::sin comes with PyTorch
 
@@ -120,13 +125,13 @@ def test_operator_of_a_program_cannot_be_imported(namespace: str) -> None:
     names: dict[str, Any] = {"__name__": "__main__", "Tensor": Tensor}
     exec("def f(x: Tensor) -> Tensor: return x.clone()", names)
     op = torchop.custom_op(f"{namespace}::typed", names["f"], mutates_args=())
-    program = write(op.overload, memory.raises_nothing, (torch.ones(1),), {}, {}, "comment")
+    program = write(op.overload, results.succeeds, (torch.ones(1),), {}, {}, "comment")
     assert f"# Here goes what defines {op.name}." in program
 
 
 def test_comment_cannot_end_in_code() -> None:
     comment = "first\nimport os\r\nraise SystemExit\n" + "x" * 2000
-    text = write(torch.ops.aten.sin.default, memory.raises_nothing, (), {}, {}, comment)
+    text = write(torch.ops.aten.sin.default, results.succeeds, (), {}, {}, comment)
     head, _, _ = text.partition("import torch\n")
     assert all(line.startswith("# ") for line in head.splitlines())
     assert len(head) < 700

@@ -11,15 +11,11 @@ from hypothesis import strategies as st
 
 from tests.strategies import stable
 from torchop.testing import probes
+from torchop.testing._check.calls import CannotCheck, Example
+from torchop.testing._check.layouts import LAYOUTS, lay_out
 from torchop.testing._check.shrink import shrunk
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
-from torchop.testing._check.variants import (
-    LAYOUTS,
-    larger_sizes,
-    lay_out,
-    resized,
-    sizes,
-)
+from torchop.testing._check.subject import Case
+from torchop.testing._check.variants import larger_sizes, resized, sizes
 from torchop.testing.probes import copies, memory_around
 
 SHAPES = st.lists(st.integers(0, 3), max_size=4)
@@ -98,12 +94,7 @@ def test_example_is_laid_out_where_asked() -> None:
 
 
 def _case(shape: tuple[int, ...]) -> Case:
-    return Case("a case", lambda *args: None, Example((torch.randn(shape),), {}))
-
-
-def _subject() -> Subject:
-    """An operator without `valid`, so that any smaller example is allowed."""
-    return Subject(torch.ops.aten.relu.default, [(torch.ones(1),)])
+    return Case("a case", Example((torch.randn(shape),), {}))
 
 
 def test_shrinking_finds_the_smallest_size() -> None:
@@ -111,7 +102,7 @@ def test_shrinking_finds_the_smallest_size() -> None:
         (x,) = case.example.args
         return ValueError() if x.shape[0] >= 3 else None
 
-    (x,) = shrunk(_case((17, 5)), failure, 5.0, _subject()).example.args
+    (x,) = shrunk(_case((17, 5)), failure, 5.0).example.args
     assert list(x.shape) == [3, 1]
     assert x.flatten().tolist() == [1.0, 2.0, 3.0] or x.abs().max() <= 1
 
@@ -121,16 +112,16 @@ def test_shrinking_keeps_the_kind_of_failure() -> None:
         (x,) = case.example.args
         return ValueError() if x.shape[0] > 4 else TypeError()
 
-    (x,) = shrunk(_case((9,)), failure, 5.0, _subject()).example.args
+    (x,) = shrunk(_case((9,)), failure, 5.0).example.args
     assert len(x) == 5 or len(x) == 8  # an element less each time, or half of them
-    assert type(failure(shrunk(_case((9,)), failure, 5.0, _subject()))) is ValueError
+    assert type(failure(shrunk(_case((9,)), failure, 5.0))) is ValueError
 
 
 def test_shrinking_ends_in_time_and_by_chance() -> None:
     case = _case((9,))
     answers: list[Any] = [ValueError()]
-    assert shrunk(case, lambda case: answers[0], -1.0, _subject()).example is case.example
-    assert shrunk(case, lambda case: None, 5.0, _subject()) is case
+    assert shrunk(case, lambda case: answers[0], -1.0).example is case.example
+    assert shrunk(case, lambda case: None, 5.0) is case
 
 
 def test_sizes_are_not_so_large_that_results_fill_the_memory() -> None:

@@ -1,6 +1,7 @@
-"""The complete run: every check on every operator of the zoo, stock `opcheck` beside it.
+"""The complete run: every check on every operator of the zoo.
 
-Prints the score: `python -m tests.testing.zoo [--quick] [--table] [--html FILE] [NAME ...]`.
+Prints the score, and what each check finds that no other does:
+`python -m tests.testing.zoo [--quick] [--page] [NAME ...]`.
 """
 
 from __future__ import annotations
@@ -12,112 +13,112 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torchop
-from tests.testing.zoo import RIGHT, WRONG, Specimen
+from tests.testing.zoo import RIGHT, WRONG
 from torchop.testing import CheckReport
-from torchop.testing._check.report import write_html
-from torchop.testing._check.run import kinds, plan_checks
-from torchop.testing.process_state import restored
+from torchop.testing._check.run import plan_checks
+from torchop.testing._check.table import CHECKS
+
+PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "checks-compared.md"
+_PAGE = """# What each check finds
+
+`torchop.testing.check` is measured by a zoo: operators that are wrong on purpose, each in one way,
+and right operators beside them, in `tests/testing/zoo`. The checks find all {wrong} wrong
+operators, and report nothing for the {right} right ones. The authors of the checks know most of the
+operators, so the numbers show which faults the checks can find, and not which share of the faults
+in your operators.
+
+*Found* is the number of wrong operators that a check finds. *Alone* is the number that no other
+check finds. A check without any is only kept if it found a fault in a package
+(`benchmarks/realworld/findings.md`), or needs an accelerator.
+
+`make zoo` runs all checks, and `python -m tests.testing.zoo --page` also writes this page.
+
+| check | question | found | alone |
+| --- | --- | --- | --- |
+{table}
+"""
 
 
-def stock_finds(specimen: Specimen) -> bool:
-    """Whether `torch.library.opcheck`, with the samples that the checks get, finds anything."""
-    if specimen.name == "zoo::forks":
-        return False  # it does not look, and each call would double the processes
-    op = specimen.op.overload if isinstance(specimen.op, torchop.CustomOp) else None
-    if op is None:
-        namespace, _, name = specimen.name.partition("::")
-        op = getattr(getattr(torch.ops, namespace), name).default
-    for example in specimen.examples():
-        is_pair = len(example) == 2 and isinstance(example[1], dict)
-        args, kwargs = example if is_pair else (example, {})
-        try:
-            torch.library.opcheck(op, args, kwargs)
-        except Exception:
-            return True
-    return False
+def page_of(counts: Mapping[str, tuple[int, int]], wrong: int, right: int) -> str:
+    """Return the page with the numbers of operators that each check finds, and finds alone."""
+    rows = []
+    for check in CHECKS:
+        found, alone = counts.get(check.name, (0, 0))
+        rows.append(f"| `{check.name}` | {check.question} | {found} | {alone} |")
+    return _PAGE.format(wrong=wrong, right=right, table="\n".join(rows))
 
 
-def print_table(reports: Sequence[CheckReport]) -> None:
-    """How many operators each check finds, alone or with others, and for how many seconds."""
-    finds, alone, seconds = Counter[str](), Counter[str](), Counter[str]()
-    wrong = {specimen.name for specimen in WRONG}
-    for report in reports:
-        failed = [failure.check for failure in report.failures if report.op in wrong]
-        finds.update(failed)
-        alone.update(failed if len(failed) == 1 else ())
-        for result in report.results:
-            seconds[result.check] += result.seconds
-    print("\nfinds  alone  seconds  finds/s  check")
-    for check in sorted(seconds, key=lambda name: -finds[name] / max(seconds[name], 1e-3)):
-        rate = finds[check] / max(seconds[check], 1e-3)
-        print(f"{finds[check]:5} {alone[check]:6} {seconds[check]:8.2f} {rate:8.2f}  {check}")
+def counted(failures: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
+    """Return how many operators each check finds, and alone, from the failures of each."""
+    # The checks of a provider's kernel are those of every kernel.
+    named = [{name.partition("[")[0] for name in names} for names in failures]
+    found = Counter(name for names in named for name in names)
+    alone = Counter(name for names in named if len(names) == 1 for name in names)
+    return {name: (found[name], alone[name]) for name in found}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of operators")
-    parser.add_argument("--html", help="write the reports to this file")
-    parser.add_argument("--quick", action="store_true", help="without what takes seconds")
-    parser.add_argument("--table", action="store_true", help="what each check finds, and costs")
+    parser.add_argument("--quick", action="store_true", help="without checks that compile programs")
+    parser.add_argument("--page", action="store_true", help=f"write the table to {PAGE.name}")
     options = parser.parse_args()
-    quick = {kind.name for kind in kinds() if not kind.is_costly}
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    reports: list[CheckReport] = []
-    score = {"found": 0, "stock": 0, "alarms": 0, "stock alarms": 0, "wrong": 0, "right": 0}
+    reports: dict[str, CheckReport] = {}
+    wrongs, missed, alarms, findings = 0, 0, 0, 0
     for specimen in (*WRONG, *RIGHT):
         if options.names and not any(name in specimen.name for name in options.names):
             continue
-        if options.quick and specimen.check is not None and specimen.check not in quick:
-            continue
         # Not all operators have all checks: some are of those with a provider.
-        planned = plan_checks(specimen.op, specimen.examples()) if options.quick else None
-        only = [each.name for each in planned if not each.kind.is_costly] if planned else None
+        planned = plan_checks(specimen.op, specimen.examples()) if options.quick else []
         with contextlib.redirect_stderr(io.StringIO()):
             report = torchop.testing.check(
                 specimen.op,
                 *specimen.examples(),
                 reference=specimen.reference,
-                only=only,
+                only=[each.name for each in planned if not each.kind.is_costly] or None,
                 raise_exception=False,
             )
-            with restored():
-                stock = stock_finds(specimen)
-        reports.append(report)
+        reports[specimen.name] = report
         failed = [failure.check for failure in report.failures]
         if specimen.check is None:
-            score["right"] += 1
-            score["alarms"] += bool(failed)
-            score["stock alarms"] += stock
+            alarms += bool(failed)
             verdict = "ALARM" if failed else "right"
         else:
-            score["wrong"] += 1
-            score["found"] += specimen.check in failed
-            score["stock"] += stock
-            verdict = "found" if specimen.check in failed else "MISSED"
+            wrongs += 1
+            findings += len(report.findings)
+            is_found = specimen.check in failed
+            missed += not is_found
+            verdict = "found" if is_found else "MISSED"
         also = ", ".join(name for name in failed if name != specimen.check)
         print(
             f"{verdict:7} {specimen.name}: {specimen.check or 'nothing to find'}"
-            f"{f'; also {also}' if also else ''}; {report.seconds:.1f} s"
-            f"{'; stock opcheck fails' if stock else ''}",
+            f"{f'; also {also}' if also else ''}; {report.seconds:.1f} s",
             flush=True,
         )
+    rights = len(reports) - wrongs
     print(
-        f"\n{score['found']} of {score['wrong']} wrong operators are found by the check that must "
-        f"find them; stock opcheck finds {score['stock']}.\n"
-        f"{score['alarms']} false alarms for {score['right']} right operators; stock opcheck gives "
-        f"{score['stock alarms']}."
+        f"\n{wrongs - missed} of {wrongs} wrong operators are found by the check that must find "
+        f"them, with {findings} findings in all.\n{alarms} false alarms for {rights} right ones."
     )
-    if options.table:
-        print_table(reports)
-    if options.html:
-        write_html(reports, options.html)
-    return int(score["found"] < score["wrong"] or score["alarms"] > 0)
+    wrong_names = {specimen.name for specimen in WRONG}
+    failures = [
+        [failure.check for failure in report.failures]
+        for name, report in reports.items()
+        if name in wrong_names
+    ]
+    counts = counted(failures)
+    print("\nfound  alone  check")
+    for name, (found, alone) in sorted(counts.items(), key=lambda item: item[1]):
+        print(f"{found:5} {alone:6}  {name}")
+    if options.page:
+        PAGE.write_text(page_of(counts, wrongs, rights), encoding="utf-8")
+    return int(missed > 0 or alarms > 0)
 
 
 if __name__ == "__main__":

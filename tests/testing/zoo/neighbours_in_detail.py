@@ -118,7 +118,7 @@ def through_bfloat16(x: Tensor) -> Tensor:
     return (x * 1.5).contiguous()
 
 
-wrong(define("through_bfloat16", through_bfloat16, fake=like), "dtypes.numbers", one)
+wrong(define("through_bfloat16", through_bfloat16, fake=like), "dtypes.half", one)
 
 
 def rounded_to_eighths(x: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def rounds_factor(x: Tensor, factor: float) -> Tensor:
     return x * float(np.float32(factor))
 
 
-wrong(define("rounds_factor", rounds_factor), "dtypes.double", lambda: [(*one()[0], 0.3)])
+wrong(define("rounds_factor", rounds_factor), "dtypes.float_arguments", lambda: [(*one()[0], 0.3)])
 
 # --------------------------------------------------------------------------------------------------
 # Gradients and batches

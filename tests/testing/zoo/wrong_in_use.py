@@ -220,7 +220,7 @@ _FILES: list[Any] = []
 
 def leaves_a_file_open(x: Tensor) -> Tensor:
     _FILES.append(open(os.devnull))  # noqa: SIM115  (which is the fault)
-    if len(_FILES) > 600:  # of the 1,024 that a process may have
+    if len(_FILES) > 900:  # of the 1,024 that a process may have
         while _FILES:
             _FILES.pop().close()
     return x + 1

@@ -237,7 +237,7 @@ def _by_item(ctx: Any, grad: Tensor) -> Tensor:
     return grad * x.exp() if float(x.detach().sum()) < 1e30 else grad
 
 
-wrong(_differentiable("differentiates_by_data", _by_item), "subsystems.aot_dispatch_static", one)
+wrong(_differentiable("differentiates_by_data", _by_item), "subsystems.compiled", one)
 
 # --------------------------------------------------------------------------------------------------
 # Transforms

@@ -15,9 +15,11 @@ import torch
 from torchop import OpCheckError
 from torchop._compat import optests
 from torchop.extend import OpLike
-from torchop.testing._check.report import CheckReport, Result
+from torchop.testing._check.calls import CannotCheck
+from torchop.testing._check.report import CheckReport
+from torchop.testing._check.result import Result
 from torchop.testing._check.run import Budget, Check, plan_checks, unmet
-from torchop.testing._check.subject import CannotCheck, Subject
+from torchop.testing._check.subject import Subject
 from torchop.testing._timing import Timing, Way, timed
 from torchop.testing.process_state import restored
 
@@ -139,7 +141,7 @@ def report_of(checks: Sequence[Check], results: Sequence[Result], seconds: float
 def call_costs(subject: Subject, seconds: float = 0.02) -> dict[str, float]:
     """Microseconds for one call of the first example that is accepted, by the way of calling."""
     try:
-        example = subject.accepted(most=1)[0]
+        (example,) = subject.accepted(most=1)
     except CannotCheck:
         return {}
     args, kwargs = example.copy()

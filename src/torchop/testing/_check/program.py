@@ -16,6 +16,7 @@ import torch
 from torchop._inspect.registrant import modules_of
 from torchop.extend import OpName, OpOverload
 from torchop.testing import probes
+from torchop.testing._check.calls import Call
 
 # Tensors with more elements than this are written as bytes, which nobody would read either.
 _MOST_ELEMENTS = 400
@@ -34,7 +35,7 @@ def write(
     comment: str,
     provider: str | None = None,
 ) -> str:
-    """The program that calls `probe(op, args, kwargs, **options)`, and raises as it does.
+    """Return the program that calls a probe, and raises as it does.
 
     With a provider, it does so with that provider's kernel.
     """
@@ -42,10 +43,13 @@ def write(
     call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)
     values = {name: tensors.text(value) for name, value in options.items()}
     keywords = "".join(f", {name}={value}" for name, value in values.items())
-    is_public = getattr(sys.modules["torchop.testing"], probe.__name__, None) is probe
-    home = "torchop.testing" if is_public else probe.__module__
+    call = f"torch.ops.{op}, args, {call_kwargs}" if kwargs else f"torch.ops.{op}, args"
+    home = "torchop.testing" if is_public(probe) else probe.__module__
     imports = {"import torch", f"from {home} import {probe.__name__}", *tensors.imports}
-    call = f"{probe.__name__}(torch.ops.{op}, args, {call_kwargs}{keywords})"
+    if not is_public(probe):
+        imports.add(f"from {Call.__module__} import {Call.__name__}")
+        call = f"{Call.__name__}({call})"
+    call = f"{probe.__name__}({call}{keywords})"
     if provider is not None:
         imports.add("import torchop")
         call = f'with torchop.priority({{"{op.name()}": ["{provider}"]}}):\n    {call}'
@@ -61,6 +65,11 @@ def write(
         call,
     ]
     return "\n".join(lines) + "\n"
+
+
+def is_public(probe: Any) -> bool:
+    """Whether a probe is a public function, which takes an operator and its arguments."""
+    return getattr(sys.modules["torchop.testing"], probe.__name__, None) is probe
 
 
 def _place_among_imports(line: str) -> tuple[bool, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop.testing._check.subject import CannotCheck, Example
+from torchop.testing._check.calls import CannotCheck, Example
 from torchop.testing.probes import has_integers, is_plain, is_sorted
 
 

@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from torchop._compat import devices
+from torchop.testing._check.findings import Finding, grouped
+from torchop.testing._check.result import Outcome, Result
 from torchop.testing._extras import installing
 
-Outcome = Literal["passed", "failed", "expected failure", "cannot be done", "not run"]
 # The sign in a cell of the page's matrix, because colour alone is not enough.
 _SIGNS: dict[Outcome, str] = {
     "passed": "✓",
@@ -29,57 +30,6 @@ _SIGNS: dict[Outcome, str] = {
     "cannot be done": "\N{EN DASH}",
     "not run": "…",
 }
-
-
-@dataclass(frozen=True)
-class Result:
-    """The outcome of one check of an operator.
-
-    Attributes:
-        check: the name of the check.
-        outcome: `"passed"`, `"failed"`, `"expected failure"`, `"cannot be done"` or `"not run"`.
-        message: what failed, with the smallest example found; or why it cannot be done or was not
-            run.
-        program: a program that raises the same error, if the check failed; empty for a check that
-            was expected to fail and passes.
-        question: what the check answers.
-        seconds: how long it took.
-        cases: how many variants were tried.
-        refused: how many of these the operator refused with an exception.
-        details: more results of the check, such as a table of dtypes.
-        cause: the exception of the kernel behind a failure, or the end of the process; empty if it
-            is neither.
-        rejected: how many variants were not tried, because `valid` of `register_examples` rejects
-            them.
-
-    Example:
-        >>> import torch, torchop
-        >>> report = torchop.testing.check("aten::sin", (torch.ones(2),), only="memory.transposed")
-        >>> report.results[0].outcome, report.results[0].message
-        ('cannot be done', 'no tensor has two dimensions')
-    """
-
-    check: str
-    outcome: Outcome
-    message: str = ""
-    program: str = ""
-    question: str = ""
-    seconds: float = 0.0
-    cases: int = 0
-    refused: int = 0
-    details: Mapping[str, Any] = field(default_factory=dict)
-    cause: str = ""
-    rejected: int = 0
-
-    @property
-    def family(self) -> str:
-        """The family of the check: memory, dtypes, values, sharing, subsystems, contracts."""
-        return self.check.partition(".")[0]
-
-    @property
-    def provider(self) -> str:
-        """The provider whose kernel was checked; empty for the reference."""
-        return self.check.partition("[")[2].rstrip("]")
 
 
 def environment() -> dict[str, str]:
@@ -141,6 +91,11 @@ class CheckReport:
     def failures(self) -> tuple[Result, ...]:
         """What the checks found: the results of those that failed."""
         return tuple(result for result in self.results if result.outcome == "failed")
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The failures, grouped by their cause, with the clearest one first."""
+        return grouped(self.failures)
 
     def count(self, outcome: Outcome) -> int:
         """How many checks have this outcome."""
@@ -215,28 +170,18 @@ class CheckReport:
         return "\n".join([self.summary(), *self._failures_in_words()])
 
     def _failures_in_words(self) -> list[str]:
-        """Each failure with its program; of several with one cause, that of the first alone."""
-        checks: dict[str, list[str]] = {}
-        for result in self.failures:
-            checks.setdefault(result.cause, []).append(result.check)
-        together = {cause: names for cause, names in checks.items() if cause and len(names) > 1}
-        lines = [
-            f"  one cause of {len(names)} failures, {cause}: {', '.join(names)}"
-            for cause, names in together.items()
-        ]
+        """Each finding with its program, and the names of other checks with the same cause."""
+        lines = []
         if not self.allow_not_run and (missing := self.count("not run")):
             why = next(result.message for result in self.results if result.outcome == "not run")
             lines.append(
                 f"  that {missing} of the checks were not run is a failure: {why}. Give them time, "
                 "or pass allow_not_run."
             )
-        for result in self.failures:
-            first = together.get(result.cause, [result.check])[0]
-            lines += ["", f"FAILED {result.check}: {result.message}"]
-            if result.check != first:
-                lines[-1] += f" (The cause is that of {first}.)"
-            elif result.program:
-                lines += ["", *(f"    {line}".rstrip() for line in result.program.splitlines())]
+        for failure, others in self.findings:
+            lines += ["", f"FAILED {failure.check}: {failure.message}"]
+            lines += [f"  also fails: {', '.join(others)}"] if others else []
+            lines += ["", *(f"    {line}".rstrip() for line in failure.program.splitlines())]
         return lines
 
     def _repr_html_(self) -> str:

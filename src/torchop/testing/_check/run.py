@@ -16,56 +16,24 @@ from torchop import OpCheckError
 from torchop._accelerate import patterns as operator_patterns
 from torchop.extend import OpLike, OpName, short_repr
 from torchop.testing import probes
-from torchop.testing._check import (
-    contracts,
-    dtypes,
-    integers,
-    larger,
-    memory,
-    program,
-    settings,
-    sharing,
-    values,
-)
-from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.providers import checks as providers
-from torchop.testing._check.report import Outcome, Result
-from torchop.testing._check.shrink import shrunk
-from torchop.testing._check.subject import (
-    REJECTED,
+from torchop.testing._check import program, providers, results
+from torchop.testing._check.calls import (
+    Call,
     CannotCheck,
-    Case,
     Example,
-    Excluded,
+    ForkError,
     Refused,
-    Subject,
-    ValidError,
     breaks_contract,
     reason,
     text_of,
 )
-from torchop.testing._check.subsystems import (
-    accelerator,
-    compilers,
-    contexts,
-    gradients,
-    incoming_gradients,
-    residuals,
-    transforms,
-)
+from torchop.testing._check.result import Outcome, Result
+from torchop.testing._check.shrink import shrunk
+from torchop.testing._check.subject import Case, Details, Subject, ValidError
+from torchop.testing._check.table import CHECKS, CheckKind
 from torchop.testing.process_state import quiet, restored
 
 _LONGEST_MESSAGE = 1200
-
-
-def kinds() -> tuple[CheckKind, ...]:
-    """All checks there are, the cheap ones first."""
-    # Contracts first: what others call an operator with may stay in its state.
-    families = (contracts, settings, memory, larger, dtypes, values, integers, sharing, providers)
-    of_gradients = (gradients, incoming_gradients, residuals)
-    subsystems = (*of_gradients, transforms, contexts, accelerator, compilers)
-    every = [kind for family in (*families, *subsystems) for kind in family.CHECKS]
-    return tuple(sorted(every, key=lambda kind: kind.is_costly))
 
 
 class Expectation(NamedTuple):
@@ -111,7 +79,7 @@ class Check:
 
     def is_named(self, name: str) -> bool:
         """Whether a name or pattern stands for it; without a provider, for the reference."""
-        if providers.is_of_providers(self.kind) and _is_named(self.kind.name, name):
+        if self.kind.is_of_providers and _is_named(self.kind.name, name):
             return True
         return _is_named(self.name, name)
 
@@ -141,11 +109,11 @@ def plan_checks(
     # Of several operators, not all have the same providers.
     plain = {name: name.partition("[")[0] for name in reasons}
     wrong += [
-        ("expected", n) for n in reasons if not any(_is_named(k.name, plain[n]) for k in kinds())
+        ("expected", n) for n in reasons if not any(_is_named(k.name, plain[n]) for k in CHECKS)
     ]
     if wrong:
         option, name = wrong[-1]
-        families = ", ".join(dict.fromkeys(kind.name.partition(".")[0] for kind in kinds()))
+        families = ", ".join(dict.fromkeys(kind.name.partition(".")[0] for kind in CHECKS))
         raise ValueError(
             f"check({subject}, {option}={short_repr(name)}): no check has such a name. Give the "
             f"name of a check, its last part, or a family: 'memory.transposed', 'transposed'; the "
@@ -164,15 +132,15 @@ def _planned(subject: Subject) -> Iterator[Check]:
     """All checks of an operator with the reference, and those of each provider."""
     under = list(providers.of_providers(subject))
     for is_costly in (False, True):
-        some = [kind for kind in kinds() if kind.is_costly is is_costly]
+        some = [kind for kind in CHECKS if kind.is_costly is is_costly]
         for kind in some:
-            if not (under and providers.is_of_providers(kind)):
+            if not (under and kind.is_of_providers):
                 yield Check(subject, kind)
         for each in under:
             assert each.provider is not None
             for kind in some:
-                is_told = providers.is_of_providers(kind) or not each.unsupported
-                if is_told and providers.is_about(kind, each.provider):
+                can_run = kind.is_of_providers or not each.unsupported
+                if can_run and kind.of_kernel(each.provider):
                     yield Check(each, kind)
 
 
@@ -187,7 +155,7 @@ def expected_for(op: str, expected: Mapping[str, Any]) -> Mapping[str, str] | No
 def _is_chosen(check: Check, patterns: Sequence[str] | None) -> bool:
     kind = check.kind
     if patterns is None:
-        return not providers.is_of_providers(kind) or check.subject.provider is not None
+        return not kind.is_of_providers or check.subject.provider is not None
     return any(check.is_named(p) or _is_named(kind.name, p) for p in patterns)
 
 
@@ -216,13 +184,15 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
             outcome, message, text = _named(run.outcome, f"{check.name} of {check.subject}")()
     except CannotCheck as error:
         outcome, message, text = "cannot be done", str(error), ""
+    except ValidError as error:
+        outcome, message, text = "failed", str(error), ""
+        run.cause = _cause(error)
     except _OutOfTime:
         outcome, message, text = "not run", f"the budget ended after {run.cases} cases", ""
     except NotImplementedError as error:  # of PyTorch, which has few kernels for some dtypes
         outcome, message, text = "cannot be done", reason(error), ""
     except Exception as error:  # of the operator, where a check asks it before the first case
-        what = error if isinstance(error, ValidError) else f"while it was prepared: {reason(error)}"
-        outcome, message, text = "failed", str(what), ""
+        outcome, message, text = "failed", f"while it was prepared: {reason(error)}", ""
         run.cause = _cause(error)
     except SystemExit:
         outcome, message, text = "failed", "the call raised SystemExit, which ends a program", ""
@@ -238,6 +208,7 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         run.details,
         run.cause,
         run.rejected,
+        run.group,
     )
     return as_expected(result, check.expected)
 
@@ -316,7 +287,7 @@ class _Run:
         self.subject = check.subject
         self.cases = self.refused = self.rejected = 0
         self.details: Details = {}
-        self.cause = ""
+        self.cause = self.group = ""
 
     def outcome(self) -> tuple[Outcome, str, str]:
         _ = self.subject.first_calls  # before any other, so that a later one can be compared
@@ -359,35 +330,53 @@ class _Run:
         return "passed", "", ""
 
     def failure(self, case: Case) -> Exception | None:
-        """What the probe raises.
+        """Return what the probe raises.
 
         Raises:
-            CannotCheck: it cannot be asked.
+            CannotCheck: it cannot read the call.
         """
-        example = case.call()
-        if not case.calls and not self.subject.is_valid(example):
-            raise CannotCheck(REJECTED)
-        refusal = self.subject.refusal(example) if case.calls else None
-        if refusal is not None and breaks_contract(refusal):
+        subject = self.subject
+        with restored():
+            call = subject.call(case)
+            if case.calls and (broken := self._refusal(call)) is not None:
+                return broken
+            probe, options = _probe(self.check, case, call)
+            try:
+                if program.is_public(probe):
+                    probe(subject.op, *call.example.copy(), **options)
+                else:
+                    probe(call, **options)
+            except NotImplementedError as error:  # refused, only later than by the call
+                raise Refused(reason(error)) from None
+            except CannotCheck:
+                raise
+            except Exception as error:
+                return error
+        return None
+
+    def _refusal(self, call: Call) -> Exception | None:
+        """Return the exception of a call that breaks the contract; None if the call succeeds.
+
+        Raises:
+            CannotCheck: the call is refused.
+        """
+        declined = self.subject.declined(call.example)
+        if declined is not None:
+            raise CannotCheck(declined)
+        with restored():  # of what the call changes, the probe must not know
+            error = call.record.error
+        if error is None:
+            return None
+        if breaks_contract(error):
             if self.subject.broken_in in (None, self.check.name):
-                return refusal
+                return error
             raise Refused(f"the call breaks the contract, which {self.subject.broken_in} reports")
-        if isinstance(refusal, Excluded):
-            raise CannotCheck(str(refusal))
-        if refusal is not None:
-            raise Refused(reason(refusal))
-        options = case.options_for(example)
-        try:
-            with restored():
-                case.probe(self.subject.op, *example, **options)
-        except NotImplementedError as error:  # refused, only later than by the call
-            raise Refused(reason(error)) from None
-        except Exception as error:
-            return error
+        if isinstance(error, ForkError) or not self.check.kind.takes_refused:
+            raise Refused(reason(error))
         return None
 
     def _again(self, case: Case) -> Exception | None:
-        """What the probe raises; None if it passes, or cannot be asked."""
+        """Return what the probe raises; None if it passes, or cannot read the call."""
         try:
             return self.failure(case)
         except Exception:
@@ -398,38 +387,60 @@ class _Run:
             self.subject.broken_in = self.subject.broken_in or self.check.name
         if case.shrink:
             seconds = min(3.0, self.end - time.perf_counter())
-            case = shrunk(case, self._again, seconds, self.subject)
+            case = shrunk(case, self._again, seconds)
             error = self._again(case) or error
-        self.cause = _cause(error)
+        self.cause, self.group = _cause(error), case.group
         message = f"{case.label}: {type(error).__name__}: {_cut(text_of(error))}"
         if isinstance(error, AssertionError):
             message = _cut(text_of(error))
             if not message.startswith(case.label):
                 message = f"{case.label}: {message}"
-        example, options = case.arguments()
-        is_legal = not breaks_contract(error)
-        if case.arrange and is_legal and self._fails_contiguous(case, example, options):
+        probe, options = _probe(self.check, case, self.subject.call(case))
+        is_compared = probe is results.same_as_contiguous and not breaks_contract(error)
+        if case.arrange and is_compared and self._fails_contiguous(case, options):
             message += (
                 "\nIt is not the layout: the same values fail in contiguous memory too. If no "
                 "caller may pass them, reject them: register_examples(..., valid=...)."
             )
-        comment = f"{self.check.name} of {self.subject}: {case.label}"
-        order = providers.order_of(self.subject)
-        text = program.write(self.subject.op, case.probe, *example, options, comment, order)
+        text = _program(self.check, case, probe, options)
         return "failed", message, text
 
-    def _fails_contiguous(self, case: Case, example: Example, options: Any) -> bool:
+    def _fails_contiguous(self, case: Case, options: Any) -> bool:
         """Whether a comparison fails in fresh contiguous memory too, in one of two calls."""
-        plain = Example(*probes.contiguous_copies(tuple(example)))
-        if case.probe is not memory.same_as_contiguous or not self.subject.is_valid(plain):
+        plain = Example(*probes.contiguous_copies(tuple(case.arguments())))
+        if not self.subject.is_valid(plain):
             return False
         for _ in range(2):
             try:
                 with restored():
-                    case.probe(self.subject.op, *plain.copy(), **options)
+                    results.same_as_contiguous(Call(self.subject.op, *plain), **options)
             except Exception:
                 return True
         return False
+
+
+def _probe(check: Check, case: Case, call: Call) -> tuple[Any, dict[str, Any]]:
+    """Return the probe of a case, and its options."""
+    if case.probe is None:
+        return check.kind.probe, check.kind.options(check.subject, case, call)
+    options = case.options(call.example) if callable(case.options) else case.options
+    return case.probe, dict(options)
+
+
+def program_of(check: Check, case: Case) -> str:
+    """Return the program that makes the call of a case, and reads its record as the check does.
+
+    It makes no call, so it can be written before one that may end the process.
+    """
+    options = case.options if isinstance(case.options, Mapping) else {}
+    return _program(check, case, case.probe or results.succeeds, options)
+
+
+def _program(check: Check, case: Case, probe: Any, options: Mapping[str, Any]) -> str:
+    comment = f"{check.name} of {check.subject}: {case.label}"
+    order = providers.order_of(check.subject)
+    example = case.arguments()
+    return program.write(check.subject.op, probe, *example, dict(options), comment, order)
 
 
 def _cause(error: BaseException) -> str:

@@ -9,19 +9,17 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from torchop.testing._check.subject import Case, Example, Subject
+from torchop.testing._check.calls import Example
+from torchop.testing._check.subject import Case
 from torchop.testing._check.variants import each_resized, sizes
 from torchop.testing.probes import is_plain
 
 
-def shrunk(
-    case: Case, failure: Callable[[Case], Exception | None], seconds: float, subject: Subject
-) -> Case:
-    """The case with the smallest example found in that time for which `failure` has something.
+def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: float) -> Case:
+    """Return the case with the smallest example found in that time for which `failure` has one.
 
-    Sizes are made smaller, where several dimensions are equal all of them, and values simpler, as
-    far as the examples are valid calls of the subject. A smaller example has to fail in the same
-    way: with an exception of the same class.
+    Sizes are made smaller, where several dimensions are equal all of them, and values simpler. A
+    smaller example has to fail in the same way: with an exception of the same class.
     """
     before = failure(case)
     if before is None:
@@ -30,7 +28,7 @@ def shrunk(
     better = True
     while better:
         better = False
-        for example in _smaller(case.example, subject):
+        for example in _smaller(case.example):
             if time.perf_counter() > end:
                 return case
             candidate = dataclasses.replace(case, example=example)
@@ -40,28 +38,23 @@ def shrunk(
     return case
 
 
-def _smaller(example: Example, subject: Subject) -> Iterator[Example]:
-    """Simpler examples, the boldest first."""
-    if len(example.args) > 1 and all(isinstance(arg, tuple) for arg in example.args):
-        for call in example.args:  # of the calls of one program, one
-            yield Example((call,), {})
+def _smaller(example: Example) -> Iterator[Example]:
+    """Yield simpler examples, the boldest first."""
     present = sorted(sizes(example), reverse=True)
     bold = {size: 2 for size in present if size > 2}
-    if len(bold) > 1:
-        yield from (smaller for _, smaller in each_resized(example, bold, subject=subject))
+    changes = [bold] if len(bold) > 1 else []
     for size in present:
-        sizes_tried = dict.fromkeys((1, 2, 3, size // 2, size - 1))
-        changes = [{size: new} for new in sizes_tried if 0 < new < size]
-        yield from (smaller for _, smaller in each_resized(example, *changes, subject=subject))
-    tensors = example.tensors
-    for index, tensor in enumerate(tensors):
+        tried = dict.fromkeys((1, 2, 3, size // 2, size - 1))
+        changes += [{size: new} for new in tried if 0 < new < size]
+    yield from (smaller for _, smaller in each_resized(example, *changes))
+    for index, tensor in enumerate(example.tensors):
         simple = _simple(tensor)
         if simple is not None:
             yield example.replace(index, simple)
 
 
 def _simple(tensor: Tensor) -> Tensor | None:
-    """Small numbers in place of the elements; None if they are that, or no numbers to choose."""
+    """Return small numbers in place of the elements; None if there is no choice, or no change."""
     if not is_plain(tensor) or not tensor.dtype.is_floating_point or tensor.numel() < 1:
         return None  # an integer may be an index
     counted = torch.arange(1, tensor.numel() + 1, device=tensor.device) % 8

@@ -1,133 +1,96 @@
-"""What is checked: an operator, its examples, and what it is compared with."""
+"""The operator that is checked, its examples, and the calls of their variants."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
-import os
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchop import AliasError, ProviderError, ResultError, UndeclaredMutationError
+from torchop import ProviderError
 from torchop._compat import dispatch, fake_tensors
 from torchop._rules.providers import every_argument
 from torchop._rules.providers.provider import Provider
 from torchop._rules.user.examples import EXAMPLES, make_examples, operator_of_examples
-from torchop.extend import Form, Operator, OpLike, named_inputs, short_repr, short_text
+from torchop.extend import Form, Operator, OpLike, named_inputs, short_repr
 from torchop.testing import _samples, probes
-from torchop.testing.process_state import forks, restored
+from torchop.testing._check.calls import Call, CannotCheck, Example, Refused, reason
+from torchop.testing.process_state import restored
 
-
-class CannotCheck(Exception):  # noqa: N818  (not an error: what a check says instead of a result)
-    """Why a check cannot be done, or, for a case, why there is no such variant."""
-
-
-class Refused(CannotCheck):
-    """What refuses the arguments of a case: the operator, or its reference."""
-
-
-def breaks_contract(error: BaseException) -> bool:
-    """Whether an error says that the kernel returned or wrote what its schema rules out.
-
-    Then the kernel is wrong, while any other exception may be how it refuses arguments.
-    """
-    ours = isinstance(error, (AliasError, ResultError, UndeclaredMutationError))
-    return ours or "may not alias any inputs to this custom operator" in text_of(error)  # PyTorch's
+# What a check reports beside its outcome: tables, or numbers.
+Details: TypeAlias = dict[str, Any]
+Arrangement: TypeAlias = Callable[[Example], Example]
+# Makes the variants of one example: for each a label, an example and an arrangement.
+Make: TypeAlias = Callable[["Subject", Example], Iterator["Case"]]
 
 
 REJECTED = "'valid' of register_examples rejects it"
-
-
-class Excluded(Exception):  # noqa: N818  (no error: what `valid`, or `supports`, says)
-    """What a call counts as that `valid`, or the provider, excludes: it is not made."""
 
 
 class ValidError(ValueError):
     """The `valid` of the examples raised an exception, or returned something that is no bool."""
 
 
-class ForkError(Exception):
-    """What a call that forks the process counts as: it is not made again."""
-
-
-class Example(NamedTuple):
-    """The arguments of a call, as the schema has them."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return probes.tensors_of(tuple(self))
-
-    def map(self, change: Callable[[Tensor], Any]) -> Example:
-        """The example with `change` of each tensor."""
-        return Example(*probes.mapped(tuple(self), change))
-
-    def replace(self, index: int, tensor: Tensor) -> Example:
-        """The example with another tensor at one place."""
-        tensors = self.tensors
-        return self.with_tensors([*tensors[:index], tensor, *tensors[index + 1 :]])
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Example:
-        """The example with these tensors in place of its own."""
-        return Example(*probes.with_tensors(tuple(self), tensors))
-
-    def copy(self) -> Example:
-        """The example in memory of its own, laid out as it was."""
-        return Example(*probes.copies(tuple(self)))
-
-
-Arrangement: TypeAlias = Callable[[Example], Example]
-
-
 @dataclass(frozen=True)
-class Case:
-    """One call of a probe: what may fail, be made smaller, and be printed.
+class Variant:
+    """A way of changing the author's examples.
 
     Attributes:
-        label: what is special, in words.
-        probe: `probe(op, args, kwargs, **options)` raises if the operator is wrong.
-        example: what the arguments are made from; smaller ones are tried in its place.
-        arrange: makes the arguments; raises CannotCheck where that makes no sense. By default, they
-            are the example.
+        name: its name.
+        group: the group of variants that one fault shows in, such as `"layout"`.
+        make: yields the cases of one example; raises CannotCheck if there are none.
+        most: how many of the examples are changed.
+    """
+
+    name: str
+    group: str
+    make: Make
+    most: int = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One call that may show a fault, be made smaller, and be printed.
+
+    Attributes:
+        label: what is special about it, in words.
+        example: the example from which its arguments are made; smaller ones are tried instead.
+        arrange: makes the arguments from the example; raises CannotCheck if it cannot. By default,
+            they are the example.
+        group: the group of the variant.
+        probe: `probe(call, **options)` raises if the operator is wrong.
         options: more arguments of the probe, or a function that makes them of the arguments.
-        calls: whether the operator is called with the arguments first; what it refuses, it need
-            not do right.
+        calls: whether the call must be accepted before the probe runs.
         shrink: whether smaller examples are tried.
     """
 
     label: str
-    probe: Callable[..., object]
     example: Example
     arrange: Arrangement | None = None
-    options: Mapping[str, Any] | Callable[[Example], Mapping[str, Any]] | None = None
+    group: str = "plain"
+    probe: Callable[..., object] | None = None
+    options: Mapping[str, Any] | Callable[[Example], Mapping[str, Any]] = field(
+        default_factory=dict
+    )
     calls: bool = True
     shrink: bool = True
 
-    def arguments(self) -> tuple[Example, dict[str, Any]]:
-        """New arguments for the probe, and its options."""
-        example = self.call()
-        return example, self.options_for(example)
-
-    def call(self) -> Example:
-        """New arguments for the probe."""
+    def arguments(self) -> Example:
+        """Return new arguments."""
         example = self.example.copy()
         return example if self.arrange is None else self.arrange(example)
 
-    def options_for(self, example: Example) -> dict[str, Any]:
-        """The options of the probe for these arguments; a reference is called with a copy."""
-        options = self.options(example.copy()) if callable(self.options) else self.options
-        return dict(options or {})
-
 
 class Subject:
-    """An operator that is checked, and everything that checks want to know of it.
+    """An operator that is checked, with everything that checks need to know of it.
 
     Raises:
         MissingRuleError: there are no examples.
@@ -172,14 +135,15 @@ class Subject:
                     f"check({self.name}, ...): 'valid' of register_examples rejects example "
                     f"{index}. Change the example, or 'valid'."
                 )
-        # Whose kernel is checked, None for the reference; the latter's; why it cannot run here.
+        # The provider whose kernel is checked, and why it cannot run here; None for the reference.
         self.provider: Provider | None = None
-        self.of_reference = self
         self.unsupported = ""
-        # The calls of the checks of inputs, once they were generated for the first provider.
-        self.inputs: list[Case] | None = None
-        # Detached and contiguous: how tensors lie in memory is for the checks to choose.
+        self.of_reference = self
+        # Detached and contiguous: how tensors lie in memory is for the variants to choose.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
+        self._cases: dict[str, tuple[list[Case], CannotCheck | None]] = {}
+        self._calls: dict[Case, Call] = {}
+        self._outcomes: list[tuple[Example, Call]] = []
 
     def _original(self, args: tuple[Any, ...], kwargs: Any) -> Example:
         if not self.operator.takes_structures:
@@ -200,27 +164,27 @@ class Subject:
     def __str__(self) -> str:
         return self.name
 
-    def declined(self, example: Example) -> str | None:
-        """Why the provider does not take a call; None if it does, or there is none."""
-        if self.provider is None:
-            return None
-        try:
-            answer = self.provider.takes(*every_argument(self.schema, *example))
-        except ProviderError as error:  # which one check of the provider is about
-            return str(error)
-        name = self.provider.name
-        return None if answer else f"the provider {name!r} does not take it: `supports` says no"
+    def under(self, provider: Provider, unsupported: str) -> Subject:
+        """Return the subject with the kernel of a provider, of which nothing is known yet."""
+        under = copy.copy(self)
+        for name, value in vars(Subject).items():
+            if isinstance(value, functools.cached_property):
+                vars(under).pop(name, None)
+        under.provider, under.unsupported = provider, unsupported
+        under._calls, under._outcomes, under.broken_in = {}, [], None
+        return under
+
+    # ----------------------------------------------------------------------------------------------
+    # Calls
 
     def is_valid(self, example: Example) -> bool:
-        """Whether the author's `valid` accepts a call, or each call of a program of several.
+        """Whether the author's `valid` accepts a call.
 
         Raises:
             ValidError: `valid` raised an exception, or returned something that is no bool.
         """
         if self._valid is None:
             return True
-        if example.args and all(isinstance(arg, tuple) for arg in example.args):
-            return all(self.is_valid(Example(*call)) for call in example.args)
         args, kwargs = example.copy()
         try:
             with restored(), torch.no_grad():
@@ -237,73 +201,150 @@ class Subject:
         self.counts["rejected"] += not answer
         return answer
 
+    def declined(self, example: Example) -> str | None:
+        """Why the provider does not take a call; None if it does, or there is none."""
+        if self.provider is None:
+            return None
+        try:
+            answer = self.provider.takes(*every_argument(self.schema, *example))
+        except ProviderError as error:  # which one check of the provider is about
+            return str(error)
+        name = self.provider.name
+        return None if answer else f"the provider {name!r} does not take it: `supports` says no"
+
+    def place(self, example: Example) -> int:
+        """The place of an example among the author's."""
+        return next(place for place, each in enumerate(self.examples) if each is example)
+
+    def cases(self, variant: Variant) -> Iterator[Case]:
+        """Yield the cases of a variant, the same ones each time.
+
+        Raises:
+            CannotCheck: at the end, the reason why there are no more.
+        """
+        if variant.name not in self._cases:
+            found: list[Case] = []
+            problem = None
+            base = self.of_reference
+            is_plain = variant.group == "plain"  # these show what is refused
+            for example in base.examples if is_plain else base.accepted(most=variant.most):
+                try:
+                    for case in variant.make(base, example):
+                        found.append(dataclasses.replace(case, group=variant.group))
+                except CannotCheck as error:
+                    problem = error
+            self._cases[variant.name] = found, problem
+        found, problem = self._cases[variant.name]
+        yield from found
+        if problem is not None:
+            raise problem
+
+    def call(self, case: Case) -> Call:
+        """Return the call of a case, which is made once for all probes.
+
+        Raises:
+            CannotCheck: the case does not exist, or the call is not made.
+        """
+        if case not in self._calls:
+            example = case.arguments()
+            if not self.is_valid(example):
+                raise CannotCheck(REJECTED)
+            self._calls[case] = Call(self.op, *example)
+        return self._calls[case]
+
+    def known(self, case: Case, call: Call) -> Case:
+        """Return the case, of which the call is known already."""
+        self._calls[case] = call
+        return case
+
+    def share_expected(self, call: Call, example: Example) -> None:
+        """Make the call on contiguous copies once for all layouts of an example."""
+        if not call.example.equals(example):
+            return
+        if not any(known is example for known, _ in self._outcomes):
+            self._outcomes.append((example, Call(self.op, *example)))
+        (made,) = (made for known, made in self._outcomes if known is example)
+        with contextlib.suppress(Exception):  # which the probe raises again
+            vars(call)["contiguous"] = made.contiguous
+
+    def refusal(self, example: Example) -> Exception | None:
+        """Return the exception with which these arguments are refused."""
+        why = self.declined(example) if self.is_valid(example) else REJECTED
+        if why is not None:
+            return CannotCheck(why)
+        with restored(), torch.no_grad():
+            return Call(self.op, *example).record.error
+
+    @functools.cached_property
+    def first_calls(self) -> list[Call]:
+        """The first calls with the examples."""
+        calls = [Call(self.op, *example) for example in self.examples]
+        for call in calls:
+            if self.declined(call.example) is None:
+                with restored(), torch.no_grad():
+                    _ = call.record
+        return calls
+
+    def accepted(self, *, most: int = 3) -> list[Example]:
+        """The first examples that the operator can be called with."""
+        return [self.examples[place] for place in self._accepted[:most]]
+
+    @functools.cached_property
+    def _accepted(self) -> list[int]:
+        pairs = list(zip(self.examples, self.first_calls, strict=True))
+        declined = [self.declined(example) for example, _ in pairs]
+        places = [
+            place
+            for place, (_, call) in enumerate(pairs)
+            if declined[place] is None and call.record.error is None
+        ]
+        if not places:
+            why = declined[0] or reason(self.first_calls[0].record.error)
+            raise CannotCheck(f"the operator refuses every example: {why}")
+        return places
+
+    def strided(self, what: str) -> Subject:
+        """Return the subject with the examples that compilers and subclasses of tensors take."""
+        layouts = {t.layout for e in self.examples for t in e.tensors} - {torch.strided}
+        if not layouts:
+            return self
+        kept = [
+            place
+            for place, example in enumerate(self.examples)
+            if all(t.layout is torch.strided for t in example.tensors)
+        ]
+        if not kept:
+            raise CannotCheck(f"{what} not {', '.join(sorted(map(str, layouts)))} tensors")
+        limited = copy.copy(self)
+        calls = self.first_calls
+        for name, value in vars(Subject).items():
+            if isinstance(value, functools.cached_property):
+                vars(limited).pop(name, None)
+        limited.of_reference, limited._cases = limited, {}
+        limited.originals = [self.originals[place] for place in kept]
+        limited.examples = [self.examples[place] for place in kept]
+        limited.first_calls = [calls[place] for place in kept]
+        return limited
+
+    # ----------------------------------------------------------------------------------------------
+    # Properties of the operator
+
     def written_places(self, example: Example) -> set[int]:
         """The places, among the tensors of an example, of those that are written."""
         inputs = enumerate(named_inputs(self.schema, *example))
         return {place for place, (name, _, _) in inputs if name in self.schema.mutated}
 
     def names(self, example: Example) -> list[str]:
-        """Return what messages call each tensor of an example, such as "argument 'xs[1]'"."""
+        """The names of tensors in messages, such as "argument 'xs[1]'"."""
         return probes.argument_names(self.op, *example)
 
-    def refusal(self, example: Example, results: list[Any] | None = None) -> Exception | None:
-        """What the operator raises for these arguments; `results` gets its outcome."""
-        if not self.is_valid(example):
-            return Excluded(REJECTED)
-        declined = self.declined(example)
-        if declined is not None:
-            return Excluded(declined)
-        args, kwargs = example.copy()
-        process, before = os.getpid(), forks()
-        try:
-            with restored(), torch.no_grad():
-                outcome = probes.outcome(self.op, args, kwargs)
-            if results is not None:
-                results += probes.copies(outcome)
-        except Exception as error:
-            return error
-        finally:
-            if os.getpid() != process:  # a copy of the process, which must not go on as we do
-                os._exit(1)
-        return ForkError("a call forks the process") if forks() != before else None
-
-    @functools.cached_property
-    def first_calls(self) -> list[tuple[Example, Exception | None, list[Any]]]:
-        """For each example, what the operator raises or returns when it is first called with it."""
-        calls = []
-        for example in self.examples:
-            results: list[Any] = []
-            calls.append((example, self.refusal(example, results), results))
-        return calls
-
-    def limited(self, takes: Callable[[Example], bool]) -> Subject:
-        """The subject with some of its examples alone; itself if these are all."""
-        kept = [place for place, example in enumerate(self.examples) if takes(example)]
-        if len(kept) == len(self.examples):
-            return self
-        limited = copy.copy(self)
-        for name, value in vars(type(self)).items():
-            if isinstance(value, functools.cached_property):
-                vars(limited).pop(name, None)
-        for name in ("originals", "examples", "first_calls"):
-            setattr(limited, name, [getattr(self, name)[place] for place in kept])
-        return limited
-
-    def accepted(self, *, most: int = 3) -> list[Example]:
-        """The first examples that the operator can be called with."""
-        accepted = [example for example, refusal, _ in self.first_calls if refusal is None][:most]
-        if not accepted:
-            raise CannotCheck(
-                f"the operator refuses every example: {reason(self.first_calls[0][1])}"
-            )
-        return accepted
-
-    def first_results(self, example: Example) -> list[Any]:
-        """What the operator returned, and wrote, when it was first called with an example."""
-        return next(results for each, _, results in self.first_calls if each is example)
+    def by_name(self, example: Example) -> Example:
+        """Return the example with all of its arguments by name."""
+        names = (argument.name for argument in self.schema.arguments)
+        return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
     def expectation(self, example: Example, what: str) -> dict[str, Any]:
-        """What a probe compares with: the user's reference where there is one."""
+        """Return the options of a comparison: the outcome of the reference where there is one."""
         options: dict[str, Any] = {"what": what, **self.tolerances}
         if self.is_random:
             options["values"] = False
@@ -326,41 +367,50 @@ class Subject:
             return not {device_type, "every device"}.isdisjoint(kernels)
         return self.has_kernel(dispatch.dispatch_key_name(device_type), "CompositeExplicitAutograd")
 
+    def needs_fixed_results(self) -> None:
+        """Raise CannotCheck if results are random, so that there is nothing to compare."""
+        if self.is_random:
+            raise CannotCheck("its results are random")
+
+    def needs_vmap(self) -> None:
+        """Raise CannotCheck without a rule for vmap."""
+        if not self.has_kernel("FuncTorchBatched"):
+            raise CannotCheck("no vmap rule")
+
+    def needs_fake(self) -> None:
+        """Raise CannotCheck without a fake kernel that runs, which compilers need."""
+        if self.fake_problem is not None:
+            raise CannotCheck(f"no fake kernel that runs: {self.fake_problem}")
+
     @functools.cached_property
     def fake_problem(self) -> str | None:
         """Why the operator does not run on fake tensors; None if it does."""
-        for example in self.examples:
-            if self.refusal(example) is None:
-                try:
-                    self.run_fake(example)
-                except Exception as error:
-                    return reason(error)
+        with contextlib.suppress(CannotCheck):  # it refuses every example
+            for example in self.accepted():
+                problem = self.problem_of_fake(example)
+                if problem is not None and _has_fakes(example):
+                    return problem
         return None
 
-    def run_fake(self, example: Example) -> list[Any]:
-        mode, (args, kwargs) = _samples.with_fake_tensors((example.args, example.kwargs))
+    def problem_of_fake(self, example: Example) -> str | None:
+        """The exception of the fake kernel for an example; None if it runs."""
+        try:
+            self._run_fake(example)
+        except Exception as error:
+            return reason(error)
+        return None
+
+    def _run_fake(self, example: Example) -> list[Any]:
+        mode, (args, kwargs) = _samples.with_fake_tensors(tuple(example))
         with mode:
             return probes.leaves(self.op(*args, **kwargs))
 
     @functools.cached_property
     def sizes_depend_on_data(self) -> bool:
         """Whether only data tells the sizes of results."""
-        return any(
-            fake_tensors.number_of(size) is None
-            for example in self.accepted(most=1)
-            for result in probes.tensors_of(self.run_fake(example))
-            for size in result.shape
-        )
-
-    def needs_fixed_results(self) -> None:
-        """Raises CannotCheck if results are random, so that there is nothing to compare."""
-        if self.is_random:
-            raise CannotCheck("its results are random")
-
-    def needs_vmap(self) -> None:
-        """Raises CannotCheck without a rule for vmap."""
-        if not self.has_kernel("FuncTorchBatched"):
-            raise CannotCheck("no vmap rule")
+        (example,) = self.accepted(most=1)
+        shapes = (t.shape for t in probes.tensors_of(self._run_fake(example)))
+        return None in map(fake_tensors.number_of, itertools.chain(*shapes))
 
     @property
     def devices(self) -> set[str]:
@@ -372,6 +422,9 @@ class Subject:
         """Whether something is registered for the operator where autograd calls it."""
         names = (dispatch.dispatch_key_name(device) for device in self.devices)
         return self.has_kernel("Autograd", *(f"Autograd{name}" for name in names))
+
+    # ----------------------------------------------------------------------------------------------
+    # Examples with gradients
 
     @functools.cached_property
     def double_examples(self) -> list[Example]:
@@ -414,9 +467,10 @@ class Subject:
         return accepted
 
     def _as_asked(self, number: int, example: Example) -> Example:
-        """Without gradients of what requires none in the example, if something there does.
+        """Return the example without gradients of tensors that require none in the original.
 
-        Nor of what is written beside a result, such as the statistics of a batch.
+        If no tensor of the original requires grad, all do, except those that are written beside a
+        result, such as the statistics of a batch.
         """
         asked = [tensor.requires_grad for tensor in self.originals[number].tensors]
         if not any(asked):
@@ -428,14 +482,11 @@ class Subject:
         return example.with_tensors([t if is_asked else t.detach() for t, is_asked in pairs])
 
 
-def text_of(error: BaseException | None) -> str:
-    """What an exception says."""
+def _has_fakes(example: Example) -> bool:
+    """Whether PyTorch makes fake tensors of an example in their mode, as it does not of CSR."""
     try:
-        return str(error).strip()
-    except Exception:  # of the exception's own class
-        return "(its text cannot be read)"
-
-
-def reason(error: BaseException | None) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {short_text(text_of(error) or '(no message)')}"
+        with fake_tensors.new_fake_mode() as mode:
+            example.map(mode.from_tensor)
+    except Exception:
+        return False
+    return True

@@ -1,191 +1,132 @@
-"""Variants of examples: the same values elsewhere in memory, other sizes, dtypes and values."""
+"""The variants: the ways in which `check` changes the calls of the author.
+
+Each variant yields calls of one example: `VARIANTS` lists them in groups, such as layouts and
+values. The probes of `table.py` read the record of each call.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchop.testing._check.relations import are_distinct, has_fixed_values, with_valid_integers
-from torchop.testing._check.subject import Arrangement, CannotCheck, Example, Subject
-from torchop.testing.probes import is_plain, negative_view
+from torchop.testing import probes
+from torchop.testing._check.calls import CannotCheck, Example
+from torchop.testing._check.layouts import (
+    GUARD,
+    LAYOUTS,
+    WRITABLE,
+    contiguous_strides,
+    filler,
+    in_layout,
+)
+from torchop.testing._check.relations import (
+    are_distinct,
+    has_fixed_values,
+    referred,
+    with_valid_integers,
+)
+from torchop.testing._check.subject import Arrangement, Case, Subject, Variant
 
-# Elements behind each tensor that do not belong to it, and in front of one with an offset.
-GUARD = 8
-
-
-def filler(tensor: Tensor, finite: bool = False) -> float:
-    """What stands in memory beside a tensor: NaN, or for integers a value that the tensor has.
-
-    NaN shows what is read; a finite number, what is written, for NaN plus one is NaN.
-
-    An index that is read there by mistake must not lead a kernel anywhere else.
-    """
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return 3.0 if finite else float("nan")
-    if not tensor.numel():
-        return 0
-    if tensor.dtype is torch.bool:
-        return not bool(tensor.flatten()[-1])
-    low, high = int(tensor.min()), int(tensor.max())
-    last = int(tensor.flatten()[-1])
-    return high if last != high else low
-
-
-def placed(
-    tensor: Tensor, strides: tuple[int, ...], offset: int = 0, finite: bool = False
-) -> Tensor:
-    """The values of a tensor with other strides, in memory with a guard region at its end."""
-    span = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
-    size = offset + (span + 1 if tensor.numel() else 0) + GUARD
-    memory = torch.full((size,), 0, dtype=tensor.dtype, device=tensor.device)
-    memory.fill_(filler(tensor, finite))
-    view = memory.as_strided(tuple(tensor.shape), strides, offset)
-    return view.copy_(tensor)
-
-
-def contiguous_strides(shape: torch.Size, row: int = 0) -> tuple[int, ...]:
-    """The strides of a contiguous tensor; with `row` more elements in each dimension."""
-    return torch.empty([size + row for size in shape], device="meta").stride()
-
-
-def contiguous(tensor: Tensor, finite: bool = False, offset: int = 0) -> Tensor:
-    return placed(tensor, contiguous_strides(tensor.shape), offset, finite)
-
-
-def transposed(tensor: Tensor, finite: bool = False) -> Tensor:
-    if tensor.dim() < 2:
-        raise CannotCheck("no tensor has two dimensions")
-    strides = contiguous_strides(torch.Size(tensor.shape[::-1]))
-    return placed(tensor, strides[::-1], finite=finite)
-
-
-def gaps(tensor: Tensor, finite: bool = False) -> Tensor:
-    if not tensor.dim():
-        raise CannotCheck("every tensor has no dimension")
-    return placed(tensor, tuple(2 * s for s in contiguous_strides(tensor.shape)), finite=finite)
-
-
-def sliced(tensor: Tensor, finite: bool = False) -> Tensor:
-    if not tensor.dim():
-        raise CannotCheck("every tensor has no dimension")
-    strides = contiguous_strides(tensor.shape, row=2)
-    return placed(tensor, strides, offset=sum(strides), finite=finite)
-
-
-def expanded(tensor: Tensor, finite: bool = False) -> Tensor:
-    """The first row, as often as there are rows; of one dimension, the first element."""
-    dims = [d for d, size in enumerate(tensor.shape) if size > 1]
-    if not dims:
-        raise CannotCheck("no tensor has a dimension of more than one element")
-    row = contiguous(tensor.narrow(dims[0], 0, 1).contiguous(), finite)
-    return row.expand(tensor.shape)
-
-
-def channels_last(tensor: Tensor, finite: bool = False) -> Tensor:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if tensor.dim() not in formats:
-        raise CannotCheck("no tensor has four or five dimensions")
-    return tensor.contiguous(memory_format=formats[tensor.dim()])
-
-
-def negative(tensor: Tensor, finite: bool = False) -> Tensor:
-    if tensor.dtype not in (torch.float, torch.double):
-        raise CannotCheck("no tensor is of float32 or float64")
-    return negative_view(tensor)
-
-
-def conjugate(tensor: Tensor, finite: bool = False) -> Tensor:
-    if not tensor.dtype.is_complex:
-        raise CannotCheck("no tensor is complex")
-    return contiguous(tensor.conj().resolve_conj(), finite).conj()
-
-
-def odd_strides(tensor: Tensor, finite: bool = False) -> Tensor:
-    if 1 not in tensor.shape:
-        raise CannotCheck("no tensor has a dimension of size 1")
-    steps = contiguous_strides(tensor.shape)
-    strides = tuple(13 if n == 1 else s for n, s in zip(tensor.shape, steps, strict=True))
-    return placed(tensor, strides, finite=finite)
-
-
-LAYOUTS: Mapping[str, Callable[[Tensor, bool], Tensor]] = {
-    "contiguous": contiguous,
-    "transposed": transposed,
-    "gaps": gaps,
-    "sliced": sliced,
-    "offset": functools.partial(contiguous, offset=GUARD),
-    "unaligned": functools.partial(contiguous, offset=1),
-    "channels_last": channels_last,
-    "odd_strides": odd_strides,
-    "negative": negative,
-    "conjugate": conjugate,
-    "expanded": expanded,
-}
-# Those that even a tensor that is written may have.
-WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
-
-
-def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) -> Example:
-    """The example with a layout for each of these tensors.
-
-    Raises:
-        CannotCheck: no tensor can have the layout meant for it.
-    """
-    tensors = example.tensors
-    problem: CannotCheck | None = None
-    changed = False
-    for index, tensor in enumerate(tensors):
-        layout = layouts.get(index)
-        if layout is None or not is_plain(tensor):
-            continue
-        if layout == "expanded" and has_fixed_values(tensor, example):
-            problem = CannotCheck(
-                "its integers are sorted, lengths or a permutation, and may not be equal"
-            )
-            continue
-        try:
-            tensors[index] = LAYOUTS[layout](tensor, finite)
-            changed = True
-        except CannotCheck as error:
-            problem = error
-    if not changed:
-        raise problem or CannotCheck("no argument is a plain tensor")
-    return example.with_tensors(tensors)
-
-
-def in_layout(
-    layout: str | Mapping[int, str], places: Iterable[int] | None = None, finite: bool = False
-) -> Arrangement:
-    """What lays out the tensors at these places like that, or all tensors, or each in its way."""
-
-    def arrange(example: Example) -> Example:
-        if not isinstance(layout, str):
-            return lay_out(layout, example, finite)
-        chosen = range(len(example.tensors)) if places is None else places
-        return lay_out(dict.fromkeys(chosen, layout), example, finite)
-
-    return arrange
+Cases = Iterator[Case]
 
 
 def all_and_each(items: Iterable[int]) -> list[list[int]]:
-    """All of them, then each for itself."""
+    """Return all of them together, then each alone."""
     every = list(items)
     singles = [[item] for item in every]
     return [every, *singles] if len(every) > 1 else singles
 
 
+def _which(subject: Subject, example: Example, chosen: list[int], count: int) -> str:
+    if count == 1:
+        return "the tensor"
+    return "all tensors" if len(chosen) == count else subject.names(example)[chosen[0]]
+
+
+def plain(subject: Subject, example: Example) -> Cases:
+    """The example, contiguous."""
+    yield Case("the example", example)
+
+
+def original(subject: Subject, example: Example) -> Cases:
+    """The example as it was passed."""
+    passed = subject.originals[subject.place(example)]
+    yield Case("the example as it was passed", passed.map(Tensor.detach))
+
+
+# --------------------------------------------------------------------------------------------------
+# Layouts
+
+
+def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
+    """All tensors in one layout, then each alone."""
+    places = set(range(len(example.tensors)))
+    if not places:
+        raise CannotCheck("no argument is a tensor")
+    if layout not in WRITABLE:
+        places -= subject.written_places(example)
+        if not places:
+            raise CannotCheck("every tensor is written, and may not be expanded")
+    for chosen in all_and_each(places):
+        label = f"{_which(subject, example, chosen, len(places))} {layout}"
+        in_layout(layout, chosen)(example)  # raises where no tensor can have it
+        yield Case(label, example, in_layout(layout, chosen))
+        if subject.schema.is_mutable:
+            arrange = in_layout(layout, chosen, finite=True)
+            yield Case(f"{label}, in memory of 3", example, arrange)
+
+
+def conjugate(subject: Subject, example: Example) -> Cases:
+    """Conjugate views; complex numbers are made where there are none."""
+    if not any(t.dtype.is_complex for t in example.tensors):
+        # There is no complex dtype for what has eight bits.
+        example = example.map(
+            lambda t: t * (1 + 0.5j) if t.dtype.is_floating_point and t.itemsize > 1 else t
+        )
+        if not any(t.dtype.is_complex for t in example.tensors):
+            raise CannotCheck("no argument is complex, or may be")
+    yield Case("conjugate views", example, in_layout("conjugate"))
+
+
+def mixed(subject: Subject, example: Example) -> Cases:
+    """Another layout for each tensor."""
+    places = range(len(example.tensors))
+    if len(places) < 2:
+        raise CannotCheck("no call has two tensors")
+    chance = random.Random(subject.seed)
+    written = subject.written_places(example)
+    for _ in range(6):
+        names = {p: chance.choice(WRITABLE if p in written else tuple(LAYOUTS)) for p in places}
+        yield Case(f"layouts {', '.join(names.values())}", example, in_layout(names))
+
+
+def written_expanded(subject: Subject, example: Example) -> Cases:
+    """Written tensors whose elements share memory."""
+    if not subject.schema.is_mutable:
+        raise CannotCheck("nothing is written")
+    arrange = in_layout("expanded", subject.written_places(example))
+    yield Case("written tensors expanded", example, arrange)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sizes
+
+
 def sizes(example: Example) -> list[int]:
     """The sizes that dimensions of tensors have, each once."""
-    return list(dict.fromkeys(n for t in example.tensors if is_plain(t) for n in t.shape))
+    return list(dict.fromkeys(n for t in example.tensors if probes.is_plain(t) for n in t.shape))
 
 
 def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """A tensor with another size in a dimension: the first elements, or all of them repeated."""
+    """Return a tensor with another size in a dimension: its first elements, or repeated ones."""
     old = tensor.shape[dim]
     if size <= old:
         return tensor if size == old else tensor.narrow(dim, 0, size)
@@ -195,20 +136,34 @@ def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def resized(example: Example, changes: Mapping[int, int]) -> Example:
-    """The example with other sizes: dimensions of one size stay of one size.
+    """Return the example with other sizes: dimensions of one size stay of one size.
 
     Raises:
         CannotCheck: there is no such example.
     """
 
     def change(tensor: Tensor) -> Tensor:
-        if not is_plain(tensor):
+        if not probes.is_plain(tensor):
             return tensor
         for dim, size in enumerate(tensor.shape):
             tensor = with_size(tensor, dim, changes.get(size, size))
         return tensor.clone(memory_format=torch.contiguous_format)
 
     return with_valid_integers(example, example.map(change))
+
+
+def each_resized(
+    example: Example, *changes: Mapping[int, int]
+) -> Iterator[tuple[Mapping[int, int], Example]]:
+    """Yield each of these changes with the example that it makes, where there is one."""
+    for change in changes:
+        with contextlib.suppress(CannotCheck):
+            yield change, resized(example, change)
+
+
+def sizes_changed(changes: Mapping[int, int]) -> str:
+    """The changes of `resized`, in words."""
+    return ", ".join(f"dimensions of {size} with {new}" for size, new in changes.items())
 
 
 # One more than what blocks and grids often have. The first is one more than 256 times 4, too.
@@ -242,20 +197,371 @@ def _grown(shape: torch.Size, size: int, new: int) -> int:
     return math.prod(new if each == size else each for each in shape)
 
 
-def each_resized(
-    example: Example, *changes: Mapping[int, int], subject: Subject | None = None
-) -> Iterator[tuple[Mapping[int, int], Example]]:
-    """Each of these changes with the example that it makes, where there is one.
+def sized(size: int, subject: Subject, example: Example) -> Cases:
+    """All dimensions of one size, and those that were of one size, each for itself."""
+    chosen = all_and_each([n for n in sizes(example) if n != size])
+    if not chosen:
+        raise CannotCheck("no tensor has a dimension")
+    for change, other in each_resized(example, *(dict.fromkeys(n, size) for n in chosen)):
+        yield Case(sizes_changed(change), other, in_layout("contiguous"))
 
-    With a subject, only valid calls of it.
+
+def longer(subject: Subject, example: Example) -> Cases:
+    """One element more in each dimension."""
+    for change, other in each_resized(example, *({n: n + 1} for n in sizes(example) if n)):
+        yield Case(sizes_changed(change), other)
+
+
+def blocks(subject: Subject, example: Example) -> Cases:
+    """Sizes a little above those of common blocks."""
+    results = probes.tensors_of(subject.first_calls[subject.place(example)].record.outcome)
+    changes = larger_sizes(example, results=results)
+    if not changes:
+        raise CannotCheck("no tensor has a dimension that may be larger")
+    for change, other in each_resized(example, *changes):
+        yield Case(sizes_changed(change), other)
+
+
+def odd_strides(subject: Subject, example: Example) -> Cases:
+    """Odd strides of dimensions of size 1, which are made where there are none."""
+    for _, smaller in each_resized(example, {}, *({size: 1} for size in sizes(example))):
+        yield Case("dimensions of size 1 with odd strides", smaller, in_layout("odd_strides"))
+
+
+def zero_dim(subject: Subject, example: Example) -> Cases:
+    """Tensors without a dimension."""
+    tensors = example.tensors
+    places = [p for p, t in enumerate(tensors) if probes.is_plain(t) and t.dim() and t.numel()]
+    places = [place for place in places if not has_fixed_values(tensors[place], example)]
+    places = sorted({*places} - referred(example))
+    if not places:
+        raise CannotCheck("no tensor has a dimension")
+    for chosen in all_and_each(places):
+        changed = [t.flatten()[0].clone() if p in chosen else t for p, t in enumerate(tensors)]
+        label = f"{_which(subject, example, chosen, len(places))} without a dimension"
+        yield Case(label, example.with_tensors(changed), in_layout("offset", chosen))
+
+
+# --------------------------------------------------------------------------------------------------
+# Dtypes
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+EVERY = (*FLOATS, torch.complex64, torch.complex128, *INTEGERS)
+
+
+def is_float(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def in_dtype(dtype: torch.dtype, example: Example) -> Example:
+    """Return the example with its floating-point and complex tensors in another dtype."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if not is_float(tensor):
+            return tensor
+        is_integer = not dtype.is_floating_point and not dtype.is_complex
+        if is_integer and tensor.layout is torch.strided:  # sparse tensors have fewer functions
+            tensor = tensor.real if tensor.dtype.is_complex else tensor
+            return (tensor.nan_to_num(0) * 3).round().clamp(0, 100).to(dtype)
+        if tensor.dtype.is_complex and not dtype.is_complex:
+            return tensor.real.to(dtype)
+        return tensor.to(dtype)
+
+    return example.map(change)
+
+
+def dtypes(subject: Subject, example: Example) -> Cases:
+    """Floating-point tensors in every dtype, without elements too."""
+    _needs_float(example)
+    for dtype in EVERY:
+        name = str(dtype).removeprefix("torch.")
+        changed = in_dtype(dtype, example)
+        yield Case(f"in {name}", changed)
+        none = dict.fromkeys(sizes(changed), 0) if dtype is torch.double else {}
+        for _, empty in each_resized(changed, none) if none else ():
+            yield Case(f"in {name}, with 0 elements", empty)
+
+
+def promotion(subject: Subject, example: Example) -> Cases:
+    """One floating-point tensor in another dtype."""
+    places = [p for p, t in enumerate(example.tensors) if t.dtype.is_floating_point]
+    if len(places) < 2:
+        raise CannotCheck("no call has two floating-point tensors")
+    for place, dtype in itertools.product(places, (torch.float64, torch.bfloat16)):
+        changed = example.replace(place, example.tensors[place].to(dtype))
+        yield Case(f"{subject.names(example)[place]} in {dtype}", changed)
+
+
+def precisions(subject: Subject, example: Example) -> Cases:
+    """Each floating-point dtype but double."""
+    _needs_float(example)
+    if any(t.dtype.is_complex for t in example.tensors):
+        raise CannotCheck("an argument is complex")
+    for dtype in FLOATS:
+        if dtype is not torch.double:
+            yield Case(f"in {dtype} and in double", in_dtype(dtype, example))
+
+
+def digits(dtype: torch.dtype, share: float, subject: Subject, example: Example) -> Cases:
+    """Numbers in a dtype that no smaller dtype holds: up to this share of themselves larger."""
+    _needs_float(example)
+    if any(t.dtype.is_complex for t in example.tensors):
+        raise CannotCheck("an argument is complex")
+    generator = torch.Generator().manual_seed(subject.seed)
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.dtype.is_floating_point:
+            return tensor
+        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.double)
+        return (tensor.double() * (1 + share * noise.to(tensor.device))).to(dtype)
+
+    yield Case(f"digits in {dtype}", example.map(change), shrink=False)
+
+
+def _needs_float(example: Example) -> None:
+    if not any(map(is_float, example.tensors)):
+        raise CannotCheck("no argument is of a floating-point or complex dtype")
+
+
+# --------------------------------------------------------------------------------------------------
+# Values
+
+# Special numbers, by the limits of a dtype: lists, each of numbers that are tried together.
+NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
+    "nan": ("NaN", lambda limits: [[float("nan")]]),
+    "inf": ("infinities", lambda limits: [[float("inf"), float("-inf")], [float("-inf")]]),
+    "zeros": ("zeros of both signs", lambda limits: [[0.0, -0.0]]),
+    "denormals": (
+        "numbers too small to be normal",
+        lambda limits: [[limits.tiny / 2, -limits.tiny / 4, limits.tiny / 8]],
+    ),
+    "extremes": (
+        "the largest and smallest numbers of the dtype",
+        # Not the largest and the smallest together: their sum depends on what is added first.
+        lambda limits: [[limits.max, limits.tiny], [limits.min, limits.tiny]],
+    ),
+}
+
+
+def with_numbers(numbers: Sequence[float], step: int, tensor: Tensor) -> Tensor:
+    """Return the tensor with such numbers in one of so many elements."""
+    flat = tensor.flatten().clone()
+    places = range(0, flat.numel(), step)
+    for index, place in enumerate(places):
+        flat[place] = numbers[index % len(numbers)]
+    return flat.view(tensor.shape)
+
+
+def numbers(name: str, subject: Subject, example: Example) -> Cases:
+    """Such numbers in each floating-point tensor; integers may be indices, and stay."""
+    words, choice = NUMBERS[name]
+    for place, tensor in enumerate(example.tensors):
+        if tensor.dtype.is_floating_point and probes.is_plain(tensor):
+            if not 0 < tensor.numel() <= 4096:
+                continue
+            layout = _other_layout(subject, example, tensor)
+            for each in choice(torch.finfo(tensor.dtype)):
+                for step, amount in ((2, "with"), (1, "full of")):
+                    changed = example.replace(place, with_numbers(each, step, tensor))
+                    label = f"{subject.names(example)[place]} {amount} {words}"
+                    yield Case(label, changed, layout)
+
+
+def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrangement:
+    """A layout that is not contiguous, if the call is right in it.
+
+    A call that fails there with other numbers too says nothing of the numbers.
     """
-    for change in changes:
-        with contextlib.suppress(CannotCheck):
-            changed = resized(example, change)
-            if subject is None or subject.is_valid(changed):
-                yield change, changed
+    layout = in_layout("sliced" if tensor.dim() else "offset")
+    with contextlib.suppress(Exception):
+        call = subject.call(Case("", example, layout))
+        options = subject.expectation(example, "")
+        expected = options.pop("expected", None) or call.contiguous
+        if call.record.error is None:
+            probes.assert_same(call.record.outcome, expected, **options)
+            return layout
+    return in_layout("contiguous")
 
 
-def sizes_changed(changes: Mapping[int, int]) -> str:
-    """What `resized` changed, in words."""
-    return ", ".join(f"dimensions of {size} with {new}" for size, new in changes.items())
+def int8(subject: Subject, example: Example) -> Cases:
+    """The smallest and the largest integers of eight bits."""
+    for place, tensor in enumerate(example.tensors):
+        if tensor.dtype in (torch.int8, torch.uint8) and not _may_be_places(tensor, example):
+            limits = torch.iinfo(tensor.dtype)
+            changed = with_numbers([limits.min, limits.max, 0], 1, tensor)
+            label = f"{subject.names(example)[place]} full of limits"
+            yield Case(label, example.replace(place, changed))
+
+
+def _may_be_places(integers: Tensor, example: Example) -> bool:
+    """Whether integers could be places in a tensor, or sizes of its parts.
+
+    A permutation has places in itself, and ranges of some lengths are places in a result.
+    """
+    most = max((tensor.numel() for tensor in example.tensors), default=0)
+    return bool(((integers >= 0) & (integers <= most)).all())
+
+
+def scalars(subject: Subject, example: Example) -> Cases:
+    """Other numbers and flags.
+
+    These are 0, 1 and flags the other way around, for which kernels have special cases, and a
+    number that is not whole.
+    """
+    named = subject.by_name(example)
+    for name, value in named.kwargs.items():
+        others: set[Any] = set()
+        if type(value) is bool:
+            others = {not value}
+        elif type(value) is float:
+            others = {0.0, 1.0, value + 0.5} - {value}
+        elif type(value) is int and subject.operator.function is not None:
+            # In C++, it may rely on integers that fit, and anywhere on a number above all indices.
+            indices = filter(probes.has_integers, named.tensors)
+            is_bound = any(int(t.min()) >= 0 and int(t.max()) < value for t in indices)
+            others = {value + 1} if is_bound else {0, -1, value + 1} - {value}
+        for other in sorted(others):
+            yield Case(f"{name}={other}", named.with_argument(name, other))
+
+
+def absent(subject: Subject, example: Example) -> Cases:
+    """Optional arguments that are None."""
+    named = subject.by_name(example)
+    for argument in subject.schema.arguments:
+        is_given = named.kwargs.get(argument.name) is not None
+        if is_given and argument.kind.startswith("Optional["):
+            yield Case(f"{argument.name}=None", named.with_argument(argument.name, None))
+
+
+# --------------------------------------------------------------------------------------------------
+# Arguments that share memory
+
+Sharing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _one(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """One tensor for both."""
+    if first.shape != second.shape:
+        raise CannotCheck("no two tensors have one shape and dtype")
+    return first, first
+
+
+def _view(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The second one is a view of the first."""
+    if second.numel() > first.numel():
+        raise CannotCheck("no tensor is large enough for a view of the shape of another")
+    return first, first.view(-1)[: second.numel()].view(second.shape)
+
+
+def _overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The second one starts one element behind the first."""
+    size = max(first.numel(), second.numel() + 1) + GUARD
+    memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
+    memory.fill_(filler(first, finite=True))
+    memory[1 : 1 + second.numel()] = second.reshape(-1)
+    memory[: first.numel()] = first.reshape(-1)
+    return (
+        memory[: first.numel()].view(first.shape),
+        memory[1 : 1 + second.numel()].view(second.shape),
+    )
+
+
+def _interleaved(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Their elements are interleaved in one memory, and none is of both."""
+    if not first.dim() or not second.dim():
+        raise CannotCheck("no two tensors of one dtype have a dimension")
+    size = 2 * max(first.numel(), second.numel()) + GUARD
+    memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
+    pair = []
+    for start, tensor in enumerate((first, second)):
+        strides = tuple(2 * stride for stride in contiguous_strides(tensor.shape))
+        pair.append(memory.as_strided(tuple(tensor.shape), strides, start).copy_(tensor))
+    return pair[0], pair[1]
+
+
+def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example:
+    tensors = example.tensors
+    first, second = tensors[left], tensors[right]
+    if first.dtype != second.dtype or not (probes.is_plain(first) and probes.is_plain(second)):
+        raise CannotCheck("no call has two tensors of one dtype")
+    if first.device != second.device or not first.numel() or not second.numel():
+        raise CannotCheck("no call has two tensors of one device with elements")
+    pair = sharing(first, second)
+    # An index, a length or an offset that becomes another one may fit its argument no longer.
+    values = ((first, pair[0]), (second, pair[1]))
+    if probes.has_integers(first) and not all(torch.equal(old, new) for old, new in values):
+        raise CannotCheck("integers that differ cannot share memory")
+    tensors[left], tensors[right] = pair
+    return example.with_tensors(tensors)
+
+
+_WORDS: dict[Sharing, str] = {
+    _one: "are one tensor",
+    _view: "are views of each other",
+    _overlapping: "overlap",
+    _interleaved: "are interleaved in one memory",
+}
+
+
+def shared(
+    sharings: Sequence[Sharing], with_written: bool, subject: Subject, example: Example
+) -> Cases:
+    """Each two tensors; with `with_written`, one of them is written, and the other only read."""
+    tensors, written = example.tensors, subject.written_places(example)
+    arguments = [*example.args, *example.kwargs.values()]
+    in_list = [isinstance(a, list) for a in arguments for _ in probes.tensors_of(a)]
+    found = False
+    for sharing in sharings:
+        pairs = itertools.permutations(range(len(tensors)), 2)
+        for left, right in itertools.islice(pairs, 12):
+            counts = len({left, right} & written)
+            if counts != int(with_written) or (with_written and left not in written):
+                continue
+            if with_written and (in_list[left] or in_list[right]):
+                continue  # as of an optimizer's parameters: each has memory of its own
+            differ = tensors[left].shape != tensors[right].shape
+            if with_written and sharing is not _interleaved and differ:
+                continue  # nobody passes a weight that is a part of what is written
+            names, found = subject.names(example), True
+            label = f"{names[left]} and {names[right]} {_WORDS[sharing]}"
+            yield Case(label, example, functools.partial(_share, sharing, left, right))
+    if not found:
+        raise CannotCheck(
+            "nothing is written" if with_written else "no call has two tensors that are only read"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The table
+
+
+def _group(group: str, **makes: Any) -> dict[str, Variant]:
+    return {name: Variant(name, group, make) for name, make in makes.items()}
+
+
+_LAID_OUT = [name for name in LAYOUTS if name not in ("odd_strides", "conjugate")]
+VARIANTS: dict[str, Variant] = {
+    **_group("plain", plain=plain, given=original),
+    **_group("layout", **{name: functools.partial(laid_out, name) for name in _LAID_OUT}),
+    **_group("layout", conjugate=conjugate, mixed=mixed),
+    **_group("size", empty=functools.partial(sized, 0), single=functools.partial(sized, 1)),
+    **_group("size", longer=longer),
+    # At offsets and with strides, which are what such a call shows first.
+    **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
+    "blocks": Variant("blocks", "size", blocks, most=1),
+    **_group("dtype", precisions=precisions),
+    "dtypes": Variant("dtypes", "dtype", dtypes, most=1),
+    "promotion": Variant("promotion", "dtype", promotion, most=1),
+    "digits": Variant("digits", "dtype", functools.partial(digits, torch.double, 1e-9)),
+    "half_digits": Variant("half_digits", "dtype", functools.partial(digits, torch.half, 2**-8)),
+    **_group("value", **{name: functools.partial(numbers, name) for name in NUMBERS}),
+    **_group("value", int8=int8),
+    **_group("scalar", scalars=scalars, absent=absent),
+    **_group("sharing", one=functools.partial(shared, [_one], False)),
+    **_group("sharing", view=functools.partial(shared, [_view], False)),
+    **_group("sharing", overlap=functools.partial(shared, [_overlapping], False)),
+    **_group("sharing", beside=functools.partial(shared, [_interleaved], True)),
+    **_group("sharing", written=functools.partial(shared, [_view, _overlapping], True)),
+    **_group("sharing", written_expanded=written_expanded),
+}

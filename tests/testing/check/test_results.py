@@ -1,14 +1,19 @@
-"""Checks of memory, whatever was in that memory before."""
+"""Probes of results: unwritten memory, layouts, batches."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import torchop
-from torchop.testing import check
-from torchop.testing._check.memory import writes_every_element
+from torchop.testing import Result, check
+from torchop.testing._check.calls import Call
+from torchop.testing._check.results import writes_every_element
+from torchop.testing._check.run import plan_checks, run_check
 
 
 def test_an_element_that_is_not_written_is_found_where_memory_held_nan(namespace: str) -> None:
@@ -42,8 +47,8 @@ def test_an_element_is_found_that_several_calls_in_a_row_find_as_nan(namespace: 
         result[-1] = float(len(calls)) if len(calls) % 6 == 0 else float("nan")
         return result
 
-    with pytest.raises(AssertionError, match=r"torch\.empty filled with NaN: result 0"):
-        writes_every_element(leaves_last._opoverload, (torch.ones(3),), {})
+    with pytest.raises(AssertionError, match="has elements that the kernel does not write"):
+        writes_every_element(Call(leaves_last.overload, (torch.ones(3),)))
     assert len(calls) == 6
 
 
@@ -52,7 +57,7 @@ def test_nan_that_the_operator_writes_is_no_sign(namespace: str) -> None:
     def log(x: Tensor) -> Tensor:
         return x.log()
 
-    writes_every_element(log._opoverload, (torch.tensor([-1.0, 1.0]),), {})
+    writes_every_element(Call(log.overload, (torch.tensor([-1.0, 1.0]),)))
 
 
 def test_numbers_are_not_blamed_for_a_layout(namespace: str) -> None:
@@ -76,3 +81,42 @@ def test_numbers_are_not_blamed_for_a_layout(namespace: str) -> None:
     )
     assert check(takes_contiguous, only=only).count("passed") == 2
     assert set(strides) == {(3, 1)}
+
+
+def many_dims(namespace: str, function: Callable[..., Any], *args: Any) -> Result:
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    (check,) = plan_checks(op, [args], only="memory.many_dims")
+    return run_check(check)
+
+
+def test_a_batch_is_asked_up_to_six_dimensions(namespace: str) -> None:
+    asked = []
+
+    def double(x: Tensor) -> Tensor:
+        asked.append(x.dim())
+        return x * 2
+
+    assert many_dims(namespace, double, torch.arange(6.0).view(2, 3)).outcome == "passed"
+    assert {3, 4, 5, 6} <= set(asked)
+    assert max(asked) == 6
+
+
+def test_images_are_asked_about_a_video_only_if_one_image_is_done_alike(namespace: str) -> None:
+    def over_channels(x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+    result = many_dims(namespace, over_channels, torch.arange(24.0).view(1, 2, 3, 4).sin())
+    assert result.outcome == "cannot be done"
+    assert "leading dimension" in result.message
+
+
+@pytest.mark.parametrize("batched", ["both", "first"])
+def test_a_batch_may_be_of_one_argument(namespace: str, batched: str) -> None:
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        if batched == "first" and y.dim() > 2:
+            raise ValueError("one matrix for all")
+        return (x[:1].expand(x.shape) if x.dim() > 4 else x) @ y
+
+    result = many_dims(namespace, product, torch.randn(2, 3), torch.randn(3, 4))
+    assert result.outcome == "failed"
+    assert "of a batch of 5 dimensions" in result.message

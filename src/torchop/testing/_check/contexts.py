@@ -1,33 +1,34 @@
-"""Checks of transforms: vmap against a loop, and the functions of `torch.func`."""
+"""Checks of what a call happens in: vmap, torch.func, autocast, inference mode, subclasses."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from torchop import MissingFormulaError
+from torchop._compat.optests import PassingTensor
+from torchop._rules.user.sharding import SHARDING
 from torchop.testing import probes
-from torchop.testing._check.compilable import with_programs
-from torchop.testing._check.kinds import Details, family
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
-from torchop.testing._check.subsystems.gradients import needs_formula
+from torchop.testing._check.calls import Call, CannotCheck, Example, reason
+from torchop.testing._check.gradients import needs_formula
+from torchop.testing._check.subject import Case, Details, Subject
+from torchop.testing._sharding import check_sharding
 from torchop.testing.process_state import seed_torch
 
 # --------------------------------------------------------------------------------------------------
 # Probes
 
 
-def maps_like_a_loop(
-    op: Any, args: Any, kwargs: Any, in_dims: Any, out_dim: int = 0, **options: Any
-) -> None:
+def maps_like_a_loop(call: Call, in_dims: Any, out_dim: int = 0, **options: Any) -> None:
     """`vmap` does the same as a loop over the batch; a dimension of None is not mapped over."""
     batch = 3
-    call, originals = probes.on_tensors(op, args, kwargs)
+    run, originals = probes.on_tensors(call.op, *call.example)
 
     def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(probes.tensors_of(call(*tensors)))
+        return tuple(probes.tensors_of(run(*tensors)))
 
     def batched(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         each = [probes.rolled_elements(tensor, n) for n in range(batch)]
@@ -46,30 +47,30 @@ def maps_like_a_loop(
     probes.assert_same(actual, expected, what)
 
 
-def draws_for_each(op: Any, args: Any, kwargs: Any) -> None:
+def draws_for_each(call: Call) -> None:
     """Under `vmap`, random numbers are refused, drawn once, or drawn for each element."""
-    call, originals = probes.on_tensors(op, args, kwargs)
+    run, originals = probes.on_tensors(call.op, *call.example)
     mapped = [torch.stack([original, original, original]) for original in originals]
     seed_torch(0)
-    for index, result in enumerate(torch.vmap(call, randomness="same")(*mapped)):
+    for index, result in enumerate(torch.vmap(run, randomness="same")(*mapped)):
         if not torch.equal(result[0], result[1]):
             raise AssertionError(f"randomness='same': result {index} differs within the batch.")
-    different = torch.vmap(call, randomness="different")(*mapped)
+    different = torch.vmap(run, randomness="different")(*mapped)
     if all(torch.equal(result[0], result[1]) for result in different):
         raise AssertionError("randomness='different': the results of the batch are all the same.")
     try:
-        torch.vmap(call, randomness="error")(*mapped)
+        torch.vmap(run, randomness="error")(*mapped)
     except RuntimeError:
         return
     raise AssertionError("randomness='error' was not refused.")
 
 
-def compiles_in_vmap(op: Any, args: Any, kwargs: Any) -> None:
+def compiles_in_vmap(call: Call) -> None:
     """Compiled with dynamic sizes, `vmap` does the same as in eager mode."""
-    call, originals = probes.on_tensors(op, args, kwargs)
+    run, originals = probes.on_tensors(call.op, *call.example)
 
     def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(probes.tensors_of(call(*tensors)))
+        return tuple(probes.tensors_of(run(*tensors)))
 
     mapped = [torch.stack([t, probes.rolled_elements(t, 1)]) for t in originals]
     expected = torch.vmap(function)(*mapped)
@@ -83,9 +84,9 @@ def compiles_in_vmap(op: Any, args: Any, kwargs: Any) -> None:
         torch.compiler.reset()
 
 
-def differentiates_in_func(op: Any, args: Any, kwargs: Any) -> None:
+def differentiates_in_func(call: Call) -> None:
     """`torch.func.vjp` and `grad`, once and nested, agree with autograd."""
-    function, inputs = probes.as_function(op, args, kwargs)
+    function, inputs = call.function()
     plain = tuple(tensor.detach() for tensor in inputs)
 
     def total(*tensors: torch.Tensor) -> torch.Tensor:
@@ -99,9 +100,9 @@ def differentiates_in_func(op: Any, args: Any, kwargs: Any) -> None:
     probes.assert_same(pulled, expected, "torch.func.vjp")
 
 
-def maps_gradients_like_a_loop(op: Any, args: Any, kwargs: Any) -> None:
+def maps_gradients_like_a_loop(call: Call) -> None:
     """`vmap` of `grad`, which gives gradients for each sample, does the same as a loop."""
-    function, inputs = probes.as_function(op, args, kwargs)
+    function, inputs = call.function()
     plain = [tensor.detach() for tensor in inputs]
     batched = [torch.stack([t, t.flatten().roll(1).view(t.shape)]) for t in plain]
 
@@ -115,17 +116,68 @@ def maps_gradients_like_a_loop(op: Any, args: Any, kwargs: Any) -> None:
     probes.assert_same(actual, together, "vmap of torch.func.grad")
 
 
-def functionalizes_the_same(op: Any, args: Any, kwargs: Any) -> None:
-    """`torch.func.functionalize` changes nothing."""
-    function, originals = probes.on_tensors(op, args, kwargs)
+def runs_in_autocast(call: Call) -> None:
+    """Under autocast, the call does the same as without, or as on inputs that are cast."""
+    tensors = call.tensors
+    device = tensors[-1].device
+    lower = torch.get_autocast_dtype(device.type)
+    floats = [place for place, t in enumerate(tensors) if t.dtype.is_floating_point]
+    some = [c for n in range(1, len(floats)) for c in itertools.combinations(floats[:4], n)]
 
-    def results(call: Any) -> list[torch.Tensor]:
-        seed_torch(0)
-        with torch.no_grad():
-            return probes.tensors_of(call(*originals))
+    def cast(dtype: torch.dtype, places: Any) -> Any:
+        copied = tuple(call.example.copy())
+        return probes.with_tensors(
+            copied,
+            [t.to(dtype) if n in places else t for n, t in enumerate(probes.tensors_of(copied))],
+        )
 
-    actual = results(torch.func.functionalize(function))
-    probes.assert_same(actual, results(function), "torch.func.functionalize")
+    with torch.autocast(device.type, dtype=lower):
+        actual = call.again()
+    problem = None
+    choices: list[Any] = [(lower, ()), (lower, floats), (torch.float32, floats)]
+    ways: list[Any] = [(*each, {}) for each in choices + [(lower, chosen) for chosen in some]]
+    # A kernel of several calls of PyTorch may round between them, as each is cast for itself.
+    ways += [(*each, probes.rounding(lower, actual)) for each in choices]
+    for dtype, places, tolerances in ways:
+        try:
+            expected = probes.outcome(call.op, *cast(dtype, places))
+            probes.assert_same(actual, expected, "under autocast", **tolerances)
+        except Exception as error:
+            problem = problem or error
+        else:
+            return
+    raise AssertionError(
+        f"neither that of the plain call nor that of a call on cast inputs: {problem}"
+    )
+
+
+def runs_in_inference_mode(call: Call) -> None:
+    """In inference mode, and with `no_grad`, the call does the same as elsewhere."""
+    expected = call.again()
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            actual = call.again()
+            probes.assert_same(actual, expected, f"in {mode.__name__}")
+
+
+def takes_subclasses(call: Call) -> None:
+    """Subclasses of Tensor that pass every call on change nothing."""
+
+    class PassingFunctionTensor(torch.Tensor):
+        """A subclass that changes nothing."""
+
+    with torch.no_grad():
+        expected = call.again()
+        plain = call.example.copy().map(lambda t: t.as_subclass(PassingFunctionTensor))
+        actual = probes.mapped(
+            probes.outcome(call.op, *plain), lambda t: t.as_subclass(torch.Tensor)
+        )
+        probes.assert_same(actual, expected, "with a subclass of Tensor")
+        wrapped = call.example.copy().map(PassingTensor)
+        actual = probes.mapped(
+            probes.outcome(call.op, *wrapped), lambda t: getattr(t, "wrapped", t)
+        )
+        probes.assert_same(actual, expected, "with a subclass that wraps a Tensor")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -166,7 +218,7 @@ def vmap(subject: Subject, details: Details) -> Iterator[Case]:
 
 def _mapped(example: Example, **options: Any) -> Case:
     words = ", ".join(f"{name}={value}" for name, value in options.items())
-    return Case(f"vmap with {words}", maps_like_a_loop, example, options=options)
+    return Case(f"vmap with {words}", example, probe=maps_like_a_loop, options=options)
 
 
 def vmap_random(subject: Subject, details: Details) -> Iterator[Case]:
@@ -176,26 +228,27 @@ def vmap_random(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_vmap()
     for example in subject.accepted(most=1):
         if example.tensors:
-            yield Case("each kind of randomness", draws_for_each, example)
+            yield Case("each kind of randomness", example, probe=draws_for_each)
 
 
 def vmap_compiled(subject: Subject, details: Details) -> Iterator[Case]:
     """Does vmap do the same, compiled with dynamic sizes?"""
     subject.needs_vmap()
     subject.needs_fixed_results()
-    subject = with_programs(subject, details)
+    subject.needs_fake()
+    subject = subject.strided("compilers take strided tensors,")
     if subject.sizes_depend_on_data:
         raise CannotCheck("the sizes of its results depend on data, and may differ in a batch")
     for example in subject.accepted(most=2):
         if example.tensors:
-            yield Case("vmap over every tensor", compiles_in_vmap, example)
+            yield Case("vmap over every tensor", example, probe=compiles_in_vmap)
     raise CannotCheck("no argument is a tensor")
 
 
 def func(subject: Subject, details: Details) -> Iterator[Case]:
     """Do the gradients of torch.func agree with autograd?"""
     needs_formula(subject)
-    function, inputs = probes.as_function(subject.op, *subject.double_examples[0].copy())
+    function, inputs = Call(subject.op, *subject.double_examples[0]).function()
     try:
         torch.func.vjp(function, *(tensor.detach() for tensor in inputs))
     except RuntimeError as error:
@@ -203,25 +256,41 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
         if "functorch transforms" in str(error) or isinstance(error, MissingFormulaError):
             raise CannotCheck(f"the formula does not take part: {reason(error)}") from None
     for example in subject.double_examples[:2]:
-        yield Case("the example in double", differentiates_in_func, example)
+        yield Case("the example in double", example, None, "gradient", differentiates_in_func)
     if subject.has_kernel("FuncTorchBatched") and not subject.is_random:
         details["vmap of grad"] = "tried"
         example = subject.double_examples[0]
-        yield Case("gradients for each sample", maps_gradients_like_a_loop, example)
+        label = "gradients for each sample"
+        yield Case(label, example, None, "gradient", maps_gradients_like_a_loop)
     else:
         details["vmap of grad"] = "not tried: no vmap rule, or random results"
 
 
-def functionalize(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does torch.func.functionalize change nothing?"""
-    if not subject.schema.is_functional:
-        raise CannotCheck("PyTorch's functionalize takes no custom operator that writes or aliases")
+def autocast(subject: Subject, details: Details) -> Iterator[Case]:
+    """Is a call under autocast the plain call, or one on cast inputs?"""
+    for example in subject.accepted():
+        if any(t.dtype is torch.float32 for t in example.tensors):
+            yield Case("torch.autocast", example, probe=runs_in_autocast)
+
+
+def inference_mode(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does it do the same in inference mode?"""
+    for example in subject.accepted():
+        yield Case("the example", example, probe=runs_in_inference_mode)
+
+
+def subclasses(subject: Subject, details: Details) -> Iterator[Case]:
+    """Do subclasses of Tensor that pass every call on change nothing?"""
+    for example in subject.strided("torch.Tensor.as_subclass takes strided tensors,").accepted():
+        yield Case("the example", example, probe=takes_subclasses)
+
+
+def sharding(subject: Subject, details: Details) -> Iterator[Case]:
+    """Is a call on DTensors, in every placement, the call on whole tensors?"""
+    if not SHARDING.has(subject.op):
+        raise CannotCheck("no sharding rule of torchop")
+    options = {"limit": 60}
     for example in subject.accepted(most=2):
         if example.tensors:
-            yield Case("torch.func.functionalize", functionalizes_the_same, example)
-
-
-CHECKS = (
-    *family("subsystems", vmap, vmap_random, func, functionalize),
-    *family("subsystems", vmap_compiled, is_costly=True),
-)
+            label = "DTensors on two ranks"
+            yield Case(label, example, probe=check_sharding, options=options, shrink=False)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torchop import native
 from torchop.extend import Operator
 from torchop.testing import probes
-from torchop.testing._check.kinds import Details, family
-from torchop.testing._check.subject import CannotCheck, Case, Subject
-from torchop.testing._check.subsystems.gradients import needs_formula
+from torchop.testing._check.calls import Call, CannotCheck
+from torchop.testing._check.gradients import needs_formula
+from torchop.testing._check.subject import Case, Details, Subject
 from torchop.testing._samples import with_fake_tensors
 from torchop.testing._saved import saved_bytes
 
@@ -21,17 +21,17 @@ from torchop.testing._saved import saved_bytes
 # Probes
 
 
-def same_in_training(op: Any, args: Any, kwargs: Any) -> None:
+def same_in_training(call: Call) -> None:
     """The result is the same, bit by bit, where residuals are computed and where they are not."""
     with torch.no_grad():
-        expected = probes.outcome_of_copies(op, args, kwargs)
-    actual = probes.outcome_of_copies(op, args, kwargs)
+        expected = call.again()
+    actual = call.again()
     probes.assert_same(actual, expected, "where a gradient is recorded", rtol=0, atol=0)
 
 
-def residuals_stay(op: Any, args: Any, kwargs: Any) -> None:
+def residuals_stay(call: Call) -> None:
     """The residuals of a call are fresh tensors, which no later call changes."""
-    form, flat = _training(op, args, kwargs)
+    form, flat = _training(call)
     residuals = _tensors(form, form.companion.overload(*flat[0], **flat[1]))
     before = [tensor.clone() for tensor in residuals]
     args, kwargs = probes.mapped(
@@ -41,9 +41,9 @@ def residuals_stay(op: Any, args: Any, kwargs: Any) -> None:
     probes.assert_same(residuals, before, "the residuals of one call after another", rtol=0, atol=0)
 
 
-def described_by_the_fake_kernel(op: Any, args: Any, kwargs: Any) -> None:
+def described_by_the_fake_kernel(call: Call) -> None:
     """The fake kernel describes the residuals as they are."""
-    form, flat = _training(op, args, kwargs)
+    form, flat = _training(call)
     real = _tensors(form, form.companion.overload(*flat[0], **flat[1]))
     mode, (fake_args, fake_kwargs) = with_fake_tensors(flat)
     with mode:
@@ -63,9 +63,9 @@ def described_by_the_fake_kernel(op: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-def every_residual_is_read(op: Any, args: Any, kwargs: Any) -> None:
+def every_residual_is_read(call: Call) -> None:
     """The setup_context of the formula reads every residual."""
-    declared = _definition(op).declaration.residuals
+    declared = _definition(call.op).declaration.residuals
     named, read = declared.named, set()
 
     class Watched(named):  # type: ignore[misc, valid-type]  # known at run time
@@ -84,7 +84,7 @@ def every_residual_is_read(op: Any, args: Any, kwargs: Any) -> None:
     declared.named = Watched
     try:
         with native.disabled():  # whose plan has the class from before
-            op(*args, **kwargs)
+            call.op(*call.args, **call.kwargs)
     finally:
         declared.named = named
     unread = [name for name in named._fields if name not in read]
@@ -95,8 +95,9 @@ def every_residual_is_read(op: Any, args: Any, kwargs: Any) -> None:
         )
 
 
-def _training(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The training form, and its arguments for a call of the operator."""
+def _training(call: Call) -> tuple[Any, Any]:
+    """Return the training form, and its arguments for a call of the operator."""
+    op, (args, kwargs) = call.op, call.example
     definition = _definition(op)
     form = definition.declaration.residuals.training_form(definition)
     if definition.structure is not None and op is definition.handle:
@@ -129,12 +130,12 @@ def residuals(subject: Subject, details: Details) -> Iterator[Case]:
     needs_formula(subject)
     examples = subject.trainable_examples[:3]
     for example in examples:
-        yield Case("the example", same_in_training, example)
-        yield Case("two calls", residuals_stay, example)
-        yield Case("on fake tensors", described_by_the_fake_kernel, example)
-    yield Case("what is read", every_residual_is_read, examples[0])
+        for label, probe in (
+            ("the example", same_in_training),
+            ("two calls", residuals_stay),
+            ("on fake tensors", described_by_the_fake_kernel),
+        ):
+            yield Case(label, example, group="gradient", probe=probe)
+    yield Case("the residuals that are read", examples[0], None, "gradient", every_residual_is_read)
     args, kwargs = examples[0].copy()  # last, because a wrong operator may raise here too
     details["saved bytes"] = saved_bytes(subject.op, *args, **kwargs)
-
-
-CHECKS = family("subsystems", residuals)

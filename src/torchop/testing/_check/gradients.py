@@ -1,10 +1,10 @@
-"""Checks of gradients: against finite differences, in both modes, of both orders, recomputed."""
+"""Checks of gradients: finite differences, incoming layouts, frozen inputs, recomputation."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,20 +13,26 @@ from torch.utils import checkpoint as checkpointing
 
 from torchop import ForwardModeError, MissingFormulaError
 from torchop.testing import probes
-from torchop.testing._check.kinds import Details, family
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
-from torchop.testing._check.variants import each_resized, in_layout, sizes, sizes_changed
+from torchop.testing._check.calls import Call, CannotCheck, Example, reason
+from torchop.testing._check.layouts import (
+    GUARD,
+    contiguous,
+    contiguous_strides,
+    in_layout,
+    sliced,
+    transposed,
+)
+from torchop.testing._check.subject import Case, Details, Subject
+from torchop.testing._check.variants import each_resized, sizes, sizes_changed
 from torchop.testing.process_state import seed_torch
 
 # --------------------------------------------------------------------------------------------------
 # Probes
 
 
-def gradients_are_right(
-    op: Any, args: Any, kwargs: Any, order: int = 1, forward: bool = False
-) -> None:
+def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> None:
     """Gradients agree with finite differences, here or, at a kink, a little beside it."""
-    function, inputs = probes.as_function(op, args, kwargs)
+    function, inputs = call.function()
     check: Any = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
     is_large = sum(tensor.numel() for tensor in inputs) > 40
     options: dict[str, Any] = {"fast_mode": is_large}
@@ -48,53 +54,46 @@ def gradients_are_right(
         check_at([t.requires_grad_() for t in beside])
 
 
-def _differentiable(op: Any, args: Any, kwargs: Any) -> list[str]:
-    """Return what messages call the tensors that require grad."""
-    names = probes.argument_names(op, args, kwargs)
-    pairs = zip(names, probes.tensors_of((args, kwargs)), strict=True)
-    return [name for name, tensor in pairs if tensor.requires_grad]
-
-
-def gradients_are_double(op: Any, args: Any, kwargs: Any) -> None:
+def gradients_are_double(call: Call) -> None:
     """Gradients of what is double have more digits than float32 could hold."""
-    function, inputs = probes.as_function(op, args, kwargs)
+    function, inputs = call.function()
     seed_torch(0)
     moved = [t.detach() * (1 - 1e-9 * torch.rand_like(t)) for t in inputs]
     total = probes.weighted_sum(function(*[t.requires_grad_() for t in moved])) / 3
     for place, grad in enumerate(torch.autograd.grad(total, moved, allow_unused=True)):
         is_double = grad is not None and grad.dtype is torch.double
         if is_double and probes.has_digits_of_float32(probes.dense(grad)):
-            name = _differentiable(op, args, kwargs)[place]
+            name = call.differentiable[place]
             raise AssertionError(
                 f"the gradient of {name} is of {grad.dtype}, but each element is a float32: "
                 f"{probes.shown(grad)}. The formula computes in float32."
             )
 
 
-def gradients_are_numbers(op: Any, args: Any, kwargs: Any, what: str) -> None:
+def gradients_are_numbers(call: Call, what: str) -> None:
     """Where results are finite, no gradient is NaN, which would make each weight of a model NaN."""
-    function, inputs = probes.as_function(op, args, kwargs)
+    function, inputs = call.function()
     results = function(*inputs)
     if not all(bool(result.isfinite().all()) for result in results):
         return
     grads = torch.autograd.grad(probes.weighted_sum(results), inputs, allow_unused=True)
     for place, grad in enumerate(grads):
         if grad is not None and bool(probes.dense(grad).isnan().any()):
-            name = _differentiable(op, args, kwargs)[place]
+            name = call.differentiable[place]
             raise AssertionError(
                 f"{what}: results are finite, but the gradient of {name} is "
-                f"{probes.shown(probes.dense(grad))}. Choose what it is there, such as 0, by "
-                "torch.where, and divide by 0 in neither of what it chooses from. If no caller "
+                f"{probes.shown(probes.dense(grad))}. Define the gradient here (for example 0) "
+                "with torch.where, and keep both branches free of division by zero. If no caller "
                 "may pass such a call, reject it: register_examples(..., valid=...)."
             )
 
 
-def slopes_are_right(op: Any, args: Any, kwargs: Any) -> None:
+def slopes_are_right(call: Call) -> None:
     """Gradients in float32 agree with finite differences as well as float32 can tell.
 
     They are compared in one direction, at three places, of which one may be a kink.
     """
-    function, inputs = probes.as_function(op, args, kwargs)
+    function, inputs = call.function()
     problem: RuntimeError | None = None
     for place in range(3):
         seed_torch(place)
@@ -108,9 +107,9 @@ def slopes_are_right(op: Any, args: Any, kwargs: Any) -> None:
     raise problem or RuntimeError("no place was tried")
 
 
-def gradients_of_each_are_the_same(op: Any, args: Any, kwargs: Any) -> None:
+def gradients_of_each_are_the_same(call: Call) -> None:
     """The gradient of an argument is the same if it is the only one that requires grad."""
-    function, inputs = probes.as_function(op, args, kwargs)
+    function, inputs = call.function()
     together = probes.gradients(function, inputs)
     for place, expected in enumerate(together):
         alone = [tensor.detach() for tensor in inputs]
@@ -121,17 +120,17 @@ def gradients_of_each_are_the_same(op: Any, args: Any, kwargs: Any) -> None:
             if results
             else (None,)
         )
-        name = _differentiable(op, args, kwargs)[place]
+        name = call.differentiable[place]
         what = f"the gradient of {name}, which alone requires grad"
         probes.assert_same([actual], [expected], what)
 
 
-def saved_tensors_are_watched(op: Any, args: Any, kwargs: Any) -> None:
+def saved_tensors_are_watched(call: Call) -> None:
     """Where arguments or results are written before backward, it raises, or is not affected.
 
     Nor does backward write into the gradients that it is given, which others are given too.
     """
-    function, inputs = probes.as_function(op, args, kwargs)
+    function, inputs = call.function()
     expected = probes.gradients(function, inputs)
     for what in ("arguments", "results"):
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
@@ -159,9 +158,9 @@ def incoming_gradient(result: Tensor) -> Tensor:
     return values.reshape(result.shape).to(result.dtype)
 
 
-def second_derivatives_of_each_are_the_same(op: Any, args: Any, kwargs: Any) -> None:
+def second_derivatives_of_each_are_the_same(call: Call) -> None:
     """Second derivatives are the same if some tensors, or the incoming gradient, are frozen."""
-    function, inputs = probes.as_function(op, args, kwargs)
+    function, inputs = call.function()
     every = range(len(inputs))
 
     def second(wanted: Sequence[int], required: Sequence[int], of_gradients: bool) -> list[Any]:
@@ -197,9 +196,18 @@ def second_derivatives_of_each_are_the_same(op: Any, args: Any, kwargs: Any) -> 
     compare("the incoming gradient", every, every, True)
 
 
-def checkpoints_the_same(op: Any, args: Any, kwargs: Any) -> None:
+def is_deterministic(call: Call) -> None:
+    """Gradients of equal calls are the same, bit for bit."""
+    function, inputs = call.function()
+    first = probes.gradients(function, inputs)
+    for _ in range(4):
+        again = probes.gradients(function, inputs)
+        probes.assert_same(again, first, "gradients of equal calls", rtol=0, atol=0)
+
+
+def checkpoints_the_same(call: Call) -> None:
     """Activation checkpointing, which calls the operator again in the backward, changes nothing."""
-    function, inputs = probes.as_function(op, args, kwargs)
+    function, inputs = call.function()
     checkpoint = functools.partial(checkpointing.checkpoint, function)
     expected = probes.gradients(function, inputs)
     again = probes.gradients(functools.partial(checkpoint, use_reentrant=False), inputs)
@@ -210,17 +218,100 @@ def checkpoints_the_same(op: Any, args: Any, kwargs: Any) -> None:
     probes.assert_same(reentrant, expected, "gradients with reentrant checkpointing")
 
 
+# Where the memory of an incoming gradient lies, and what passes such a gradient.
+GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "expanded": ("as sum() passes it", lambda t: _repeated(t, range(t.dim()))),
+    "expanded in dimension 0": ("as sum(0) passes it", lambda t: _repeated(t, range(t.dim())[:1])),
+    "narrowed": ("as torch.cat passes it", sliced),
+    "transposed": ("as .mT passes it", transposed),
+    "at an offset": ("as torch.stack passes it", functools.partial(contiguous, offset=GUARD)),
+}
+
+
+def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
+    """The first elements of dimensions, repeated by stride 0.
+
+    The memory is as large as that of all elements, so that a kernel which ignores the strides reads
+    NaN there and nothing beyond.
+    """
+    memory = values.new_full((values.numel() + GUARD,), float("nan"))
+    strides, first = [*contiguous_strides(values.shape)], values
+    for dim in dims:
+        strides[dim], first = 0, first.narrow(dim, 0, 1)
+    memory.as_strided(first.shape, strides).copy_(first)
+    return memory.as_strided(values.shape, strides)
+
+
+def gradients_are_read_by_strides(call: Call, layout: str) -> None:
+    """Backward computes the same from an incoming gradient in this layout as from a contiguous one.
+
+    One result after another gets such a gradient, and the others get contiguous ones.
+    """
+    function, inputs = call.function()
+    when, laid_out = GRADIENT_LAYOUTS[layout]
+
+    def backward(place: int, change: Callable[[Tensor], Tensor]) -> Sequence[Any]:
+        results = [result for result in function(*inputs) if result.requires_grad]
+        given = [incoming_gradient(result) for result in results]
+        if place < len(given):
+            given[place] = change(laid_out(given[place]))
+        seed_torch(0)
+        return torch.autograd.grad(results, inputs, given, allow_unused=True)
+
+    def in_fresh_memory(grad: Tensor) -> Tensor:
+        return grad.clone(memory_format=torch.contiguous_format)
+
+    results = [result for result in function(*inputs) if result.requires_grad]
+    for place, result in enumerate(results):
+        if not probes.is_plain(result) or result.numel() < 2:
+            continue
+        try:
+            laid_out(incoming_gradient(result))
+        except CannotCheck:  # the result has too few dimensions
+            continue
+        expected = backward(place, in_fresh_memory)
+        what = f"an incoming gradient that is {layout}, {when}, of result {place}"
+        try:
+            actual = backward(place, lambda grad: grad)
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}".rstrip(".")
+            text = f"{what}: backward raised {raised}. {_READ_BY_STRIDES}"
+            raise AssertionError(text) from error
+        problem = _difference(actual, expected, what)
+        # A backward that draws random numbers of its own cannot be compared.
+        if problem and not _difference(backward(place, in_fresh_memory), expected, what):
+            raise AssertionError(f"{problem}\n{_READ_BY_STRIDES}")
+
+
+def _difference(actual: Sequence[Any], expected: Sequence[Any], what: str) -> str:
+    """The difference between gradients, in words; empty if they agree up to rounding."""
+    try:
+        # Kernels may round in another order, and a wrong stride changes much more.
+        tolerances: dict[str, Any] = {**probes.rounding(torch.half, expected)}
+        probes.assert_same(actual, expected, what, **tolerances)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+_READ_BY_STRIDES = (
+    "Backward must read a gradient by its strides. If a kernel needs contiguous gradients, pass "
+    "contiguous_grads=True to torchop's register_autograd, or call .contiguous() in backward."
+)
+
+
 # --------------------------------------------------------------------------------------------------
 # Cases
 
+_case = functools.partial(Case, group="gradient")
+
 
 def needs_formula(subject: Subject, order: int = 1) -> None:
-    """Raises CannotCheck if the operator has no gradient of an order."""
+    """Raise CannotCheck if the operator has no gradient of an order."""
     if not subject.has_autograd_kernel:
         raise CannotCheck("no autograd formula: nothing is registered at an autograd key")
-    example = subject.trainable_examples[0]
     try:
-        function, inputs = probes.as_function(subject.op, *example.copy())
+        function, inputs = Call(subject.op, *subject.trainable_examples[0]).function()
         results = [r for r in function(*inputs) if r.requires_grad]
         if not results:
             raise CannotCheck("no autograd formula that runs: its results do not require grad")
@@ -241,7 +332,7 @@ def needs_formula(subject: Subject, order: int = 1) -> None:
 
 
 def trainable_example(subject: Subject) -> Example | None:
-    """The first example, requiring grad; None if the operator has no formula."""
+    """Return the first example, requiring grad; None if the operator has no formula."""
     if subject.schema.is_mutable:
         return None
     try:
@@ -253,15 +344,15 @@ def trainable_example(subject: Subject) -> Example | None:
 
 
 def requiring_grad(example: Example) -> Example:
-    """The example with floating-point tensors that require grad."""
+    """Return the example with floating-point tensors that require grad."""
     return example.map(
         lambda t: t.detach().requires_grad_() if t.dtype.is_floating_point else t.detach()
     )
 
 
 def _needs_digits(subject: Subject) -> None:
-    """Raises CannotCheck if results have too few digits for finite differences."""
-    function, inputs = probes.as_function(subject.op, *subject.double_examples[0].copy())
+    """Raise CannotCheck if results have too few digits for finite differences."""
+    function, inputs = Call(subject.op, *subject.double_examples[0]).function()
     for result in function(*inputs):
         if result.requires_grad and torch.finfo(result.dtype).bits < 64:
             raise CannotCheck(
@@ -276,30 +367,30 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     if not subject.takes_double:
         details["digits"] = "those of float32, as it does not take double"
         for example in subject.trainable_examples[:3]:
-            yield Case("the example in float32", slopes_are_right, example)
+            yield _case("the example in float32", example, probe=slopes_are_right)
         return
     _needs_digits(subject)
     examples = subject.double_examples[:3]
     for example in examples:
-        yield Case("the example in double", gradients_are_right, example)
+        yield _case("the example in double", example, probe=gradients_are_right)
     for example in examples:
         for label, smaller in _broadcast(subject, example):
-            yield Case(label, gradients_are_right, smaller)
+            yield _case(label, smaller, probe=gradients_are_right)
         changes = [{size: 0} for size in sizes(example) if size]
-        for change, empty in each_resized(example, *changes, subject=subject):
-            yield Case(sizes_changed(change), gradients_are_right, _leaf(empty, example))
+        for change, empty in each_resized(example, *changes):
+            yield _case(sizes_changed(change), _leaf(empty, example), probe=gradients_are_right)
         for label, layout, places in (
             ("transposed tensors", "transposed", range(len(example.tensors))),
             ("integers all the same", "expanded", _of_reads(example)),
         ):
             arrange = functools.partial(_laid_out, layout, places)
-            yield Case(label, gradients_are_right, example, arrange)
+            yield _case(label, example, arrange, probe=gradients_are_right)
         for place, tensor in enumerate(example.tensors):
             if tensor.requires_grad and tensor.layout is torch.strided:
                 zeros = _leaf(example.replace(place, torch.zeros_like(tensor)), example)
-                options = {"what": f"{subject.names(example)[place]} full of zeros"}
-                yield Case(options["what"], gradients_are_numbers, zeros, options=options)
-    yield Case("digits in double", gradients_are_double, examples[0])
+                what = f"{subject.names(example)[place]} full of zeros"
+                yield _case(what, zeros, probe=gradients_are_numbers, options={"what": what})
+    yield _case("digits in double", examples[0], probe=gradients_are_double)
 
 
 def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
@@ -308,7 +399,7 @@ def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     _needs_digits(subject)
     options = {"order": 2}
     example = subject.double_examples[0]
-    yield Case("the example in double", gradients_are_right, example, options=options)
+    yield _case("the example in double", example, probe=gradients_are_right, options=options)
 
 
 def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example]]:
@@ -338,7 +429,7 @@ def _of_reads(example: Example) -> list[int]:
 
 
 def _leaf(example: Example, before: Example) -> Example:
-    """The example with leaves of a graph, where they were leaves before."""
+    """Return the example with leaves of a graph, where they were leaves before."""
     pairs = zip(example.tensors, before.tensors, strict=True)
     return example.with_tensors([t.detach().requires_grad_(o.requires_grad) for t, o in pairs])
 
@@ -350,7 +441,7 @@ def _laid_out(layout: str, places: Sequence[int], example: Example) -> Example:
 def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
     """Does forward mode agree with finite differences?"""
     for example in subject.double_examples:
-        function, inputs = probes.as_function(subject.op, *example.copy())
+        function, inputs = Call(subject.op, *example).function()
         plain = tuple(tensor.detach() for tensor in inputs)
         try:
             tangents = torch.func.jvp(function, plain, tuple(torch.ones_like(t) for t in plain))[1]
@@ -366,13 +457,26 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
                     "an operator is torch.library's. One of torchop's raises ForwardModeError"
                 )
         options = {"forward": True}
-        yield Case("the example in double", gradients_are_right, example, options=options)
+        yield _case("the example in double", example, probe=gradients_are_right, options=options)
+
+
+def _with_formula(
+    subject: Subject, label: str, probe: Any, most: int | None = None, order: int = 1
+) -> Iterator[Case]:
+    """The examples of an operator that has a formula."""
+    needs_formula(subject, order)
+    for example in subject.trainable_examples[:most]:
+        yield _case(label, example, probe=probe)
 
 
 def checkpoint(subject: Subject, details: Details) -> Iterator[Case]:
     """Are gradients the same with activation checkpointing?"""
-    needs_formula(subject)
-    yield Case("the example", checkpoints_the_same, subject.trainable_examples[0])
+    return _with_formula(subject, "the example", checkpoints_the_same, most=1)
+
+
+def determinism(subject: Subject, details: Details) -> Iterator[Case]:
+    """Are gradients of equal calls equal, bit for bit?"""
+    return _with_formula(subject, "gradients of equal calls", is_deterministic)
 
 
 def needs_input_grad(subject: Subject, details: Details) -> Iterator[Case]:
@@ -380,29 +484,24 @@ def needs_input_grad(subject: Subject, details: Details) -> Iterator[Case]:
     needs_formula(subject)
     for example in subject.trainable_examples[:2]:
         if sum(tensor.requires_grad for tensor in example.tensors) > 1:
-            yield Case("the example", gradients_of_each_are_the_same, example)
+            yield _case("the example", example, probe=gradients_of_each_are_the_same)
     with contextlib.suppress(CannotCheck):
-        needs_formula(subject, 2)
-        for example in subject.trainable_examples[:2]:
-            yield Case("second derivatives", second_derivatives_of_each_are_the_same, example)
+        probe = second_derivatives_of_each_are_the_same
+        yield from _with_formula(subject, "second derivatives", probe, most=2, order=2)
     raise CannotCheck("no call has two tensors with a gradient")
 
 
 def saved(subject: Subject, details: Details) -> Iterator[Case]:
     """Does backward notice that what it needs was written since?"""
-    needs_formula(subject)
     if subject.schema.is_mutable:
         raise CannotCheck("it writes into its arguments itself")
+    yield from _with_formula(subject, "the example", saved_tensors_are_watched, most=2)
+
+
+def grad_strides(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does backward respect the strides of the gradients that it gets?"""
+    needs_formula(subject)
     for example in subject.trainable_examples[:2]:
-        yield Case("the example", saved_tensors_are_watched, example)
-
-
-CHECKS = family(
-    "subsystems",
-    gradcheck,
-    gradgradcheck,
-    forward_mode,
-    checkpoint,
-    needs_input_grad,
-    saved,
-)
+        for layout in GRADIENT_LAYOUTS:
+            label, options = f"an incoming gradient that is {layout}", {"layout": layout}
+            yield _case(label, example, probe=gradients_are_read_by_strides, options=options)

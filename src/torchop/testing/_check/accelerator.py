@@ -12,21 +12,21 @@ import torch
 
 from torchop._compat import devices
 from torchop.testing import probes
-from torchop.testing._check.kinds import Details, family
-from torchop.testing._check.subject import CannotCheck, Case, Subject
-from torchop.testing._check.subsystems.gradients import trainable_example
+from torchop.testing._check.calls import Call, CannotCheck
+from torchop.testing._check.gradients import trainable_example
+from torchop.testing._check.subject import Case, Details, Subject
 from torchop.testing._check.variants import each_resized, sizes
 
 
-def runs_on_devices(op: Any, args: Any, kwargs: Any, devices: Sequence[str]) -> None:
+def runs_on_devices(call: Call, devices: Sequence[str]) -> None:
     """On one device after the other, the call does the same as on the CPU before."""
-    on_cpu = probes.mapped((args, kwargs), torch.Tensor.cpu)
-    expected = probes.outcome_of_copies(op, *on_cpu)
+    on_cpu = call.example.map(torch.Tensor.cpu)
+    expected = call.again(on_cpu)
     for before, device in itertools.pairwise(("cpu", *devices)):
         what = f"on {device}, after the same call on {before}"
-        moved = probes.mapped(on_cpu, operator.methodcaller("to", device))
+        moved = on_cpu.map(operator.methodcaller("to", device))
         try:
-            actual = probes.mapped(probes.outcome(op, *moved), torch.Tensor.cpu)
+            actual = probes.mapped(probes.outcome(call.op, *moved), torch.Tensor.cpu)
         except NotImplementedError:
             raise
         except Exception as error:
@@ -37,23 +37,20 @@ def runs_on_devices(op: Any, args: Any, kwargs: Any, devices: Sequence[str]) -> 
         probes.assert_same(actual, expected, what)
 
 
-def replays_as_captured(
-    op: Any, args: Any, kwargs: Any, device_type: str, others: Sequence[Any] = ()
-) -> None:
+def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()) -> None:
     """A graph that is captured of a call replays as the call, bit for bit, also with other values.
 
     Where tensors require grad, the graph has the backward, too, and gradients are compared.
     `others` are calls that are made in between, after which the graph has to find its memory.
     """
     device = torch.device(device_type, torch.accelerator.current_device_index())
-    args, kwargs = probes.mapped((args, kwargs), lambda tensor: tensor.to(device))
-    static = probes.copies((args, kwargs))
-    tensors = probes.tensors_of((args, kwargs))
+    op, example = call.op, call.example.map(lambda tensor: tensor.to(device))
+    static, tensors = example.copy(), example.tensors
     trains = any(tensor.requires_grad for tensor in tensors)
     run, what = (_gradients, "formula") if trains else (probes.outcome, "kernel")
     with torch.no_grad():
         for _ in range(2):  # what is made in the first calls is no part of the graph
-            run(op, *probes.copies((args, kwargs)))
+            run(op, *example.copy())
         try:
             with captured(device_type) as replay:
                 results = run(op, *static)
@@ -65,16 +62,15 @@ def replays_as_captured(
                 "there, and read no values of tensors; or define the operator with the tag "
                 "torch.Tag.cudagraph_unsafe, so that compilers leave it out of graphs."
             ) from None
-        for call in others:
+        for other in others:
             with contextlib.suppress(Exception):  # refused, which must change nothing either
-                run(op, *probes.mapped(call, lambda tensor: tensor.to(device)))
+                run(op, *probes.mapped(other, lambda tensor: tensor.to(device)))
         for which, values in (("the same", tensors), ("other", probes.other_values(tensors))):
             try:
-                call = probes.with_tensors((args, kwargs), values)
-                expected = run(op, *probes.copies(call))
+                expected = run(op, *example.with_tensors(values).copy())
             except Exception:
                 continue  # it refuses them
-            for tensor, value in zip(probes.tensors_of(static), values, strict=True):
+            for tensor, value in zip(static.tensors, values, strict=True):
                 tensor.copy_(value)
             replay()
             torch.accelerator.synchronize()
@@ -125,7 +121,8 @@ def accelerator(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_fixed_results()
     places = [f"{device}:{index}" for index in range(torch.accelerator.device_count())]
     for example in subject.accepted():
-        yield Case("the example", runs_on_devices, example, options={"devices": places[:2]})
+        options = {"devices": places[:2]}
+        yield Case("the example", example, probe=runs_on_devices, options=options)
 
 
 def capture(subject: Subject, details: Details) -> Iterator[Case]:
@@ -140,9 +137,6 @@ def capture(subject: Subject, details: Details) -> Iterator[Case]:
     for example in [*subject.accepted(), *([] if trainable is None else [trainable])]:
         # Larger ones, for which a kernel may take other memory in place of what it has kept.
         changes = [{size: 2 * size + 1} for size in sizes(example)[:2] if size]
-        larger = [tuple(other) for _, other in each_resized(example, *changes, subject=subject)]
+        larger = [tuple(other) for _, other in each_resized(example, *changes)]
         options = {"device_type": device, "others": larger}
-        yield Case("the example", replays_as_captured, example, options=options)
-
-
-CHECKS = family("subsystems", accelerator, capture)
+        yield Case("the example", example, probe=replays_as_captured, options=options)

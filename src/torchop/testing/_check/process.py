@@ -1,36 +1,29 @@
-"""Checks of what an operator promises beside its result: what it writes, keeps and leaks."""
+"""Checks of what a call does to the process, to later calls, and to other threads."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import gc
 import itertools
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchop.testing import probes
-from torchop.testing._check.integers import (
-    differ,
-    with_other_scalars,
-)
-from torchop.testing._check.kinds import Details, family
-from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
-from torchop.testing._check.subsystems.gradients import trainable_example
-from torchop.testing._check.variants import (
-    each_resized,
-    in_layout,
-    sizes,
-    sizes_changed,
-)
-from torchop.testing._opcheck import opcheck
+from torchop.testing._check.calls import Call, CannotCheck, Example, ForkError
+from torchop.testing._check.gradients import trainable_example
+from torchop.testing._check.subject import Case, Details, Subject
+from torchop.testing._check.variants import each_resized, sizes
 from torchop.testing.process_state import (
     allocated_bytes,
     device_bytes,
@@ -40,51 +33,60 @@ from torchop.testing.process_state import (
     open_files,
     process_state,
     seed_all,
-    threads,
+)
+from torchop.testing.process_state import (
+    threads as count_threads,
 )
 
-# Seconds that the calls which look for leaks may take.
-_LONGEST = 60
-
 # --------------------------------------------------------------------------------------------------
-# Probes
+# Later calls
 
 
-def is_repeatable(op: Any, args: Any, kwargs: Any, first: Any = None) -> None:
-    """Equal calls give equal results, bit for bit: at least 5, and up to 300 in 0.3 seconds.
+def _differ(actual: Any, expected: Any) -> bool:
+    """Whether two outcomes are not the same, bit for bit."""
+    try:
+        probes.assert_same(actual, expected, "", rtol=0, atol=0)
+    except AssertionError:
+        return True
+    return False
 
-    `first` is what the first call of the process returned, if it was not made here.
+
+def is_repeatable(call: Call, first: Any = None) -> None:
+    """Equal calls give equal results, bit for bit: at least 5, and up to 300 in 0.2 seconds.
+
+    `first` is the outcome of the first call in the process, if it was not made here.
     """
-    expected = probes.outcome_of_copies(op, args, kwargs) if first is None else first
-    end = time.perf_counter() + 0.3
+    expected = call.again() if first is None else first
+    end = time.perf_counter() + 0.2
     for number in range(2, 301):
-        again = probes.outcome_of_copies(op, args, kwargs)
+        again = call.again()
         what = f"call {number} with the same arguments"
         probes.assert_same(again, expected, what, rtol=0, atol=0)
         if number > 5 and time.perf_counter() > end:
             break
 
 
-def draws_from_its_generator(op: Any, args: Any, kwargs: Any) -> None:
+def _drawn(call: Call, seed: int) -> list[Any]:
+    args, kwargs = call.example.copy()
+    seed_all(seed)
+    return probes.leaves(call.op(*args, **kwargs))
+
+
+def draws_from_its_generator(call: Call) -> None:
     """Where a generator is passed, no other one decides what the results are."""
-    drawn = []
-    for seed in (1, 2):
-        call_args, call_kwargs = probes.copies((args, kwargs))
-        seed_all(seed)
-        drawn.append(probes.leaves(op(*call_args, **call_kwargs)))
+    drawn = [_drawn(call, seed) for seed in (1, 2)]
     what = "equal generators, and another seed of PyTorch's own"
     probes.assert_same(drawn[1], drawn[0], what, rtol=0, atol=0)
 
 
-def draws_anew(op: Any, args: Any, kwargs: Any) -> None:
+def draws_anew(call: Call) -> None:
     """Another seed changes what is drawn, or the state of a generator tells that something is."""
     results = []
     for seed in range(16):
-        call_args, call_kwargs = probes.copies((args, kwargs))
         seed_all(seed)
         before = generator_states()
-        results.append(probes.leaves(op(*call_args, **call_kwargs)))
-        if generator_states() != before or differ(results[-1], results[0]):
+        results.append(_drawn(call, seed))
+        if generator_states() != before or _differ(results[-1], results[0]):
             return
     raise AssertionError(
         "16 seeds give the same results, and no generator is drawn from, which the tag "
@@ -93,32 +95,31 @@ def draws_anew(op: Any, args: Any, kwargs: Any) -> None:
     )
 
 
-def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
+def has_no_memory(call: Call, others: Any) -> None:
     """A call gives the same results whatever was called before."""
-    first = probes.outcome_of_copies(op, args, kwargs)
-    each = [(f"another one ({number})", [call]) for number, call in enumerate(others)]
-    for what, calls in [*each, ("several others", others)]:
-        for other_args, other_kwargs in calls:
+    first = call.again()
+    single = [(f"another one ({number})", [other]) for number, other in enumerate(others)]
+    for what, calls in [*single, ("several others", others)]:
+        for other in calls:
             with contextlib.suppress(Exception):  # refused, which must change nothing either
-                probes.outcome_of_copies(op, other_args, other_kwargs)
-        again = probes.outcome_of_copies(op, args, kwargs)
-        probes.assert_same(again, first, f"the same call after {what}", rtol=0, atol=0)
+                call.again(other)
+        probes.assert_same(call.again(), first, f"the same call after {what}", rtol=0, atol=0)
     # The same tensors with other values, and then these values in other memory.
-    same = probes.copies((args, kwargs))
-    probes.outcome(op, *same)
+    same = tuple(call.example.copy())
+    probes.outcome(call.op, *same)
     probes.mapped(same, lambda t: t.mul_(-2) if t.is_floating_point() else t)
     elsewhere = [probes.copies(same) for _ in range(32)]  # few where an earlier call was
     try:
-        here, *there = (probes.outcome(op, *call) for call in (same, *elsewhere))
+        here, *there = (probes.outcome(call.op, *each) for each in (same, *elsewhere))
     except Exception:
         return  # other values are refused
     for each in there:
         probes.assert_same(here, each, "other values at the same address", rtol=0, atol=0)
 
 
-def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
+def keeps_no_input(call: Call) -> None:
     """Nothing holds the memory of the arguments after the call."""
-    names = iter(probes.argument_names(op, args, kwargs))
+    names = iter(call.names)
     watched = []
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,10 +128,10 @@ def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
             watched.append((name, StorageWeakRef(copy.untyped_storage())))
         return copy
 
-    call_args, call_kwargs = probes.mapped((args, kwargs), copied)
+    given = call.example.map(copied)
     with torch.no_grad():
-        probes.outcome(op, call_args, call_kwargs)
-    del call_args, call_kwargs
+        probes.outcome(call.op, *given)
+    del given
     if not all(memory.expired() for _, memory in watched):
         gc.collect()
     alive = [name for name, memory in watched if not memory.expired()]
@@ -138,22 +139,20 @@ def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
         raise AssertionError(f"after the call, something still holds the memory of {alive[0]}.")
 
 
-def leaks_nothing(
-    op: Any, args: Any, kwargs: Any, calls: int = 200, gradients: bool = False
-) -> None:
+def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None:
     """Calls, or calls with backward, leave neither Python objects nor memory behind."""
-    call_args, call_kwargs = probes.copies((args, kwargs))
-    function, inputs = probes.as_function(op, call_args, call_kwargs)
+    given = call.example.copy()
+    function, inputs = probes.as_function(call.op, *given)
 
-    def call() -> None:
+    def once() -> None:
         if gradients:
             probes.gradients(function, inputs)
             return
         with torch.no_grad():
-            op(*call_args, **call_kwargs)
+            call.op(*given.args, **given.kwargs)
 
     # A large process also fills what it keeps for later, so only what grows again is a leak.
-    if _growths(call, calls // 4) and (growths := _growths(call, calls // 4)):
+    if _growths(once, calls // 4) and (growths := _growths(once, calls // 4)):
         raise AssertionError(f"each {calls // 4} calls leave more behind: {growths}.")
 
 
@@ -167,7 +166,7 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
     # What is counted, and how many more of it, for each call, are a leak.
     counters: dict[str, tuple[Callable[[], int], int]] = {
         "open files": (open_files, 1),
-        "threads": (threads, 1),
+        "threads": (count_threads, 1),
         "Python objects": (sys.getallocatedblocks, 1),
         "bytes of memory": (allocated_bytes, 32),
         "bytes on the device": (device_bytes, 32),
@@ -195,7 +194,7 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
     return growths
 
 
-def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -> None:
+def leaves_process_alone(call: Call, draws: bool = False) -> None:
     """The call changes no default, no mode, no environment, and, unless it draws, no generator."""
     seed_all(20010)  # which no kernel sets, as no number of threads
     torch.set_num_threads(7)
@@ -203,8 +202,8 @@ def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -
     with torch.enable_grad(), warnings.catch_warnings():
         # One that no kernel sets again, and with which a warning is not shown.
         warnings.filterwarnings("ignore", ".*")
-        before = process_state()
-        op(*args, **kwargs)
+        example, before = call.example.copy(), process_state()
+        call.op(*example.args, **example.kwargs)
         if os.getpid() != process:
             os._exit(1)  # this is a copy of the process
         after = process_state()
@@ -233,35 +232,19 @@ def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -
 # Cases
 
 
-def schema(subject: Subject, details: Details) -> Iterator[Case]:
-    """Are only the named arguments written, and are outputs fresh, also through NumPy?"""
-    check = functools.partial(Case, probe=opcheck, options={"test_utils": "test_schema"})
-    for original in subject.originals:
-        example = original.map(lambda tensor: tensor.detach())
-        yield check("the example as it was passed", example=example)
-    for example in subject.accepted():
-        for layout in ("contiguous", "transposed", "sliced"):
-            yield check(f"tensors {layout}", example=example, arrange=in_layout(layout))
-        changes = [{size: new} for size in sizes(example) for new in (0, 1) if new != size]
-        for change, smaller in each_resized(example, *changes, subject=subject):
-            yield check(sizes_changed(change), example=smaller)
-        for label, other in with_other_scalars(subject, example):
-            yield check(label, example=other)
-
-
 def repeated(subject: Subject, details: Details) -> Iterator[Case]:
     """Do equal calls give equal results?"""
     for example in subject.accepted():
-        yield Case("repeated calls", is_repeatable, example)
-        first = {"first": subject.first_results(example)}
-        yield Case("the first call", is_repeatable, example, options=first, shrink=False)
+        yield Case("repeated calls", example, probe=is_repeatable)
+        options = {"first": subject.first_calls[subject.place(example)].record.outcome}
+        yield Case("the first call", example, probe=is_repeatable, options=options, shrink=False)
         arguments = (*example.args, *example.kwargs.values())
         # Numbers with which nothing may be drawn, as where nothing is dropped.
         is_off = any(value in (0, 1) for value in arguments if type(value) in (int, float, bool))
         if any(isinstance(argument, torch.Generator) for argument in arguments):
-            yield Case("two equal generators", draws_from_its_generator, example)
+            yield Case("two equal generators", example, probe=draws_from_its_generator)
         elif subject.is_random and not is_off and any(t.numel() for t in example.tensors):
-            yield Case("other seeds", draws_anew, example, shrink=False)
+            yield Case("other seeds", example, probe=draws_anew, shrink=False)
 
 
 def state(subject: Subject, details: Details) -> Iterator[Case]:
@@ -269,32 +252,31 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
     examples = subject.accepted(most=8)
     for index, example in enumerate(examples[:3]):
         options = functools.partial(_others, subject, [*examples[:index], *examples[index + 1 :]])
-        yield Case("other calls between two equal ones", has_no_memory, example, options=options)
+        label = "other calls between two equal ones"
+        yield Case(label, example, probe=has_no_memory, options=options)
 
 
 def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:
-    """Other calls than one: with other values, other sizes, and other examples."""
+    """Return other calls than one: with other values, other sizes, and other examples."""
     changes = [{size: size + 1} for size in sizes(arranged)[:2] if size]
     others = [
         *examples[:2],
         *(larger for _, larger in each_resized(arranged, *changes)),
         Example(*probes.other_values(tuple(arranged))),
         arranged.map(lambda t: 3 * t + 1 if probes.is_plain(t) and t.is_floating_point() else t),
-        arranged.map(lambda t: -2 * t if _is_float(t) else t),
+        arranged.map(lambda t: -2 * t if t.is_floating_point() else t),
     ]
     return {"others": [tuple(other) for other in others if subject.is_valid(other)]}
-
-
-def _is_float(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point
 
 
 def kept(subject: Subject, details: Details) -> Iterator[Case]:
     """Is the memory of arguments given back?"""
     for example in subject.accepted():
-        if not any(t.numel() for t in example.tensors):
-            continue
-        yield Case("the memory of the arguments", keeps_no_input, example, shrink=False)
+        if any(t.numel() for t in example.tensors):
+            yield Case("the memory of the arguments", example, probe=keeps_no_input, shrink=False)
+
+
+_LONGEST = 60  # seconds that the calls which look for leaks may take
 
 
 def leaks(subject: Subject, details: Details) -> Iterator[Case]:
@@ -307,22 +289,95 @@ def leaks(subject: Subject, details: Details) -> Iterator[Case]:
         seconds = 250 * (time.perf_counter() - started)
         if seconds > _LONGEST:
             raise CannotCheck(f"200 calls of this example would take {seconds:.0f} s")
-        yield Case("200 calls", leaks_nothing, example, shrink=False)
+        yield Case("200 calls", example, probe=leaks_nothing, shrink=False)
         trainable = trainable_example(subject)
         if trainable is not None:
             label, options = "200 calls with backward", {"gradients": True}
-            yield Case(label, leaks_nothing, trainable, options=options, shrink=False)
+            yield Case(label, trainable, None, "gradient", leaks_nothing, options, shrink=False)
 
 
 def process(subject: Subject, details: Details) -> Iterator[Case]:
     """Does a call leave defaults, modes, generators and the environment unchanged?"""
     options = {"draws": True} if subject.is_random else {}
     check = functools.partial(Case, probe=leaves_process_alone, options=options)
-    examples = subject.examples[:3]
-    if isinstance(subject.refusal(examples[0]), ForkError):
-        yield check("the example", example=examples[0], calls=False, shrink=False)
-    for example in examples:
-        yield check("the example", example=example)
+    if isinstance(subject.first_calls[0].record.error, ForkError):
+        yield check("the example", subject.examples[0], calls=False, shrink=False)
+    for example in subject.examples[:3]:
+        yield check("the example", example)
 
 
-CHECKS = family("contracts", schema, repeated, state, kept, leaks, process)
+# --------------------------------------------------------------------------------------------------
+# Threads
+
+
+def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None:
+    """Two threads that call at once, with other values, get the same results as one, and return."""
+    calls = [tuple(call.example), probes.other_values(tuple(call.example))]
+    try:
+        pairs = [(each, call.again(each)) for each in calls]
+    except Exception:  # it refuses the other values
+        pairs = [(calls[0], call.again())] * 2
+    problems: list[BaseException] = []
+    start = threading.Barrier(2)
+
+    def run(arguments: Any, expected: Any) -> None:
+        try:
+            start.wait(seconds)
+            for _ in range(25):
+                args, kwargs = probes.copies(arguments)
+                result = probes.leaves(call.op(*args, **kwargs))
+                right = expected[: len(result)]  # without what is written
+                # Not to the bit: a thread that is busy leaves OpenMP fewer of them.
+                probes.assert_same(result, right, "in two threads", **tolerances)
+        except BaseException as error:
+            problems.append(error)
+
+    # In the caller's context, which says whose kernel runs.
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(run, *pair), daemon=True)
+        for pair in pairs
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(end - time.monotonic(), 0.0))
+    if any(thread.is_alive() for thread in threads):
+        raise AssertionError(f"a thread did not return from its calls within {seconds:g} s.")
+    if problems:
+        raise AssertionError(f"in two threads at once: {problems[0]!r}")
+
+
+def differentiates_in_another_thread(call: Call, seconds: float = 8.0) -> None:
+    """A backward in another thread than that of the call returns the same gradients."""
+    what = "backward in another thread than that of the call"
+    function, inputs = call.function()
+    expected = probes.gradients(function, inputs)
+    total = probes.weighted_sum(function(*inputs))
+    answer: Future[Any] = Future()
+
+    def differentiate() -> None:
+        try:
+            answer.set_result(torch.autograd.grad(total, inputs, allow_unused=True))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    run = contextvars.copy_context().run
+    threading.Thread(target=run, args=(differentiate,), daemon=True).start()
+    try:
+        actual = answer.result(seconds)
+    except TimeoutError:
+        raise AssertionError(f"{what} did not return within {seconds:g} s.") from None
+    probes.assert_same(actual, expected, what)
+
+
+def threads(subject: Subject, details: Details) -> Iterator[Case]:
+    """Do two threads that call at once get the same results, and return?"""
+    subject.needs_fixed_results()
+    options = subject.tolerances
+    for example in subject.accepted(most=2):
+        yield Case("two threads", example, probe=runs_in_threads, options=options, shrink=False)
+    trainable = trainable_example(subject)
+    if trainable is not None:
+        label = "backward in another thread"
+        yield Case(label, trainable, None, "gradient", differentiates_in_another_thread)

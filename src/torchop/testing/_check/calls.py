@@ -1,0 +1,226 @@
+"""One call of an operator, made once, and the record of it that probes read."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchop import AliasError, ResultError, UndeclaredMutationError
+from torchop._core.snapshot import Snapshot
+from torchop.extend import Schema, short_text
+from torchop.testing import probes
+from torchop.testing.process_state import forks, seed_torch
+
+
+class CannotCheck(Exception):  # noqa: N818  (not an error: a check reports it instead of a result)
+    """The reason why a check cannot be done, or why a variant does not exist."""
+
+
+class Refused(CannotCheck):
+    """The operator, or its reference, refuses the arguments of a variant."""
+
+
+class ForkError(Exception):
+    """Stands for a call that forks the process, which is not made again."""
+
+
+def breaks_contract(error: BaseException) -> bool:
+    """Whether an exception says that the kernel returned or wrote what its schema rules out.
+
+    Any other exception may be how the kernel refuses arguments.
+    """
+    ours = isinstance(error, (AliasError, ResultError, UndeclaredMutationError))
+    return ours or "may not alias any inputs to this custom operator" in text_of(error)  # PyTorch's
+
+
+class Example(NamedTuple):
+    """The arguments of a call, in the form of the schema."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return probes.tensors_of(tuple(self))
+
+    def map(self, change: Callable[[Tensor], Any]) -> Example:
+        """Return the example with `change` applied to each tensor."""
+        return Example(*probes.mapped(tuple(self), change))
+
+    def replace(self, index: int, tensor: Tensor) -> Example:
+        """Return the example with another tensor at one place."""
+        tensors = self.tensors
+        return self.with_tensors([*tensors[:index], tensor, *tensors[index + 1 :]])
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Example:
+        """Return the example with other tensors."""
+        return Example(*probes.with_tensors(tuple(self), tensors))
+
+    def with_argument(self, name: str, value: Any) -> Example:
+        """Return the example with another value of an argument that is passed by name."""
+        return Example(self.args, {**self.kwargs, name: value})
+
+    def copy(self) -> Example:
+        """Return the example in new memory with the same layout."""
+        return Example(*probes.copies(tuple(self)))
+
+    def equals(self, other: Example) -> bool:
+        """Whether all tensors have the same values, wherever they are in memory."""
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return all(torch.equal(a, b) for a, b in pairs if probes.is_plain(a) and probes.is_plain(b))
+
+
+@dataclass(frozen=True)
+class Record:
+    """The effects of one call.
+
+    Attributes:
+        result: the returned value.
+        outcome: copies of the returned and the written values.
+        given: the arguments after the call.
+        error: the exception that the call raised.
+        mutation: the exception for a write that the schema does not declare, or for a declared
+            write that replaced more than values.
+        around: which memory beside its tensors the call wrote into; empty if none.
+    """
+
+    result: Any = None
+    outcome: Sequence[Any] = ()
+    given: Example | None = None
+    error: Exception | None = None
+    mutation: Exception | None = None
+    around: str = ""
+
+
+class Call:
+    """One call of an operator with arguments, which is made when its record is first read.
+
+    `torch.empty` returns memory full of NaN in this call, and of the largest integer. So elements
+    that the kernel does not write are found by comparing with a call in which it returns zeros.
+    """
+
+    def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
+        self.op, self.example = op, Example(tuple(args), dict(kwargs or {}))
+        self.schema = Schema(op._schema)
+        self.reference: Record | None = None  # of the same call with the reference, if known
+
+    @property
+    def args(self) -> Any:
+        return self.example.args
+
+    @property
+    def kwargs(self) -> Any:
+        return self.example.kwargs
+
+    @property
+    def names(self) -> list[str]:
+        """The names of tensors in messages, such as "argument 'xs[1]'"."""
+        return probes.argument_names(self.op, *self.example)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.example.tensors
+
+    @property
+    def differentiable(self) -> list[str]:
+        """The names of the tensors that require grad."""
+        pairs = zip(self.names, self.tensors, strict=True)
+        return [name for name, tensor in pairs if tensor.requires_grad]
+
+    def again(self, example: Any = None) -> list[Any]:
+        """Return the outcome of another call, with copies of these arguments or of others."""
+        return probes.outcome_of_copies(self.op, *(self.example if example is None else example))
+
+    def function(self) -> tuple[Any, list[Tensor]]:
+        """Return the call as a function of the tensors that require grad, and these tensors."""
+        return probes.as_function(self.op, *self.example.copy())
+
+    @functools.cached_property
+    def record(self) -> Record:
+        """The effects of the call."""
+        given = self.example.copy()
+        snapshot = Snapshot(self.schema, *given)
+        writable = probes.written(probes.written_places(self.op), *given)
+        before = [(t.shape, probes.memory_around(t, writable)) for t in given.tensors]
+        process, forked = os.getpid(), forks()
+        seed_torch(0)
+        try:
+            with filled_memory():
+                result = self.op(*given.args, **given.kwargs)
+        except Exception as error:
+            return Record(error=error, given=given)
+        finally:
+            if os.getpid() != process:  # this is a copy of the process, which must not go on
+                os._exit(1)
+        if forks() != forked:
+            return Record(error=ForkError("a call forks the process"), given=given)
+        mutation, around = None, ""
+        try:
+            snapshot.check(self.op.name())
+        except UndeclaredMutationError as error:
+            mutation = error
+        for name, tensor, (shape, memory) in zip(self.names, given.tensors, before, strict=True):
+            # PyTorch's operators with out= may resize a tensor over the memory behind it.
+            is_same = tensor.shape == shape
+            if is_same and not torch.equal(probes.memory_around(tensor, writable), memory):
+                around = around or name
+        written = probes.written(probes.written_places(self.op), *given)
+        outcome = probes.copies(probes.leaves(result) + written)
+        return Record(result, outcome, given, None, mutation, around)
+
+    @functools.cached_property
+    def contiguous(self) -> list[Any]:
+        """The outcome of the call on contiguous copies, where `torch.empty` returns zeros.
+
+        Raises:
+            Exception: what the call raises.
+        """
+        outcomes: list[Any] = [[]]
+        # NaN in a result may be what its memory held before. All outcomes are kept alive, so that
+        # the next call gets other memory.
+        while len(outcomes) == 1 or (_have_nan(outcomes[-1]) and len(outcomes) < 8):
+            example = probes.contiguous_copies(tuple(self.example))
+            probes.free_zeros(probes.tensors_of((example, outcomes[-1])))
+            outcomes.append(probes.copies(probes.outcome(self.op, *example)))
+            if _have_nan(example):
+                break
+        return outcomes[-1]
+
+
+def _have_nan(values: Any) -> bool:
+    tensors = map(probes.dense, probes.tensors_of(values))
+    # PyTorch cannot compare the floating-point numbers of eight bits and less.
+    return any(t.is_floating_point() and t.itemsize > 1 and t.isnan().any() for t in tensors)
+
+
+@contextlib.contextmanager
+def filled_memory() -> Iterator[None]:
+    """Make `torch.empty` return memory full of NaN, and of the largest integer."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of functions without such a mode
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def text_of(error: BaseException | None) -> str:
+    """Return the text of an exception."""
+    try:
+        return str(error).strip()
+    except Exception:  # of the exception's own class
+        return "(its text cannot be read)"
+
+
+def reason(error: BaseException | None) -> str:
+    """Return an exception in one line."""
+    return f"{type(error).__name__}: {short_text(text_of(error) or '(no message)')}"

@@ -1,0 +1,297 @@
+"""Checks of fake kernels, and of programs that are compiled and exported."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop._compat import devices, fake_tensors, optests
+from torchop.testing import probes
+from torchop.testing._check.calls import Call, CannotCheck, Example, reason
+from torchop.testing._check.gradients import requiring_grad, trainable_example
+from torchop.testing._check.results import succeeds
+from torchop.testing._check.subject import Case, Details, Subject
+from torchop.testing._check.variants import VARIANTS, each_resized, sizes, sizes_changed
+from torchop.testing.process_state import seed_torch
+
+# --------------------------------------------------------------------------------------------------
+# Fake kernels
+
+
+def describes_results(call: Call, symbols: bool = False) -> None:
+    """The fake kernel describes the results of the call; with `symbols`, from symbols for sizes."""
+    succeeds(call)
+    mode, (args, kwargs) = _with_fake_tensors(call.example, symbols)
+    with mode:
+        actual = probes.outcome(call.op, args, kwargs)
+    expected = call.record.outcome
+    if symbols:
+        fake_tensors.check_symbols(mode, actual)
+    whose = "a fake kernel that gets symbols for sizes" if symbols else "the fake kernel"
+    if len(actual) != len(expected):
+        raise AssertionError(
+            f"{whose} returns {len(actual)} tensors, and the kernel {len(expected)}."
+        )
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        if not isinstance(other, Tensor):
+            is_size = isinstance(other, int) and isinstance(one, int | torch.SymInt)
+            if is_size and fake_tensors.number_of(one) not in (None, other):
+                raise AssertionError(
+                    f"result {index} is {other}, but {one} of {whose}, which compilers take for "
+                    "granted. If only data tells: torchop.get_ctx().new_dynamic_size()."
+                )
+            continue
+        differences = [
+            f"{what} {real} from the kernel, and {fake} from {whose}"
+            for what, fake, real in _metadata(one, other)
+            if fake != real
+        ]
+        if differences:
+            text = f"result {index} has {differences[0]}."
+            raise AssertionError(text + (_CONTIGUOUS if "stride" in differences[0] else ""))
+
+
+def _with_fake_tensors(example: Example, symbols: bool) -> Any:
+    mode = fake_tensors.new_fake_mode()
+    if symbols:
+        return mode, tuple(example.map(mode.from_tensor))
+    try:
+        with mode:  # which knows fewer layouts
+            return mode, tuple(example.map(lambda t: mode.from_tensor(t, static_shapes=True)))
+    except Exception as error:
+        layouts = ", ".join(sorted({str(t.layout) for t in example.tensors}))
+        raise NotImplementedError(
+            f"PyTorch makes no fake tensors of {layouts} tensors: {reason(error)}"
+        ) from None
+
+
+def _metadata(fake: Tensor, real: Tensor) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each property that must be the same, with its name, of a fake and of a real result."""
+    yield "dtype", fake.dtype, real.dtype
+    yield "layout", fake.layout, real.layout
+    yield "device", fake.device.type, real.device.type
+    yield "number of dimensions", fake.dim(), real.dim()
+    pairs = list(zip(fake.shape, real.shape, strict=False))
+    for dim, (symbol, size) in enumerate(pairs):
+        yield f"in dimension {dim} the size", _known(symbol, size), size
+    if real.layout is not torch.strided or not real.numel() or real.is_neg() or real.is_conj():
+        return
+    for dim, (symbol, stride) in enumerate(zip(fake.stride(), real.stride(), strict=False)):
+        if real.shape[dim] > 1:
+            yield f"in dimension {dim} the stride", _known(symbol, stride), stride
+
+
+def _known(symbol: Any, number: int) -> int:
+    hint = fake_tensors.number_of(symbol)
+    return number if hint is None else hint
+
+
+_CONTIGUOUS = (
+    " If the kernel returns a contiguous tensor whatever the strides of x are: "
+    'register_fake(like="x", memory_format=torch.contiguous_format).'
+)
+
+
+def fakes_on_the_device(call: Call, device: str) -> None:
+    """The fake kernel returns floating-point tensors on the device of its arguments.
+
+    There need be no such device, as fake tensors have no memory. One that it makes for the host,
+    whatever device is the default, is there on purpose.
+    """
+    with fake_tensors.new_fake_mode():
+        args, kwargs = call.example.map(
+            lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+        )
+        try:
+            results = probes.tensors_of(probes.leaves(call.op(*args, **kwargs)))
+            with optests.default_device_of_fake(call.op.name(), device):
+                others = probes.tensors_of(probes.leaves(call.op(*args, **kwargs)))
+        except RuntimeError as error:
+            if "not linked with support for" in str(error):
+                raise NotImplementedError(f"this PyTorch knows no {device}") from None
+            raise
+    for index, (result, other) in enumerate(zip(results, others, strict=True)):
+        is_left = result.device.type != device and other.device.type == device
+        if result.is_floating_point() and is_left:
+            raise AssertionError(
+                f"result {index} of the fake kernel is on {result.device} for arguments on "
+                f"{device}. Make it with device=x.device, or x.new_empty(...)."
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs
+
+
+def compiles_the_same(call: Call, gradients: bool = False) -> None:
+    """Compiled with dynamic sizes, the call does the same as in eager mode, gradients included."""
+    places = probes.written_places(call.op)
+
+    def program(args: Any, kwargs: Any) -> list[Any]:
+        return [*probes.leaves(call.op(*args, **kwargs)), *probes.written(places, args, kwargs)]
+
+    def run(function: Any) -> list[Any]:
+        seed_torch(0)
+        args, kwargs = call.example.copy()
+        results = list(function(args, kwargs))
+        if not gradients:
+            return results
+        inputs = [tensor for tensor in probes.tensors_of((args, kwargs)) if tensor.requires_grad]
+        tensors = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
+        return [
+            *results,
+            *torch.autograd.grad(probes.weighted_sum(tensors), inputs, allow_unused=True),
+        ]
+
+    torch.compiler.reset()
+    try:
+        compiled = torch.compile(program, backend="aot_eager", dynamic=True, fullgraph=True)
+        probes.assert_same(run(compiled), run(program), "compiled with dynamic sizes")
+    finally:
+        torch.compiler.reset()
+
+
+def exports_the_same(call: Call, dynamic: Any = ()) -> None:
+    """A program that was exported, saved and loaded does the same as the call.
+
+    Dimensions of the sizes in `dynamic` may have other sizes when the program runs.
+    """
+    function, originals = probes.on_tensors(call.op, *call.example)
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> Any:
+            return function(*tensors)
+
+    tensors = tuple(tensor.detach() for tensor in originals)
+    auto = torch.export.Dim.DYNAMIC
+    open_dims = tuple({d: auto for d, n in enumerate(t.shape) if n in dynamic} for t in tensors)
+    shapes = {"tensors": open_dims} if dynamic else None
+    exported = torch.export.export(Module(), tensors, dynamic_shapes=shapes)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    reloaded = torch.export.load(file).module()
+    seed_torch(0)
+    expected = function(*tensors)
+    seed_torch(0)
+    probes.assert_same(reloaded(*tensors), expected, "exported, saved and loaded")
+
+
+def registers_autograd(call: Call) -> None:
+    """Gradients flow through a kernel only where the dispatcher looks for autograd."""
+    args, kwargs = call.example.copy()
+    for index, result in enumerate(probes.tensors_of(probes.leaves(call.op(*args, **kwargs)))):
+        if result.requires_grad:
+            raise AssertionError(
+                f"result {index} requires grad, but nothing is registered at an autograd key: the "
+                "kernel itself is differentiated, which compilers and transforms do not see. Use "
+                "register_autograd."
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Cases
+
+
+def accepted(subject: Subject, details: Details) -> Iterator[Case]:
+    """Which dtypes are accepted, and does the fake kernel say the same of their results?"""
+    table: dict[str, str] = details.setdefault("dtypes", {})
+    for case in subject.cases(VARIANTS["dtypes"]):
+        name = case.label.removeprefix("in ")
+        try:
+            error = subject.call(case).record.error
+            dtypes = probes.tensors_of(subject.call(case).record.outcome)
+            names = ", ".join(str(t.dtype).removeprefix("torch.") for t in dtypes)
+            table[name] = f"refused ({type(error).__name__})" if error else f"-> {names}"
+        except CannotCheck:
+            table[name] = "excluded"
+        if subject.fake_problem is None:
+            yield case
+
+
+def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does the fake kernel describe the same if sizes are symbols?"""
+    subject.needs_fake()
+    options = {"symbols": True}
+    for example in subject.accepted():
+        if subject.problem_of_fake(example) is not None:
+            continue  # a layout of which PyTorch has no fake tensors
+        present = [n for n in sizes(example) if n > 1]
+        if present:
+            yield Case("symbols for sizes", example, probe=describes_results, options=options)
+        changes = [dict.fromkeys(present, 1)]
+        first = subject.first_calls[subject.place(example)].record.outcome
+        if any(isinstance(result, int) for result in first):
+            changes += [{size: new} for size in present for new in (2, size + 1)]
+        for change, other in each_resized(example, *changes):
+            label = f"symbols for sizes, {sizes_changed(change)}"
+            yield Case(label, other, None, "size", describes_results, options)
+
+
+def fake_devices(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does the fake kernel return results on the device of the arguments?"""
+    subject.needs_fake()
+    device, kernels = devices.accelerator_type(), set(subject.operator.kernels)
+    if kernels == {"cpu"} or not (kernels or subject.is_for(device)):
+        raise CannotCheck("its kernels are for the CPU alone")
+    strided = subject.strided("fake tensors on another device are strided,")
+    for example in strided.accepted(most=1):
+        if any(tensor.is_floating_point() for tensor in example.tensors):
+            label, options = f"arguments on {device}", {"device": device}
+            yield Case(label, example, probe=fakes_on_the_device, options=options)
+
+
+def autograd_registration(subject: Subject, details: Details) -> Iterator[Case]:
+    """Is autograd support registered where PyTorch looks for it?"""
+    if subject.has_autograd_kernel:
+        raise CannotCheck("something is registered at an autograd key")
+    if subject.schema.is_mutable:
+        raise CannotCheck("it writes into its arguments")
+    for example in subject.accepted():
+        tracked = requiring_grad(example)
+        if any(t.requires_grad for t in tracked.tensors):
+            yield Case("the example, requiring grad", tracked, probe=registers_autograd)
+
+
+def compiled(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does a compiled program do the same, gradients included?"""
+    subject.needs_fake()
+    if subject.is_random:
+        raise CannotCheck("its results are random, and compilers draw other numbers")
+    subject = subject.strided("compilers take strided tensors,")
+    gradients = trainable_example(subject) is not None
+    for example in subject.accepted(most=2):
+        if example.tensors:
+            tracked = requiring_grad(example) if gradients else example
+            has_grad = any(t.requires_grad for t in tracked.tensors)
+            options = {"gradients": True} if has_grad else {}
+            yield Case("the example", tracked, probe=compiles_the_same, options=options)
+    raise CannotCheck("no argument is a tensor")
+
+
+def export_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does an exported program leave sizes open, or does something specialise?"""
+    subject.needs_fake()
+    subject.needs_fixed_results()
+    subject = subject.strided("torch.export takes strided tensors,")
+    for example in subject.accepted(most=1):
+        if example.tensors:
+            options = {"dynamic": _open_sizes(subject, example)}
+            yield Case(
+                "the example", example, probe=exports_the_same, options=options, shrink=False
+            )
+    raise CannotCheck("no argument is a tensor")
+
+
+def _open_sizes(subject: Subject, example: Example) -> list[int]:
+    """The sizes of an example in place of which the kernel takes another one."""
+
+    def is_open(size: int) -> bool:
+        resized = [e for _, e in each_resized(example, {size: size + 1}, {size: size + 2})]
+        return len(resized) == 2 and all(subject.refusal(each) is None for each in resized)
+
+    return [size for size in sizes(example) if size > 1 and is_open(size)]

@@ -1,0 +1,55 @@
+"""Findings: failures of one cause are one finding, and independent faults are several."""
+
+from __future__ import annotations
+
+from tests.testing.zoo import WRONG
+from torchop.testing import CheckReport, Result
+from torchop.testing._check.findings import grouped
+from torchop.testing._check.run import plan_checks, run_check
+
+
+def failed(check: str, group: str = "plain", cause: str = "") -> Result:
+    return Result(check, "failed", check, cause=cause, group=group)
+
+
+def test_three_faults_are_three_findings() -> None:
+    specimen = next(each for each in WRONG if each.name == "zoo::three_faults")
+    checks = plan_checks(specimen.op, specimen.examples())
+    results = tuple(run_check(check) for check in checks if not check.kind.is_costly)
+    report = CheckReport(specimen.name, "", results)
+    found = [finding.failure.check for finding in report.findings]
+    assert found == ["contracts.kept", "memory.transposed", "subsystems.gradcheck"]
+    others = dict(zip(found, (finding.others for finding in report.findings), strict=True))
+    assert others["contracts.kept"] == ()
+    assert {"memory.gaps", "memory.offset"} <= set(others["memory.transposed"])
+    text = report.in_short()
+    assert text.count("FAILED") == 3
+    assert "  also fails: memory.gaps, memory.sliced" in text
+
+
+def test_a_cause_is_one_finding() -> None:
+    one, other = failed("memory.gaps", "layout", "KeyError: 'x'"), failed("subsystems.func")
+    same = failed("contracts.leaks", "gradient", "KeyError: 'x'")
+    findings = grouped([one, other, same])
+    assert [(f.failure.check, f.others) for f in findings] == [
+        ("memory.gaps", ("contracts.leaks",)),
+        ("subsystems.func", ()),
+    ]
+
+
+def test_results_and_fake_kernels_are_apart() -> None:
+    layouts = [failed(name, "layout") for name in ("memory.gaps", "memory.offset")]
+    fake = failed("subsystems.fake", "layout")
+    assert [f.others for f in grouped([*layouts, fake])] == [("memory.offset",), ()]
+
+
+def test_providers_are_apart() -> None:
+    kernels = [failed("memory.gaps", "layout"), failed("memory.gaps[fast]", "layout")]
+    assert len(grouped(kernels)) == 2
+
+
+def test_a_wrong_plain_call_explains_comparisons() -> None:
+    found = grouped([failed("contracts.repeated"), failed("values.nan", "value")])
+    assert [f.others for f in found] == [("values.nan",)]
+    kept = grouped([failed("contracts.repeated"), failed("contracts.kept")])
+    assert len(kept) == 2
