@@ -1,7 +1,7 @@
 """The compiled rules and the installers.
 
 An operator has one object of each compiled rule. An installer is a function that prepares a new
-operator for a subsystem without user registrations. The public rules (`torchop.Rule`) are in `user`.
+operator for a subsystem without user registrations. Public rules (`torchop.Rule`) are in `user`.
 """
 
 from __future__ import annotations
