@@ -246,7 +246,7 @@ def test_pytorchs_database_of_operators_passes() -> None:
         dtype = torch.float32 if torch.float32 in supported else min(supported, key=str)
         samples = list(info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd))
         assert samples
-        for sample in samples:
+        for sample in samples[:2]:  # the others differ in shapes, and `opcheck` traces each
             torchop.opcheck(info.op, (sample.input, *sample.args), sample.kwargs)
 
 

@@ -330,7 +330,7 @@ def register_fake(
             `func` and without a declaration, a decorator is returned.
         like: instead of `func`, the name of an argument whose metadata the output copies, except
             for the other options. With several outputs, a tuple of names. For an output that is a
-            list, the name of a list. Defaults to the first Tensor.
+            list, the name of a list. Optional with `shape`: then the first Tensor.
         shape: a function that returns the shape of the output, a tuple of ints. Its parameters
             name arguments of the operator. The output is then contiguous; without `shape`, it has
             the strides of `torch.empty_like`. With several outputs, a tuple of functions or None.
