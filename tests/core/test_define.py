@@ -51,7 +51,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "implement a key": (libraries, "implement"),
     "define": (libraries, "define"),
     "refresh the packet": (torch_ops, "refresh_packet"),
-    "install the fake kernel": (FakeRule, "install_on_defined"),
+    "install the fake kernel": (FakeRule, "replace"),
     "define the companions": (trace, "define_of_kind"),
     "make the handle": (define, "make_handle"),
     "make calls native": (switch, "make_native"),

@@ -40,17 +40,6 @@ class CompiledRule(Generic[Compiled]):
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
 
-    @classmethod
-    def is_installed_on(cls, declaration: Declaration) -> bool:
-        """Whether one of the next two has something to do for a new operator of ours."""
-        return False
-
-    def install(self) -> None:
-        """Registers the dispatcher kernels that an operator of ours has from the start."""
-
-    def install_on_defined(self) -> None:
-        """Registers the kernels that can only be made when the dispatcher knows the schema."""
-
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
         """Give attributes new values and install missing dispatcher kernels, or do neither.
 
@@ -118,8 +107,8 @@ AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
 # definition has one object of each; `_rules` says which, because rules need definitions.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
-# Installs dispatcher kernels and rules of modes for a new operator of ours, and may return a
-# function to call once the dispatcher knows the schema.
+# Installs the dispatcher kernels and the rules of modes that a new operator of ours has from the
+# start, and may return a function to call once the dispatcher knows the schema.
 Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
 # The installers, which `_rules` sets together with `kinds`.
 installers: tuple[Installer, ...] = ()
@@ -272,11 +261,7 @@ class Definition:
         Returns:
             The functions to call once the dispatcher knows the schema.
         """
-        rules = [self.rule(kind) for kind in kinds if kind.is_installed_on(self.declaration)]
-        for rule in rules:
-            rule.install()
-        finishing = [finish for install in installers if (finish := install(self)) is not None]
-        return [*(rule.install_on_defined for rule in rules), *finishing]
+        return [finish for install in installers if (finish := install(self)) is not None]
 
     @property
     def rules(self) -> Mapping[type[CompiledRule[Any]], CompiledRule[Any]]:

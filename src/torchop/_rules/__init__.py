@@ -1,7 +1,8 @@
 """The compiled rules and the installers.
 
-An operator has one object of each compiled rule. An installer is a function that prepares a new
-operator for a subsystem without user registrations. Public rules (`torchop.Rule`) are in `user`.
+An operator has one object of each compiled rule. An installer is a function that registers the
+dispatcher kernels and mode rules that a new operator has from the start. Public rules
+(`torchop.Rule`) are in `user`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from torchop._core import definition
 from torchop._core.definition import CompiledRule, Installer
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.checkpoint_modes import RecomputationRule
+from torchop._rules.autograd.rule import install as install_autograd
+from torchop._rules.checkpoint_modes import install as install_recomputation
 from torchop._rules.effect import EffectRule
+from torchop._rules.effect import install as install_effect
 from torchop._rules.fake.rule import FakeRule
-from torchop._rules.functionalization import trace as functionalization
+from torchop._rules.fake.rule import install as install_fake
+from torchop._rules.functionalization.trace import install as install_functionalization
 from torchop._rules.inlining import InliningRule
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.mutation import kernels as mutation
+from torchop._rules.kernels.rule import install as install_kernels
+from torchop._rules.mutation.kernels import install as install_mutation
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.vmap.rule import VmapRule
 
@@ -31,8 +36,15 @@ RULES: tuple[type[CompiledRule[Any]], ...] = (
     TorchDispatchRule,
     EffectRule,
     InliningRule,
-    RecomputationRule,
 )
-INSTALLERS: tuple[Installer, ...] = (mutation.install, functionalization.install)
+INSTALLERS: tuple[Installer, ...] = (
+    install_kernels,
+    install_fake,
+    install_autograd,
+    install_mutation,
+    install_effect,
+    install_functionalization,
+    install_recomputation,
+)
 definition.kinds = RULES
 definition.installers = INSTALLERS

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torchop._compat import checkpointing, registries
 from torchop._compat.classes import OpOverload, ProxyTorchDispatchMode, Tag
-from torchop._core.declaration import Declaration
-from torchop._core.definition import CompiledRule
+from torchop._core.definition import Definition
 from torchop._core.user_rule import get_rule
 
 # A member of `torch.utils.checkpoint.CheckpointPolicy`.
@@ -24,27 +23,19 @@ class Decision(NamedTuple):
     decide: Callable[..., Policy]
 
 
-class RecomputationRule(CompiledRule[None]):
-    """Prevents compilers from recomputing random operators in the backward."""
+def install(definition: Definition) -> None:
+    """Prevent compilers from recomputing the operator in the backward if it is random.
 
-    @classmethod
-    def is_installed_on(cls, declaration: Declaration) -> bool:
-        # Mutating operators are handled by the rule for functional traces. Helpers have other tags,
-        # and get the rule from `offer_to_checkpoints`.
-        return (
-            Tag.nondeterministic_seeded in declaration.tags
-            and not declaration.is_companion
-            and not declaration.schema.is_mutable
-        )
-
-    def install(self) -> None:
-        offer_to_traces(self.definition)
-
-    def compile(self) -> None:
-        return None
-
-    def repr_text(self) -> str | None:
-        return None
+    Mutating operators are handled by the rule for functional traces. Helpers have other tags, and
+    get the rule from `offer_to_checkpoints`.
+    """
+    declaration = definition.declaration
+    if (
+        Tag.nondeterministic_seeded in declaration.tags
+        and not declaration.is_companion
+        and not declaration.schema.is_mutable
+    ):
+        offer_to_traces(definition)
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

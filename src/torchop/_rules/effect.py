@@ -9,7 +9,6 @@ import torch.library
 
 from torchop._compat import checkpointing, compilers, dispatch, libraries, registries, tracing
 from torchop._compat.classes import EffectType, FunctionalTensorMode, OpOverload
-from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
@@ -34,31 +33,12 @@ class EffectRule(CompiledRule[Declared]):
     restore_effect: Callable[[], object] | None = None
     remove_vmap_guard: Callable[[], object] | None = None
 
-    @classmethod
-    def is_installed_on(cls, declaration: Declaration) -> bool:
-        schema = declaration.schema
-        return (
-            schema.returns_nothing
-            or declaration.effect is not None
-            or _CUSTOM_CLASS in schema.written
-        )
-
-    def install(self) -> None:
-        if self.definition.schema.returns_nothing:
-            self.watch()
-
     def watch(self) -> None:
         """Check the effect in each functional trace of a functional operator."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
             registries.offer_torch_dispatch(
                 str(self.definition), FunctionalTensorMode, functionalize_unless_dropped
             )
-
-    def install_on_defined(self) -> None:
-        if _CUSTOM_CLASS in self.definition.schema.written:
-            registries.set_default_effect(str(self.definition))
-        if self.definition.declaration.effect is not None:
-            self.register(self.definition.declaration.effect)
 
     def compile(self) -> Declared:
         return self.declared
@@ -116,6 +96,23 @@ class EffectRule(CompiledRule[Declared]):
         """Remove the check of dropped calls, unless another library declared an effect."""
         if registries.effect_of(str(self.definition)) is None:
             registries.withdraw_offers(str(self.definition), FunctionalTensorMode)
+
+
+def install(definition: Definition) -> Callable[[], None] | None:
+    """Check traces of an operator that returns nothing, and later declare its effect."""
+    schema, effect = definition.schema, definition.declaration.effect
+    if schema.returns_nothing:
+        definition.rule(EffectRule).watch()
+    if effect is None and _CUSTOM_CLASS not in schema.written:
+        return None
+
+    def finish() -> None:
+        if _CUSTOM_CLASS in schema.written:
+            registries.set_default_effect(str(definition))
+        if effect is not None:
+            definition.rule(EffectRule).register(effect)
+
+    return finish
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:

@@ -13,7 +13,6 @@ from torchop._compat import autograd, compilers, dispatch, functorch
 from torchop._compat.classes import DispatchKeySet
 from torchop._core import checking
 from torchop._core.call import tensors_in
-from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._errors import MissingFormulaError, RuleSignatureError
@@ -37,11 +36,8 @@ class AutogradRule(CompiledRule[Formula]):
     # None until a call records a gradient: it is a class, and a class is slow to make.
     cached_function: Any = None
 
-    @classmethod
-    def is_installed_on(cls, declaration: Declaration) -> bool:
-        return not declaration.is_lenient
-
     def install(self) -> None:
+        """Install the kernel that records calls."""
         # Even without a formula: the operator must be in the graph of autograd, so that backward
         # can say that its formula is missing instead of stopping silently.
         self.definition.implement("Autograd", self.kernel, with_keyset=True)
@@ -141,6 +137,12 @@ class AutogradRule(CompiledRule[Formula]):
         with autograd.below_autograd():
             keyset = keyset & dispatch.AFTER_AUTOGRAD
             return dispatch.redispatch(definition.overload, keyset, args, kwargs)
+
+
+def install(definition: Definition) -> None:
+    """Install the kernel of a new operator, unless PyTorch's fallback is to run."""
+    if not definition.declaration.is_lenient:
+        definition.rule(AutogradRule).install()
 
 
 def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -12,7 +13,6 @@ from torchop._compat.classes import FakeImplCtx, FakeTensorMode
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import returned_result, tensors_in
 from torchop._core.contract import ResultCheck, result_check
-from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
@@ -46,11 +46,8 @@ class FakeRule(CompiledRule[Fake]):
     registration: registries.FakeRegistration | None = None
     warned: tuple[str, ...] = ()  # constant arguments for which a warning was issued
 
-    @classmethod
-    def is_installed_on(cls, declaration: Declaration) -> bool:
-        return True
-
     def install(self) -> None:
+        """Install the kernel for meta tensors."""
         definition = self.definition
         if definition.is_ours and "meta" in definition.declaration.devices:
             return  # the operator's own meta kernel also runs on fake tensors
@@ -89,10 +86,6 @@ class FakeRule(CompiledRule[Fake]):
             outputs_are_fresh=not definition.declaration.is_lenient,
             constants=definition.schema.constants,
         )
-
-    def install_on_defined(self) -> None:
-        if self.definition.declaration.fake is not None:
-            self.replace(self.definition.declaration.fake)
 
     def cache_parts(self) -> Iterator[object]:
         yield from (self.function, self.definition.declaration.is_lenient)
@@ -220,6 +213,13 @@ class FakeRule(CompiledRule[Fake]):
                     f"{advice}"
                 )
         return result
+
+
+def install(definition: Definition) -> Callable[[], None] | None:
+    """Install the kernel for meta tensors, and later the declared fake kernel of an operator."""
+    rule, fake = definition.rule(FakeRule), definition.declaration.fake
+    rule.install()
+    return None if fake is None else functools.partial(rule.replace, fake)
 
 
 def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

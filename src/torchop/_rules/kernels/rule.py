@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,7 @@ from torchop._core.contract import (
     result_check,
     shares_memory,
 )
-from torchop._core.declaration import Declaration, Guard
+from torchop._core.declaration import Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.snapshot import COMPANION, KERNEL
@@ -97,11 +98,8 @@ class KernelRule(CompiledRule[Kernels]):
     # kernel.
     installed: Mapping[str, str | None] = NOTHING
 
-    @classmethod
-    def is_installed_on(cls, declaration: Declaration) -> bool:
-        return True
-
     def install(self) -> None:
+        """Install the function of the operator, as the kernel for its devices."""
         if self._is_for_every_device:
             self._install(EVERY_DEVICE, None)
         else:
@@ -122,9 +120,6 @@ class KernelRule(CompiledRule[Kernels]):
     @property
     def _is_for_every_device(self) -> bool:
         return self.definition.declaration.devices == (None,)
-
-    def install_on_defined(self) -> None:
-        backend_select.install_for_optional_lists(self.definition)
 
     def compile(self) -> Kernels:
         definition = self.definition
@@ -327,6 +322,12 @@ class KernelRule(CompiledRule[Kernels]):
         else:
             result = function(*passed, **kwargs)
         return kernels.finish(definition, args, kwargs, result)
+
+
+def install(definition: Definition) -> Callable[[], None]:
+    """Install the kernels of a new operator."""
+    definition.rule(KernelRule).install()
+    return functools.partial(backend_select.install_for_optional_lists, definition)
 
 
 _PLACE = "_torchop_place"
