@@ -29,35 +29,40 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
 
     It ends with the caller's library. A name that `end_older` does not free is refused.
     """
-    name, site = declaration.name, declaration.site
-    assert site is not None  # operators of ours have one
+    name = declaration.name
 
     def build() -> Definition:
-        end_older(name, site)
-        deregistration.before_definition(*name)
-        library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
-        definition = Definition(declaration, library, lib)
-        for definitions in _blocks:
-            definitions.append(definition)
-        # First, so that the library always removes what the rules register: when the definition
-        # fails, and when torch.library's custom_op destroys the published operator of this name.
-        libraries.on_close(library, definition.library_closed)
-        finishing = definition.install()
-        # With all its kernels there already, because now other threads can find and call it.
-        qualname = libraries.define(library, definition.schema.written, declaration.tags)
-        deregistration.after_definition(*name)
-        for finish in finishing:
-            finish()
-        registries.publish(qualname, make_handle(definition), library)
-        definition.schema.forget_parsed(name.namespace)
-        if lib is not None:
-            reason = (
-                f"The operator {name} was deregistered: the library it was defined in was closed."
-            )
-            end_with(lib, definition, lambda: reason)
-        return definition
+        # A block, because a decorator's frame would be taken for that of the caller in warnings.
+        with deregistration.kept_packet(name.namespace, name.name):
+            return _define(declaration, lib)
 
-    return all_or_nothing(name, deregistration.kept_packet(name.namespace, name.name)(build))
+    return all_or_nothing(name, build)
+
+
+def _define(declaration: Declaration, lib: torch.library.Library | None) -> Definition:
+    name, site = declaration.name, declaration.site
+    assert site is not None  # operators of ours have one
+    end_older(name, site)
+    deregistration.before_definition(*name)
+    library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+    definition = Definition(declaration, library, lib)
+    for definitions in _blocks:
+        definitions.append(definition)
+    # First, so that the library always removes what the rules register: when the definition
+    # fails, and when torch.library's custom_op destroys the published operator of this name.
+    libraries.on_close(library, definition.library_closed)
+    finishing = definition.install()
+    # With all its kernels there already, because now other threads can find and call it.
+    qualname = libraries.define(library, definition.schema.written, declaration.tags)
+    deregistration.after_definition(*name)
+    for finish in finishing:
+        finish()
+    registries.publish(qualname, make_handle(definition), library)
+    definition.schema.forget_parsed(name.namespace)
+    if lib is not None:
+        reason = f"The operator {name} was deregistered: the library it was defined in was closed."
+        end_with(lib, definition, lambda: reason)
+    return definition
 
 
 def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
