@@ -150,7 +150,7 @@ def test_what_has_an_effect_is_not_repeated(namespace):
         f"{namespace}::op", calls.append, mutates_args=(), schema="(Tensor x) -> ()"
     )
     torchop.register_effect(op, torchop.EffectType.ORDERED)
-    with pytest.raises(click.ClickException, match="it has an effect, which a measurement"):
+    with pytest.raises(click.ClickException, match="it has an effect, so measuring"):
         cost_of(f"{namespace}::op", CallRecord((X,), {}))
     assert calls == []
 

@@ -101,7 +101,7 @@ def test_the_end_of_an_operator_is_logged(namespace: str, caplog: pytest.LogCapt
         torchop.custom_op(
             f"{namespace}::op", torch.sin, mutates_args=(), schema="(Tensor x) -> Tensor", lib=lib
         )
-    assert caplog.messages[-1].startswith(f"{namespace}::op ends: The operator {namespace}::op is")
+    assert caplog.messages[-1].startswith(f"{namespace}::op ends: The operator {namespace}::op was")
 
 
 @needs_native

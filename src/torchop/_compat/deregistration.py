@@ -190,7 +190,7 @@ def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
 
 
 def _called_here() -> set[str]:
-    """The operators whose calls are running in this thread."""
+    """Return the operators whose calls are running in this thread."""
     names = {entry.name.packet for entry in _hooks.extension.running()}
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_filename == _OPS_FILE:

@@ -1,8 +1,8 @@
-"""Helper operators, which torchop defines beside an operator and deregisters together with it.
+"""Helper operators, defined for another operator and deregistered together with it.
 
-The forms of an operator are helpers that users call. A companion stands for the operator in
-compiled graphs, under a name derived from the operator's. It is defined before any graph needs it,
-because graphs in caches and files name it.
+The forms of an operator are helpers that users call. A companion replaces the operator in compiled
+graphs, under a derived name. It is defined before any graph needs it, because graphs in caches and
+files refer to it by name.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def define_companion(
     """Define the companion `name__kind` of the operator `name`.
 
     Args:
-        definition: the operator, whose tags the companion has too.
-        kind: the end of the name.
+        definition: the operator; the companion gets the same tags.
+        kind: the suffix of the name.
         schema: the schema without the name.
         function: the kernel.
         fake: the fake kernel.
@@ -49,7 +49,7 @@ def define_companion(
         error: the exception to raise if another package has an operator of that name.
         origin: the operator from whose public rules the companion derives its own; by default
             `definition`.
-        convention: how functions are called that are registered for the companion.
+        convention: how to call functions that users register for the companion.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
@@ -57,7 +57,7 @@ def define_companion(
             f"{definition}: a compiled graph needs an operator {name}, but another library "
             f"defined one at {registration_site(name)}. Rename that operator."
         )
-    # A companion has another form than the operator.
+    # Drop tags such as torch.Tag.inplace, because a companion has another form.
     inherited = (tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN)
     declaration = Declaration(
         name,
@@ -87,9 +87,9 @@ def define_helper(
     Args:
         origin: the operator from whose public rules the helper derives its own.
         declaration: the helper.
-        kind: what the helper is to `origin`, for public rules.
+        kind: the relation of the helper to `origin`, for public rules.
         owner: the operator with which the helper is deregistered; by default `origin`.
-        lib: the caller's library that the helper lives in.
+        lib: the caller's library that owns the helper.
     """
     name, owner = declaration.name, owner or origin
     owners_name, reference = str(owner), weakref.ref(owner)

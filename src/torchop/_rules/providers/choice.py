@@ -142,7 +142,7 @@ class Choice:
         return self._choosing()
 
     def _choosing(self) -> Function:
-        """What chooses for each call, in C++ if the extension is there."""
+        """Return the chooser, in C++ if the extension is loaded."""
         if _hooks.extension.Choice is None:
             return self.__call__
         chosen: Function = _hooks.extension.Choice(

@@ -52,7 +52,7 @@ class _InverseRule(Rule[Inverse]):
     def missing(self, op: OpOverload) -> Inverse:
         other = RIGHT_INVERSE if self is INVERSE else INVERSE
         hint = (
-            f"It has {_article(other)}, called by torchop.{other.name}(op)."
+            f" It has {_article(other)}, called by torchop.{other.name}(op)."
             if other._entry(op) is not None  # `has()` is not traceable
             else ""
         )

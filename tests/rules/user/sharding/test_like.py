@@ -349,7 +349,11 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         aten.argmax.default,
         "DTensor runs it with custom code",
     ),
-    "another operator": ("(Tensor x) -> Tensor", aten.squeeze.default, "calls another operator"),
+    "another operator": (
+        "(Tensor x) -> Tensor",
+        aten.squeeze.default,
+        "replaces it by another operator",
+    ),
 }
 
 
