@@ -202,7 +202,7 @@ def main() -> int:
     try:
         with working(console, "native calls"):
             torchop.native.wait()  # or the table would show what calls cost meanwhile
-    except torchop.NativeUnavailableError as problem:
+    except torchop.native.NativeUnavailableError as problem:
         console.print(f"{problem}\n", markup=False, soft_wrap=True)
 
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ rms_norm.register_examples(
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:  # instead of the table in the user's cache
-        print(torchop.tune(rms_norm, budget=1.0, table=Path(folder, "tuned.json")))
+        print(torchop.testing.tune(rms_norm, budget=1.0, table=Path(folder, "tuned.json")))
     for rows in (1, 4, 16, 64, 256):
         x, weight = torch.randn(rows, 1024), torch.randn(1024)
         expected = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)

@@ -105,7 +105,7 @@ else:
     raise AssertionError("a wrong signature was accepted")
 try:
     torchop.Rule("latency")
-except torchop.RuleNameError as error:
+except ValueError as error:
     assert "latency_rule" in str(error)
 else:
     raise AssertionError("a second rule took the name")

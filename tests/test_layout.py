@@ -95,9 +95,15 @@ EXCEPTIONS = {
     ),
     "export": ("it compares results of operators in a mode of PyTorch", {"_compat.classes"}),
     "testing": (
-        "it drives PyTorch's checks, fake tensors and simulated ranks, finds writes as `checking` "
-        "does, and writes what it measured into the cache, where only the user may write",
-        {"_compat", "_core.snapshot", "_native.extension", "_rules.residuals.handover"},
+        "it drives PyTorch's checks, fake tensors and simulated ranks, offers `checking`, finds "
+        "writes as that does, and writes what it measured into the cache of the user",
+        {
+            "_compat",
+            "_core.checking",
+            "_core.snapshot",
+            "_native.extension",
+            "_rules.residuals.handover",
+        },
     ),
 }
 # What is in a file, but is no code.

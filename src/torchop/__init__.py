@@ -10,7 +10,6 @@ from torchop import native as native
 from torchop._compat import compile_caches as _compile_caches
 from torchop._compat import planned_outputs as _planned_outputs
 from torchop._compat.classes import CustomOpDef, EffectType
-from torchop._core.checking import checking
 from torchop._core.user_rule import Rule, get_rule
 from torchop._define import out_op as _families
 from torchop._define.class_form import operator
@@ -45,13 +44,11 @@ if typing.TYPE_CHECKING:
     from torchop import testing as testing
     from torchop._accelerate.accelerate import AcceleratedOperator, Acceleration, accelerate
     from torchop._inspect.cache_key import cache_key_tag
-    from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
     from torchop._inspect.explain import Explanation, explain
     from torchop._inspect.get_kernel import get_kernel
     from torchop._inspect.providers import Provided, providers
     from torchop._inspect.record import Recorded, record
     from torchop.testing import opcheck
-    from torchop.testing._tune import Tuned, tune, tuning
 
 __version__ = "0.1.0"
 
@@ -68,13 +65,11 @@ _compile_caches.identify_operators(
 _LATE = {
     "_accelerate.accelerate": ("AcceleratedOperator", "Acceleration", "accelerate"),
     "_inspect.cache_key": ("cache_key_tag",),
-    "_inspect.call_record": ("CallRecord", "TensorRecord", "TypeRecord"),
     "_inspect.explain": ("Explanation", "explain"),
     "_inspect.get_kernel": ("get_kernel",),
     "_inspect.providers": ("Provided", "providers"),
     "_inspect.record": ("Recorded", "record"),
     "testing": ("opcheck",),
-    "testing._tune": ("Tuned", "tune", "tuning"),
 }
 _MODULES = ("compat", "export", "testing")  # found without an import of their own
 
@@ -135,12 +130,8 @@ __all__ = [
     "set_priority",
     "providers",
     "Provided",
-    "tune",
-    "tuning",
-    "Tuned",
     # testing and asking
     "opcheck",
-    "checking",
     "explain",
     "Explanation",
     # operators of other packages
@@ -149,9 +140,6 @@ __all__ = [
     "AcceleratedOperator",
     "record",
     "Recorded",
-    "CallRecord",
-    "TensorRecord",
-    "TypeRecord",
     # the low level
     "Library",
     "define",

@@ -16,42 +16,28 @@ from typing import NamedTuple
 __all__ = [
     "AliasError",
     "ArgumentError",
-    "ArgumentValueError",
-    "BackwardNotTraceableError",
-    "DerivedFormulaError",
-    "EffectError",
     "FakeKernelError",
     "ForwardModeError",
-    "FunctionalizationError",
     "GradientError",
-    "InliningError",
-    "MissingEffectError",
-    "MissingEffectWarning",
     "MissingFakeError",
     "MissingFormulaError",
     "MissingKernelError",
     "MissingRuleError",
     "MutationError",
-    "NativeBuildWarning",
-    "NativeUnavailableError",
     "NothingToAccelerateWarning",
-    "OpCheckError",
-    "OperatorClassError",
     "OperatorGoneError",
     "OperatorNameError",
     "OperatorNotFoundError",
     "ProviderError",
-    "ProviderNameError",
     "ProviderWarning",
-    "RecordingError",
     "RedefinitionWarning",
     "ResultError",
-    "RuleNameError",
     "RuleSignatureError",
     "SchemaError",
     "SchemaWarning",
     "ShardingError",
     "ShardingRuleError",
+    "TracingError",
     "UndeclaredMutationError",
 ]
 
@@ -143,11 +129,7 @@ class RuleSignatureError(TypeError):
 
 
 class ArgumentError(TypeError, RuntimeError):
-    """A call passed a value that does not have the type of its parameter."""
-
-
-class ArgumentValueError(ArgumentError, ValueError):
-    """A call passed a value of the right type that is not one of the allowed values."""
+    """A call passed a value of the wrong type, or one that the annotation does not allow."""
 
 
 class ResultError(TypeError, RuntimeError):
@@ -174,20 +156,8 @@ class FakeKernelError(RuntimeError):
     """A fake kernel read data, or returned a tensor that is not fake."""
 
 
-class MissingEffectError(RuntimeError):
-    """A compiler would remove an operator, because no effect is declared."""
-
-
-class FunctionalizationError(RuntimeError):
-    """A compiler cannot make the mutation of an operator functional."""
-
-
-class EffectError(RuntimeError):
-    """PyTorch cannot preserve a call with an effect, or the effect is declared too late."""
-
-
-class InliningError(RuntimeError):
-    """A compiler cannot trace the function of an inlined operator."""
+class TracingError(RuntimeError):
+    """A compiler or a transform cannot trace an operator, or its formula, without changing it."""
 
 
 class MissingFormulaError(RuntimeError):
@@ -195,19 +165,11 @@ class MissingFormulaError(RuntimeError):
 
 
 class GradientError(TypeError, RuntimeError):
-    """A backward returned wrong gradients, or a residual bypassed `ctx.save_for_backward`."""
+    """A backward formula returned wrong gradients, or cannot be derived from a body."""
 
 
 class MutationError(RuntimeError):
     """An operator would write into a tensor that must not be written."""
-
-
-class DerivedFormulaError(RuntimeError):
-    """A formula cannot be derived from the body of an operator."""
-
-
-class BackwardNotTraceableError(RuntimeError):
-    """A backward formula read tensor data while a compiler was tracing it."""
 
 
 class ForwardModeError(NotImplementedError):
@@ -221,20 +183,8 @@ class OperatorGoneError(RuntimeError, AssertionError):
     """
 
 
-class OperatorClassError(TypeError):
-    """A class does not describe an operator: a member is wrong or missing."""
-
-
-class ProviderError(RuntimeError):
-    """No provider of a strict order can run a call, or a provider's `supports` is wrong."""
-
-
-class ProviderNameError(ValueError):
-    """An operator has no provider of this name, or the name is not allowed."""
-
-
-class RuleNameError(ValueError):
-    """No rule has this name, or the name is not allowed."""
+class ProviderError(ValueError, RuntimeError):
+    """A provider name is unknown or not allowed, or no provider of a strict order can run a call."""
 
 
 class MissingRuleError(NotImplementedError):
@@ -247,10 +197,6 @@ class ShardingRuleError(ValueError):
 
 class ShardingError(NotImplementedError):
     """The sharding rule of an operator does not accept the placements or shapes of a call."""
-
-
-class MissingEffectWarning(UserWarning):
-    """A new operator has no declared effect, so compilers would reject it."""
 
 
 class RedefinitionWarning(UserWarning):
@@ -269,10 +215,6 @@ class OperatorNotFoundError(RuntimeError, AttributeError):
     """No operator of this name is defined."""
 
 
-class OpCheckError(Exception):
-    """A check of `opcheck` failed."""
-
-
 class NativeUnavailableError(RuntimeError):
     """The native call path is required, but not available."""
 
@@ -283,10 +225,6 @@ class NativeBuildWarning(UserWarning):
 
 class NothingToAccelerateWarning(UserWarning):
     """A pattern or package for `accelerate` or `record` matches no usable operator."""
-
-
-class RecordingError(ValueError):
-    """A file is not a recording of calls, or is damaged."""
 
 
 # Return whether Dynamo is tracing. Replaced by `_compat.compilers`; `bool()` is False.
@@ -303,8 +241,10 @@ def _readable(error: Exception) -> str:
 
 
 # Tracebacks and documentation show the public import path.
-for _name in __all__:
-    globals()[_name].__module__ = "torchop"
+_modules = dict.fromkeys(__all__, "torchop")
+_modules |= dict.fromkeys(("NativeBuildWarning", "NativeUnavailableError"), "torchop.native")
+for _name, _module in _modules.items():
+    globals()[_name].__module__ = _module
     globals()[_name].__repr__ = _readable
 
 

@@ -8,13 +8,21 @@ from collections.abc import Iterator, Mapping
 from numbers import Real
 
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
-from torchop._errors import short_repr
+from torchop._errors import NativeBuildWarning, NativeUnavailableError, short_repr
 from torchop._native import switch
 from torchop._native.extension.api import Status, status
 from torchop._native.reasons import Reason
 from torchop._native.table.calls import entry_of
 
-__all__ = ["Status", "counters", "disabled", "status", "wait"]
+__all__ = [
+    "NativeBuildWarning",
+    "NativeUnavailableError",
+    "Status",
+    "counters",
+    "disabled",
+    "status",
+    "wait",
+]
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def checked_fake(n: str, fake: Callable[..., Any], x: Tensor) -> None:
 
 
 @mistake(
-    torchop.OpCheckError,
+    torchop.testing.OpCheckError,
     cause="Shapes torch.Size([2, 3]) and torch.Size([3])",
     fix="The first is the kernel's",
 )
@@ -71,21 +71,27 @@ def fake_kernel_of_another_shape(n: str) -> None:
 
 
 @mistake(
-    torchop.OpCheckError, cause="torch.float32 and torch.float64", fix="the fake kernel must return"
+    torchop.testing.OpCheckError,
+    cause="torch.float32 and torch.float64",
+    fix="the fake kernel must return",
 )
 def fake_kernel_of_another_dtype(n: str) -> None:
     checked_fake(n, lambda x, factor: torch.empty_like(x, dtype=torch.double), torch.ones(2))
 
 
 @mistake(
-    torchop.OpCheckError, cause="Strides are (1, 3) and (2, 1)", fix="the fake kernel must return"
+    torchop.testing.OpCheckError,
+    cause="Strides are (1, 3) and (2, 1)",
+    fix="the fake kernel must return",
 )
 def fake_kernel_of_other_strides(n: str) -> None:
     checked_fake(n, lambda x, factor: x.new_empty(x.shape), torch.ones(2, 3).t())
 
 
 @mistake(
-    torchop.OpCheckError, cause="different in eager-mode", fix="Draw random numbers with torch"
+    torchop.testing.OpCheckError,
+    cause="different in eager-mode",
+    fix="Draw random numbers with torch",
 )
 def random_numbers_of_numpy(n: str) -> None:
     @torchop.custom_op(f"{n}::noise", mutates_args=())

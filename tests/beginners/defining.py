@@ -220,7 +220,7 @@ def handle_of_an_older_definition(n: str) -> None:
     scale(torch.ones(1))
 
 
-@mistake(torchop.MissingEffectWarning, cause="a compiler would remove its calls", fix='"ordered"')
+@mistake(torchop.SchemaWarning, cause="a compiler would remove its calls", fix='"ordered"')
 def nothing_but_an_effect(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args=())
     def f(x: Tensor) -> None:

@@ -79,7 +79,7 @@ def mutation_that_is_not_declared(n: str) -> None:
     def f(x: Tensor) -> Tensor:
         return x.clamp_(min=0).clone()
 
-    with torchop.checking():
+    with torchop.testing.checking():
         f(torch.tensor([-1.0]))
 
 

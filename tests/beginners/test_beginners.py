@@ -49,7 +49,7 @@ def said(make: Callable[[str], Any], namespace: str) -> Said:
     """Makes the mistake, and returns what is raised or else warned of."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("ignore")
-        for kind in (torchop.RedefinitionWarning, torchop.MissingEffectWarning):
+        for kind in (torchop.RedefinitionWarning, torchop.SchemaWarning):
             warnings.simplefilter("always", kind)
         try:
             make(namespace)
@@ -126,5 +126,5 @@ def test_inductor_names_the_operator_of_a_wrong_fake_kernel(namespace: str) -> N
     scale.register_fake(lambda x, factor: x.new_empty(3))
     with pytest.raises(AssertionError, match=rf"torch\.ops\.{namespace}\.scale\.default"):
         compiled(scale, torch.ones(2, 3), "inductor")
-    with pytest.raises(torchop.OpCheckError, match="the fake kernel must return the same"):
+    with pytest.raises(torchop.testing.OpCheckError, match="the fake kernel must return the same"):
         torchop.opcheck(scale, (torch.ones(2, 3),))

@@ -11,7 +11,7 @@ import torch
 
 import torchop
 from tests.support import needs_native
-from torchop import CallRecord, TensorRecord
+from torchop.testing import CallRecord, TensorRecord
 
 pytest.importorskip("click")
 report = importlib.import_module("torchop.cli.accelerate")  # not the command of that name

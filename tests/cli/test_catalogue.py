@@ -125,7 +125,7 @@ def test_explanations_in_json(run, listed, namespace):
 
 def test_that_calls_will_not_be_native_is_told(run, listed, namespace, monkeypatch):
     def fail():
-        raise torchop.NativeUnavailableError("there is no C++ compiler")
+        raise torchop.native.NativeUnavailableError("there is no C++ compiler")
 
     monkeypatch.setattr(torchop.native, "wait", fail)
     outcome = run("bench", f"{namespace}::scale", "--import", listed, "--json")

@@ -12,7 +12,7 @@ import torch
 
 import torchop
 from tests.support import needs_native
-from torchop import CallRecord, TensorRecord, TypeRecord
+from torchop.testing import CallRecord, TensorRecord, TypeRecord
 
 pytest.importorskip("click")
 import click

@@ -69,7 +69,10 @@ def test_undeclared_mutation_is_found_however_it_is_called(
     op = _differentiable(namespace, adds)
     if called_before:
         call(op)
-    with torchop.checking(), pytest.raises(RuntimeError, match=f"{namespace}::op: Argument x") as e:
+    with (
+        torchop.testing.checking(),
+        pytest.raises(RuntimeError, match=f"{namespace}::op: Argument x") as e,
+    ):
         call(op)
     assert isinstance(e.value, torchop.UndeclaredMutationError)
     assert MUTATED in str(e.value)
@@ -80,7 +83,7 @@ def test_undeclared_mutation_is_found_however_it_is_called(
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_kernels_that_keep_their_word_pass(namespace: str, call: Callable[[Any], Any]) -> None:
     op = _differentiable(namespace, keeps)
-    with torchop.checking():
+    with torchop.testing.checking():
         call(op)
 
 
@@ -89,7 +92,7 @@ def test_declared_mutation_passes_whether_or_not_it_happens(namespace: str) -> N
         x.add_(amount)
 
     op = define(namespace, kernel, mutates_args={"x"})
-    with torchop.checking():
+    with torchop.testing.checking():
         op(torch.zeros(2), 1.0)
         op(torch.zeros(2), 0.0)
         op(torch.zeros(2, requires_grad=True).detach(), 1.0)
@@ -101,7 +104,7 @@ def test_mutation_through_numpy_is_found(namespace: str) -> None:
         return torch.from_numpy(np.sin(x.numpy()))
 
     with (
-        torchop.checking(),
+        torchop.testing.checking(),
         pytest.raises(torchop.UndeclaredMutationError, match="changed its values"),
     ):
         define(namespace, kernel)(torch.arange(4.0))
@@ -119,7 +122,7 @@ def test_place_in_a_list_is_named(namespace: str) -> None:
         schema="(Tensor?[] xs, Tensor(a!) y) -> ()",
         mutates_args={"y"},
     )
-    with torchop.checking():
+    with torchop.testing.checking():
         op([None, torch.empty(0)], torch.ones(2))
         with pytest.raises(torchop.UndeclaredMutationError, match=r"input 'xs\[2\]'"):
             op([None, torch.empty(0), torch.ones(2)], torch.ones(2))
@@ -131,7 +134,7 @@ def test_kernels_of_every_device_and_of_others_operators_are_looked_at(namespace
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("other(Tensor x) -> Tensor")
         torchop.register_kernel(f"{namespace}::other", TYPE, adds, lib=library)
-        with torchop.checking():
+        with torchop.testing.checking():
             for called in (op, getattr(torch.ops, namespace).other):
                 with pytest.raises(torchop.UndeclaredMutationError, match=MUTATED):
                     called(torch.zeros(2))
@@ -151,7 +154,7 @@ def test_kernels_of_a_library_are_looked_at(
         op = getattr(torch.ops, namespace).op
         for _ in range(3 * called_before):
             op(torch.zeros(2))
-        with torchop.checking():
+        with torchop.testing.checking():
             for _ in range(3):
                 with pytest.raises(torchop.UndeclaredMutationError, match=f"{namespace}::op: Arg"):
                     op(torch.zeros(2))
@@ -162,7 +165,10 @@ def test_kernels_of_a_library_are_looked_at(
 def test_calls_from_kernels_are_looked_at(namespace: str) -> None:
     inner = define(namespace, adds, "inner")
     outer = define(namespace, lambda x: inner(x.clone()), "outer", schema="(Tensor x) -> Tensor")
-    with torchop.checking(), pytest.raises(torchop.UndeclaredMutationError, match="::inner: Arg"):
+    with (
+        torchop.testing.checking(),
+        pytest.raises(torchop.UndeclaredMutationError, match="::inner: Arg"),
+    ):
         outer(torch.zeros(2))
 
 
@@ -172,7 +178,10 @@ def test_calls_from_backward_are_looked_at(namespace: str) -> None:
     outer = define(namespace, keeps, "outer")
     outer.register_autograd(lambda ctx, grad: inner(grad.clone()))
     y = outer(torch.zeros(2, requires_grad=True)).sum()
-    with torchop.checking(), pytest.raises(torchop.UndeclaredMutationError, match="::inner: Arg"):
+    with (
+        torchop.testing.checking(),
+        pytest.raises(torchop.UndeclaredMutationError, match="::inner: Arg"),
+    ):
         y.backward()
 
 
@@ -182,9 +191,9 @@ def test_calls_from_backward_are_looked_at(namespace: str) -> None:
 
 def test_blocks_may_be_nested_and_end_with_an_exception(namespace: str) -> None:
     op = define(namespace)
-    block = torchop.checking()
+    block = torchop.testing.checking()
     with block:
-        with pytest.raises(KeyError), block, torchop.checking():
+        with pytest.raises(KeyError), block, torchop.testing.checking():
             raise KeyError
         with pytest.raises(torchop.UndeclaredMutationError):
             op(torch.zeros(2))
@@ -195,7 +204,7 @@ def test_blocks_may_be_nested_and_end_with_an_exception(namespace: str) -> None:
 def test_function_may_be_decorated(namespace: str) -> None:
     op = define(namespace)
 
-    @torchop.checking()
+    @torchop.testing.checking()
     def run(depth: int) -> None:
         if depth:
             run(depth - 1)
@@ -213,7 +222,7 @@ def test_exception_of_a_kernel_is_the_one_that_is_seen(namespace: str) -> None:
         x.add_(1)
         raise KeyError("mine")
 
-    with torchop.checking(), pytest.raises(KeyError, match="mine"):
+    with torchop.testing.checking(), pytest.raises(KeyError, match="mine"):
         define(namespace, kernel)(torch.zeros(2))
 
 
@@ -227,7 +236,7 @@ def test_other_threads_are_left_alone(namespace: str) -> None:
         except RuntimeError as error:
             results.append(error)
 
-    with torchop.checking():
+    with torchop.testing.checking():
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
@@ -241,7 +250,7 @@ def test_blocks_of_several_threads_end_one_by_one(namespace: str) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with torchop.checking():
+        with torchop.testing.checking():
             entered.set()
             leave.wait()
 
@@ -249,7 +258,7 @@ def test_blocks_of_several_threads_end_one_by_one(namespace: str) -> None:
     thread.start()
     entered.wait()
     op(torch.zeros(2))
-    with torchop.checking():
+    with torchop.testing.checking():
         leave.set()
         thread.join()
         with pytest.raises(torchop.UndeclaredMutationError):
@@ -257,7 +266,7 @@ def test_blocks_of_several_threads_end_one_by_one(namespace: str) -> None:
 
 
 def test_operators_defined_in_a_block_are_looked_at_there_only(namespace: str) -> None:
-    with torchop.checking():
+    with torchop.testing.checking():
         op = define(namespace)
         with pytest.raises(torchop.UndeclaredMutationError):
             op(torch.zeros(2))
@@ -268,7 +277,7 @@ def test_outside_of_blocks_the_kernel_itself_runs(namespace: str) -> None:
     op = define(namespace)
     plan = op._definition.plan
     assert plan[KernelRule].functions[None] is adds
-    with torchop.checking():
+    with torchop.testing.checking():
         assert op._definition.plan[KernelRule].functions[None] is not adds
     assert op._definition.plan[KernelRule].functions[None] is adds
     # Nothing outdates a plan outside.
@@ -278,7 +287,7 @@ def test_outside_of_blocks_the_kernel_itself_runs(namespace: str) -> None:
 @needs_native
 def test_calls_in_a_block_go_the_way_they_go_outside(namespace: str) -> None:
     op = define(namespace, keeps)
-    with torchop.checking(), counting(op) as calls:
+    with torchop.testing.checking(), counting(op) as calls:
         op(torch.zeros(2))
     assert calls == {"native": 1}
 
@@ -287,7 +296,7 @@ def test_opcheck_finds_it_whatever_else_is_checked(namespace: str) -> None:
     op = define(namespace)
     op.register_fake(lambda x: torch.empty_like(x))
     for check in ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"):
-        with pytest.raises(torchop.OpCheckError, match=MUTATED):
+        with pytest.raises(torchop.testing.OpCheckError, match=MUTATED):
             torchop.opcheck(op, (torch.zeros(2),), test_utils=check)
 
 
@@ -299,7 +308,7 @@ def test_opcheck_finds_a_write_beside_a_view(namespace: str) -> None:
     op = define(namespace, kernel)
     op.register_fake(lambda x: torch.empty_like(x))
     x = torch.ones(4)
-    with pytest.raises(torchop.OpCheckError, match="outside the elements of this view"):
+    with pytest.raises(torchop.testing.OpCheckError, match="outside the elements of this view"):
         torchop.opcheck(op, (x[:0],), test_utils="test_autograd_registration")
     assert x.tolist() == [1.0] * 4  # the sample itself is left alone
 
@@ -316,11 +325,11 @@ def test_a_function_whose_body_runs_later_is_refused():
             TypeError,
             match=f"cannot decorate .*{function.__name__}, because it is a generator or coroutine",
         ):
-            torchop.checking()(function)
+            torchop.testing.checking()(function)
 
 
 def test_a_block_may_be_left_in_another_thread():
-    block = torchop.checking()
+    block = torchop.testing.checking()
     block.__enter__()
     thread = threading.Thread(target=block.__exit__, args=(None, None, None))
     thread.start()
@@ -337,11 +346,11 @@ def test_to_read_a_compressed_tensor_is_not_to_write_it(namespace: str) -> None:
     """PyTorch counts it as three writes below autograd, in which kernels run."""
     op = define(namespace, torch.Tensor.to_dense, schema="(Tensor x) -> Tensor")
     x = torch.eye(2).to_sparse_csr()
-    with torchop.checking():
+    with torchop.testing.checking():
         assert torch.equal(op(x), torch.eye(2))
     with torch.inference_mode():
         x.to_dense()
     assert x._version == 6
     writes = define(namespace, adds, "writes")
-    with torchop.checking(), pytest.raises(torchop.UndeclaredMutationError, match=MUTATED):
+    with torchop.testing.checking(), pytest.raises(torchop.UndeclaredMutationError, match=MUTATED):
         writes(x)

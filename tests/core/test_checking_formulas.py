@@ -109,7 +109,10 @@ def test_a_written_gradient_is_found(namespace, make, called_before, call):
     if called_before:
         for _ in range(2):
             call(op)
-    with torchop.checking(), pytest.raises(UndeclaredMutationError, match=namespace + GRADIENT):
+    with (
+        torchop.testing.checking(),
+        pytest.raises(UndeclaredMutationError, match=namespace + GRADIENT),
+    ):
         call(op)
     call(op)  # outside, nothing is checked
 
@@ -118,13 +121,13 @@ def test_a_node_from_before_the_block_is_checked(namespace):
     op = define(namespace)
     x = torch.ones(3, requires_grad=True)
     y = op(x)
-    with torchop.checking(), pytest.raises(UndeclaredMutationError, match=GRADIENT):
+    with torchop.testing.checking(), pytest.raises(UndeclaredMutationError, match=GRADIENT):
         torch.autograd.grad(y, x, torch.ones(3))
 
 
 def test_other_threads_are_not_checked(namespace):
     op = define(namespace)
-    with torchop.checking(), ThreadPoolExecutor(1) as threads:
+    with torchop.testing.checking(), ThreadPoolExecutor(1) as threads:
         threads.submit(differentiate, op).result()
 
 
@@ -141,7 +144,7 @@ def test_the_gradient_of_a_list_is_named(namespace):
     x = torch.ones(3, requires_grad=True)
     one, (two, three) = op(x)
     words = r"gradient of output 1\[1\] was mutated: backward changed its values, first at index"
-    with torchop.checking(), pytest.raises(UndeclaredMutationError, match=words):
+    with torchop.testing.checking(), pytest.raises(UndeclaredMutationError, match=words):
         torch.autograd.grad([one, two, three], x, [torch.ones(3) for _ in range(3)])
 
 
@@ -163,7 +166,7 @@ def test_right_formulas_pass(namespace):
     )
     op.register_autograd(backward, setup_context=setup_context)
     x = torch.arange(3.0, requires_grad=True)
-    with torchop.checking():
+    with torchop.testing.checking():
         for loss in (torch.sum, lambda y: torch.cat([y, y]).sum()):
             for _ in range(2):
                 torch.autograd.grad(loss(op(x)[0]), x)
@@ -178,7 +181,7 @@ def test_writing_beside_a_narrowed_gradient_is_found(namespace):
     op = define(namespace, backward)
     x = torch.ones(3, requires_grad=True)
     words = "backward wrote into its storage, outside the elements of this view"
-    with torchop.checking(), pytest.raises(UndeclaredMutationError, match=words) as caught:
+    with torchop.testing.checking(), pytest.raises(UndeclaredMutationError, match=words) as caught:
         torch.autograd.grad(op(x), x, torch.ones(8)[2:5])
     assert "mutates_args" not in str(caught.value)
 
@@ -186,7 +189,7 @@ def test_writing_beside_a_narrowed_gradient_is_found(namespace):
 @pytest.mark.parametrize("make", [MAKERS["formula"], of_class])
 def test_in_a_transform(namespace, make):
     op = make(namespace)
-    with torchop.checking(), pytest.raises(UndeclaredMutationError, match=GRADIENT):
+    with torchop.testing.checking(), pytest.raises(UndeclaredMutationError, match=GRADIENT):
         torch.func.grad(lambda x: (op(x) * torch.ones(3)).sum())(torch.ones(3))
 
 
@@ -194,7 +197,7 @@ def test_in_a_transform(namespace, make):
 def test_in_a_graph_that_is_compiled_in_the_block(namespace, backend):
     op = define(namespace)
     compiled = torch.compile(lambda x: op(x) * 3, backend=backend, fullgraph=True)
-    with torchop.checking(), pytest.raises(BackendCompilerFailed, match=GRADIENT) as caught:
+    with torchop.testing.checking(), pytest.raises(BackendCompilerFailed, match=GRADIENT) as caught:
         differentiate(compiled)
     assert "UndeclaredMutationError" in str(caught.value)
     assert "values" not in str(caught.value)
@@ -211,7 +214,7 @@ def test_a_backward_kernel(namespace):
         return grad / 2
 
     op.register_autograd(backward_kernel=kernel)
-    with torchop.checking(), pytest.raises(UndeclaredMutationError) as caught:
+    with torchop.testing.checking(), pytest.raises(UndeclaredMutationError) as caught:
         differentiate(op)
     assert "op__backward_kernel: Argument grad is not defined as mutable" in str(caught.value)
     assert "Write into a copy" in str(caught.value)
@@ -239,7 +242,7 @@ def test_a_setup_context_that_writes_is_found(namespace, what, called_before, ca
         for _ in range(2):
             call(op)
     words = f"op: {what} was mutated: setup_context changed its values.*clone"
-    with torchop.checking(), pytest.raises(UndeclaredMutationError, match=words):
+    with torchop.testing.checking(), pytest.raises(UndeclaredMutationError, match=words):
         call(op)
     call(op)
 
@@ -257,7 +260,7 @@ def test_a_setup_context_with_residuals(namespace, called_before):
         for _ in range(2):
             differentiate(op)
     words = "op: output 0 was mutated: setup_context"
-    with torchop.checking(), pytest.raises(UndeclaredMutationError, match=words):
+    with torchop.testing.checking(), pytest.raises(UndeclaredMutationError, match=words):
         differentiate(op)
     differentiate(op)
 
@@ -265,7 +268,7 @@ def test_a_setup_context_with_residuals(namespace, called_before):
 @needs_native
 def test_calls_stay_native_in_the_block(namespace):
     op = define(namespace, lambda ctx, grad: grad / 2, save_inputs)
-    with torchop.checking():
+    with torchop.testing.checking():
         differentiate(op)
         with counting(op) as calls:
             differentiate(op)

@@ -175,7 +175,7 @@ def test_a_warning_that_is_an_error_leaves_the_older_one(namespace, first, secon
 def test_a_warning_of_the_definition_that_is_an_error_leaves_a_free_name(namespace):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(torchop.MissingEffectWarning):
+        with pytest.raises(torchop.SchemaWarning):
             torchop.custom_op(f"{namespace}::op", print, mutates_args=(), schema="(Tensor x) -> ()")
     is_free(namespace)
     assert not operators.is_registered(f"{namespace}::op", "")

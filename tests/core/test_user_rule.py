@@ -15,7 +15,7 @@ from torch import Tensor
 
 import torchop
 from tests.support import needs_native
-from torchop import CustomOp, MissingRuleError, RuleNameError
+from torchop import CustomOp, MissingRuleError
 from torchop._compat import operators
 from torchop._core import user_rule
 
@@ -153,7 +153,7 @@ def test_a_handle_has_no_other_attributes(op: Any) -> None:
     for name in ("register_nothing", "nothing", "xregister_inverse"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
             getattr(op, name)
-    with pytest.raises(RuleNameError, match=r"no rule 'inverted' \(did you mean 'inverse'\?\)\."):
+    with pytest.raises(ValueError, match=r"no rule 'inverted' \(did you mean 'inverse'\?\)\."):
         op.register("inverted", of_scale)
 
 
@@ -247,25 +247,25 @@ def test_what_cannot_be_attached_is_not_registered(name: str, op: Any) -> None:
 
 @pytest.mark.parametrize("name", ["", "two words", "class", 3, "a-b"])
 def test_the_name_of_a_rule_is_an_identifier(name: Any) -> None:
-    with pytest.raises(RuleNameError, match="is an identifier such as 'cost'"):
+    with pytest.raises(ValueError, match="is an identifier such as 'cost'"):
         torchop.Rule(name)
 
 
 def test_the_name_of_a_rule_is_not_private() -> None:
-    with pytest.raises(RuleNameError, match="does not start with an underscore"):
+    with pytest.raises(ValueError, match="does not start with an underscore"):
         torchop.Rule("_cost")
 
 
 @pytest.mark.parametrize("name", ["fake", "cuda", "schema", "inverse", "kernel"])
 def test_the_name_of_a_rule_means_nothing_else(name: str) -> None:
-    with pytest.raises(RuleNameError, match=f"'{name}' means something else"):
+    with pytest.raises(ValueError, match=f"'{name}' means something else"):
         torchop.Rule(name)
 
 
 def test_two_packages_cannot_use_one_name(cost: Cost) -> None:
     other: dict[str, Any] = {"__name__": "their._rules", "torchop": torchop}
     with pytest.raises(
-        RuleNameError,
+        ValueError,
         match=rf"already, made at .*test_user_rule\.py:\d+.*such as 'rules_{cost.name}'",
     ):
         exec(f"torchop.Rule({cost.name!r})", other)
@@ -284,7 +284,7 @@ def test_a_module_that_is_loaded_again_keeps_what_is_registered(name: str, names
 
 
 def test_there_must_be_a_rule() -> None:
-    with pytest.raises(RuleNameError, match=r"no rule 'zzz'\. The rules are .*inverse.*Rule\(name"):
+    with pytest.raises(ValueError, match=r"no rule 'zzz'\. The rules are .*inverse.*Rule\(name"):
         torchop.get_rule("zzz")
 
 

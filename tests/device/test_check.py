@@ -425,5 +425,5 @@ def test_a_copy_for_which_there_is_no_memory(
     op = define(namespace, lambda x: x * 2)
     monkeypatch.setattr(snapshot, "bytes_of", no_memory)
     x = torch.ones(2, device=SECOND)
-    with torchop.checking():
+    with torchop.testing.checking():
         assert torch.equal(op(x).cpu(), torch.full((2,), 2.0))

@@ -75,7 +75,7 @@ def test_checking_reads_nothing_while_a_graph_is_captured(namespace):
 
     op = torchop.custom_op(f"{namespace}::op", write, mutates_args=())
     x = torch.ones(2, device="standin:1")
-    with torch.standin.device(1), torchop.checking():
+    with torch.standin.device(1), torchop.testing.checking():
         with standin.capture():
             op(x)
         with pytest.raises(torchop.UndeclaredMutationError):

@@ -45,7 +45,7 @@ def arguments() -> tuple[Tensor, Tensor]:
 
 def test_a_rule_is_checked_on_the_device(namespace: str) -> None:
     assert check_sharding(product(namespace), arguments()).placements > 9
-    with pytest.raises(torchop.OpCheckError, match="is wrong"):
+    with pytest.raises(torchop.testing.OpCheckError, match="is wrong"):
         check_sharding(product(f"{namespace}_wrong", "max"), arguments())
 
 

@@ -43,7 +43,7 @@ def test_checking_finds_what_backward_writes(namespace):
         return x.add_(1).clone()
 
     y = calling_in_backward(namespace, inner)
-    with torchop.checking():
+    with torchop.testing.checking():
         with pytest.raises(torchop.UndeclaredMutationError, match="::inner: Arg"):
             y.backward(retain_graph=True)
         other = threading.Thread(target=y.backward, kwargs={"retain_graph": True})
@@ -116,7 +116,7 @@ def test_a_backward_inside_of_a_backward_ends(namespace, is_native):
     def call(grad: Tensor) -> Tensor:
         with torch.enable_grad():
             torch.ones(2, device=SECOND, requires_grad=True).sum().backward()
-        with torchop.checking():
+        with torchop.testing.checking():
             return run(grad)
 
     with torchop.priority({f"{namespace}::inner": ["first"]}):

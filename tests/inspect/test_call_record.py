@@ -9,7 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
 from tests.devices import DEVICE, TYPE
-from torchop import CallRecord, TensorRecord, TypeRecord
+from torchop.testing import CallRecord, TensorRecord, TypeRecord
 
 
 @pytest.fixture

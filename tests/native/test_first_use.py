@@ -244,7 +244,7 @@ assert op(T).tolist() == torchop.CustomOp.__call__(op, T).tolist() == [1, 1]
     "import of Dynamo where warnings are errors": """
 import warnings
 os.environ.update(CXX="/absent", TORCHOP_CACHE_DIR="/absent/cache", TORCHOP_NATIVE_DIR="")
-warnings.simplefilter("error", torchop.NativeBuildWarning)
+warnings.simplefilter("error", torchop.native.NativeBuildWarning)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the warning is logged
 import torch._dynamo
 assert state() == "failed"
@@ -255,7 +255,7 @@ import warnings
 from torchop._accelerate import accelerate
 os.environ.update(CXX="/absent", TORCHOP_CACHE_DIR="/absent/cache", TORCHOP_NATIVE_DIR="")
 warnings.simplefilter("error")
-for warning in (torchop.NativeBuildWarning, torchop.NothingToAccelerateWarning):
+for warning in (torchop.native.NativeBuildWarning, torchop.NothingToAccelerateWarning):
     try:
         torchop.accelerate("unused_of_others::*")
     except warning:

@@ -95,7 +95,10 @@ def test_an_operator_that_takes_the_name_is_another(namespace, make):
         assert packet(T, 3).tolist() == [3, 3]
         with pytest.raises(torchop.OperatorGoneError):
             overload(T)
-    with torchop.checking(), pytest.raises(torchop.OperatorGoneError):  # which outdates all plans
+    with (
+        torchop.testing.checking(),
+        pytest.raises(torchop.OperatorGoneError),
+    ):  # which outdates all plans
         overload(T)
     again._destroy()
 

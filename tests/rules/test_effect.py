@@ -163,13 +163,13 @@ def test_definition_that_returns_nothing_for_no_known_reason_warns(namespace):
         lambda: torchop.custom_op(f"{namespace}::op", function, mutates_args=()),
         lambda: torchop.custom_op(f"{namespace}::op", mutates_args=())(function),
     ):
-        with pytest.warns(torchop.MissingEffectWarning, match=words) as caught:
+        with pytest.warns(torchop.SchemaWarning, match=words) as caught:
             define()
         assert caught[0].filename == __file__
 
 
 def test_warning_that_is_an_error_leaves_nothing_behind(namespace):
-    with pytest.raises(torchop.MissingEffectWarning):
+    with pytest.raises(torchop.SchemaWarning):
         torchop.custom_op(f"{namespace}::op", print, schema="() -> ()", mutates_args=())
     assert not hasattr(getattr(torch.ops, namespace), "op")
 
@@ -204,7 +204,7 @@ def test_effect_of_a_low_level_operator_is_kept_or_refused_too(namespace):
         assert len(calls) == 1
         with pytest.raises(Exception, match="from a graph inside a graph"):
             torch.compile(branches, backend="aot_eager")(torch.ones(2))
-        with pytest.raises(torchop.EffectError, match="vmap does not define"):
+        with pytest.raises(torchop.TracingError, match="vmap does not define"):
             torch.vmap(lambda x: (op(x), x)[1])(torch.ones(2, 2))
 
 

@@ -325,7 +325,7 @@ def test_a_body_that_reads_data_is_refused(namespace):
 
     assert torch.equal(op(X), X + 1)
     expected = f"{namespace}::op: the function cannot be traced: it read the data of a tensor"
-    with pytest.raises(torchop.InliningError, match=expected):
+    with pytest.raises(torchop.TracingError, match=expected):
         op(torch.empty(3, device="meta"))
     op.register_fake(like="x")
     with pytest.raises(Exception, match=expected):

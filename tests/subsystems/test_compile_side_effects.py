@@ -26,7 +26,7 @@ def _logging_operator(namespace: str, log: list[float]) -> torchop.CustomOp:
 
 
 # Such an operator is told to say at its definition what it does; here it says so afterwards.
-says_later = pytest.mark.filterwarnings("ignore::torchop.MissingEffectWarning")
+says_later = pytest.mark.filterwarnings("ignore::torchop.SchemaWarning")
 
 
 @says_later

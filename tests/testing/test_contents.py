@@ -47,7 +47,9 @@ def test_a_mutation_too_small_for_a_tolerance_is_found(
     namespace: str, kernel: Callable[..., Any], x: Tensor
 ) -> None:
     before = x.clone()
-    with pytest.raises(torchop.OpCheckError, match="Argument x is not defined as mutable") as error:
+    with pytest.raises(
+        torchop.testing.OpCheckError, match="Argument x is not defined as mutable"
+    ) as error:
         check_schema(namespace, kernel, x)
     assert f"{namespace}::op" in str(error.value)
     assert torch.equal(x, before)  # the sample itself is left alone
@@ -58,7 +60,7 @@ def test_a_mutation_in_a_list_is_found(namespace: str) -> None:
         xs[1].add_(1e-9)
         return xs[0].clone()
 
-    with pytest.raises(torchop.OpCheckError, match="Argument xs"):
+    with pytest.raises(torchop.testing.OpCheckError, match="Argument xs"):
         check_schema(
             namespace,
             kernel,
@@ -85,7 +87,7 @@ def test_memory_shared_through_numpy_is_found(namespace: str) -> None:
     def kernel(x: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(x.detach().numpy())[:2])
 
-    with pytest.raises(torchop.OpCheckError, match="through NumPy or DLPack") as error:
+    with pytest.raises(torchop.testing.OpCheckError, match="through NumPy or DLPack") as error:
         check_schema(namespace, kernel, torch.ones(3))
     assert "output 0" in str(error.value)
     assert "input 'x'" in str(error.value)
@@ -93,7 +95,7 @@ def test_memory_shared_through_numpy_is_found(namespace: str) -> None:
 
 def test_a_tensor_kept_between_calls_is_found(namespace: str) -> None:
     kept = torch.ones(3)
-    with pytest.raises(torchop.OpCheckError, match="same memory in two calls"):
+    with pytest.raises(torchop.testing.OpCheckError, match="same memory in two calls"):
         check_schema(namespace, lambda x: kept, torch.ones(3))
 
 

@@ -110,7 +110,7 @@ def test_integers_may_stand_before_floating_point_results(namespace: str, librar
             check()
     else:
         # It compares the gradients: the formula is another one where it is traced.
-        with pytest.raises(torchop.OpCheckError, match=r"Gradients of .* Make the formula"):
+        with pytest.raises(torchop.testing.OpCheckError, match=r"Gradients of .* Make the formula"):
             check()
         op.register_autograd(lambda ctx, _, grad: 2 * grad)
         assert check() == {"test_aot_dispatch_dynamic": "SUCCESS"}
@@ -141,7 +141,7 @@ def test_tolerances_of_zero_mean_exactly_equal(namespace: str, library: Any) -> 
     if library is torch.library:
         check(0)  # reads 0 as "none given"
     else:
-        with pytest.raises(torchop.OpCheckError, match="eager-mode PyTorch vs AOT"):
+        with pytest.raises(torchop.testing.OpCheckError, match="eager-mode PyTorch vs AOT"):
             check(0)
 
 
@@ -157,7 +157,7 @@ def test_float8_inputs_are_checked(namespace: str) -> None:
     good = torchop.custom_op(f"{namespace}::good", keeps, mutates_args=())
     bad = torchop.custom_op(f"{namespace}::bad", writes, mutates_args=())
     assert torchop.opcheck(good, (x,), test_utils="test_schema")
-    with pytest.raises(torchop.OpCheckError, match="Argument x is not defined as mutable"):
+    with pytest.raises(torchop.testing.OpCheckError, match="Argument x is not defined as mutable"):
         torchop.opcheck(bad, (x,), test_utils="test_schema")
 
 
@@ -172,7 +172,7 @@ _WRONG_FAKES = {
 def test_wrong_fake_kernel_is_found(namespace: str, wrong: str) -> None:
     op = torchop.custom_op(f"{namespace}::double", double, mutates_args=())
     op.register_fake(_WRONG_FAKES[wrong])
-    with pytest.raises(torchop.OpCheckError, match="test_faketensor"):
+    with pytest.raises(torchop.testing.OpCheckError, match="test_faketensor"):
         torchop.opcheck(op, (torch.randn(3),))
 
 
@@ -181,7 +181,7 @@ def test_wrong_strides_are_found(namespace: str) -> None:
         f"{namespace}::flip", lambda x: x.clone().t(), mutates_args=(), schema="(Tensor x)->Tensor"
     )
     op.register_fake(lambda x: x.new_empty(x.shape[1], x.shape[0]))
-    with pytest.raises(torchop.OpCheckError, match="Stride mismatch"):
+    with pytest.raises(torchop.testing.OpCheckError, match="Stride mismatch"):
         torchop.opcheck(op, (torch.randn(3, 4),))
 
 
@@ -199,7 +199,7 @@ def test_gradients_registered_at_a_backend_key_are_found(namespace: str) -> None
         library.define("op(Tensor x) -> Tensor")
         library.impl("op", Function.apply, "CPU")
         library.impl("op", lambda x: x.clone(), "Meta")
-        with pytest.raises(torchop.OpCheckError, match="does not have an autograd kernel"):
+        with pytest.raises(torchop.testing.OpCheckError, match="does not have an autograd kernel"):
             torchop.opcheck(f"{namespace}::op", (torch.randn(2, requires_grad=True),))
 
 
@@ -219,7 +219,7 @@ def test_error_is_the_one_that_users_of_torch_library_catch(namespace: str) -> N
     from torch.testing._internal.optests import OpCheckError
 
     op = torchop.custom_op(f"{namespace}::double", double, mutates_args=())
-    for error in (OpCheckError, torchop.OpCheckError):
+    for error in (OpCheckError, torchop.testing.OpCheckError):
         with pytest.raises(error, match=f"test_faketensor of {namespace}::double"):
             torchop.opcheck(op, (torch.randn(3),))
 
@@ -268,7 +268,7 @@ def test_examples_stand_in_for_samples(namespace: str) -> None:
         "test_schema": "SUCCESS"
     }
     first.register_examples(lambda: [(torch.ones(3), 2), (torch.ones(3),)])
-    with pytest.raises(torchop.OpCheckError, match=r"test_faketensor of .*::first failed"):
+    with pytest.raises(torchop.testing.OpCheckError, match=r"test_faketensor of .*::first failed"):
         torchop.opcheck(first.name, test_utils=["test_schema", "test_faketensor"])
     results = torchop.opcheck(
         first, test_utils=["test_schema", "test_faketensor"], raise_exception=False
@@ -315,7 +315,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, t
 def test_an_output_that_matters_is_found(namespace, name, dtype):
     op = define_out(namespace, WRONG[name])
     with pytest.raises(
-        torchop.OpCheckError,
+        torchop.testing.OpCheckError,
         match=rf"'out' of {namespace}::op\(.*depends on what the output held before.*"
         r"Write every element without reading it; or mutate a plain argument, without the tag",
     ):
@@ -329,7 +329,7 @@ def test_an_output_that_matters_is_found(namespace, name, dtype):
 
 def test_clearing_by_multiplication_is_found_because_it_keeps_nan(namespace):
     op = define_out(namespace, _clears_by_multiplying)
-    with pytest.raises(torchop.OpCheckError, match="depends on what the output held"):
+    with pytest.raises(torchop.testing.OpCheckError, match="depends on what the output held"):
         torchop.opcheck(op, (torch.ones(3),), {"out": torch.zeros(3)}, test_utils="test_schema")
 
 
@@ -364,7 +364,7 @@ def test_only_the_output_that_matters_is_named(namespace):
     def op(x: Tensor, *, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return a.copy_(x), b.add_(x)
 
-    with pytest.raises(torchop.OpCheckError, match="failed: 'b' of"):
+    with pytest.raises(torchop.testing.OpCheckError, match="failed: 'b' of"):
         torchop.opcheck(
             op,
             (torch.ones(2),),

@@ -85,7 +85,9 @@ def test_all_forms_pass_on_all_kinds_of_samples(
 
 
 def test_a_missing_formula_is_found(sin_: Any) -> None:
-    with pytest.raises(torchop.OpCheckError, match="sin_ but no autograd formula was registered"):
+    with pytest.raises(
+        torchop.testing.OpCheckError, match="sin_ but no autograd formula was registered"
+    ):
         torchop.opcheck(sin_, (torch.randn(3, requires_grad=True),))
 
 
@@ -94,5 +96,5 @@ def test_a_wrong_formula_in_place_is_found(sin_: Any) -> None:
         return grad * float(grad.sum())  # no compiler can trace that
 
     sin_.register_autograd(backward)
-    with pytest.raises(torchop.OpCheckError, match="test_aot_dispatch_dynamic"):
+    with pytest.raises(torchop.testing.OpCheckError, match="test_aot_dispatch_dynamic"):
         torchop.opcheck(sin_, (torch.randn(3, requires_grad=True),))

@@ -1,4 +1,4 @@
-"""`torchop.tune` and `torchop.tuning`: what is measured, when, and what becomes of it."""
+"""`tune` and `tuning`: what is measured, when, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def chosen(op: Any, *args: Any) -> str:
 
 
 def test_the_fastest_that_agrees_with_the_reference_runs(slow, cache):
-    found = torchop.tune(slow, [(torch.ones(5),), {"x": torch.ones(5, 5)}], budget=10)
+    found = torchop.testing.tune(slow, [(torch.ones(5),), {"x": torch.ones(5, 5)}], budget=10)
     for measurement in found.measurements:
         labels = [kernel.label for kernel in measurement.kernels]
         assert labels == ["sleepy naps=0", "reference", "sleepy naps=4"]
@@ -86,12 +86,12 @@ def test_tolerances_decide_who_agrees(namespace):
         "cpu", lambda x: x * 2 + 0.05, provider="near", tolerance={torch.float32: (0.0, 0.1)}
     )
     near.register_kernel("cpu", lambda x: x * 2 + 0.05, provider="far")
-    found = torchop.tune(near, [(torch.ones(3),)], budget=0.2)
+    found = torchop.testing.tune(near, [(torch.ones(3),)], budget=0.2)
     assert {k.provider for k in found.measurements[0].kernels} == {"reference", "near"}
 
 
 def test_a_budget_that_is_spent_is_said(slow):
-    found = torchop.tune(slow, [(torch.ones(1),), (torch.ones(100),)], budget=1e-6)
+    found = torchop.testing.tune(slow, [(torch.ones(1),), (torch.ones(100),)], budget=1e-6)
     assert [m.call for m in found.measurements] == ["float32[1]"]
     assert found.problems[-1] == "float32[65..128] was left out: the budget is spent"
 
@@ -105,7 +105,7 @@ def test_an_operator_that_mutates_leaves_the_inputs_alone(namespace):
     grow.register_kernel("cpu", lambda x: None, provider="idle")
     x = torch.ones(1)
     state = torch.get_rng_state()
-    found = torchop.tune(grow, [(x,)], budget=0.2)
+    found = torchop.testing.tune(grow, [(x,)], budget=0.2)
     assert x.tolist() == [1.0]
     assert torch.equal(torch.get_rng_state(), state)
     assert {k.provider for k in found.measurements[0].kernels} == {"reference", "half"}
@@ -113,17 +113,17 @@ def test_an_operator_that_mutates_leaves_the_inputs_alone(namespace):
 
 def test_the_authors_buckets_count(slow):
     slow.set_tuning(buckets={"x": {0: [10, 100]}})
-    found = torchop.tune(slow, [(torch.ones(5),), (torch.ones(500),)], budget=0.3)
+    found = torchop.testing.tune(slow, [(torch.ones(5),), (torch.ones(500),)], budget=0.3)
     assert [m.call for m in found.measurements] == ["float32[0..10]", "float32[101..]"]
 
 
 def test_examples_are_the_inputs_where_none_are_passed(slow, tmp_path):
     with pytest.raises(torchop.MissingRuleError, match="has no examples"):
-        torchop.tune(slow)
+        torchop.testing.tune(slow)
     slow.register_examples(lambda: [(torch.ones(3),)])
     table = tmp_path / "shipped.json"
-    found = torchop.tune(slow, budget=0.1, table=table)
-    again = torchop.tune(slow, [(torch.ones(9),)], budget=0.1, table=table)
+    found = torchop.testing.tune(slow, budget=0.1, table=table)
+    again = torchop.testing.tune(slow, [(torch.ones(9),)], budget=0.1, table=table)
     kept = [m["arguments"] for m in json.loads(table.read_text())["measurements"]]
     assert len(kept) == len(found.measurements) + len(again.measurements) == 2
 
@@ -140,20 +140,20 @@ def test_what_cannot_be_measured_is_refused(slow, namespace):
     printing.register_kernel("cpu", torch.clone, provider="other")
     call = [(torch.ones(2),)]
     with pytest.raises(ValueError, match="has no providers, so there is nothing to choose from"):
-        torchop.tune(alone, call)
+        torchop.testing.tune(alone, call)
     with pytest.raises(ValueError, match="has an effect, which measuring would repeat"):
-        torchop.tune(printing, call)
+        torchop.testing.tune(printing, call)
     with pytest.raises(ValueError, match="has no data"):
-        torchop.tune(slow, [(torch.ones(2, device="meta"),)])
+        torchop.testing.tune(slow, [(torch.ones(2, device="meta"),)])
     for wrong in (torch.ones(2), [], [3]):
         with pytest.raises(TypeError, match=r"^tune: "):
-            torchop.tune(slow, wrong)
+            torchop.testing.tune(slow, wrong)
     with pytest.raises(TypeError, match="budget is a number of seconds, got '3'"):
-        torchop.tune(slow, call, budget="3")
+        torchop.testing.tune(slow, call, budget="3")
 
 
 def test_a_block_measures_each_kind_of_call_once_and_counts_after_it(slow):
-    with torchop.tuning(budget=1):
+    with torchop.testing.tuning(budget=1):
         slow(torch.ones(5))
         start = time.perf_counter()
         slow(torch.ones(6))  # of the same bucket
@@ -162,7 +162,7 @@ def test_a_block_measures_each_kind_of_call_once_and_counts_after_it(slow):
     assert chosen(slow, torch.ones(9)) == "sleepy"  # by the order of its author
     assert tuned._own[0].kernels[0].label == "sleepy naps=0"
     before = list(tuned._own)
-    with torchop.tuning(budget=1):
+    with torchop.testing.tuning(budget=1):
         slow(torch.ones(5))
     assert tuned._own == before
 
@@ -170,9 +170,9 @@ def test_a_block_measures_each_kind_of_call_once_and_counts_after_it(slow):
 def test_nothing_is_measured_where_it_was_not_asked_for(slow):
     slow(torch.ones(5))
     torchop.explain(slow, torch.ones(5))
-    with torchop.tuning(budget=1), torchop.priority({slow: ["sleepy"]}):
+    with torchop.testing.tuning(budget=1), torchop.priority({slow: ["sleepy"]}):
         slow(torch.ones(5))
-    with torchop.tuning(budget=1):
+    with torchop.testing.tuning(budget=1):
         torchop.explain(slow, torch.ones(5))
         torch.compile(slow, backend="eager")  # which was not called
     assert tuned._own == []
@@ -186,7 +186,7 @@ def test_nothing_is_measured_in_a_backward_or_on_fake_tensors(slow, namespace):
     f.register_autograd(lambda ctx, grad: slow(grad))
     slow.register_fake(torch.empty_like)
     x = torch.ones(5, requires_grad=True)
-    with torchop.tuning(budget=1):
+    with torchop.testing.tuning(budget=1):
         f(x).sum().backward()
         with torch._subclasses.FakeTensorMode():
             slow(torch.ones(5))
@@ -207,7 +207,7 @@ def test_a_call_that_is_measured_keeps_its_own_residuals(namespace, native):
     op.register_autograd(backward_kernel=_masked)
     sizes = (100, 200, 400)
     way = contextlib.nullcontext() if native else torchop.native.disabled()
-    with way, torchop.tuning(budget=0.2):
+    with way, torchop.testing.tuning(budget=0.2):
         for size in sizes:
             x = torch.ones(size, requires_grad=True)
             result = op(x)
@@ -224,11 +224,13 @@ def test_a_table_that_cannot_be_written_is_said(slow, tmp_path):
     path = tmp_path / "newer.json"
     path.write_text('{"format": 99, "torchop": "9.9", "measurements": []}')
     with pytest.warns(torchop.ProviderWarning, match="in this process only.*newer torchop"):
-        torchop.tune(slow, [(torch.ones(5),)], budget=0.1, table=path)
+        torchop.testing.tune(slow, [(torch.ones(5),)], budget=0.1, table=path)
     assert chosen(slow, torch.ones(5)) == "sleepy"
     assert "99" in path.read_text()
     with pytest.warns(torchop.ProviderWarning, match="No such file or directory"):
-        torchop.tune(slow, [(torch.ones(50),)], budget=0.1, table=tmp_path / "no" / "table.json")
+        torchop.testing.tune(
+            slow, [(torch.ones(50),)], budget=0.1, table=tmp_path / "no" / "table.json"
+        )
 
 
 def test_ranks_use_the_measurements_of_the_first():
@@ -249,10 +251,10 @@ def rank(number, folder):
     def _(x):
         measured.append(None)
         return x + x
-    found = torchop.tune(f, [(torch.ones(5),)], budget=0.1)
+    found = torchop.testing.tune(f, [(torch.ones(5),)], budget=0.1)
     if number:
         assert measured == [], "the second rank measured too"
-    with torchop.tuning(budget=0.2):
+    with torchop.testing.tuning(budget=0.2):
         f(torch.ones(50))
     kinds = [torchop.explain(f, torch.ones(n)).provider for n in (5, 50)]
     both = [None, None]

@@ -344,9 +344,9 @@ assert_type(structured(x, config=Config(x), mode="b", by=2.0).rest, Tensor | Non
 assert_type(structured.source, str | None)
 
 
-@torchop.checking()
+@torchop.testing.checking()
 def checked(x: Tensor) -> int:
-    with torchop.checking():
+    with torchop.testing.checking():
         return len(x)
 
 

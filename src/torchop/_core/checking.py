@@ -50,7 +50,7 @@ class checking(Block):  # noqa: N801  (called like a function)
         >>> @torchop.custom_op("docs::normalize", mutates_args=())
         ... def normalize(x: torch.Tensor) -> torch.Tensor:
         ...     return x.div_(x.sum()).clone()
-        >>> with torchop.checking():
+        >>> with torchop.testing.checking():
         ...     normalize(torch.ones(2))
         Traceback (most recent call last):
         torchop.UndeclaredMutationError: docs::normalize: Argument x is not defined as mutable ...

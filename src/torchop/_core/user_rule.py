@@ -20,7 +20,7 @@ from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
 from torchop._core.observers import check_arguments
 from torchop._core.registry import OpLike, overload_of, resolve
-from torchop._errors import MissingRuleError, RuleNameError, nearest, short_repr, users_place
+from torchop._errors import MissingRuleError, nearest, short_repr, users_place
 from torchop._schema import naming
 from torchop._schema.callables import Lambda, Registered, decorator_or_call
 
@@ -66,7 +66,7 @@ class Rule(Generic[Value]):
         name: an identifier, by which operators and the class form know the rule.
 
     Raises:
-        RuleNameError: a `ValueError`: not an identifier, or a name that means something else.
+        ValueError: not an identifier, or a name that means something else.
 
     Example:
         >>> import torch, torchop
@@ -99,7 +99,7 @@ class Rule(Generic[Value]):
             existing = _rules.get(name)
             if existing is not None:
                 if existing._place.module != self._place.module:
-                    raise RuleNameError(
+                    raise ValueError(
                         f"there is a rule {name!r} already, made at {existing._place.file}:"
                         f"{existing._place.line}. Choose another name, such as "
                         f"'{self._place.module.rpartition('.')[2].strip('_')}_{name}'."
@@ -402,7 +402,7 @@ def get_rule(name: str) -> Rule[Any]:
         The rule, to register for operators that have no handle, or to look up.
 
     Raises:
-        RuleNameError: a `ValueError`: there is no such rule; proposes the nearest name.
+        ValueError: there is no such rule; proposes the nearest name.
 
     Example:
         >>> import torch, torchop
@@ -413,7 +413,7 @@ def get_rule(name: str) -> Rule[Any]:
     """
     rule = _rules.get(name)
     if rule is None:
-        raise RuleNameError(
+        raise ValueError(
             f"there is no rule {short_repr(name)}{nearest(name, _rules)}. The rules are "
             f"{', '.join(sorted(_rules))}; a package makes one by torchop.Rule(name) when it is "
             "imported."

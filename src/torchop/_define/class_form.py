@@ -21,7 +21,7 @@ from torchop._core.user_rule import rule_names
 from torchop._define.custom_op import custom_op
 from torchop._define.handle import CustomOp
 from torchop._define.members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
-from torchop._errors import MissingKernelError, OperatorClassError, nearest, short_repr
+from torchop._errors import MissingKernelError, nearest, short_repr
 from torchop._rules.autograd.formula import Derived
 from torchop._schema.naming import OpName
 
@@ -88,7 +88,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
         A decorator, whose result is the `CustomOp`.
 
     Raises:
-        OperatorClassError: a `TypeError`: a member that is not a rule, is not static, or is
+        TypeError: a member that is not a rule, is not static, or is
             missing. Nothing is defined.
         TypeError, ValueError: those of `custom_op` and of the registrations. The name is free
             again.
@@ -158,13 +158,13 @@ class ClassReading(NamedTuple):
 def read_class(op_name: str, cls: Any) -> ClassReading:
     """Reads a class, and makes all checks that do not need the operator."""
     if not isinstance(cls, type):
-        raise OperatorClassError(
+        raise TypeError(
             f"operator({short_repr(op_name)}) decorates a class, got {short_repr(cls)}; for a "
             "function use torchop.custom_op."
         )
     what = f"{op_name}: the class {cls.__qualname__}"
     if issubclass(cls, torch.autograd.Function):
-        raise OperatorClassError(
+        raise TypeError(
             f"{what} is a torch.autograd.Function. Leave out this base class, and 'ctx' of forward."
         )
     members: dict[str, Any] = {}
@@ -184,13 +184,13 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
             _check_member(what, name, value, Member())
             kernels[name] = value
         elif name == "device_types":  # as in custom_op
-            raise OperatorClassError(
+            raise TypeError(
                 f"{what} has the member 'device_types'. Write a kernel for one device as a member "
                 "that is named after the device, such as 'cpu'. The member 'forward' is the "
                 "kernel for every device."
             )
         else:
-            raise OperatorClassError(
+            raise TypeError(
                 f"{what} has the member {short_repr(name)}, which is neither a rule nor a device "
                 f"type{nearest(name, known_names())}. The name of a helper starts with an "
                 "underscore."
@@ -199,9 +199,9 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
         needs = MEMBERS[name].needs
         if needs and members.keys().isdisjoint(needs):
             needed = " or ".join(map(repr, needs))
-            raise OperatorClassError(f"{what} has the member {short_repr(name)} without {needed}.")
+            raise TypeError(f"{what} has the member {short_repr(name)} without {needed}.")
     if isinstance(members.get("backward"), Derived) and members.get("contiguous_grads"):
-        raise OperatorClassError(
+        raise TypeError(
             f"{what} has the member 'contiguous_grads' beside a derived 'backward', which consists "
             "of PyTorch's operators and respects strides. Remove 'contiguous_grads'."
         )
@@ -225,7 +225,7 @@ def _unwrapped(what: str, name: str, raw: Any) -> Any:
         return raw.__func__
     if isinstance(raw, (types.FunctionType, classmethod, property)):
         kind = "a method" if isinstance(raw, types.FunctionType) else f"a {type(raw).__name__}"
-        raise OperatorClassError(
+        raise TypeError(
             f"{what} has {kind} {short_repr(name)}, but an operator has no instances: write "
             f"@staticmethod above it, or staticmethod({name}) for a function from elsewhere."
         )
@@ -234,7 +234,7 @@ def _unwrapped(what: str, name: str, raw: Any) -> Any:
 
 def _check_member(what: str, name: str, value: Any, member: Member) -> None:
     if not member.accepts(value):
-        raise OperatorClassError(
+        raise TypeError(
             f"{what} has the member {short_repr(name)}, which must be {member.takes}; got "
             f"{short_repr(value)}."
         )
@@ -250,13 +250,13 @@ def _function(
     """The function from which `custom_op` makes the operator."""
     if "forward" in members:
         if "signature" in members:
-            raise OperatorClassError(
+            raise TypeError(
                 f"{what} has both 'forward' and 'signature'; the annotations of 'forward' are the "
                 "signature."
             )
         return _identified(cls, members["forward"])
     if not kernels:
-        raise OperatorClassError(
+        raise TypeError(
             f"{what} has no kernel: it needs the member 'forward', for every device, or one named "
             "after a device type, such as 'cpu'."
         )
@@ -265,7 +265,7 @@ def _function(
     elif attributes.get("schema") is not None:
         template = next(iter(kernels.values()))
     else:
-        raise OperatorClassError(
+        raise TypeError(
             f"{what} has kernels for {', '.join(kernels)}, but nothing says which signature they "
             "have. Add the static function 'signature', with annotations, or the string 'schema'."
         )

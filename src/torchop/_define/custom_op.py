@@ -109,14 +109,14 @@ def custom_op(
         The handle, which is called and treated like the function.
 
     Raises:
-        EffectError: the operator was already compiled with another effect.
+        TracingError: the operator was already compiled with another effect.
         ValueError: a name, an annotation, a schema, `mutates_args`, `effects` or `compile` that
             breaks a rule. Nothing stays defined.
         NotImplementedError: a keyword-only tensor.
         RuntimeError: the operator exists already, defined by other means than `custom_op`.
 
     Warns:
-        MissingEffectWarning: the function returns nothing and mutates nothing, and `effects` is not
+        SchemaWarning: the function returns nothing and mutates nothing, and `effects` is not
             given. `torch.compile` will raise an error.
         RedefinitionWarning: the operator was defined before by another function. The new
             definition replaces it; the same function, in a reloaded module or a notebook cell,

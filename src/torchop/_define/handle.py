@@ -215,7 +215,7 @@ class CustomOp(Registrations, Generic[P, R]):
             `value`.
 
         Raises:
-            RuleNameError: a `ValueError`: there is no such rule.
+            ValueError: there is no such rule.
             TypeError, ValueError: the rule refuses the value.
         """
         return get_rule(rule).register(self, value, **options)

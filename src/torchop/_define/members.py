@@ -14,7 +14,7 @@ import torch
 from torchop._compat import dispatch
 from torchop._core.user_rule import reserved_names, rule_names
 from torchop._define.handle import CustomOp
-from torchop._errors import OperatorClassError, short_repr
+from torchop._errors import short_repr
 from torchop._rules.autograd.formula import Derived
 
 # Registers a member, given the handle, its value, and all members of the class.
@@ -69,7 +69,7 @@ def _register_torch_dispatch(
 def _register_providers(op: CustomOp[..., Any], providers: Any, members: Mapping[str, Any]) -> None:
     for name, options in providers.items():
         if not isinstance(options, Mapping) or not {"device_types", "function"} <= options.keys():
-            raise OperatorClassError(
+            raise TypeError(
                 f"{op.name}: the member 'providers' has a dict for each provider, with "
                 "device_types, function and what else register_kernel takes, such as "
                 "{'triton': {'device_types': 'cuda', 'function': kernel}}; got "

@@ -29,7 +29,7 @@ class TensorRecord(NamedTuple):
 
     Example:
         >>> import torch, torchop
-        >>> torchop.TensorRecord(torch.int8, (2,), "cpu", False).example()
+        >>> torchop.testing.TensorRecord(torch.int8, (2,), "cpu", False).example()
         tensor([1, 1], dtype=torch.int8)
     """
 
@@ -72,8 +72,8 @@ class TypeRecord(NamedTuple):
         name: the name of its type, such as `"torch._C.Generator"`, or the kind of tensor.
 
     Example:
-        >>> import torchop
-        >>> torchop.CallRecord((torchop.TypeRecord("torch._C.Generator"),), {}).example() is None
+        >>> from torchop.testing import CallRecord, TypeRecord
+        >>> CallRecord((TypeRecord("torch._C.Generator"),), {}).example() is None
         True
     """
 
@@ -90,8 +90,8 @@ class CallRecord(NamedTuple):
 
     Example:
         >>> import torch, torchop
-        >>> tensor = torchop.TensorRecord(torch.float32, (2,), "cpu", False)
-        >>> torchop.CallRecord((tensor, 2.0), {"dim": None}).example()
+        >>> tensor = torchop.testing.TensorRecord(torch.float32, (2,), "cpu", False)
+        >>> torchop.testing.CallRecord((tensor, 2.0), {"dim": None}).example()
         ((tensor([1., 1.]), 2.0), {'dim': None})
     """
 

@@ -121,7 +121,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
             The calls. This recording is complete, so it cannot be entered.
 
         Raises:
-            RecordingError: `save` did not write the file; the message names the position.
+            ValueError: `save` did not write the file; the message names the position.
             OSError: the file cannot be read.
 
         Example: see `save`.

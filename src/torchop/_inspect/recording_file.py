@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from torchop import OperatorNameError, RecordingError
+from torchop import OperatorNameError
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, mapped
 from torchop.extend import OpName
 
@@ -102,16 +102,16 @@ def read(path: Path) -> list[tuple[str, Calls]]:
             path.read_bytes().decode(), object_pairs_hook=_with_unique_keys, parse_constant=_refused
         )
     except (ValueError, RecursionError) as error:
-        raise RecordingError(
+        raise ValueError(
             f"{path} holds no recording of calls: it is not complete JSON ({error}). Record again, "
             "with torchop.record or `python -m torchop record`."
         ) from None
     try:
         return list(_calls_in(content))
-    except RecordingError as error:
-        raise RecordingError(f"{path}{error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}{error}") from None
     except RecursionError:  # at the limit of the JSON parser
-        raise RecordingError(
+        raise ValueError(
             f"{path}: a value is nested too deeply for an argument of an operator. Record again, "
             "or correct it."
         ) from None
@@ -134,7 +134,7 @@ def _calls_in(content: Any) -> Iterator[tuple[str, Calls]]:
         raise _wrong("the file", f'an object with "{_FORMAT}": {_VERSION}', content)
     version = content[_FORMAT]
     if version != _VERSION or type(version) is not int:
-        raise RecordingError(
+        raise ValueError(
             f" is a recording of version {_shown(version)}, and this torchop "
             f"reads version {_VERSION}. Record again, or use the torchop that wrote it."
         )
@@ -229,8 +229,8 @@ def _check_keys(value: dict[str, Any], place: str, expected: set[str]) -> None:
         raise _wrong(place, f"the keys {', '.join(sorted(expected))}", sorted(value))
 
 
-def _wrong(place: str, expected: str, value: Any) -> RecordingError:
-    return RecordingError(
+def _wrong(place: str, expected: str, value: Any) -> ValueError:
+    return ValueError(
         f": {place}: expected {expected}, got {_shown(value)}. Record again, or correct it."
     )
 

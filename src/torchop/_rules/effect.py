@@ -12,7 +12,7 @@ from torchop._compat.classes import EffectType, FunctionalTensorMode, OpOverload
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
-from torchop._errors import EffectError, MissingEffectError, MissingEffectWarning, short_repr, warn
+from torchop._errors import SchemaWarning, TracingError, short_repr, warn
 from torchop._rules.checkpoint_modes import offer_to_checkpoints
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -86,7 +86,7 @@ class EffectRule(CompiledRule[Declared]):
     @compilers.never_traced
     def _reject_vmap(self, /, *args: Any, **kwargs: Any) -> Any:
         name = str(self.definition)
-        raise EffectError(
+        raise TracingError(
             f"{name} has an effect, and vmap does not define how often, and in which order, "
             "the effect happens for a batch. Register a vmap rule that does "
             f"(register_vmap({name!r}, ...)), or call the operator outside vmap."
@@ -126,7 +126,7 @@ def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
             "and torch.compile rejects it. If it has a side effect, such as logging, pass "
             'effects="ordered" to custom_op. If it writes into an argument, name that in '
             'mutates_args. If it has no effect, pass effects="none".',
-            MissingEffectWarning,
+            SchemaWarning,
         )
     return declared
 
@@ -174,7 +174,7 @@ def check_not_traced(name: OpName, declared: Declared) -> None:
             UserWarning,
         )
         return
-    raise EffectError(
+    raise TracingError(
         f"{name}: a compiler has already traced the operator without an effect. PyTorch caches "
         "compiled code by the operator's name, so only some graphs would respect the effect. "
         'Declare it where the operator is defined, custom_op(..., effects="ordered"), before '
@@ -203,9 +203,9 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
     effect = registries.effect_of(name)
     if effect is None:
         if not op._schema.returns and _effect_is_undeclared(op):
-            raise MissingEffectError(how_to_declare(name))
+            raise TracingError(how_to_declare(name))
     elif not tracing.effect_is_threaded(mode, effect):
-        raise EffectError(
+        raise TracingError(
             f"{name} has an effect, but PyTorch drops effectful calls from a graph inside a "
             "graph (a branch of torch.cond, the body of a loop, a nested region that is "
             "differentiated). Move the call out of the inner graph, or do not compile this "
@@ -243,7 +243,7 @@ def register_effect(
         lib: the library that owns the registration; by default it is permanent.
 
     Raises:
-        EffectError: the operator was already compiled without the effect.
+        TracingError: the operator was already compiled without the effect.
         OperatorNotFoundError: the operator is not defined.
         ValueError: the effect is invalid, or PyTorch ignores effects of this operator because it
             mutates or aliases an argument, or has a CompositeImplicitAutograd kernel.

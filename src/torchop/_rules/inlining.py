@@ -16,7 +16,7 @@ from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import tensors_in
 from torchop._core.contract import alias_error, check_returned_arguments, result_check
 from torchop._core.definition import CompiledRule, Definition
-from torchop._errors import InliningError, short_repr, short_text
+from torchop._errors import TracingError, short_repr, short_text
 from torchop._rules.effect import Declared, functionalize_unless_dropped
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
@@ -131,14 +131,14 @@ def _traceable(
         except Exception as error:
             device = _own_device(definition, (*args, *kwargs.values()))
             if inlined.launches and device is not None:
-                raise InliningError(
+                raise TracingError(
                     f"{definition}: register a fake kernel for compiled calls of the kernel for "
                     f"{device}: the function raised {type(error).__name__}: {short_text(error)}"
                 ) from error
             if not reads_data(error, definition.overload):
                 raise
             reading = str(error).partition("\n")[0]
-            raise InliningError(
+            raise TracingError(
                 f"{definition}: the function cannot be traced: it read the data of a tensor "
                 f"({reading}). With compile='inline' it must consist of operators that PyTorch "
                 "knows, because a compiler runs it on tensors without data. Define the operator "

@@ -18,7 +18,7 @@ import torch
 
 from torchop._compat import schemas
 from torchop._compat.classes import FakeScriptObject
-from torchop._errors import ArgumentError, ArgumentValueError, short_repr
+from torchop._errors import ArgumentError, short_repr
 from torchop._schema import types
 from torchop._schema.text import write_results
 
@@ -186,7 +186,7 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
         for choice in choices:
             if value == choice:
                 return choice  # in place of a symbol
-        raise ArgumentValueError(f"{where}: expected {expected}, got {short_repr(value)}.")
+        raise ArgumentError(f"{where}: expected {expected}, got {short_repr(value)}.")
 
     return Kind(schema, check, decode=check, is_optional=None in values)
 
@@ -203,12 +203,12 @@ def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Ki
         if not isinstance(value, cls):
             raise wrong_type(where, types.spell(cls), value)
         if choices is not None and value not in choices:
-            raise ArgumentValueError(f"{where}: expected {expected}, got {value.name!r}.")
+            raise ArgumentError(f"{where}: expected {expected}, got {value.name!r}.")
         return value.name
 
     def decode(name: Any, where: str) -> Any:
         if name not in members:
-            raise ArgumentValueError(f"{where}: expected {expected}, got {short_repr(name)}.")
+            raise ArgumentError(f"{where}: expected {expected}, got {short_repr(name)}.")
         return members[name]
 
     return Kind("str", encode, decode=decode)
@@ -312,7 +312,7 @@ def _decode(item: Kind, container: Container) -> Encode | None:
 def check_length(values: Any, length: int | None, where: str) -> None:
     """Refuses a container with another number of items, if their number is fixed."""
     if length is not None and len(values) != length:
-        raise ArgumentValueError(f"{where}: expected {length} items, got {len(values)}.")
+        raise ArgumentError(f"{where}: expected {length} items, got {len(values)}.")
 
 
 def _encode_dtype(value: Any, where: str) -> str:
@@ -321,7 +321,7 @@ def _encode_dtype(value: Any, where: str) -> str:
 
 def _decode_dtype(name: Any, where: str) -> torch.dtype:
     if name not in schemas.dtypes():
-        raise ArgumentValueError(
+        raise ArgumentError(
             f"{where}: expected names of dtypes, such as 'float32', got {short_repr(name)}."
         )
     return schemas.dtypes()[name]

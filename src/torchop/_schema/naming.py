@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torchop._compat import schemas, torch_ops
-from torchop._errors import OperatorNameError, RuleNameError, short_repr, short_text
+from torchop._errors import OperatorNameError, short_repr, short_text
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GOOD = 'a good name is "mylib::crop" or "mylib::crop.overload"'
@@ -156,17 +156,17 @@ def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
 def check_rule_name(name: object, reserved: Iterable[Callable[[str], bool]]) -> None:
     """Refuses a name that no rule of `torchop.Rule` can have; `reserved` says which are taken."""
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        raise RuleNameError(
+        raise ValueError(
             f"the name of a rule is an identifier such as 'cost', because it is also the name of "
             f"a member of classes; got {short_repr(name)}."
         )
     if name.startswith("_"):
-        raise RuleNameError(
+        raise ValueError(
             f"the name of a rule does not start with an underscore, because the class form takes "
             f"such members for the author's own; got {short_repr(name)}."
         )
     if any(is_reserved(name) for is_reserved in reserved):
-        raise RuleNameError(
+        raise ValueError(
             f"{short_repr(name)} means something else in the class form of an operator, or on its "
             "handle; choose another name for the rule."
         )

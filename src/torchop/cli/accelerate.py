@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 import torchop
-from torchop import NothingToAccelerateWarning, Recorded, RecordingError
+from torchop import NothingToAccelerateWarning, Recorded
 from torchop._accelerate.accelerate import aligned
 from torchop._accelerate.patterns import is_match
 from torchop._compat import on_demand
@@ -67,7 +67,7 @@ def accelerate(
     for file in files:
         try:
             in_files.update(Recorded.load(file))
-        except (OSError, RecordingError) as error:
+        except (OSError, ValueError) as error:
             raise click.ClickException(str(error)) from None
     for part in (imported, in_files):
         recorded.update(part)

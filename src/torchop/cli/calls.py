@@ -16,7 +16,7 @@ import click
 import torch
 
 import torchop
-from torchop import MissingRuleError, NativeUnavailableError
+from torchop import MissingRuleError
 from torchop._accelerate.accelerate import aligned
 from torchop._inspect import call_record
 from torchop._rules.providers import kernels_of_call
@@ -26,6 +26,7 @@ from torchop.cli.child_process import answers_of, errors_told, first_line, prelo
 from torchop.cli.measure import Call
 from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import Operator
+from torchop.native import NativeUnavailableError
 from torchop.testing._check.report import CheckReport, write_html
 from torchop.testing._processes import ChildError
 from torchop.testing._samples import with_fake_tensors

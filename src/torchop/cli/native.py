@@ -21,12 +21,12 @@ import torch
 from rich.text import Text
 
 import torchop
-from torchop import NativeUnavailableError
 from torchop._compat import compile_caches
 from torchop._native.extension import api as native
 from torchop._native.extension import files, recipe
 from torchop._native.extension.build import printable
 from torchop.cli.selection import console, print_table, require
+from torchop.native import NativeUnavailableError
 
 _METADATA = """\
 Metadata-Version: 2.1

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop import OpCheckError
 from torchop._compat import dispatch, optests, simulated_ranks
 from torchop._rules.user.examples import make_examples
 from torchop._rules.user.sharding import SHARDING
 from torchop.extend import Form, Operator, OpLike, OpOverload, short_repr
 from torchop.testing._check.calls import Call
 from torchop.testing._check.results import keeps_its_schema
+from torchop.testing._errors import OpCheckError
 from torchop.testing._samples import Sample, inside_a_graph, sample_of, without_refused_gradients
 from torchop.testing.probes import copies, leaves, tensors_of
 
@@ -85,7 +85,7 @@ def opcheck(
     can still be checked.
 
     The checks are those of `torch.library.opcheck`. With each of them, the inputs are also compared
-    bit for bit before and after the call, as `torchop.checking` does for a whole program.
+    bit for bit before and after the call, as `torchop.testing.checking` does for a whole program.
     `test_schema` also finds memory shared through NumPy.
     """
     if (rtol is None) is not (atol is None):

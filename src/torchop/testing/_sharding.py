@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from torchop import OpCheckError, ShardingError
+from torchop import ShardingError
 from torchop._compat import dtensor, optests, simulated_ranks
 from torchop._rules.user.sharding import SHARDING
 from torchop.extend import Operator, OpLike, OpOverload, named_inputs, short_text
+from torchop.testing._errors import OpCheckError
 from torchop.testing._samples import Sample, sample_of
 from torchop.testing.probes import tensors_of, with_tensors
 
@@ -104,7 +105,7 @@ def check_sharding(
         '... d -> ...'
         >>> check_sharding(row_sums, (torch.randn(4, 6),))
         Traceback (most recent call last):
-        torchop.OpCheckError: ... with x: S(1) result 0 is wrong...
+        torchop.testing.OpCheckError: ... with x: S(1) result 0 is wrong...
     """
     operator = Operator(op, "check_sharding")
     SHARDING.lookup(operator.overload)  # raises without one

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchop import NativeUnavailableError, native
+from torchop import native
 from torchop.extend import Schema
 from torchop.testing._samples import inside_a_graph
 from torchop.testing.probes import copies, tensors_of
@@ -71,7 +71,7 @@ def timed(
         on_device: whether a call on an accelerator costs what its kernels take there, by events,
             with nothing of its arguments in the caches.
     """
-    with contextlib.suppress(NativeUnavailableError):
+    with contextlib.suppress(native.NativeUnavailableError):
         native.wait()  # while it is compiled, a call takes many times as long
     wait = _wait_for(arguments)
     device = _accelerator_of(arguments) if on_device else None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchop import NativeUnavailableError, ProviderWarning, priority
+from torchop import ProviderWarning, priority
 from torchop._compat import autograd, devices, fake_tensors
 from torchop._native.extension import files
 from torchop._rules.providers import kernels_of_call, measurements, tuned
@@ -21,6 +21,7 @@ from torchop._rules.providers.priority import REFERENCE
 from torchop._rules.residuals.handover import requested
 from torchop._rules.user.examples import make_examples
 from torchop.extend import Operator, OpLike, short_repr, short_text, warn
+from torchop.native import NativeUnavailableError
 from torchop.testing import probes
 from torchop.testing._progress import progress_bar
 from torchop.testing._samples import Sample, sample_of
@@ -31,7 +32,7 @@ _SECONDS = 0.3  # for each kernel and call, unless one call takes longer
 
 
 class Tuned(NamedTuple):
-    """What `torchop.tune` found; it prints itself as a table.
+    """What `torchop.testing.tune` found; it prints itself as a table.
 
     Attributes:
         op: the name of the operator.
@@ -41,7 +42,7 @@ class Tuned(NamedTuple):
 
     Example:
         >>> import torchop
-        >>> torchop.Tuned("docs::scale", (), ("it has no call",)).problems
+        >>> torchop.testing.Tuned("docs::scale", (), ("it has no call",)).problems
         ('it has no call',)
     """
 
@@ -105,7 +106,7 @@ def tune(
         >>> @twice.register_kernel("cpu", provider="loop")
         ... def _(x):
         ...     return torch.tensor([2 * number for number in x.tolist()])
-        >>> found = torchop.tune(twice, [(torch.ones(1000),)])
+        >>> found = torchop.testing.tune(twice, [(torch.ones(1000),)])
         >>> [kernel.provider for kernel in found.measurements[0].kernels]
         ['reference', 'loop']
 
@@ -139,7 +140,7 @@ class tuning(priority):  # noqa: N801  (called like a function)
 
     Args:
         budget: the seconds after which no more is measured.
-        table: the file that gets the measurements, as in `torchop.tune`.
+        table: the file that gets the measurements, as in `torchop.testing.tune`.
 
     Example:
         >>> import torch, torchop
@@ -149,7 +150,7 @@ class tuning(priority):  # noqa: N801  (called like a function)
         >>> @thrice.register_kernel("cpu", provider="loop")
         ... def _(x):
         ...     return torch.tensor([3 * number for number in x.tolist()])
-        >>> with torchop.tuning():
+        >>> with torchop.testing.tuning():
         ...     _ = thrice(torch.ones(1000))
         >>> torchop.explain(thrice, torch.zeros(999)).provider
         'reference'

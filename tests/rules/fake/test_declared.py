@@ -215,7 +215,7 @@ def test_opcheck_says_how_to_declare_other_strides(namespace):
         return x.clone(memory_format=torch.contiguous_format)
 
     op.register_fake(like="x")
-    with pytest.raises(torchop.OpCheckError, match=r"memory_format=torch\.contiguous"):
+    with pytest.raises(torchop.testing.OpCheckError, match=r"memory_format=torch\.contiguous"):
         torchop.opcheck(op, (torch.ones(3, 2).t(),))
 
 
@@ -324,7 +324,7 @@ _TWO = "(Tensor x, Tensor[] xs) -> (Tensor, Tensor[])"
         ("(Tensor x) -> ()", {"like": "x"}, "the operator returns nothing"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::torchop.MissingEffectWarning")
+@pytest.mark.filterwarnings("ignore::torchop.SchemaWarning")
 def test_a_declaration_that_does_not_fit_is_refused(namespace, schema, said, message):
     op = define(namespace, schema)
     with pytest.raises(torchop.RuleSignatureError, match=message) as caught:

@@ -250,7 +250,7 @@ def test_operator_that_only_has_an_effect_needs_no_fake_kernel(namespace, run, e
 
 
 @EVERYWHERE
-@pytest.mark.filterwarnings("ignore::torchop.MissingEffectWarning")
+@pytest.mark.filterwarnings("ignore::torchop.SchemaWarning")
 def test_operator_that_returns_nothing_for_no_known_reason_needs_one(namespace, run):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> None:

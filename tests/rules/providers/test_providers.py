@@ -57,7 +57,7 @@ def test_operators_that_torchop_did_not_define_have_none(namespace, library):
 @pytest.mark.parametrize("name", ["reference", "", "a b", "a,b", 3, "a::b"])
 def test_names_that_a_provider_cannot_have(namespace, name):
     op = define(namespace)
-    with pytest.raises(torchop.ProviderNameError, match=f"{namespace}::op: "):
+    with pytest.raises(torchop.ProviderError, match=f"{namespace}::op: "):
         op.register_kernel(TYPE, adding(1), provider=name)
 
 
@@ -538,7 +538,7 @@ def test_factories_choose_by_their_device(namespace):
 def test_checking_watches_providers(namespace):
     op = define(namespace, priority=["writes"])
     op.register_kernel(TYPE, lambda x: x.add_(1).clone(), provider="writes")
-    with torchop.checking(), pytest.raises(torchop.UndeclaredMutationError):
+    with torchop.testing.checking(), pytest.raises(torchop.UndeclaredMutationError):
         op(torch.zeros(1))
 
 

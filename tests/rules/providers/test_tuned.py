@@ -150,7 +150,7 @@ def test_a_stale_measurement_is_not_used_and_that_is_said_once(
     users(cache, stale)
     with pytest.warns(torchop.ProviderWarning, match=problem) as seen:
         scale(torch.ones(6))
-    assert "Measure here: torchop.tune" in str(seen[0].message)
+    assert "Measure here: torchop.testing.tune" in str(seen[0].message)
     scale(torch.ones(7))  # an error would be raised for a second warning
     assert provider(scale, torch.ones(6)) == "fast"
 
@@ -280,7 +280,7 @@ def test_set_tuning_refuses_what_it_could_not_use(scale):
     for wrong in ([1, 16], {0: ["a"]}, {0: 3}):
         with pytest.raises(TypeError, match=r"upper bounds of buckets by dimension, such as"):
             scale.set_tuning(buckets={"x": wrong})
-    with pytest.raises(torchop.ProviderNameError, match="'tuned' stands for the provider"):
+    with pytest.raises(torchop.ProviderError, match="'tuned' stands for the provider"):
         scale.register_kernel(TYPE, lambda x, factor: x, provider="tuned")
 
 

@@ -206,7 +206,7 @@ def test_a_function_that_another_wraps_is_called_as_it_is(namespace):
     """A checking block looks at what kernels return, and hands residuals over all the same."""
     op = define(namespace, *CASES["one result"])
     x = leaf()
-    with torchop.checking():
+    with torchop.testing.checking():
         op(x).backward()
     assert x.grad.item() == 12.0
 

@@ -18,7 +18,7 @@ import torchop
 from tests.releases import needs_tags
 from tests.schema.structure.structures import Frozen, Mode, WithTensor
 from tests.support import needs_native
-from torchop import ArgumentValueError, SchemaError
+from torchop import ArgumentError, SchemaError
 
 
 def test_positional_only_parameters_stay_positional(namespace: str) -> None:
@@ -97,7 +97,7 @@ def test_parameters_may_be_called_like_builtins(namespace: str) -> None:
 
     first, second = op(torch.ones(1), "a")
     assert (first.item(), second.item()) == (1, 1)
-    with pytest.raises(ArgumentValueError, match="type: expected one of 'a', 'b', got 'c'"):
+    with pytest.raises(ArgumentError, match="type: expected one of 'a', 'b', got 'c'"):
         op(torch.ones(1), "c")  # type: ignore[arg-type]
 
 

@@ -65,7 +65,7 @@ def test_a_call_in_a_graph_that_would_drop_it_is_refused(
 
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=IN_A_GRAPH) as caught:
         torch.compile(function, backend=backend, fullgraph=True)(torch.ones(3))
-    assert isinstance(caught.value.inner_exception, torchop.EffectError)
+    assert isinstance(caught.value.inner_exception, torchop.TracingError)
     assert "torch.compiler.disable" in str(caught.value)
     assert CALLS == []
 
@@ -91,7 +91,7 @@ def test_an_exported_branch_keeps_its_calls_until_it_is_decomposed(log: Any) -> 
     CALLS.clear()
     program.module()(torch.ones(2))
     assert CALLS == [1]
-    with pytest.raises(torchop.EffectError, match=IN_A_GRAPH):
+    with pytest.raises(torchop.TracingError, match=IN_A_GRAPH):
         program.run_decompositions()
 
 

@@ -38,7 +38,7 @@ def _define(namespace: str, **options: Any) -> Any:
 def test_an_effect_is_refused_after_the_operator_was_compiled(namespace: str) -> None:
     op = _define(namespace)
     _compile(op)
-    with pytest.raises(torchop.EffectError, match=f"{namespace}::op: a compiler has already") as e:
+    with pytest.raises(torchop.TracingError, match=f"{namespace}::op: a compiler has already") as e:
         op.register_effect(torchop.EffectType.ORDERED)
     assert 'custom_op(..., effects="ordered")' in str(e.value)
     op.register_effect(None)  # says nothing new
@@ -58,7 +58,7 @@ def test_an_effect_is_removed_after_the_operator_was_compiled(namespace: str) ->
         assert effect_of(f"{namespace}::op") is None
     torch.compiler.reset()
     _compile(op)
-    with pytest.raises(torchop.EffectError, match="traced the operator without an effect"):
+    with pytest.raises(torchop.TracingError, match="traced the operator without an effect"):
         op.register_effect("ordered")
 
 
@@ -100,7 +100,7 @@ def test_running_and_faking_an_operator_is_not_too_early(namespace: str) -> None
 
 
 def test_a_refused_compilation_is_not_too_early(namespace: str) -> None:
-    with pytest.warns(torchop.MissingEffectWarning):
+    with pytest.warns(torchop.SchemaWarning):
         op = torchop.custom_op(
             f"{namespace}::op", CALLS.append, mutates_args=(), schema="(Tensor x) -> ()"
         )
@@ -115,7 +115,7 @@ def test_a_refused_compilation_is_not_too_early(namespace: str) -> None:
 def test_a_definition_with_another_effect_is_refused_too(namespace: str) -> None:
     op = _define(namespace)
     _compile(op)
-    with pytest.raises(torchop.EffectError, match="traced the operator without an effect"):
+    with pytest.raises(torchop.TracingError, match="traced the operator without an effect"):
         _define(namespace, effects="ordered")
     assert op(torch.ones(1)).item() == 1  # it is still the one that was there
     _define(namespace)

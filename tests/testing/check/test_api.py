@@ -67,7 +67,7 @@ def test_report_of_a_right_operator(good: Any) -> None:
 def test_failures_are_raised_with_the_report(flat: Any) -> None:
     from torch.testing._internal.optests import OpCheckError
 
-    with pytest.raises(torchop.OpCheckError, match=r"FAILED memory\.transposed") as error:
+    with pytest.raises(torchop.testing.OpCheckError, match=r"FAILED memory\.transposed") as error:
         check(flat, EXAMPLE, only="memory")
     assert isinstance(error.value, OpCheckError)  # what users of torch.library catch
     assert "torch.tensor(" in str(error.value)
@@ -196,7 +196,7 @@ def test_budget_ends_the_run_and_says_so(good: Any) -> None:
 
 def test_what_was_not_run_fails_unless_it_is_allowed(good: Any) -> None:
     told = r"1 not run .*that 1 of the checks were not run is a failure: the budget of 0 s was"
-    with pytest.raises(torchop.OpCheckError, match=f"(?s){told}.*allow_not_run"):
+    with pytest.raises(torchop.testing.OpCheckError, match=f"(?s){told}.*allow_not_run"):
         check(good, EXAMPLE, only="memory.given", budget=0)
     report = check(good, EXAMPLE, only="memory.given", budget=0, raise_exception=False)
     assert (report.ok, report.failures) == (False, ())
@@ -487,7 +487,7 @@ def test_a_fake_kernel_that_promotes_no_integers_fails_unless_none_may_be_passed
 
     op = torchop.custom_op(f"{namespace}::scaled", scaled, mutates_args=())
     op.register_fake(torch.empty_like)
-    with pytest.raises(torchop.OpCheckError, match=r"dtypes.accepted: in int64"):
+    with pytest.raises(torchop.testing.OpCheckError, match=r"dtypes.accepted: in int64"):
         check(op, EXAMPLE, only="dtypes.accepted")
     op.register_examples(list, valid=lambda x: x.dtype in (torch.float32, torch.float16))
     report = check(op, EXAMPLE, only="dtypes.accepted")

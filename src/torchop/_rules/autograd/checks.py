@@ -6,7 +6,7 @@ import torch
 
 from torchop._compat import dispatch
 from torchop._core.definition import Definition
-from torchop._errors import DerivedFormulaError, RuleSignatureError
+from torchop._errors import GradientError, RuleSignatureError
 from torchop._rules.effect import EffectRule
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.schema import TENSOR_LISTS
@@ -103,7 +103,7 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
         )
     else:
         return
-    raise DerivedFormulaError(
+    raise GradientError(
         f"Cannot derive an autograd formula for {definition}: {problem}. Got {schema}."
     )
 

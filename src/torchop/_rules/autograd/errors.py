@@ -11,7 +11,7 @@ from torchop._compat import functorch, tracing
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
-from torchop._errors import BackwardNotTraceableError, MissingFormulaError, short_text
+from torchop._errors import MissingFormulaError, TracingError, short_text
 from torchop._schema.schema import Argument
 from torchop._schema.types import spell
 
@@ -46,7 +46,7 @@ def explain_if_data_was_read(
         return
     # After the first line, PyTorch gives advice on its logs, which stays in the cause.
     reading = short_text(str(error).partition("\n")[0])
-    raise BackwardNotTraceableError(
+    raise TracingError(
         f"{definition}: the {what} cannot run {_place(tensor)}, because it read the data of a "
         f"tensor ({reading}). Make the backward an operator, whose parameters name the arguments, "
         "results and residuals that it needs:\n\n"

@@ -232,12 +232,12 @@ def derive_autograd(op: OpLike, /) -> None:
     and the same dtypes of autocast.
 
     Raises:
-        DerivedFormulaError: a `RuntimeError`: the operator mutates, aliases or has an effect;
+        GradientError: a `RuntimeError`: the operator mutates, aliases or has an effect;
             or operators with these two names exist already.
         NotImplementedError: it takes or returns tensors in places that autograd cannot follow.
 
     An input on which no output depends has a gradient of zeros. If autograd cannot follow the
-    body, because it uses NumPy or detaches tensors, the backward raises `DerivedFormulaError`.
+    body, because it uses NumPy or detaches tensors, the backward raises `GradientError`.
     Numbers that the body reads, as in `x.item()`, have no gradient.
 
     Example:

@@ -16,7 +16,7 @@ from torchop._core.contract import ResultCheck, result_check
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
-from torchop._errors import FakeKernelError, InliningError, RuleSignatureError, add_note, warn
+from torchop._errors import FakeKernelError, RuleSignatureError, TracingError, add_note, warn
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, innermost, running
 from torchop._rules.fake.errors import data_was_read, missing_fake, source_of
@@ -234,7 +234,7 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
     try:
         result = not_recording(definition, fake.function)(*args, **kwargs)
     except Exception as error:
-        if isinstance(error, InliningError) or not reads_data(error, definition.overload):
+        if isinstance(error, TracingError) or not reads_data(error, definition.overload):
             place = source_of(definition.rule(FakeRule).function or fake.function)
             add_note(error, f"in the fake kernel of {definition}, {place}")
             raise

@@ -24,7 +24,7 @@ from torchop._core.call import (
     returned_result,
 )
 from torchop._core.definition import Definition
-from torchop._errors import FunctionalizationError
+from torchop._errors import TracingError
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 
@@ -87,7 +87,7 @@ def checking_regions(definition: Definition) -> Callable[..., Any]:
                 else:
                     problem = not isinstance(value, Tensor) and "a list or None"
                 if problem:
-                    raise FunctionalizationError(
+                    raise TracingError(
                         f"{definition} mutates {name!r}, which is {problem}, in a region of "
                         "torch.compiler.nested_compile_region. PyTorch only finds mutations of "
                         "tensors that are passed by position. Call the operator outside of the "
@@ -110,7 +110,7 @@ def _check_memory(definition: Definition, args: Any, kwargs: Any) -> None:
         mutated_tensors(definition.schema, args, kwargs), 2
     ):
         if one is not other and tracing.may_overlap(one, other):
-            raise FunctionalizationError(
+            raise TracingError(
                 f"{definition} was called in a nested region, with mutated arguments that may "
                 f"overlap in memory ({name}, {other_name}). A compiler traces each as separate "
                 "memory. Pass tensors that do not overlap, or call the operator outside of "

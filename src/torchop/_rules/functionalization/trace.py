@@ -26,7 +26,7 @@ from torchop._compat import cpp_functionalization, registries, tracing
 from torchop._compat.classes import FunctionalTensorMode, ProxyTorchDispatchMode
 from torchop._core.call import map_tensors, mutated_tensors, returned_result
 from torchop._core.definition import Definition
-from torchop._errors import FunctionalizationError
+from torchop._errors import TracingError
 from torchop._rules.checkpoint_modes import saved_under_budget
 from torchop._rules.functionalization.helper_operators import (
     FUNCTIONAL,
@@ -145,7 +145,7 @@ def _trace(
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     if functional is not None and ("List[Tensor]" in _traced_results(schema) or not mutated):
         if names := _names_if_shared(definition, args, kwargs, mutated):
-            raise FunctionalizationError(
+            raise TracingError(
                 f"{definition} was called with mutated arguments that share memory ({names}). An "
                 "operator that mutates and returns a list is compiled into one that writes into "
                 "copies, which would not share memory. Pass tensors that share no memory, or "
@@ -185,7 +185,7 @@ def _copy_typed_views(
 
     changed = map_tensors(definition.schema, args, kwargs, change)
     if names := _names_if_shared(definition, args, kwargs, [view for view, _ in copies]):
-        raise FunctionalizationError(
+        raise TracingError(
             f"{definition} was called with a view of another type (such as x.real, or "
             f"torch.view_as_complex(x)) among its mutated arguments ({names}), and another of "
             "them has the same memory. A compiler replaces such a view with a separate copy. "
@@ -205,8 +205,8 @@ def _names_if_shared(
     return ", ".join(dict.fromkeys(name for name, _ in mutated))
 
 
-def _untraceable(definition: Definition, kinds: Sequence[str]) -> FunctionalizationError:
-    return FunctionalizationError(
+def _untraceable(definition: Definition, kinds: Sequence[str]) -> TracingError:
+    return TracingError(
         f"{definition} mutates an argument and returns {', '.join(kinds)}. A compiler "
         "would keep the value that the fake kernel returned. Return tensors instead, 0-dim for "
         f"numbers. Got {definition.schema}."

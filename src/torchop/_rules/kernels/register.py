@@ -64,7 +64,7 @@ def register_kernel(
         OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not accept the operator's arguments, or a provider's kernel
             has other names or defaults for them.
-        ProviderNameError: a `ValueError`: the provider's name is invalid.
+        ProviderError: a `ValueError`: the provider's name is invalid.
         RuntimeError: PyTorch does not know a device type.
         NotImplementedError: a provider, for an operator that torchop did not define.
         ValueError: the operator has no argument that could select the device.

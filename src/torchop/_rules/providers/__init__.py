@@ -50,12 +50,12 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
         op: the operator.
         order: names of providers. The first one that can run a call runs it, otherwise the kernels
             registered without a provider, named `"reference"`. `"tuned"` means the provider
-            measured as fastest (`torchop.tune`).
+            measured as fastest (`torchop.testing.tune`).
         device_types: the device types of the order; None for all without their own order.
 
     Raises:
         OperatorGoneError: the operator was replaced or closed.
-        ProviderNameError: a `ValueError`: the operator does not have one of these providers.
+        ProviderError: a `ValueError`: the operator does not have one of these providers.
         RuntimeError: PyTorch does not know a device type.
         TypeError: `order` is not a list of names.
 
@@ -95,7 +95,7 @@ def set_tuning(
 
     Args:
         op: the operator.
-        table: a file that `torchop.tune(..., table=...)` wrote, shipped with your package.
+        table: a file that `torchop.testing.tune(..., table=...)` wrote, shipped with your package.
         buckets: the upper bounds of size buckets for measuring, by argument and dimension, as in
             `{"x": {0: [1, 16, 256]}}`. Negative dimensions count from the end. Other sizes use
             powers of two.

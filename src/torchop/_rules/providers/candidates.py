@@ -59,7 +59,7 @@ class TunedKernels(NamedTuple):
     profiled: Callable[[str, Function], Function]
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Measure the kernels for a call inside `torchop.tuning`."""
+        """Measure the kernels for a call inside `torchop.testing.tuning`."""
         if self.tuner is not None:
             self.tuner.measure(self.kernels, args, kwargs)
 

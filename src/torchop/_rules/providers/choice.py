@@ -14,13 +14,7 @@ from torch import Tensor
 from torchop import _hooks
 from torchop._compat import dispatch, logs
 from torchop._core.call import tensors_in
-from torchop._errors import (
-    MissingKernelError,
-    ProviderError,
-    ProviderNameError,
-    ProviderWarning,
-    warn,
-)
+from torchop._errors import MissingKernelError, ProviderError, ProviderWarning, warn
 from torchop._rules.providers import priority
 from torchop._rules.providers.candidates import DeviceKernels, Function, TunedKernels
 from torchop._rules.providers.priority import (
@@ -134,7 +128,7 @@ class Choice:
     def function(self) -> Function:
         """Return a fixed kernel if only one can run, otherwise the chooser."""
         if not priority.blocks_were_opened():
-            with contextlib.suppress(ProviderNameError):  # calls raise it, through the chooser
+            with contextlib.suppress(ProviderError):  # calls raise it, through the chooser
                 usual = self._selection(NO_BLOCK, False)
                 is_fixed = not usual.candidates or usual.candidates[0][0].deterministic
                 if usual.function is not None and is_fixed:

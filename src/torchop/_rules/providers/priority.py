@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from torchop._compat import autograd, compilers, operators
 from torchop._core.blocks import Block
 from torchop._core.lock import registration_lock
-from torchop._errors import ProviderNameError, nearest, short_repr
+from torchop._errors import ProviderError, nearest, short_repr
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.naming import is_match, is_name, is_pattern
@@ -59,7 +59,7 @@ class ActiveOrder(NamedTuple):
 
 
 class Tuner(Protocol):
-    """Measures calls inside `torchop.tuning`, given the kernels and the arguments."""
+    """Measures calls inside `torchop.testing.tuning`, given the kernels and the arguments."""
 
     measure: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
 
@@ -183,10 +183,10 @@ def checked_order(what: str, names: object) -> Order:
     return tuple(dict.fromkeys(names))
 
 
-def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -> ProviderNameError:
+def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -> ProviderError:
     """Return the error for a provider that an operator does not have."""
     listed = ", ".join([REFERENCE, *known])
-    return ProviderNameError(
+    return ProviderError(
         f"{what}: {op} has no provider {short_repr(name)}{nearest(name, known)}; it has: {listed}. "
         "Register it: register_kernel(device_types, function, provider=...)."
     )
@@ -268,11 +268,11 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
         orders: a dict from an operator, by name or by a pattern such as `"mylib::*"`, to names of
             providers. The first one that can run a call runs it, otherwise the kernels registered
             without a provider, named `"reference"`. `"tuned"` means the kernel that
-            `torchop.tune` measured as fastest. None removes an order.
+            `torchop.testing.tune` measured as fastest. None removes an order.
         device_types: the device types of the orders; None for all.
 
     Raises:
-        ProviderNameError: a `ValueError`: no operator of this name or pattern has this provider.
+        ProviderError: a `ValueError`: no operator of this name or pattern has this provider.
         RuntimeError: PyTorch does not know a device type.
         TypeError, ValueError: `orders` is malformed.
 
@@ -324,7 +324,7 @@ class priority(Block):  # noqa: N801  (called like a function)
     Flags that are None keep the value of the enclosing block.
 
     Raises:
-        ProviderNameError: a `ValueError`: no operator of this name or pattern has this provider.
+        ProviderError: a `ValueError`: no operator of this name or pattern has this provider.
         ProviderError: in the block, by a call, with `strict=True`.
 
     Example:

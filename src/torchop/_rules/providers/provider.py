@@ -18,7 +18,6 @@ from torchop._core.definition import Definition
 from torchop._core.observers import call_signature, check_arguments
 from torchop._errors import (
     ProviderError,
-    ProviderNameError,
     ProviderWarning,
     RuleSignatureError,
     nearest,
@@ -157,17 +156,17 @@ def make_provider(
 def check_name(op: object, name: object, devices: Sequence[str | None]) -> None:
     """Raise for reserved or malformed names, and for the device type "meta"."""
     if name == TUNED:
-        raise ProviderNameError(
+        raise ProviderError(
             f"{op}: in an order, {TUNED!r} stands for the provider that was measured as the "
             "fastest. Choose another name."
         )
     if name == REFERENCE:
-        raise ProviderNameError(
+        raise ProviderError(
             f"{op}: {REFERENCE!r} is the name of the kernels that are registered without a "
             "provider. Leave provider out, or choose another name."
         )
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][\w.+-]*", name):
-        raise ProviderNameError(
+        raise ProviderError(
             f"{op}: the name of a provider has letters, digits and any of _ . + -, and starts with "
             f"a letter, such as 'triton'; got {short_repr(name)}."
         )

@@ -98,7 +98,9 @@ def find(
             problems.append(f"the measurements in {where} are not used, because {problem}")
     if problems and (problems[0], True) not in reported:
         reported.add((problems[0], True))
-        text = f"{op}: {problems[0]}. Measure here: torchop.tune, or torchop.tuning."
+        text = (
+            f"{op}: {problems[0]}. Measure here: torchop.testing.tune, or torchop.testing.tuning."
+        )
         logs.calls.info("%s", text)
         warn(text, ProviderWarning)
     return None
@@ -146,7 +148,7 @@ def _read(path: Path) -> Sequence[Measurement]:
     try:
         return measurements.read(path)
     except TableError as error:
-        text = f"{error}, so it is ignored. Remove it, or write it again by torchop.tune."
+        text = f"{error}, so it is ignored. Remove it, or write it again by torchop.testing.tune."
         logs.calls.info("%s", text)
         warn(text, ProviderWarning)
         return ()

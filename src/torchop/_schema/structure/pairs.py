@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchop._errors import ArgumentValueError, short_repr
+from torchop._errors import ArgumentError, short_repr
 from torchop._schema.kinds import Container, Kind, check_length, list_of, wrong_type
 
 
@@ -28,7 +28,7 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def decode(keys: Any, values: Any, where: str) -> dict[str, Any]:
         if len(keys) != len(values):
-            raise ArgumentValueError(f"{where}: got {len(keys)} keys for {len(values)} values.")
+            raise ArgumentError(f"{where}: got {len(keys)} keys for {len(values)} values.")
         return dict(zip(keys, values, strict=True))
 
     return encode, decode
@@ -48,7 +48,7 @@ def nested(
 
     def decode(values: Any, lengths: Any, where: str) -> Any:
         if sum(lengths) != len(values) or any(length < 0 for length in lengths):
-            raise ArgumentValueError(
+            raise ArgumentError(
                 f"{where}: the lengths {list(lengths)} do not add up to {len(values)} values."
             )
         rows: list[Any] = []

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from torchop import OpCheckError
 from torchop._compat import optests
 from torchop.extend import OpLike
 from torchop.testing._check.calls import CannotCheck
@@ -20,6 +19,7 @@ from torchop.testing._check.report import CheckReport
 from torchop.testing._check.result import Result
 from torchop.testing._check.run import Budget, Check, plan_checks, unmet
 from torchop.testing._check.subject import Subject
+from torchop.testing._errors import OpCheckError
 from torchop.testing._timing import Timing, Way, timed
 from torchop.testing.process_state import restored
 
@@ -87,7 +87,7 @@ def check(
         ...     return memory[: x.numel()].sum()  # a kernel that takes the address
         >>> torchop.testing.check(flat_sum, (torch.ones(2, 3),), only="memory.gaps")
         Traceback (most recent call last):
-        torchop.OpCheckError: docs::flat_sum: 1 failed ...
+        torchop.testing.OpCheckError: docs::flat_sum: 1 failed ...
 
     Programs that the process compiled before are compiled again when they run next. If a kernel
     ends the process or never returns, `check` does so too; Python's traceback of a crash names the

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchop import OpCheckError
 from torchop._accelerate import patterns as operator_patterns
 from torchop.extend import OpLike, OpName, short_repr
 from torchop.testing import probes
@@ -31,6 +30,7 @@ from torchop.testing._check.result import Outcome, Result
 from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import Case, Details, Subject, ValidError
 from torchop.testing._check.table import CHECKS, CheckKind
+from torchop.testing._errors import OpCheckError
 from torchop.testing.process_state import quiet, restored
 
 _LONGEST_MESSAGE = 1200

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import torchop
 from tests.rules.support import leaf_of
 from tests.support import counting, needs_native
-from torchop import DerivedFormulaError
+from torchop import GradientError
 from torchop._rules.autograd.derived import replay
 
 pytestmark = needs_native
@@ -243,7 +243,7 @@ def test_a_call_goes_to_the_dispatcher_while_a_graph_is_captured(namespace, monk
     assert calls == {"capture": 1}
     assert torch.equal(x.grad, torch.full((100,), 2.0))
     with pytest.raises(
-        DerivedFormulaError,
+        GradientError,
         match=r"its body draws random numbers in aten\.(native_dropout|bernoulli)",
     ):
         op(x)
@@ -305,7 +305,7 @@ def test_an_effect_that_is_declared_later_is_refused_before_the_kernel_runs(name
     for context in (contextlib.nullcontext(), torchop.native.disabled()):
         with (
             context,
-            pytest.raises(DerivedFormulaError, match="got an effect after its formula was derived"),
+            pytest.raises(GradientError, match="got an effect after its formula was derived"),
         ):
             op(leaf_of(1.0))
     assert not runs

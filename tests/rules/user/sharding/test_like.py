@@ -170,7 +170,9 @@ def test_a_wrong_choice_is_found(namespace: str) -> None:
         mutates_args=(),
     )
     op.register_sharding(aten.sin.default)
-    with pytest.raises(torchop.OpCheckError, match=r"x: S\(0\) .*The rule: aten\.sin\.default"):
+    with pytest.raises(
+        torchop.testing.OpCheckError, match=r"x: S\(0\) .*The rule: aten\.sin\.default"
+    ):
         check_sharding(op, (X,))
 
 

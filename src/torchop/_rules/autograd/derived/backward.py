@@ -12,7 +12,7 @@ from torchop._compat import checkpointing, dispatch, dtensor, functorch, tracing
 from torchop._compat.classes import Tag
 from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
-from torchop._errors import DerivedFormulaError
+from torchop._errors import GradientError
 from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.differentiate import (
     Rerun,
@@ -107,7 +107,7 @@ class DerivedFormula(Formula):
 
     def _backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if not hasattr(ctx, "_torchop_call"):
-            raise DerivedFormulaError(
+            raise GradientError(
                 f"{self.definition}: this call was made when the operator had another formula, "
                 f"and did not save what {self.title} needs. Register formulas before the forward, "
                 "or call the operator again."
@@ -137,15 +137,15 @@ class DerivedFormula(Formula):
     def _refuse_effect(self) -> None:
         # The effect may be declared after the formula was derived.
         if self.definition.plan[EffectRule] not in (None, "none"):
-            raise DerivedFormulaError(
+            raise GradientError(
                 f"{self.definition} got an effect after its formula was derived, and the effect "
                 "would happen again in this backward, because it runs the body again. Write the "
                 "formula with register_autograd."
             )
 
 
-def _second_derivative(definition: Definition) -> DerivedFormulaError:
-    return DerivedFormulaError(
+def _second_derivative(definition: Definition) -> GradientError:
+    return GradientError(
         f"{definition}: a derived formula cannot be differentiated again under a compiler. "
         "Differentiate twice in eager mode, or write the formula with register_autograd."
     )

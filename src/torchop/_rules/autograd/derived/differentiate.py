@@ -14,7 +14,7 @@ from torchop._compat import autograd, dispatch, functorch
 from torchop._core.contract import storage_of
 from torchop._core.definition import Definition
 from torchop._core.snapshot import version_of
-from torchop._errors import DerivedFormulaError, MissingFormulaError
+from torchop._errors import GradientError, MissingFormulaError
 from torchop._rules.autograd.derived.replay import replayed
 from torchop._rules.autograd.derived.saved_call import SavedCall
 from torchop._rules.autograd.gradients import is_differentiable
@@ -211,8 +211,8 @@ def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
         raise
 
 
-def _left_autograd(definition: Definition, problem: str) -> DerivedFormulaError:
-    return DerivedFormulaError(
+def _left_autograd(definition: Definition, problem: str) -> GradientError:
+    return GradientError(
         f"{definition}: its formula is derived by differentiating its body, which PyTorch's "
         f"autograd cannot follow: {problem}. Write the body in operators that PyTorch can "
         f"differentiate; or write the formula, register_autograd({str(definition)!r}, backward, "

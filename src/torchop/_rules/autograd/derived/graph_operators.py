@@ -22,7 +22,7 @@ from torchop._compat.classes import Tag
 from torchop._core.call import tensors_in
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
-from torchop._errors import DerivedFormulaError
+from torchop._errors import GradientError
 from torchop._rules.autograd.derived.backward import DerivedFormula
 from torchop._rules.autograd.derived.differentiate import Rerun, output_tensors
 from torchop._rules.autograd.derived.replay import (
@@ -102,7 +102,7 @@ class TrainingOperator:
             # Its result depends on the state of the generators. Checkpoints in compiled graphs,
             # which call it again, restore that state for operators with this tag.
             tags=(Tag.nondeterministic_seeded,),
-            error=DerivedFormulaError,
+            error=GradientError,
         )
         offer_to_checkpoints(self.companion, definition.overload, self.number)
 
@@ -128,7 +128,7 @@ class TrainingOperator:
     def refuse_random_numbers(self) -> None:
         """Refuses an operator that draws random numbers, where the backward cannot repeat them."""
         if self.draws_numbers:
-            raise DerivedFormulaError(
+            raise GradientError(
                 f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded, and "
                 "inside torch.vmap, a compiler cannot pass the state of the generator from its "
                 "forward to its backward. Compile without vmap, or write the formula with "
@@ -145,7 +145,7 @@ class TrainingOperator:
             result = definition.overload(*args, **kwargs)
             return (*_as_tuple(definition, result), state.packed)
         if not state.are_plain:
-            raise DerivedFormulaError(
+            raise GradientError(
                 f"{definition}: its derived formula runs the body again in the backward, but "
                 "the graph does not record that autocast is on, or that the default dtype or "
                 f"device was changed. {_IN_CUDA_GRAPH}"
@@ -208,9 +208,7 @@ def define_backward(definition: Definition) -> Definition:
         _, tensors = split_tensors(args, kwargs)
         return list(map(torch.empty_like, compress(tensors, needed)))
 
-    companion = define_companion(
-        definition, "backward", text, backward, fake, error=DerivedFormulaError
-    )
+    companion = define_companion(definition, "backward", text, backward, fake, error=GradientError)
     companion.rule(VmapRule).register(_vmap_rule(definition, companion))
     return companion
 

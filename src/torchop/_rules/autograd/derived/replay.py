@@ -24,7 +24,7 @@ from torchop._compat.settings import changed
 from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._core.generators import Generator, devices_of, generators_of
-from torchop._errors import DerivedFormulaError
+from torchop._errors import GradientError
 
 Result = TypeVar("Result")
 
@@ -266,7 +266,7 @@ class RefusingDraws(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-            raise DerivedFormulaError(
+            raise GradientError(
                 f"{self._definition}: its body draws random numbers in {func}, which its derived "
                 f"formula would have to draw again. {self._why}"
             )
