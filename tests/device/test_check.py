@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torchop.testing._check.subsystems.accelerator import captured
 
 import torchop
 from tests.device import target
@@ -19,6 +18,7 @@ from tests.releases import OUT
 from torchop._core import snapshot
 from torchop.extend import Schema
 from torchop.testing import CheckReport, check, probes
+from torchop.testing._check.accelerator import captured
 from torchop.testing._contents import check_outputs
 from torchop.testing.process_state import process_state, restored
 

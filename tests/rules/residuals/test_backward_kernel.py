@@ -9,12 +9,13 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 from torch.testing import assert_close
-from torchop.testing._check.subsystems.residuals import every_residual_is_read
 
 import torchop
 from tests.devices import BACKEND, TYPE
 from tests.support import counting, needs_native
 from torchop import MissingFakeError, MissingFormulaError, RuleSignatureError
+from torchop.testing._check.calls import Call
+from torchop.testing._check.residuals import every_residual_is_read
 
 
 @pytest.fixture(autouse=True)
@@ -279,7 +280,7 @@ def test_a_residual_that_the_kernel_does_not_take_is_not_read(namespace):
     op = torchop.custom_op(f"{namespace}::op", two, mutates_args=(), residuals=residuals)
     op.register_autograd(backward_kernel=kernel)
     with pytest.raises(AssertionError, match="nobody uses the residuals unused:"):
-        every_residual_is_read(op, (X.clone().requires_grad_(),), {})
+        every_residual_is_read(Call(op.overload, (X.clone().requires_grad_(),)))
 
 
 @pytest.mark.parametrize("provider", [None, "numpy"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torchop.testing._check.subsystems.residuals import every_residual_is_read
 
 import torchop
 from tests.forking import run_forked
 from tests.native.gradients.recording import all_native, leaf
 from tests.support import needs_native
 from torchop._rules.autograd.rule import AutogradRule
+from torchop.testing._check.calls import Call
+from torchop.testing._check.residuals import every_residual_is_read
 
 pytestmark = needs_native
 
@@ -199,7 +200,7 @@ def test_the_check_of_what_is_read_sees_native_calls(namespace):
     op = define(namespace, *CASES["a keyword"])
     with all_native(op):
         op(leaf())
-    every_residual_is_read(op, (leaf(),), {})
+    every_residual_is_read(Call(op.overload, (leaf(),)))
 
 
 def test_a_function_that_another_wraps_is_called_as_it_is(namespace):

@@ -430,7 +430,9 @@ def test_running_survives_what_exits_and_what_cannot_be_printed(namespace: str) 
         for x in (torch.ones(2, 3), torch.ones(2, 3).T)
     )
     assert given.outcome == transposed.outcome == "failed"
-    assert given.message == "the example: UnprintableError: (its text cannot be read)"
+    assert given.message == (
+        "the example as it was passed: UnprintableError: (its text cannot be read)"
+    )
     assert transposed.message == "the call raised SystemExit, which ends a program"
 
 

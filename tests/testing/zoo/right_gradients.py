@@ -38,12 +38,12 @@ class _InAClass:
         return x * y
 
     @staticmethod
-    def save_for_backward(inputs: Any, output: Any) -> Any:
-        return inputs
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(grad: Tensor, saved: Any) -> Any:
-        return _of_rows(grad, *saved)
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _of_rows(grad, *ctx.saved_tensors)
 
     @staticmethod
     def fake(x: Tensor, y: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torchop._compat.optests import PassingTensor
 from torchop._rules.user.sharding import SHARDING
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, reason
-from torchop.testing._check.gradients import needs_formula
+from torchop.testing._check.gradients import needs_formula, same_gradients
 from torchop.testing._check.subject import Case, Details, Subject
 from torchop.testing._sharding import check_sharding
 from torchop.testing.process_state import seed_torch
@@ -82,22 +82,6 @@ def compiles_in_vmap(call: Call) -> None:
         probes.assert_same(compiled(*mapped), expected, "vmap compiled with dynamic sizes")
     finally:
         torch.compiler.reset()
-
-
-def differentiates_in_func(call: Call) -> None:
-    """`torch.func.vjp` and `grad`, once and nested, agree with autograd."""
-    function, inputs = call.function()
-    plain = tuple(tensor.detach() for tensor in inputs)
-
-    def total(*tensors: torch.Tensor) -> torch.Tensor:
-        return probes.weighted_sum(function(*tensors))
-
-    places = tuple(range(len(inputs)))
-    expected = probes.gradients(function, inputs)
-    probes.assert_same(torch.func.grad(total, places)(*plain), expected, "torch.func.grad")
-    pull_back = torch.func.vjp(total, *plain)[1]
-    pulled = pull_back(torch.ones((), dtype=torch.double))
-    probes.assert_same(pulled, expected, "torch.func.vjp")
 
 
 def maps_gradients_like_a_loop(call: Call) -> None:
@@ -256,7 +240,8 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
         if "functorch transforms" in str(error) or isinstance(error, MissingFormulaError):
             raise CannotCheck(f"the formula does not take part: {reason(error)}") from None
     for example in subject.double_examples[:2]:
-        yield Case("the example in double", example, None, "gradient", differentiates_in_func)
+        options = {"ways": ["of torch.func.grad", "of torch.func.vjp"]}
+        yield Case("the example in double", example, None, "gradient", same_gradients, options)
     if subject.has_kernel("FuncTorchBatched") and not subject.is_random:
         details["vmap of grad"] = "tried"
         example = subject.double_examples[0]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -196,26 +199,73 @@ def second_derivatives_of_each_are_the_same(call: Call) -> None:
     compare("the incoming gradient", every, every, True)
 
 
-def is_deterministic(call: Call) -> None:
-    """Gradients of equal calls are the same, bit for bit."""
-    function, inputs = call.function()
-    first = probes.gradients(function, inputs)
-    for _ in range(4):
-        again = probes.gradients(function, inputs)
-        probes.assert_same(again, first, "gradients of equal calls", rtol=0, atol=0)
+def _checkpointed(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
+    checkpoint = functools.partial(checkpointing.checkpoint, function, use_reentrant=False)
+    return probes.gradients(checkpoint, inputs)
 
 
-def checkpoints_the_same(call: Call) -> None:
-    """Activation checkpointing, which calls the operator again in the backward, changes nothing."""
-    function, inputs = call.function()
-    checkpoint = functools.partial(checkpointing.checkpoint, function)
-    expected = probes.gradients(function, inputs)
-    again = probes.gradients(functools.partial(checkpoint, use_reentrant=False), inputs)
-    probes.assert_same(again, expected, "gradients with checkpointing")
+def _reentrant(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    probes.weighted_sum(checkpoint(*leaves, use_reentrant=True)).backward()
-    reentrant = [leaf.grad for leaf in leaves]
-    probes.assert_same(reentrant, expected, "gradients with reentrant checkpointing")
+    results = checkpointing.checkpoint(function, *leaves, use_reentrant=True)
+    probes.weighted_sum(results).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def _in_another_thread(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
+    total, answer = probes.weighted_sum(function(*inputs)), Future[Any]()
+
+    def differentiate() -> None:
+        try:
+            answer.set_result(torch.autograd.grad(total, inputs, allow_unused=True))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # In the caller's context, which decides whose kernel runs.
+    run = contextvars.copy_context().run
+    threading.Thread(target=run, args=(differentiate,), daemon=True).start()
+    try:
+        return answer.result(_SECONDS)
+    except TimeoutError:
+        raise AssertionError(
+            f"backward in another thread did not return within {_SECONDS:g} s."
+        ) from None
+
+
+_SECONDS = 8.0
+
+
+def _func_grad(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
+    plain = tuple(tensor.detach() for tensor in inputs)
+    gradient = torch.func.grad(
+        lambda *t: probes.weighted_sum(function(*t)), tuple(range(len(plain)))
+    )
+    return gradient(*plain)
+
+
+def _func_vjp(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
+    plain = (tensor.detach() for tensor in inputs)
+    pull_back = torch.func.vjp(lambda *t: probes.weighted_sum(function(*t)), *plain)[1]
+    return pull_back(torch.ones((), dtype=torch.double))
+
+
+# Ways of computing the gradients of a call, which must be the same.
+WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
+    "of an equal call": probes.gradients,
+    "with checkpointing": _checkpointed,
+    "with reentrant checkpointing": _reentrant,
+    "in another thread than that of the call": _in_another_thread,
+    "of torch.func.grad": _func_grad,
+    "of torch.func.vjp": _func_vjp,
+}
+
+
+def same_gradients(call: Call, ways: Sequence[str], **tolerances: Any) -> None:
+    """Gradients are the same, computed in other ways, each of which `WAYS` has."""
+    function, inputs = call.function()
+    expected = probes.gradients(function, inputs)
+    for way in ways:
+        actual = WAYS[way](function, inputs)
+        probes.assert_same(actual, expected, f"gradients {way}", **tolerances)
 
 
 # Where the memory of an incoming gradient lies, and what passes such a gradient.
@@ -461,22 +511,24 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _with_formula(
-    subject: Subject, label: str, probe: Any, most: int | None = None, order: int = 1
+    subject: Subject, label: str, probe: Any, most: int | None = None, order: int = 1, **more: Any
 ) -> Iterator[Case]:
     """The examples of an operator that has a formula."""
     needs_formula(subject, order)
     for example in subject.trainable_examples[:most]:
-        yield _case(label, example, probe=probe)
+        yield _case(label, example, probe=probe, **more)
 
 
 def checkpoint(subject: Subject, details: Details) -> Iterator[Case]:
     """Are gradients the same with activation checkpointing?"""
-    return _with_formula(subject, "the example", checkpoints_the_same, most=1)
+    ways = ["with checkpointing", "with reentrant checkpointing"]
+    return _with_formula(subject, "the example", same_gradients, 1, options={"ways": ways})
 
 
 def determinism(subject: Subject, details: Details) -> Iterator[Case]:
     """Are gradients of equal calls equal, bit for bit?"""
-    return _with_formula(subject, "gradients of equal calls", is_deterministic)
+    options = {"ways": 4 * ["of an equal call"], "rtol": 0, "atol": 0}
+    return _with_formula(subject, "equal calls", same_gradients, options=options)
 
 
 def needs_input_grad(subject: Subject, details: Details) -> Iterator[Case]:

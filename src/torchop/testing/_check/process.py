@@ -13,7 +13,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, ForkError
-from torchop.testing._check.gradients import trainable_example
+from torchop.testing._check.gradients import same_gradients, trainable_example
 from torchop.testing._check.subject import Case, Details, Subject
 from torchop.testing._check.variants import each_resized, sizes
 from torchop.testing.process_state import (
@@ -348,29 +347,6 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
         raise AssertionError(f"in two threads at once: {problems[0]!r}")
 
 
-def differentiates_in_another_thread(call: Call, seconds: float = 8.0) -> None:
-    """A backward in another thread than that of the call returns the same gradients."""
-    what = "backward in another thread than that of the call"
-    function, inputs = call.function()
-    expected = probes.gradients(function, inputs)
-    total = probes.weighted_sum(function(*inputs))
-    answer: Future[Any] = Future()
-
-    def differentiate() -> None:
-        try:
-            answer.set_result(torch.autograd.grad(total, inputs, allow_unused=True))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    run = contextvars.copy_context().run
-    threading.Thread(target=run, args=(differentiate,), daemon=True).start()
-    try:
-        actual = answer.result(seconds)
-    except TimeoutError:
-        raise AssertionError(f"{what} did not return within {seconds:g} s.") from None
-    probes.assert_same(actual, expected, what)
-
-
 def threads(subject: Subject, details: Details) -> Iterator[Case]:
     """Do two threads that call at once get the same results, and return?"""
     subject.needs_fixed_results()
@@ -379,5 +355,5 @@ def threads(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("two threads", example, probe=runs_in_threads, options=options, shrink=False)
     trainable = trainable_example(subject)
     if trainable is not None:
-        label = "backward in another thread"
-        yield Case(label, trainable, None, "gradient", differentiates_in_another_thread)
+        options = {"ways": ["in another thread than that of the call"]}
+        yield Case("backward", trainable, None, "gradient", same_gradients, options)
