@@ -184,7 +184,7 @@ class OperatorGoneError(RuntimeError, AssertionError):
 
 
 class ProviderError(ValueError, RuntimeError):
-    """A provider name is unknown or not allowed, or no provider of a strict order can run a call."""
+    """A provider is unknown or not allowed, or no provider of a strict order can run a call."""
 
 
 class MissingRuleError(NotImplementedError):

@@ -18,7 +18,7 @@ from tests.releases import OUT
 from torchop._core import snapshot
 from torchop.extend import Schema
 from torchop.testing import CheckReport, check, probes
-from torchop.testing._check.accelerator import captured
+from torchop.testing._check.checks.accelerator import captured
 from torchop.testing._contents import check_outputs
 from torchop.testing.process_state import process_state, restored
 

@@ -26,19 +26,12 @@ from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import OpName, short_text
 from torchop.testing import CheckReport, Result
 from torchop.testing._check.api import call_costs
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.expected import Expectation, as_expected, expected_for, unmet
+from torchop.testing._check.findings import Outcome
 from torchop.testing._check.report import write_html, write_json
-from torchop.testing._check.result import Outcome
-from torchop.testing._check.run import (
-    Budget,
-    Check,
-    Expectation,
-    as_expected,
-    expected_for,
-    plan_checks,
-    program_of,
-    unmet,
-)
-from torchop.testing._check.subject import Case, Details, Subject
+from torchop.testing._check.run import Budget, Check, plan_checks, program_of
+from torchop.testing._check.subject import Subject
 from torchop.testing._processes import ChildError
 from torchop.testing._progress import progress_bar
 

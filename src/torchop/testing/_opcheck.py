@@ -16,7 +16,7 @@ from torchop._rules.user.examples import make_examples
 from torchop._rules.user.sharding import SHARDING
 from torchop.extend import Form, Operator, OpLike, OpOverload, short_repr
 from torchop.testing._check.calls import Call
-from torchop.testing._check.results import keeps_its_schema
+from torchop.testing._check.checks.results import keeps_its_schema
 from torchop.testing._errors import OpCheckError
 from torchop.testing._samples import Sample, inside_a_graph, sample_of, without_refused_gradients
 from torchop.testing.probes import copies, leaves, tensors_of

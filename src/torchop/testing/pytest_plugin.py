@@ -18,8 +18,10 @@ import pytest
 from torchop._accelerate import patterns
 from torchop.extend import OpName
 from torchop.testing._check import api
-from torchop.testing._check.report import CheckReport, Result, write_html, write_json
-from torchop.testing._check.run import Budget, Check, expected_for, plan_checks
+from torchop.testing._check.expected import expected_for
+from torchop.testing._check.findings import Result
+from torchop.testing._check.report import CheckReport, write_html, write_json
+from torchop.testing._check.run import Budget, Check, plan_checks
 
 # What `pytest.mark.torchop` passes on to `plan_checks`.
 _OPTIONS = ("only", "examples", "reference", "expected", "seed", "rtol", "atol")

@@ -15,7 +15,7 @@ from tests.devices import BACKEND, TYPE
 from tests.support import counting, needs_native
 from torchop import MissingFakeError, MissingFormulaError, RuleSignatureError
 from torchop.testing._check.calls import Call
-from torchop.testing._check.residuals import every_residual_is_read
+from torchop.testing._check.checks.residuals import every_residual_is_read
 
 
 @pytest.fixture(autouse=True)

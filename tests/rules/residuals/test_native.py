@@ -12,7 +12,7 @@ from tests.native.gradients.recording import all_native, leaf
 from tests.support import needs_native
 from torchop._rules.autograd.rule import AutogradRule
 from torchop.testing._check.calls import Call
-from torchop.testing._check.residuals import every_residual_is_read
+from torchop.testing._check.checks.residuals import every_residual_is_read
 
 pytestmark = needs_native
 

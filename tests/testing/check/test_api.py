@@ -19,9 +19,9 @@ from torch import Tensor
 import torchop
 from tests.support import outcome
 from torchop.testing import CheckReport, check
-from torchop.testing._check import process
 from torchop.testing._check.api import report_of
 from torchop.testing._check.calls import Call, CannotCheck
+from torchop.testing._check.checks import process
 from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.table import CHECKS, alone
 from torchop.testing.process_state import process_state

@@ -10,7 +10,7 @@ import torchop
 from tests.testing.zoo.specimen import product, save
 from tests.testing.zoo.wrong_gradients import product_backward
 from torchop.testing import check
-from torchop.testing._check.gradients import GRADIENT_LAYOUTS
+from torchop.testing._check.checks.incoming_gradients import GRADIENT_LAYOUTS
 from torchop.testing._check.run import plan_checks, run_check
 
 X, Y = (torch.arange(12.0).reshape(3, 4).sin() + n for n in (2, 3))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from torchop.testing._check import results
+from torchop.testing._check.checks import results
 from torchop.testing._check.program import write
 from torchop.testing.probes import negative_view
 

@@ -15,7 +15,7 @@ from tests.strategies import stable
 from torchop.testing import check, probes
 from torchop.testing._check.calls import CannotCheck, Example
 from torchop.testing._check.layouts import LAYOUTS, lay_out
-from torchop.testing._check.variants import resized, sizes
+from torchop.testing._check.sizes import resized, sizes
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=5)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import torchop
 from torchop.testing import Result, check
 from torchop.testing._check.calls import Call
-from torchop.testing._check.results import writes_every_element
+from torchop.testing._check.checks.results import writes_every_element
 from torchop.testing._check.run import plan_checks, run_check
 
 

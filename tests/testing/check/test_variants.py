@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.strategies import stable
 from torchop.testing import probes
 from torchop.testing._check.calls import CannotCheck, Example
+from torchop.testing._check.cases import Case
 from torchop.testing._check.layouts import LAYOUTS, lay_out
 from torchop.testing._check.shrink import shrunk
-from torchop.testing._check.subject import Case
-from torchop.testing._check.variants import larger_sizes, resized, sizes
+from torchop.testing._check.sizes import larger_sizes, resized, sizes
 from torchop.testing.probes import copies, memory_around
 
 SHAPES = st.lists(st.integers(0, 3), max_size=4)

@@ -15,7 +15,7 @@ from tests.support import assert_clean
 from tests.testing.zoo import RIGHT, WRONG, Specimen
 from tests.testing.zoo.neighbours import close_descriptors
 from torchop.testing import Result
-from torchop.testing._check.process import runs_in_threads
+from torchop.testing._check.checks.process import runs_in_threads
 from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.table import CHECKS
 

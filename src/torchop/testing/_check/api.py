@@ -15,9 +15,10 @@ import torch
 from torchop._compat import optests
 from torchop.extend import OpLike
 from torchop.testing._check.calls import CannotCheck
+from torchop.testing._check.expected import unmet
+from torchop.testing._check.findings import Result
 from torchop.testing._check.report import CheckReport
-from torchop.testing._check.result import Result
-from torchop.testing._check.run import Budget, Check, plan_checks, unmet
+from torchop.testing._check.run import Budget, Check, plan_checks
 from torchop.testing._check.subject import Subject
 from torchop.testing._errors import OpCheckError
 from torchop.testing._timing import Timing, Way, timed

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchop.testing._check.calls import CannotCheck, Example
+from torchop.testing._check.cases import Arrangement
 from torchop.testing._check.relations import has_fixed_values
-from torchop.testing._check.subject import Arrangement
 from torchop.testing.probes import is_plain, negative_view
 
 # Elements behind each tensor that do not belong to it, and in front of one with an offset.

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from torchop._compat import devices
-from torchop.testing._check.findings import Finding, grouped
-from torchop.testing._check.result import Outcome, Result
+from torchop.testing._check.findings import Finding, Outcome, Result, grouped
 from torchop.testing._extras import installing
 
 # The sign in a cell of the page's matrix, because colour alone is not enough.

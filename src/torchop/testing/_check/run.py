@@ -10,12 +10,11 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchop._accelerate import patterns as operator_patterns
-from torchop.extend import OpLike, OpName, short_repr
+from torchop.extend import OpLike, short_repr
 from torchop.testing import probes
-from torchop.testing._check import program, providers, results
+from torchop.testing._check import program
 from torchop.testing._check.calls import (
     Call,
     CannotCheck,
@@ -26,35 +25,15 @@ from torchop.testing._check.calls import (
     reason,
     text_of,
 )
-from torchop.testing._check.result import Outcome, Result
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks import providers, results
+from torchop.testing._check.expected import Expectation, as_expected, cut
+from torchop.testing._check.findings import Outcome, Result
 from torchop.testing._check.shrink import shrunk
-from torchop.testing._check.subject import Case, Details, Subject, ValidError
+from torchop.testing._check.subject import Subject, ValidError
 from torchop.testing._check.table import CHECKS, CheckKind
 from torchop.testing._errors import OpCheckError
 from torchop.testing.process_state import quiet, restored
-
-_LONGEST_MESSAGE = 1200
-
-
-class Expectation(NamedTuple):
-    """That a check fails.
-
-    Attributes:
-        name: what is expected to fail: a check, its last part, or a family, of which one has to.
-        reason: why.
-    """
-
-    name: str
-    reason: str
-
-    def is_of_one(self, check: str) -> bool:
-        """Whether it is about this check alone."""
-        return self.name in (check, check.partition(".")[2])
-
-    @property
-    def unmet(self) -> str:
-        """What is said if it passes."""
-        return f"it was expected to fail ({self.reason}), and passes. Take it out of expected."
 
 
 @dataclass(frozen=True)
@@ -144,14 +123,6 @@ def _planned(subject: Subject) -> Iterator[Check]:
                     yield Check(each, kind)
 
 
-def expected_for(op: str, expected: Mapping[str, Any]) -> Mapping[str, str] | None:
-    """What is expected of one operator, where reasons may be by operator: `{"mylib::*": {...}}`."""
-    if not any("::" in name for name in expected):
-        return expected  # the same for all of them
-    by_operator: Mapping[str, Mapping[str, str]] = expected
-    return operator_patterns.value_for(OpName.parse(op), by_operator)
-
-
 def _is_chosen(check: Check, patterns: Sequence[str] | None) -> bool:
     kind = check.kind
     if patterns is None:
@@ -199,7 +170,7 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
     result = Result(
         check.name,
         outcome,
-        _cut(message),
+        cut(message),
         text,
         check.kind.question,
         time.perf_counter() - started,
@@ -217,29 +188,6 @@ def _named(method: Any, name: str) -> Callable[[], Any]:
     """The method under another name, which is in the traceback that Python writes if it crashes."""
     code = method.__func__.__code__.replace(co_name=name)
     return types.MethodType(types.FunctionType(code, globals()), method.__self__)
-
-
-def as_expected(result: Result, expected: Expectation | None) -> Result:
-    """The result of a check that may have been expected to fail."""
-    if expected is None:
-        return result
-    if result.outcome == "failed":
-        message = _cut(f"{expected.reason} ({result.message})")
-        return dataclasses.replace(result, outcome="expected failure", message=message)
-    if result.outcome == "passed" and expected.is_of_one(result.check):
-        return dataclasses.replace(result, outcome="failed", message=expected.unmet)
-    return result
-
-
-def unmet(
-    expected: Mapping[str, Expectation | None], results: Sequence[Result]
-) -> Iterator[Result]:
-    """A failure for each name of several checks that were expected to fail, if all pass."""
-    outcomes = {result.check: result.outcome for result in results}
-    for expectation in dict.fromkeys(filter(None, expected.values())):
-        together = {outcomes.get(name) for name, each in expected.items() if each == expectation}
-        if together <= {"passed", "cannot be done"} and "passed" in together:
-            yield Result(expectation.name, "failed", expectation.unmet)
 
 
 class Budget:
@@ -390,9 +338,9 @@ class _Run:
             case = shrunk(case, self._again, seconds)
             error = self._again(case) or error
         self.cause, self.group = _cause(error), case.group
-        message = f"{case.label}: {type(error).__name__}: {_cut(text_of(error))}"
+        message = f"{case.label}: {type(error).__name__}: {cut(text_of(error))}"
         if isinstance(error, AssertionError):
-            message = _cut(text_of(error))
+            message = cut(text_of(error))
             if not message.startswith(case.label):
                 message = f"{case.label}: {message}"
         probe, options = _probe(self.check, case, self.subject.call(case))
@@ -454,10 +402,3 @@ def _cause(error: BaseException) -> str:
         return ""
     # A compile adds a note on where it was, which would make each of them another cause.
     return re.sub(r" \(in [^()]* of [^()]*\)$", "", reason(error))
-
-
-def _cut(message: str) -> str:
-    if len(message) <= _LONGEST_MESSAGE:
-        return message
-    half = _LONGEST_MESSAGE // 2 - 3
-    return f"{message[:half]} ... {message[-half:]}"

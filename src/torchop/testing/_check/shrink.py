@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchop.testing._check.calls import Example
-from torchop.testing._check.subject import Case
-from torchop.testing._check.variants import each_resized, sizes
+from torchop.testing._check.cases import Case
+from torchop.testing._check.sizes import each_resized, sizes
 from torchop.testing.probes import is_plain
 
 

@@ -8,9 +8,8 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,70 +22,14 @@ from torchop._rules.user.examples import EXAMPLES, make_examples, operator_of_ex
 from torchop.extend import Form, Operator, OpLike, named_inputs, short_repr
 from torchop.testing import _samples, probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, Refused, reason
+from torchop.testing._check.cases import Case, Variant
 from torchop.testing.process_state import restored
-
-# What a check reports beside its outcome: tables, or numbers.
-Details: TypeAlias = dict[str, Any]
-Arrangement: TypeAlias = Callable[[Example], Example]
-# Makes the variants of one example: for each a label, an example and an arrangement.
-Make: TypeAlias = Callable[["Subject", Example], Iterator["Case"]]
-
 
 REJECTED = "'valid' of register_examples rejects it"
 
 
 class ValidError(ValueError):
     """The `valid` of the examples raised an exception, or returned something that is no bool."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A way of changing the author's examples.
-
-    Attributes:
-        name: its name.
-        group: the group of variants that one fault shows in, such as `"layout"`.
-        make: yields the cases of one example; raises CannotCheck if there are none.
-        most: how many of the examples are changed.
-    """
-
-    name: str
-    group: str
-    make: Make
-    most: int = 3
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """One call that may show a fault, be made smaller, and be printed.
-
-    Attributes:
-        label: what is special about it, in words.
-        example: the example from which its arguments are made; smaller ones are tried instead.
-        arrange: makes the arguments from the example; raises CannotCheck if it cannot. By default,
-            they are the example.
-        group: the group of the variant.
-        probe: `probe(call, **options)` raises if the operator is wrong.
-        options: more arguments of the probe, or a function that makes them of the arguments.
-        calls: whether the call must be accepted before the probe runs.
-        shrink: whether smaller examples are tried.
-    """
-
-    label: str
-    example: Example
-    arrange: Arrangement | None = None
-    group: str = "plain"
-    probe: Callable[..., object] | None = None
-    options: Mapping[str, Any] | Callable[[Example], Mapping[str, Any]] = field(
-        default_factory=dict
-    )
-    calls: bool = True
-    shrink: bool = True
-
-    def arguments(self) -> Example:
-        """Return new arguments."""
-        example = self.example.copy()
-        return example if self.arrange is None else self.arrange(example)
 
 
 class Subject:

@@ -11,18 +11,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchop._rules.providers.provider import Provider
-from torchop.testing._check import (
+from torchop.testing._check.calls import Call, CannotCheck
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks import (
     accelerator,
+    agreement,
     contexts,
+    digits,
     fakes,
     gradients,
+    incoming_gradients,
     process,
     providers,
     residuals,
     results,
 )
-from torchop.testing._check.calls import Call, CannotCheck
-from torchop.testing._check.subject import Case, Details, Subject
+from torchop.testing._check.subject import Subject
 from torchop.testing._check.variants import VARIANTS
 
 # Makes more arguments of a probe; raises CannotCheck if the probe cannot read the call.
@@ -138,9 +142,9 @@ _RIGHT = {"probe": results.same_as_contiguous, "options": _with_reference}
 _REFUSED = {"probe": results.same_or_refused, "options": _labelled, "takes_refused": True}
 _WRITTEN = {"probe": results.writes_every_element, "options": _tolerant}
 _SCHEMA = {"probe": results.keeps_its_schema}
-_DOUBLE = {"probe": results.agrees_with_double, "options": _tolerant}
+_DOUBLE = {"probe": digits.agrees_with_double, "options": _tolerant}
 _AGREES: dict[str, Any] = {
-    "probe": providers.agrees_with_reference,
+    "probe": agreement.agrees_with_reference,
     "options": providers.provider_options,
 }
 _FAKE = {"probe": fakes.describes_results}
@@ -177,7 +181,7 @@ CHECKS: tuple[CheckKind, ...] = (
     *alone("contracts", process.state, of_kernel=_if_deterministic),
     *alone("contracts", process.kept, process.leaks, process.process, of_kernel=_always),
     *alone("contracts", results.num_threads, of_kernel=_always),
-    *alone("contracts", results.defaults),
+    *alone("contracts", digits.defaults),
     *_of(
         "memory.given",
         {**_SAME, "takes_refused": True},
@@ -225,17 +229,17 @@ CHECKS: tuple[CheckKind, ...] = (
     *_of("dtypes.numbers", _DOUBLE, "precisions", "Are results the same numbers in every dtype?"),
     *_of(
         "dtypes.half",
-        {"probe": results.keeps_digits_of_half, "options": _reproducible},
+        {"probe": digits.keeps_digits_of_half, "options": _reproducible},
         "half_digits",
         "Are float16 results computed in float16, and not in bfloat16?",
     ),
     *_of(
         "dtypes.double",
-        {"probe": results.computes_in_double},
+        {"probe": digits.computes_in_double},
         "digits",
         "Are double results computed in double?",
     ),
-    *alone("dtypes", results.float_arguments),
+    *alone("dtypes", digits.float_arguments),
     *_each(
         "values",
         _SAME,
@@ -278,8 +282,12 @@ CHECKS: tuple[CheckKind, ...] = (
         of_kernel=_always,
     ),
     *alone("subsystems", fakes.fake_symbols, fakes.fake_devices, fakes.autograd_registration),
-    *alone("subsystems", gradients.grad_strides, gradients.gradcheck, gradients.gradgradcheck),
-    *alone("subsystems", gradients.forward_mode, gradients.needs_input_grad, gradients.saved),
+    *alone(
+        "subsystems", incoming_gradients.grad_strides, gradients.gradcheck, gradients.gradgradcheck
+    ),
+    *alone(
+        "subsystems", gradients.forward_mode, incoming_gradients.needs_input_grad, gradients.saved
+    ),
     *alone("subsystems", gradients.checkpoint, gradients.determinism, residuals.residuals),
     *alone("subsystems", contexts.vmap, contexts.vmap_random, contexts.func),
     *alone("subsystems", process.threads, of_kernel=_if_deterministic),

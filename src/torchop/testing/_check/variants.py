@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +18,12 @@ from torch import Tensor
 
 from torchop.testing import probes
 from torchop.testing._check.calls import CannotCheck, Example
-from torchop.testing._check.layouts import (
-    GUARD,
-    LAYOUTS,
-    WRITABLE,
-    contiguous_strides,
-    filler,
-    in_layout,
-)
-from torchop.testing._check.relations import (
-    are_distinct,
-    has_fixed_values,
-    referred,
-    with_valid_integers,
-)
-from torchop.testing._check.subject import Arrangement, Case, Subject, Variant
+from torchop.testing._check.cases import Arrangement, Case, Variant
+from torchop.testing._check.layouts import LAYOUTS, WRITABLE, in_layout
+from torchop.testing._check.relations import has_fixed_values, referred
+from torchop.testing._check.sharing import interleaved, one_tensor, one_view, overlapping, shared
+from torchop.testing._check.sizes import each_resized, larger_sizes, sizes, sizes_changed
+from torchop.testing._check.subject import Subject
 
 Cases = Iterator[Case]
 
@@ -118,83 +108,6 @@ def written_expanded(subject: Subject, example: Example) -> Cases:
 
 # --------------------------------------------------------------------------------------------------
 # Sizes
-
-
-def sizes(example: Example) -> list[int]:
-    """The sizes that dimensions of tensors have, each once."""
-    return list(dict.fromkeys(n for t in example.tensors if probes.is_plain(t) for n in t.shape))
-
-
-def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Return a tensor with another size in a dimension: its first elements, or repeated ones."""
-    old = tensor.shape[dim]
-    if size <= old:
-        return tensor if size == old else tensor.narrow(dim, 0, size)
-    if old == 0:
-        raise CannotCheck("there is no element to repeat")
-    return tensor.index_select(dim, torch.arange(size, device=tensor.device) % old)
-
-
-def resized(example: Example, changes: Mapping[int, int]) -> Example:
-    """Return the example with other sizes: dimensions of one size stay of one size.
-
-    Raises:
-        CannotCheck: there is no such example.
-    """
-
-    def change(tensor: Tensor) -> Tensor:
-        if not probes.is_plain(tensor):
-            return tensor
-        for dim, size in enumerate(tensor.shape):
-            tensor = with_size(tensor, dim, changes.get(size, size))
-        return tensor.clone(memory_format=torch.contiguous_format)
-
-    return with_valid_integers(example, example.map(change))
-
-
-def each_resized(
-    example: Example, *changes: Mapping[int, int]
-) -> Iterator[tuple[Mapping[int, int], Example]]:
-    """Yield each of these changes with the example that it makes, where there is one."""
-    for change in changes:
-        with contextlib.suppress(CannotCheck):
-            yield change, resized(example, change)
-
-
-def sizes_changed(changes: Mapping[int, int]) -> str:
-    """The changes of `resized`, in words."""
-    return ", ".join(f"dimensions of {size} with {new}" for size, new in changes.items())
-
-
-# One more than what blocks and grids often have. The first is one more than 256 times 4, too.
-BLOCKS = (1025, 65537)
-_MOST_ELEMENTS = 2**19  # of an example, or of its results, so that a call takes no second
-
-
-def larger_sizes(
-    example: Example, new_sizes: Sequence[int] = BLOCKS, results: Sequence[Tensor] = ()
-) -> list[dict[int, int]]:
-    """Changes of one size each to a little more than what blocks of a kernel often have.
-
-    The number of distinct indices is none of them: there would be more indices than places. Nor is
-    one with which the `results` of the example would be large, as those of an outer product are.
-    """
-    fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
-    return [
-        {size: new}
-        for size in sizes(example)
-        for new in new_sizes
-        if 0 < size < new
-        and size not in fixed
-        and all(
-            sum(_grown(tensor.shape, size, new) for tensor in tensors) <= _MOST_ELEMENTS
-            for tensors in (example.tensors, results)
-        )
-    ]
-
-
-def _grown(shape: torch.Size, size: int, new: int) -> int:
-    return math.prod(new if each == size else each for each in shape)
 
 
 def sized(size: int, subject: Subject, example: Example) -> Cases:
@@ -437,100 +350,6 @@ def absent(subject: Subject, example: Example) -> Cases:
 # --------------------------------------------------------------------------------------------------
 # Arguments that share memory
 
-Sharing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def _one(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """One tensor for both."""
-    if first.shape != second.shape:
-        raise CannotCheck("no two tensors have one shape and dtype")
-    return first, first
-
-
-def _view(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The second one is a view of the first."""
-    if second.numel() > first.numel():
-        raise CannotCheck("no tensor is large enough for a view of the shape of another")
-    return first, first.view(-1)[: second.numel()].view(second.shape)
-
-
-def _overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The second one starts one element behind the first."""
-    size = max(first.numel(), second.numel() + 1) + GUARD
-    memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
-    memory.fill_(filler(first, finite=True))
-    memory[1 : 1 + second.numel()] = second.reshape(-1)
-    memory[: first.numel()] = first.reshape(-1)
-    return (
-        memory[: first.numel()].view(first.shape),
-        memory[1 : 1 + second.numel()].view(second.shape),
-    )
-
-
-def _interleaved(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Their elements are interleaved in one memory, and none is of both."""
-    if not first.dim() or not second.dim():
-        raise CannotCheck("no two tensors of one dtype have a dimension")
-    size = 2 * max(first.numel(), second.numel()) + GUARD
-    memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
-    pair = []
-    for start, tensor in enumerate((first, second)):
-        strides = tuple(2 * stride for stride in contiguous_strides(tensor.shape))
-        pair.append(memory.as_strided(tuple(tensor.shape), strides, start).copy_(tensor))
-    return pair[0], pair[1]
-
-
-def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example:
-    tensors = example.tensors
-    first, second = tensors[left], tensors[right]
-    if first.dtype != second.dtype or not (probes.is_plain(first) and probes.is_plain(second)):
-        raise CannotCheck("no call has two tensors of one dtype")
-    if first.device != second.device or not first.numel() or not second.numel():
-        raise CannotCheck("no call has two tensors of one device with elements")
-    pair = sharing(first, second)
-    # An index, a length or an offset that becomes another one may fit its argument no longer.
-    values = ((first, pair[0]), (second, pair[1]))
-    if probes.has_integers(first) and not all(torch.equal(old, new) for old, new in values):
-        raise CannotCheck("integers that differ cannot share memory")
-    tensors[left], tensors[right] = pair
-    return example.with_tensors(tensors)
-
-
-_WORDS: dict[Sharing, str] = {
-    _one: "are one tensor",
-    _view: "are views of each other",
-    _overlapping: "overlap",
-    _interleaved: "are interleaved in one memory",
-}
-
-
-def shared(
-    sharings: Sequence[Sharing], with_written: bool, subject: Subject, example: Example
-) -> Cases:
-    """Each two tensors; with `with_written`, one of them is written, and the other only read."""
-    tensors, written = example.tensors, subject.written_places(example)
-    arguments = [*example.args, *example.kwargs.values()]
-    in_list = [isinstance(a, list) for a in arguments for _ in probes.tensors_of(a)]
-    found = False
-    for sharing in sharings:
-        pairs = itertools.permutations(range(len(tensors)), 2)
-        for left, right in itertools.islice(pairs, 12):
-            counts = len({left, right} & written)
-            if counts != int(with_written) or (with_written and left not in written):
-                continue
-            if with_written and (in_list[left] or in_list[right]):
-                continue  # as of an optimizer's parameters: each has memory of its own
-            differ = tensors[left].shape != tensors[right].shape
-            if with_written and sharing is not _interleaved and differ:
-                continue  # nobody passes a weight that is a part of what is written
-            names, found = subject.names(example), True
-            label = f"{names[left]} and {names[right]} {_WORDS[sharing]}"
-            yield Case(label, example, functools.partial(_share, sharing, left, right))
-    if not found:
-        raise CannotCheck(
-            "nothing is written" if with_written else "no call has two tensors that are only read"
-        )
-
 
 # --------------------------------------------------------------------------------------------------
 # The table
@@ -558,10 +377,10 @@ VARIANTS: dict[str, Variant] = {
     **_group("value", **{name: functools.partial(numbers, name) for name in NUMBERS}),
     **_group("value", int8=int8),
     **_group("scalar", scalars=scalars, absent=absent),
-    **_group("sharing", one=functools.partial(shared, [_one], False)),
-    **_group("sharing", view=functools.partial(shared, [_view], False)),
-    **_group("sharing", overlap=functools.partial(shared, [_overlapping], False)),
-    **_group("sharing", beside=functools.partial(shared, [_interleaved], True)),
-    **_group("sharing", written=functools.partial(shared, [_view, _overlapping], True)),
+    **_group("sharing", one=functools.partial(shared, [one_tensor], False)),
+    **_group("sharing", view=functools.partial(shared, [one_view], False)),
+    **_group("sharing", overlap=functools.partial(shared, [overlapping], False)),
+    **_group("sharing", beside=functools.partial(shared, [interleaved], True)),
+    **_group("sharing", written=functools.partial(shared, [one_view, overlapping], True)),
     **_group("sharing", written_expanded=written_expanded),
 }

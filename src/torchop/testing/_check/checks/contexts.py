@@ -13,8 +13,9 @@ from torchop._compat.optests import PassingTensor
 from torchop._rules.user.sharding import SHARDING
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, reason
-from torchop.testing._check.gradients import needs_formula, same_gradients
-from torchop.testing._check.subject import Case, Details, Subject
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks.gradients import needs_formula, same_gradients
+from torchop.testing._check.subject import Subject
 from torchop.testing._sharding import check_sharding
 from torchop.testing.process_state import seed_torch
 

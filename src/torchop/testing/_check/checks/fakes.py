@@ -12,10 +12,12 @@ from torch import Tensor
 from torchop._compat import devices, fake_tensors, optests
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, reason
-from torchop.testing._check.gradients import requiring_grad, trainable_example
-from torchop.testing._check.results import succeeds
-from torchop.testing._check.subject import Case, Details, Subject
-from torchop.testing._check.variants import VARIANTS, each_resized, sizes, sizes_changed
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks.gradients import requiring_grad, trainable_example
+from torchop.testing._check.checks.results import succeeds
+from torchop.testing._check.sizes import each_resized, sizes, sizes_changed
+from torchop.testing._check.subject import Subject
+from torchop.testing._check.variants import VARIANTS
 from torchop.testing.process_state import seed_torch
 
 # --------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, ForkError
-from torchop.testing._check.gradients import same_gradients, trainable_example
-from torchop.testing._check.subject import Case, Details, Subject
-from torchop.testing._check.variants import each_resized, sizes
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks.gradients import same_gradients, trainable_example
+from torchop.testing._check.sizes import each_resized, sizes
+from torchop.testing._check.subject import Subject
 from torchop.testing.process_state import (
     allocated_bytes,
     device_bytes,

@@ -12,8 +12,9 @@ from torchop import native
 from torchop.extend import Operator
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck
-from torchop.testing._check.gradients import needs_formula
-from torchop.testing._check.subject import Case, Details, Subject
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks.gradients import needs_formula
+from torchop.testing._check.subject import Subject
 from torchop.testing._samples import with_fake_tensors
 from torchop.testing._saved import saved_bytes
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,16 +16,10 @@ from torch.utils import checkpoint as checkpointing
 from torchop import ForwardModeError, MissingFormulaError
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, reason
-from torchop.testing._check.layouts import (
-    GUARD,
-    contiguous,
-    contiguous_strides,
-    in_layout,
-    sliced,
-    transposed,
-)
-from torchop.testing._check.subject import Case, Details, Subject
-from torchop.testing._check.variants import each_resized, sizes, sizes_changed
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.layouts import in_layout
+from torchop.testing._check.sizes import each_resized, sizes, sizes_changed
+from torchop.testing._check.subject import Subject
 from torchop.testing.process_state import seed_torch
 
 # --------------------------------------------------------------------------------------------------
@@ -110,24 +103,6 @@ def slopes_are_right(call: Call) -> None:
     raise problem or RuntimeError("no place was tried")
 
 
-def gradients_of_each_are_the_same(call: Call) -> None:
-    """The gradient of an argument is the same if it is the only one that requires grad."""
-    function, inputs = call.function()
-    together = probes.gradients(function, inputs)
-    for place, expected in enumerate(together):
-        alone = [tensor.detach() for tensor in inputs]
-        alone[place].requires_grad_()
-        results = [result for result in function(*alone) if result.requires_grad]
-        (actual,) = (
-            torch.autograd.grad(probes.weighted_sum(results), alone[place], allow_unused=True)
-            if results
-            else (None,)
-        )
-        name = call.differentiable[place]
-        what = f"the gradient of {name}, which alone requires grad"
-        probes.assert_same([actual], [expected], what)
-
-
 def saved_tensors_are_watched(call: Call) -> None:
     """Where arguments or results are written before backward, it raises, or is not affected.
 
@@ -153,50 +128,6 @@ def saved_tensors_are_watched(call: Call) -> None:
     given, kept = ([torch.ones_like(result) for result in results] for _ in range(2))
     torch.autograd.grad(results, inputs, given, allow_unused=True)
     probes.assert_same(given, kept, "the gradient that backward was given, after it")
-
-
-def incoming_gradient(result: Tensor) -> Tensor:
-    """A gradient for a result, in which each element differs."""
-    values = torch.linspace(0.5, 1.5, result.numel(), dtype=torch.double, device=result.device)
-    return values.reshape(result.shape).to(result.dtype)
-
-
-def second_derivatives_of_each_are_the_same(call: Call) -> None:
-    """Second derivatives are the same if some tensors, or the incoming gradient, are frozen."""
-    function, inputs = call.function()
-    every = range(len(inputs))
-
-    def second(wanted: Sequence[int], required: Sequence[int], of_gradients: bool) -> list[Any]:
-        tensors = [t.detach().requires_grad_(n in required) for n, t in enumerate(inputs)]
-        chosen = [tensors[place] for place in wanted]
-        results = [result for result in function(*tensors) if result.requires_grad]
-        if not results:
-            return [None for _ in chosen]
-        given = [incoming_gradient(result).requires_grad_(of_gradients) for result in results]
-        first = torch.autograd.grad(results, chosen, given, create_graph=True, allow_unused=True)
-        recorded = [grad for grad in first if grad is not None and grad.requires_grad]
-        if not recorded:
-            return [None for _ in chosen]
-        total = probes.weighted_sum(recorded)
-        return [*torch.autograd.grad(total, chosen, allow_unused=True)]
-
-    def compare(what: str, wanted: Sequence[int], required: Sequence[int], frozen: bool) -> None:
-        what = f"second derivatives while {what} requires no grad"
-        expected = second(wanted, every, True)
-        try:
-            actual = second(wanted, required, not frozen)
-        except Exception as error:
-            text = f"{what}: backward raised {type(error).__name__}: {error}"
-            raise AssertionError(text) from error
-        probes.assert_same(actual, expected, what)
-
-    alone = [(place,) for place in every]
-    others = [tuple(n for n in every if n != place) for place in every]
-    for wanted in dict.fromkeys([*alone, *others]):
-        if wanted and len(wanted) < len(inputs):
-            constant = ", ".join(str(n) for n in every if n not in wanted)
-            compare(f"differentiable tensor {constant}", wanted, wanted, False)
-    compare("the incoming gradient", every, every, True)
 
 
 def _checkpointed(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
@@ -268,92 +199,10 @@ def same_gradients(call: Call, ways: Sequence[str], **tolerances: Any) -> None:
         probes.assert_same(actual, expected, f"gradients {way}", **tolerances)
 
 
-# Where the memory of an incoming gradient lies, and what passes such a gradient.
-GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "expanded": ("as sum() passes it", lambda t: _repeated(t, range(t.dim()))),
-    "expanded in dimension 0": ("as sum(0) passes it", lambda t: _repeated(t, range(t.dim())[:1])),
-    "narrowed": ("as torch.cat passes it", sliced),
-    "transposed": ("as .mT passes it", transposed),
-    "at an offset": ("as torch.stack passes it", functools.partial(contiguous, offset=GUARD)),
-}
-
-
-def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
-    """The first elements of dimensions, repeated by stride 0.
-
-    The memory is as large as that of all elements, so that a kernel which ignores the strides reads
-    NaN there and nothing beyond.
-    """
-    memory = values.new_full((values.numel() + GUARD,), float("nan"))
-    strides, first = [*contiguous_strides(values.shape)], values
-    for dim in dims:
-        strides[dim], first = 0, first.narrow(dim, 0, 1)
-    memory.as_strided(first.shape, strides).copy_(first)
-    return memory.as_strided(values.shape, strides)
-
-
-def gradients_are_read_by_strides(call: Call, layout: str) -> None:
-    """Backward computes the same from an incoming gradient in this layout as from a contiguous one.
-
-    One result after another gets such a gradient, and the others get contiguous ones.
-    """
-    function, inputs = call.function()
-    when, laid_out = GRADIENT_LAYOUTS[layout]
-
-    def backward(place: int, change: Callable[[Tensor], Tensor]) -> Sequence[Any]:
-        results = [result for result in function(*inputs) if result.requires_grad]
-        given = [incoming_gradient(result) for result in results]
-        if place < len(given):
-            given[place] = change(laid_out(given[place]))
-        seed_torch(0)
-        return torch.autograd.grad(results, inputs, given, allow_unused=True)
-
-    def in_fresh_memory(grad: Tensor) -> Tensor:
-        return grad.clone(memory_format=torch.contiguous_format)
-
-    results = [result for result in function(*inputs) if result.requires_grad]
-    for place, result in enumerate(results):
-        if not probes.is_plain(result) or result.numel() < 2:
-            continue
-        try:
-            laid_out(incoming_gradient(result))
-        except CannotCheck:  # the result has too few dimensions
-            continue
-        expected = backward(place, in_fresh_memory)
-        what = f"an incoming gradient that is {layout}, {when}, of result {place}"
-        try:
-            actual = backward(place, lambda grad: grad)
-        except Exception as error:
-            raised = f"{type(error).__name__}: {error}".rstrip(".")
-            text = f"{what}: backward raised {raised}. {_READ_BY_STRIDES}"
-            raise AssertionError(text) from error
-        problem = _difference(actual, expected, what)
-        # A backward that draws random numbers of its own cannot be compared.
-        if problem and not _difference(backward(place, in_fresh_memory), expected, what):
-            raise AssertionError(f"{problem}\n{_READ_BY_STRIDES}")
-
-
-def _difference(actual: Sequence[Any], expected: Sequence[Any], what: str) -> str:
-    """The difference between gradients, in words; empty if they agree up to rounding."""
-    try:
-        # Kernels may round in another order, and a wrong stride changes much more.
-        tolerances: dict[str, Any] = {**probes.rounding(torch.half, expected)}
-        probes.assert_same(actual, expected, what, **tolerances)
-    except AssertionError as error:
-        return str(error)
-    return ""
-
-
-_READ_BY_STRIDES = (
-    "Backward must read a gradient by its strides. If a kernel needs contiguous gradients, pass "
-    "contiguous_grads=True to torchop's register_autograd, or call .contiguous() in backward."
-)
-
-
 # --------------------------------------------------------------------------------------------------
 # Cases
 
-_case = functools.partial(Case, group="gradient")
+gradient_case = functools.partial(Case, group="gradient")
 
 
 def needs_formula(subject: Subject, order: int = 1) -> None:
@@ -417,30 +266,34 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     if not subject.takes_double:
         details["digits"] = "those of float32, as it does not take double"
         for example in subject.trainable_examples[:3]:
-            yield _case("the example in float32", example, probe=slopes_are_right)
+            yield gradient_case("the example in float32", example, probe=slopes_are_right)
         return
     _needs_digits(subject)
     examples = subject.double_examples[:3]
     for example in examples:
-        yield _case("the example in double", example, probe=gradients_are_right)
+        yield gradient_case("the example in double", example, probe=gradients_are_right)
     for example in examples:
         for label, smaller in _broadcast(subject, example):
-            yield _case(label, smaller, probe=gradients_are_right)
+            yield gradient_case(label, smaller, probe=gradients_are_right)
         changes = [{size: 0} for size in sizes(example) if size]
         for change, empty in each_resized(example, *changes):
-            yield _case(sizes_changed(change), _leaf(empty, example), probe=gradients_are_right)
+            yield gradient_case(
+                sizes_changed(change), _leaf(empty, example), probe=gradients_are_right
+            )
         for label, layout, places in (
             ("transposed tensors", "transposed", range(len(example.tensors))),
             ("integers all the same", "expanded", _of_reads(example)),
         ):
             arrange = functools.partial(_laid_out, layout, places)
-            yield _case(label, example, arrange, probe=gradients_are_right)
+            yield gradient_case(label, example, arrange, probe=gradients_are_right)
         for place, tensor in enumerate(example.tensors):
             if tensor.requires_grad and tensor.layout is torch.strided:
                 zeros = _leaf(example.replace(place, torch.zeros_like(tensor)), example)
                 what = f"{subject.names(example)[place]} full of zeros"
-                yield _case(what, zeros, probe=gradients_are_numbers, options={"what": what})
-    yield _case("digits in double", examples[0], probe=gradients_are_double)
+                yield gradient_case(
+                    what, zeros, probe=gradients_are_numbers, options={"what": what}
+                )
+    yield gradient_case("digits in double", examples[0], probe=gradients_are_double)
 
 
 def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
@@ -449,7 +302,9 @@ def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     _needs_digits(subject)
     options = {"order": 2}
     example = subject.double_examples[0]
-    yield _case("the example in double", example, probe=gradients_are_right, options=options)
+    yield gradient_case(
+        "the example in double", example, probe=gradients_are_right, options=options
+    )
 
 
 def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example]]:
@@ -507,53 +362,34 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
                     "an operator is torch.library's. One of torchop's raises ForwardModeError"
                 )
         options = {"forward": True}
-        yield _case("the example in double", example, probe=gradients_are_right, options=options)
+        yield gradient_case(
+            "the example in double", example, probe=gradients_are_right, options=options
+        )
 
 
-def _with_formula(
+def with_formula(
     subject: Subject, label: str, probe: Any, most: int | None = None, order: int = 1, **more: Any
 ) -> Iterator[Case]:
     """The examples of an operator that has a formula."""
     needs_formula(subject, order)
     for example in subject.trainable_examples[:most]:
-        yield _case(label, example, probe=probe, **more)
+        yield gradient_case(label, example, probe=probe, **more)
 
 
 def checkpoint(subject: Subject, details: Details) -> Iterator[Case]:
     """Are gradients the same with activation checkpointing?"""
     ways = ["with checkpointing", "with reentrant checkpointing"]
-    return _with_formula(subject, "the example", same_gradients, 1, options={"ways": ways})
+    return with_formula(subject, "the example", same_gradients, 1, options={"ways": ways})
 
 
 def determinism(subject: Subject, details: Details) -> Iterator[Case]:
     """Are gradients of equal calls equal, bit for bit?"""
     options = {"ways": 4 * ["of an equal call"], "rtol": 0, "atol": 0}
-    return _with_formula(subject, "equal calls", same_gradients, options=options)
-
-
-def needs_input_grad(subject: Subject, details: Details) -> Iterator[Case]:
-    """Is each gradient, and each second derivative, the same if no other is asked for?"""
-    needs_formula(subject)
-    for example in subject.trainable_examples[:2]:
-        if sum(tensor.requires_grad for tensor in example.tensors) > 1:
-            yield _case("the example", example, probe=gradients_of_each_are_the_same)
-    with contextlib.suppress(CannotCheck):
-        probe = second_derivatives_of_each_are_the_same
-        yield from _with_formula(subject, "second derivatives", probe, most=2, order=2)
-    raise CannotCheck("no call has two tensors with a gradient")
+    return with_formula(subject, "equal calls", same_gradients, options=options)
 
 
 def saved(subject: Subject, details: Details) -> Iterator[Case]:
     """Does backward notice that what it needs was written since?"""
     if subject.schema.is_mutable:
         raise CannotCheck("it writes into its arguments itself")
-    yield from _with_formula(subject, "the example", saved_tensors_are_watched, most=2)
-
-
-def grad_strides(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does backward respect the strides of the gradients that it gets?"""
-    needs_formula(subject)
-    for example in subject.trainable_examples[:2]:
-        for layout in GRADIENT_LAYOUTS:
-            label, options = f"an incoming gradient that is {layout}", {"layout": layout}
-            yield _case(label, example, probe=gradients_are_read_by_strides, options=options)
+    yield from with_formula(subject, "the example", saved_tensors_are_watched, most=2)

@@ -13,9 +13,10 @@ import torch
 from torchop._compat import devices
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck
-from torchop.testing._check.gradients import trainable_example
-from torchop.testing._check.subject import Case, Details, Subject
-from torchop.testing._check.variants import each_resized, sizes
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks.gradients import trainable_example
+from torchop.testing._check.sizes import each_resized, sizes
+from torchop.testing._check.subject import Subject
 
 
 def runs_on_devices(call: Call, devices: Sequence[str]) -> None:

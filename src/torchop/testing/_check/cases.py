@@ -1,0 +1,73 @@
+"""Cases: calls that may show a fault, and the variants that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torchop.testing._check.calls import Example
+
+if TYPE_CHECKING:
+    from torchop.testing._check.subject import Subject
+
+
+# What a check reports beside its outcome: tables, or numbers.
+Details: TypeAlias = dict[str, Any]
+
+
+Arrangement: TypeAlias = Callable[[Example], Example]
+
+
+# Makes the variants of one example: for each a label, an example and an arrangement.
+Make: TypeAlias = Callable[["Subject", Example], Iterator["Case"]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way of changing the author's examples.
+
+    Attributes:
+        name: its name.
+        group: the group of variants that one fault shows in, such as `"layout"`.
+        make: yields the cases of one example; raises CannotCheck if there are none.
+        most: how many of the examples are changed.
+    """
+
+    name: str
+    group: str
+    make: Make
+    most: int = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One call that may show a fault, be made smaller, and be printed.
+
+    Attributes:
+        label: what is special about it, in words.
+        example: the example from which its arguments are made; smaller ones are tried instead.
+        arrange: makes the arguments from the example; raises CannotCheck if it cannot. By default,
+            they are the example.
+        group: the group of the variant.
+        probe: `probe(call, **options)` raises if the operator is wrong.
+        options: more arguments of the probe, or a function that makes them of the arguments.
+        calls: whether the call must be accepted before the probe runs.
+        shrink: whether smaller examples are tried.
+    """
+
+    label: str
+    example: Example
+    arrange: Arrangement | None = None
+    group: str = "plain"
+    probe: Callable[..., object] | None = None
+    options: Mapping[str, Any] | Callable[[Example], Mapping[str, Any]] = field(
+        default_factory=dict
+    )
+    calls: bool = True
+    shrink: bool = True
+
+    def arguments(self) -> Example:
+        """Return new arguments."""
+        example = self.example.copy()
+        return example if self.arrange is None else self.arrange(example)

@@ -1,0 +1,186 @@
+"""Probes of backward: layouts of incoming gradients, and frozen ones in second derivatives."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop.testing import probes
+from torchop.testing._check.calls import Call, CannotCheck
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks.gradients import gradient_case, needs_formula, with_formula
+from torchop.testing._check.layouts import GUARD, contiguous, contiguous_strides, sliced, transposed
+from torchop.testing._check.subject import Subject
+from torchop.testing.process_state import seed_torch
+
+
+def incoming_gradient(result: Tensor) -> Tensor:
+    """A gradient for a result, in which each element differs."""
+    values = torch.linspace(0.5, 1.5, result.numel(), dtype=torch.double, device=result.device)
+    return values.reshape(result.shape).to(result.dtype)
+
+
+def second_derivatives_of_each_are_the_same(call: Call) -> None:
+    """Second derivatives are the same if some tensors, or the incoming gradient, are frozen."""
+    function, inputs = call.function()
+    every = range(len(inputs))
+
+    def second(wanted: Sequence[int], required: Sequence[int], of_gradients: bool) -> list[Any]:
+        tensors = [t.detach().requires_grad_(n in required) for n, t in enumerate(inputs)]
+        chosen = [tensors[place] for place in wanted]
+        results = [result for result in function(*tensors) if result.requires_grad]
+        if not results:
+            return [None for _ in chosen]
+        given = [incoming_gradient(result).requires_grad_(of_gradients) for result in results]
+        first = torch.autograd.grad(results, chosen, given, create_graph=True, allow_unused=True)
+        recorded = [grad for grad in first if grad is not None and grad.requires_grad]
+        if not recorded:
+            return [None for _ in chosen]
+        total = probes.weighted_sum(recorded)
+        return [*torch.autograd.grad(total, chosen, allow_unused=True)]
+
+    def compare(what: str, wanted: Sequence[int], required: Sequence[int], frozen: bool) -> None:
+        what = f"second derivatives while {what} requires no grad"
+        expected = second(wanted, every, True)
+        try:
+            actual = second(wanted, required, not frozen)
+        except Exception as error:
+            text = f"{what}: backward raised {type(error).__name__}: {error}"
+            raise AssertionError(text) from error
+        probes.assert_same(actual, expected, what)
+
+    alone = [(place,) for place in every]
+    others = [tuple(n for n in every if n != place) for place in every]
+    for wanted in dict.fromkeys([*alone, *others]):
+        if wanted and len(wanted) < len(inputs):
+            constant = ", ".join(str(n) for n in every if n not in wanted)
+            compare(f"differentiable tensor {constant}", wanted, wanted, False)
+    compare("the incoming gradient", every, every, True)
+
+
+# Where the memory of an incoming gradient lies, and what passes such a gradient.
+GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "expanded": ("as sum() passes it", lambda t: _repeated(t, range(t.dim()))),
+    "expanded in dimension 0": ("as sum(0) passes it", lambda t: _repeated(t, range(t.dim())[:1])),
+    "narrowed": ("as torch.cat passes it", sliced),
+    "transposed": ("as .mT passes it", transposed),
+    "at an offset": ("as torch.stack passes it", functools.partial(contiguous, offset=GUARD)),
+}
+
+
+def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
+    """The first elements of dimensions, repeated by stride 0.
+
+    The memory is as large as that of all elements, so that a kernel which ignores the strides reads
+    NaN there and nothing beyond.
+    """
+    memory = values.new_full((values.numel() + GUARD,), float("nan"))
+    strides, first = [*contiguous_strides(values.shape)], values
+    for dim in dims:
+        strides[dim], first = 0, first.narrow(dim, 0, 1)
+    memory.as_strided(first.shape, strides).copy_(first)
+    return memory.as_strided(values.shape, strides)
+
+
+def gradients_are_read_by_strides(call: Call, layout: str) -> None:
+    """Backward computes the same from an incoming gradient in this layout as from a contiguous one.
+
+    One result after another gets such a gradient, and the others get contiguous ones.
+    """
+    function, inputs = call.function()
+    when, laid_out = GRADIENT_LAYOUTS[layout]
+
+    def backward(place: int, change: Callable[[Tensor], Tensor]) -> Sequence[Any]:
+        results = [result for result in function(*inputs) if result.requires_grad]
+        given = [incoming_gradient(result) for result in results]
+        if place < len(given):
+            given[place] = change(laid_out(given[place]))
+        seed_torch(0)
+        return torch.autograd.grad(results, inputs, given, allow_unused=True)
+
+    def in_fresh_memory(grad: Tensor) -> Tensor:
+        return grad.clone(memory_format=torch.contiguous_format)
+
+    results = [result for result in function(*inputs) if result.requires_grad]
+    for place, result in enumerate(results):
+        if not probes.is_plain(result) or result.numel() < 2:
+            continue
+        try:
+            laid_out(incoming_gradient(result))
+        except CannotCheck:  # the result has too few dimensions
+            continue
+        expected = backward(place, in_fresh_memory)
+        what = f"an incoming gradient that is {layout}, {when}, of result {place}"
+        try:
+            actual = backward(place, lambda grad: grad)
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}".rstrip(".")
+            text = f"{what}: backward raised {raised}. {_READ_BY_STRIDES}"
+            raise AssertionError(text) from error
+        problem = _difference(actual, expected, what)
+        # A backward that draws random numbers of its own cannot be compared.
+        if problem and not _difference(backward(place, in_fresh_memory), expected, what):
+            raise AssertionError(f"{problem}\n{_READ_BY_STRIDES}")
+
+
+def _difference(actual: Sequence[Any], expected: Sequence[Any], what: str) -> str:
+    """The difference between gradients, in words; empty if they agree up to rounding."""
+    try:
+        # Kernels may round in another order, and a wrong stride changes much more.
+        tolerances: dict[str, Any] = {**probes.rounding(torch.half, expected)}
+        probes.assert_same(actual, expected, what, **tolerances)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+_READ_BY_STRIDES = (
+    "Backward must read a gradient by its strides. If a kernel needs contiguous gradients, pass "
+    "contiguous_grads=True to torchop's register_autograd, or call .contiguous() in backward."
+)
+
+
+def grad_strides(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does backward respect the strides of the gradients that it gets?"""
+    needs_formula(subject)
+    for example in subject.trainable_examples[:2]:
+        for layout in GRADIENT_LAYOUTS:
+            label, options = f"an incoming gradient that is {layout}", {"layout": layout}
+            yield gradient_case(
+                label, example, probe=gradients_are_read_by_strides, options=options
+            )
+
+
+def gradients_of_each_are_the_same(call: Call) -> None:
+    """The gradient of an argument is the same if it is the only one that requires grad."""
+    function, inputs = call.function()
+    together = probes.gradients(function, inputs)
+    for place, expected in enumerate(together):
+        alone = [tensor.detach() for tensor in inputs]
+        alone[place].requires_grad_()
+        results = [result for result in function(*alone) if result.requires_grad]
+        (actual,) = (
+            torch.autograd.grad(probes.weighted_sum(results), alone[place], allow_unused=True)
+            if results
+            else (None,)
+        )
+        name = call.differentiable[place]
+        what = f"the gradient of {name}, which alone requires grad"
+        probes.assert_same([actual], [expected], what)
+
+
+def needs_input_grad(subject: Subject, details: Details) -> Iterator[Case]:
+    """Is each gradient, and each second derivative, the same if no other is asked for?"""
+    needs_formula(subject)
+    for example in subject.trainable_examples[:2]:
+        if sum(tensor.requires_grad for tensor in example.tensors) > 1:
+            yield gradient_case("the example", example, probe=gradients_of_each_are_the_same)
+    with contextlib.suppress(CannotCheck):
+        probe = second_derivatives_of_each_are_the_same
+        yield from with_formula(subject, "second derivatives", probe, most=2, order=2)
+    raise CannotCheck("no call has two tensors with a gradient")

@@ -1,0 +1,93 @@
+"""Other sizes of the tensors of an example."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torchop.testing import probes
+from torchop.testing._check.calls import CannotCheck, Example
+from torchop.testing._check.relations import are_distinct, with_valid_integers
+
+
+def sizes(example: Example) -> list[int]:
+    """The sizes that dimensions of tensors have, each once."""
+    return list(dict.fromkeys(n for t in example.tensors if probes.is_plain(t) for n in t.shape))
+
+
+def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """Return a tensor with another size in a dimension: its first elements, or repeated ones."""
+    old = tensor.shape[dim]
+    if size <= old:
+        return tensor if size == old else tensor.narrow(dim, 0, size)
+    if old == 0:
+        raise CannotCheck("there is no element to repeat")
+    return tensor.index_select(dim, torch.arange(size, device=tensor.device) % old)
+
+
+def resized(example: Example, changes: Mapping[int, int]) -> Example:
+    """Return the example with other sizes: dimensions of one size stay of one size.
+
+    Raises:
+        CannotCheck: there is no such example.
+    """
+
+    def change(tensor: Tensor) -> Tensor:
+        if not probes.is_plain(tensor):
+            return tensor
+        for dim, size in enumerate(tensor.shape):
+            tensor = with_size(tensor, dim, changes.get(size, size))
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    return with_valid_integers(example, example.map(change))
+
+
+def each_resized(
+    example: Example, *changes: Mapping[int, int]
+) -> Iterator[tuple[Mapping[int, int], Example]]:
+    """Yield each of these changes with the example that it makes, where there is one."""
+    for change in changes:
+        with contextlib.suppress(CannotCheck):
+            yield change, resized(example, change)
+
+
+def sizes_changed(changes: Mapping[int, int]) -> str:
+    """The changes of `resized`, in words."""
+    return ", ".join(f"dimensions of {size} with {new}" for size, new in changes.items())
+
+
+# One more than what blocks and grids often have. The first is one more than 256 times 4, too.
+BLOCKS = (1025, 65537)
+
+
+_MOST_ELEMENTS = 2**19  # of an example, or of its results, so that a call takes no second
+
+
+def larger_sizes(
+    example: Example, new_sizes: Sequence[int] = BLOCKS, results: Sequence[Tensor] = ()
+) -> list[dict[int, int]]:
+    """Changes of one size each to a little more than what blocks of a kernel often have.
+
+    The number of distinct indices is none of them: there would be more indices than places. Nor is
+    one with which the `results` of the example would be large, as those of an outer product are.
+    """
+    fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
+    return [
+        {size: new}
+        for size in sizes(example)
+        for new in new_sizes
+        if 0 < size < new
+        and size not in fixed
+        and all(
+            sum(_grown(tensor.shape, size, new) for tensor in tensors) <= _MOST_ELEMENTS
+            for tensors in (example.tensors, results)
+        )
+    ]
+
+
+def _grown(shape: torch.Size, size: int, new: int) -> int:
+    return math.prod(new if each == size else each for each in shape)
