@@ -39,7 +39,7 @@ def test_program_is_no_longer_than_it_has_to_be() -> None:
         "from math import inf, nan",
         "import torch",
         "from torchop.testing._check.calls import Call",
-        "from torchop.testing._check.results import same_as_contiguous",
+        "from torchop.testing._check.checks.results import same_as_contiguous",
         "",
         "args = (torch.tensor([1.0, nan]),)",
         "same_as_contiguous(Call(torch.ops.aten.sin.default, args), what='it')",

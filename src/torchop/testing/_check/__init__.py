@@ -5,8 +5,8 @@ that yields calls:
 
 - a variant (`variants.VARIANTS`) changes an example of the author, such as its layout or values;
 - a `calls.Call` is made once, and keeps a record of what it returned, wrote and raised;
-- a probe is a function `probe(call, **options)` that reads the record, and raises if the operator
-  is wrong. Its source is printed by failures (`program`), after `shrink` has found a small example.
+- a probe is a function `probe(call, **options)` that reads the record and raises if the operator is
+  wrong. Its source is printed by failures (`program`), after `shrink` has found a small example.
   The probes and the checks with calls of their own are in `checks`.
 
 What runs checks in another way, such as one test for each operator, needs these functions:

@@ -87,8 +87,8 @@ class Record:
         outcome: copies of the returned and the written values.
         given: the arguments after the call.
         error: the exception that the call raised.
-        mutation: the exception for a write that the schema does not declare, or for a declared
-            write that replaced more than values.
+        swapped: the exception for a declared write that replaced more than values, as a storage.
+        mutation: the same, or the exception for a write that the schema does not declare.
         around: which memory beside its tensors the call wrote into; empty if none.
     """
 
@@ -96,6 +96,7 @@ class Record:
     outcome: Sequence[Any] = ()
     given: Example | None = None
     error: Exception | None = None
+    swapped: Exception | None = None
     mutation: Exception | None = None
     around: str = ""
 
@@ -162,11 +163,7 @@ class Call:
                 os._exit(1)
         if forks() != forked:
             return Record(error=ForkError("a call forks the process"), given=given)
-        mutation, around = None, ""
-        try:
-            snapshot.check(self.op.name())
-        except UndeclaredMutationError as error:
-            mutation = error
+        around = ""
         for name, tensor, (shape, memory) in zip(self.names, given.tensors, before, strict=True):
             # PyTorch's operators with out= may resize a tensor over the memory behind it.
             is_same = tensor.shape == shape
@@ -174,7 +171,10 @@ class Call:
                 around = around or name
         written = probes.written(probes.written_places(self.op), *given)
         outcome = probes.copies(probes.leaves(result) + written)
-        return Record(result, outcome, given, None, mutation, around)
+        swapped, mutation = (
+            _raised(check, self.op.name()) for check in (snapshot.check_layouts, snapshot.check)
+        )
+        return Record(result, outcome, given, None, swapped, mutation, around)
 
     @functools.cached_property
     def contiguous(self) -> list[Any]:
@@ -193,6 +193,15 @@ class Call:
             if _have_nan(example):
                 break
         return outcomes[-1]
+
+
+def _raised(check: Callable[[object], None], name: str) -> Exception | None:
+    """Return the exception of a check of a snapshot."""
+    try:
+        check(name)
+    except UndeclaredMutationError as error:
+        return error
+    return None
 
 
 def _have_nan(values: Any) -> bool:

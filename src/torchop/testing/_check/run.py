@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from torchop.extend import OpLike, short_repr
 from torchop.testing import probes
 from torchop.testing._check import program
@@ -311,7 +313,9 @@ class _Run:
         declined = self.subject.declined(call.example)
         if declined is not None:
             raise CannotCheck(declined)
-        with restored():  # of what the call changes, the probe must not know
+        # Without gradients: a formula that raises refuses no arguments. What the call changes in the
+        # process, the probe must not know.
+        with restored(), torch.no_grad():
             error = call.record.error
         if error is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -154,18 +155,31 @@ def uses_its_default(call: Call, name: str) -> None:
         ) from None
 
 
+def declares_its_default(call: Call, name: str, default: Any) -> None:
+    """The Python function of the operator has the default of the schema."""
+    expected = next(a.default for a in call.schema.arguments if a.name == name)
+    if default != expected:
+        raise AssertionError(
+            f"{name}: the schema says that the default is {expected!r}, and the function says "
+            f"{default!r}, which a call without {name} uses. Both must be the same."
+        )
+
+
 def defaults(subject: Subject, details: Details) -> Iterator[Case]:
     """Are the defaults of the kernel those of the schema?"""
-    subject.needs_fixed_results()
+    function = None if subject.operator.takes_structures else subject.operator.function
+    parameters = inspect.signature(function).parameters if function is not None else {}
     for example in subject.accepted():
         named = subject.by_name(example)
         for argument in subject.schema.arguments:
-            if type(argument.default) is float and math.isfinite(argument.default):
-                near = math.nextafter(argument.default, math.inf)
-                near = near if argument.default else 1e-30
-                options = {"name": argument.name}
-                changed = named.with_argument(argument.name, near)
-                yield Case(
-                    f"without {argument.name}", changed, None, "scalar", uses_its_default, options
-                )
-    raise CannotCheck("no argument has a float as default")
+            name, default = argument.name, argument.default
+            own = getattr(parameters.get(name), "default", inspect.Parameter.empty)
+            label, options = f"without {name}", {"name": name}
+            if type(default) is float and math.isfinite(default) and not subject.is_random:
+                near = math.nextafter(default, math.inf) if default else 1e-30
+                changed = named.with_argument(name, near)
+                yield Case(label, changed, None, "scalar", uses_its_default, options)
+            elif type(default) in (int, bool) and type(own) in (int, bool):
+                options["default"] = own
+                yield Case(label, example, None, "scalar", declares_its_default, options)
+    raise CannotCheck("no argument has a number as default")

@@ -36,10 +36,10 @@ def same_as_contiguous(
 ) -> None:
     """The call does the same as on contiguous copies, and writes nothing around its tensors."""
     succeeds(call)
+    if call.record.swapped is not None:
+        raise call.record.swapped
     if call.record.around:
         raise AssertionError(f"{what}: the call wrote into the memory around {call.record.around}.")
-    if call.record.mutation is not None:
-        raise call.record.mutation
     expected = call.contiguous if expected is None else expected
     try:
         probes.assert_same(call.record.outcome, expected, what, **tolerances)
