@@ -27,10 +27,9 @@ from torchop.extend import OpName, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The accelerations that are not undone. An operator stays accelerated until none of them matches
-# it.
+# The accelerations in effect. An operator stays accelerated until none of them matches it.
 _active: list[Acceleration] = []
-_problems: dict[OpName, str | None] = {}  # why operators that match are not accelerated
+_problems: dict[OpName, str | None] = {}  # why matching operators are not accelerated
 _stop_watching: registries.RegistrationHook | None = None
 
 
@@ -79,17 +78,17 @@ class Acceleration:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns that `accelerate` got."""
+        """The patterns that were passed to `accelerate`."""
         return self._patterns
 
     @property
     def is_active(self) -> bool:
-        """Whether it was not undone yet."""
+        """Whether it is still in effect."""
         return self in _active
 
     @property
     def operators(self) -> tuple[AcceleratedOperator, ...]:
-        """The operators that match now, and whether they are accelerated."""
+        """The operators that match now, with the reason for each that is not accelerated."""
         with registration_lock:
             of_python = defined_names()
             return tuple(_row(name, name in of_python) for name in self._matching())
@@ -132,7 +131,7 @@ class Acceleration:
         return any(is_match(name, pattern) for pattern in self._patterns)
 
     def _matching(self) -> list[OpName]:
-        """Operators that Python defined, and those of C++ in namespaces that a pattern names."""
+        """Return matching operators of Python, and of C++ if a pattern names the namespace."""
         names = defined_names()
         parts = (pattern.partition("::") for pattern in self._patterns)
         namespaces = {start for start, colons, _ in parts if colons and not set("*?[") & set(start)}
@@ -199,14 +198,14 @@ def accelerate(*patterns: str) -> Acceleration:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table as text, with aligned columns."""
+    """Return a table as text, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (map(str.ljust, row, widths) for row in rows)
     return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
 def why_not(name: OpName) -> str | None:
-    """Why calls of an operator are not native; None if torchop defined it."""
+    """Return why calls of an operator are not native; None if torchop defined it."""
     with registration_lock:
         if name not in defined_names():
             return _row(name, False).reason
@@ -223,7 +222,7 @@ def _is_ours(library: torch.library.Library | None) -> bool:
 
 
 def _adopt_all() -> None:
-    """Accelerates the operators that are registered and match."""
+    """Accelerate the matching operators that exist."""
     if switch.native_module() is None:
         return
     wanted = filter(_is_wanted, defined_names())
@@ -243,8 +242,8 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
 
 
 def _defined(library: torch.library.Library, qualname: str) -> None:
-    """Accelerates an operator that was just defined, if it matches."""
-    # Where the name is wrong, PyTorch says so.
+    """Accelerate an operator that was just defined, if it matches."""
+    # PyTorch reports an invalid name.
     with contextlib.suppress(ValueError), registration_lock:
         name = OpName.parse(qualname)
         if _is_wanted(name) and not _is_ours(library):
@@ -274,7 +273,7 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
     elif (calls := table.accelerated.get(name)) is None:
         reason = _problems.get(name) or "it was deregistered"
     else:
-        calls.outdate()  # because nobody tells of what others register
+        calls.outdate()  # registrations of other packages do not outdate it
         calls()
         reason = calls.problem
     constants = find_schema(name).constants

@@ -1,4 +1,4 @@
-"""Patterns of operator names: which operators they match, and what is wrong with a pattern."""
+"""Patterns of operator names: the operators that they match, and messages about mistakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INTERNAL = naming.RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_resul
 
 
 def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
-    """Refuses patterns that can match no name, and no patterns; `caller` is for messages."""
+    """Reject patterns that can match no name, and an empty list; `caller` is for messages."""
     if not patterns:
         raise ValueError(
             f'{caller}() got no pattern; name the operators, such as {caller}("mylib::*"), or '
@@ -44,8 +44,8 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
 
 
 def is_match(name: OpName, pattern: str) -> bool:
-    """Whether a pattern matches an operator."""
-    # Internal operators of PyTorch and torchop only match a pattern that names their namespace.
+    """Return whether a pattern matches an operator."""
+    # Internal operators of PyTorch and torchop match only a pattern that names their namespace.
     if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
         return False
     if not naming.is_match(name, pattern):
@@ -54,24 +54,24 @@ def is_match(name: OpName, pattern: str) -> bool:
 
 
 def _is_companion(name: OpName) -> bool:
-    """Whether torchop defined an operator itself, to stand for another one in graphs."""
+    """Return whether torchop defined an operator that stands for another one in graphs."""
     definition = own_definition(None, name)
     return definition is not None and definition.declaration.is_companion
 
 
 def value_for(name: OpName, by_pattern: Mapping[str, Value]) -> Value | None:
-    """The value of the first pattern that matches an operator; None if none does."""
+    """Return the value of the first pattern that matches an operator, or None."""
     return next((value for key, value in by_pattern.items() if is_match(name, key)), None)
 
 
 def why_nothing_matches(caller: str, pattern: str) -> str | None:
-    """The message for a pattern that no registered operator matches; None if one does."""
+    """Return the message for a pattern that matches no registered operator, or None."""
     names = defined_names()
 
     def holds_match(names: Iterable[OpName]) -> bool:
         return any(is_match(name, pattern) for name in names)
 
-    # To list all names takes longest, so it comes last.
+    # Last, because listing all names is slow.
     if pattern == "*" or holds_match(names) or holds_match(all_names()):
         return None
     hint = _nearest(pattern, names)
@@ -79,10 +79,9 @@ def why_nothing_matches(caller: str, pattern: str) -> str | None:
 
 
 def why_nothing_to_accelerate(patterns: tuple[str, ...]) -> Iterator[str]:
-    """The messages for patterns that accelerate nothing, and are probably wrong.
+    """Yield messages for patterns that match nothing and are probably wrong.
 
-    A namespace of which nothing is known, and which no other resembles, is that of a package which
-    the program imports later.
+    An unknown namespace that resembles no other belongs to a package that is imported later.
     """
     names, matching = defined_names(), []
     for pattern in patterns:
@@ -106,17 +105,17 @@ def why_nothing_to_accelerate(patterns: tuple[str, ...]) -> Iterator[str]:
 
 
 def all_names() -> Iterator[OpName]:
-    """All operators that are registered now."""
+    """Return the names of all registered operators."""
     return map(OpName.parse, operators.all_operators())
 
 
 def defined_names() -> set[OpName]:
-    """All operators that Python defined."""
+    """Return the names of the operators that were defined in Python."""
     return set(map(OpName.parse, operators.defined_in_python()))
 
 
 def _instead_of(caller: str, value: object) -> str:
-    """What to write instead of a value that is not a pattern, if that is known."""
+    """Return advice for a value that is not a pattern, or an empty string."""
     if isinstance(value, ModuleType):
         return (
             " Only a recording tells which operators of a package are called: use "
@@ -129,7 +128,7 @@ def _instead_of(caller: str, value: object) -> str:
 
 
 def _nearest(pattern: str, names: set[OpName]) -> str:
-    """The names that a pattern may have meant, as the end of a sentence."""
+    """Return the names that a pattern may mean, as the end of a sentence."""
     meant = pattern.strip("^$").replace(".*", "*")
     is_meant = meant != pattern and any(is_match(name, meant) for name in all_names())
     if is_meant or not set("^$|()+{}\\").isdisjoint(pattern):

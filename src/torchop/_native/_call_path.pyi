@@ -1,4 +1,4 @@
-"""The border of the native call path: everything that crosses it."""
+"""The C++ extension as Python sees it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
@@ -11,7 +11,7 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._schema.naming import OpName
 
 class Plan:
-    """What an operator does, compiled for native calls."""
+    """The plan of an operator, compiled for native calls."""
 
     def __new__(
         cls,
@@ -21,9 +21,8 @@ class Plan:
         # types; keyword-only ones last.
         parameters: tuple[tuple[Any, ...], ...],
         keyword_names: tuple[str, ...],
-        # Which function to call where the dispatcher would run which kernel. For an operator with
-        # residuals also the function of the author, which may return them; None where there is no
-        # such.
+        # (kernel in the dispatcher's table, function to call). For an operator with residuals also
+        # the author's function, which returns them; None if the kernel is not made from one.
         kernels: tuple[
             tuple[Callable[..., Any], Callable[..., Any]]
             | tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any] | None],
@@ -36,11 +35,11 @@ class Plan:
         returns: tuple[str, ...],
         returned_parameters: tuple[int, ...],
         are_fresh: bool,
-        # What makes a node without a history, and setup_context(ctx, inputs, keyword_only_inputs,
-        # output). For a function of torch.library also inputs(args), which returns the list of what
-        # it takes, and what tells from a result what `ctx` keeps of lists; None where there are no
-        # lists. For a derived formula also look(inputs, keyword_only_inputs), called before
-        # the kernel; what it returns is one more argument of setup_context.
+        # A function that makes a node without a history, and setup_context(ctx, inputs,
+        # keyword_only_inputs, output). For a function of torch.library also inputs(args), which
+        # returns its flat inputs, and a function from a result to the description of lists in
+        # `ctx`; None without lists. For a derived formula also look(inputs, keyword_only_inputs),
+        # called before the kernel; its result is one more argument of setup_context.
         gradient: tuple[Callable[[], Any], Callable[..., Any] | None]
         | tuple[
             Callable[[], Any],
@@ -50,27 +49,27 @@ class Plan:
         | tuple[Callable[[], Any], Callable[..., Any], None, Callable[..., Any]]
         | None,
         finish: Callable[[tuple[Any, ...], dict[str, Any], Any], Any],
-        # What the rest was read from, if it may change untold: (dict, key, value), or (set, key,
-        # whether it has the key).
+        # Where values above were read, if they can change without a notice: (dict, key, value), or
+        # (set, key, whether it has the key).
         sources: tuple[tuple[dict[Any, Any] | set[Any], str | None, Any], ...] = ...,
-        # Whether others register the kernels, so that calls look for new ones.
+        # Whether kernels can change without a notice, so that an unknown kernel outdates the plan.
         is_foreign: bool = ...,
-        # Whether kernels are called as the dispatcher would: without what equals a default.
+        # Whether kernels get no argument that equals its default, as from the dispatcher.
         as_dispatched: bool = ...,
-        # What calls that enter the dispatcher in C++ make of unusual results, where other calls are
-        # dispatched in Python.
+        # Converts unusual results of calls that enter the dispatcher in C++, where PyTorch
+        # dispatches other calls in Python.
         convert: Callable[[Any], Any] | None = ...,
-        # What is known of residuals, as `Declared.in_plan` tells it.
+        # See `Declared.in_plan`.
         residuals: tuple[Any, ...] | None = ...,
     ) -> Plan: ...
     @property
     def unknown_parameter(self) -> int | None: ...  # of a type that only the dispatcher converts
 
 class Entry:
-    """Where calls of an operator come in."""
+    """The entry of the native calls of an operator."""
 
     plan: Plan | None
-    dispatch: Callable[..., Any] | None  # what calls the dispatcher; set before the first plan
+    dispatch: Callable[..., Any] | None  # calls the dispatcher; set before the first plan
     def __new__(cls, name: OpName, refresh: Callable[[], None]) -> Entry: ...  # sets `plan`
     @property
     def name(self) -> OpName: ...
@@ -85,10 +84,10 @@ class Entry:
 def set_observer(observer: Callable[..., object] | None, /) -> None: ...
 
 class Operator:
-    """Stands where an object of torch.ops keeps its C++ function.
+    """Replaces the C++ function of an object of torch.ops.
 
-    Without an entry, it has that function choose an overload of a packet, and counts the call as
-    one of all `overloads`, given by name. If one of them has ended, it calls `next` instead.
+    Without an entry, it calls that function and counts the call as one of all `overloads`, given by
+    name. If one of them was deregistered, it calls `next` instead.
     """
 
     entry: Entry | None
@@ -105,7 +104,7 @@ class Operator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 class Choice:
-    """Calls the kernel that a call is for, of those that `select` leaves."""
+    """Calls one of several kernels, chosen by `select`."""
 
     def __new__(
         cls,
@@ -151,7 +150,7 @@ def make_backward(
     /,
 ) -> tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]]]: ...
 
-# See `replay.pack_plain`.
+# See `replay._packed_if_plain`.
 def pack_plain(values: Sequence[Any], latest: Tensor | None, count: int, /) -> Tensor | None: ...
 
 # Whether a node comes from applying a function, and what that function does with its `ctx`;
@@ -160,7 +159,7 @@ nodes_come_from_apply: int
 # The dispatch keys of the devices whose tensors a native call takes, such as "CPU".
 backends: tuple[str, ...]
 
-# None where another kernel is at that key; what else it returns is called when the operator goes.
+# Returns None if another kernel is at the key, else a function to call at deregistration.
 def bypass(name: str, overload: str, key: str, kernel: Any) -> Callable[[], None] | None: ...
 def take_node(ctx: Any, /) -> object: ...
 
@@ -169,13 +168,13 @@ def make_handover(
     returned: type, recording: dict[int, tuple[Any, bool]], /
 ) -> tuple[Callable[[], bool], Callable[[Any, tuple[Any, ...]], Any]]: ...
 
-# What tells nodes that are made here from those of PyTorch, when a call is recorded both ways. The
+# Records a call natively and with PyTorch, and returns the first difference of the nodes. The
 # arguments are from _compat/autograd.py.
 def try_nodes(
     make_function: Callable[..., Any], node_maker: Callable[[Any, Any], Any], /
 ) -> str | None: ...
-def switch_off(blocks: int, /) -> None: ...  # opens so many, or closes them
+def switch_off(blocks: int, /) -> None: ...  # opens this many blocks; closes them if negative
 def make_entering(lock: Any, /) -> Callable[[], bool]: ...
-def hold_calls(names: Iterable[str], /) -> object: ...  # while the result is there
+def hold_calls(names: Iterable[str], /) -> object: ...  # while the result lives
 def end_calls(names: Iterable[str], /) -> None: ...
-def running() -> list[Entry]: ...  # those of the native calls that this thread is in
+def running() -> list[Entry]: ...  # of the native calls that this thread is in

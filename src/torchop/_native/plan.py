@@ -1,4 +1,4 @@
-"""Native calls of one operator: their entry point, and their plan, also for one of ours."""
+"""Native calls of one operator: their entry and their plan."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from torchop._schema.text import arguments_alone, results_of
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
 
-# What a plan calls with (args, kwargs, result) for results that are not just fresh tensors.
+# Called with (args, kwargs, result) for results that are not just fresh tensors.
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
-# How a plan is to record a gradient: see `NativeCalls._plan`.
+# How a plan records gradients: see `NativeCalls._plan`.
 Gradient = tuple[Any, ...] | str | None
 
 
@@ -36,8 +36,8 @@ def _float(value: Any) -> float:
     return float.__float__(value) if isinstance(value, float) else float(value)
 
 
-# The conversions that the dispatcher applies to results of these types. It reads the value of a
-# subclass of Python's types, such as that of an enum, and not what its methods make of it.
+# The conversions that the dispatcher applies to results of these types. For an instance of a
+# subclass, such as an IntEnum, it reads the underlying value without calling overridden methods.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "Tensor": lambda value: value,
     "Optional[Tensor]": lambda value: value,
@@ -62,28 +62,27 @@ class NativeCalls:
         self._native = native
         self._schema = schema
         self.name = name
-        # Why no call records a gradient natively, as the latest plan has it.
+        # Why the latest plan records no gradient natively; None if it does.
         self.gradient_problem: str | None = None
-        # Where the calls come in.
         self.entry: Entry = native.Entry(name, self)
 
     def __call__(self) -> None:
-        """Compiles the plan that calls follow: what a call does that finds none."""
+        """Compile the plan, for a call that finds none."""
         with registration_lock:
-            if self.entry.plan is None:  # no other thread was first
+            if self.entry.plan is None:  # another thread may have compiled it
                 self.entry.plan = self._compile()
         self._native.set_observer(_log_call if logs.calls.isEnabledFor(logging.INFO) else None)
 
     def outdate(self) -> None:
-        """Makes the next native call compile a new plan."""
+        """Make the next native call compile a new plan."""
         self.entry.plan = None
 
     def _compile(self) -> Plan:
         raise NotImplementedError  # every subclass defines its own
 
     def _take_calls(self, overload: OpOverload) -> None:
-        """Makes an object of `torch.ops` call the entry."""
-        # A call in another thread may come as soon as the function is replaced.
+        """Make an object of `torch.ops` call the entry."""
+        # Set before the function is replaced, because another thread may call it at once.
         self.entry.dispatch = overload_functions.replaced_function(overload)
         overload_functions.replace_function(overload, self._native.Operator, self.entry)
 
@@ -98,10 +97,10 @@ class NativeCalls:
         gradient: Gradient = None,
         **more: Any,
     ) -> Plan:
-        """A plan of this operator; the arguments are those of `Plan` in `_call_path.pyi`.
+        """Return a plan of this operator; see `Plan` in `_call_path.pyi` for the arguments.
 
-        `gradient` starts with the autograd.Function of the nodes; or it is a string that says why
-        the dispatcher has to record gradients.
+        `gradient` starts with the autograd.Function of the nodes. It may be a string: the reason
+        why the dispatcher must record gradients.
         """
         gradient = recipe.unknown_nodes() or gradient
         self.gradient_problem = gradient if isinstance(gradient, str) else None
@@ -128,15 +127,15 @@ class NativeCalls:
 
 
 def _log_call(calls: NativeCalls, /, *args: Any, **kwargs: Any) -> None:
-    """Logs why the dispatcher gets a call, the first of its operator for this reason."""
+    """Log why the dispatcher gets a call, for the first call of an operator with this reason."""
     name = str(calls.name)
     found = sys.modules["torchop"].explain(name, *args, **kwargs)  # far above this file
-    if not found.native:  # as it is where a graph is captured just now
+    if not found.native:  # explain does not see that a graph is being captured
         logs.calls.info("%s: a call goes through the dispatcher, because %s", name, found.reason)
 
 
 class OwnCalls(NativeCalls):
-    """The native calls of an operator of ours, compiled from its plan."""
+    """The native calls of an operator of `custom_op`, compiled from the plan of its definition."""
 
     __slots__ = ("_definition",)
 
@@ -145,27 +144,27 @@ class OwnCalls(NativeCalls):
         self._definition = definition
 
     def attach(self) -> None:
-        """Makes calls through `torch.ops` native too; the registration lock must be held.
+        """Make calls through `torch.ops` native too; the registration lock must be held.
 
-        Done when the operator is first used: an `OpOverload` takes longer to make than all the rest
-        of a definition.
+        Called when the operator is first used, because creating an `OpOverload` takes longer than
+        the rest of a definition.
         """
         definition = self._definition
         if self.entry.dispatch is None and definition.reason_gone is None:
             self._take_calls(definition.overload)
             self._bypass_kernels()
-            # A packet tries its overloads in turn, so none of its calls is native before the first.
+            # A packet tries its overloads in order, so earlier overloads must be native as well.
             for sibling in torch_ops.overloads_beside(definition.overload):
                 other = own_definition(None, definition.name._replace(overload=sibling))
                 if other is not None and isinstance(other.follower, OwnCalls):
                     other.follower.attach()
 
     def _bypass_kernels(self) -> None:
-        """Makes the dispatcher skip those of our Python kernels that have nothing to do."""
+        """Make the dispatcher skip Python kernels of torchop that would only redispatch."""
         definition = self._definition
         name = definition.name
         if self._schema.spelled_devices:
-            return  # these kernels turn the name of a device into one, which modes see
+            return  # these kernels convert the name of a device, which modes must see
         for key in ("Autograd", "ADInplaceOrView"):
             kernel = definition.dispatcher_kernels.get(key)
             remove = self._native.bypass(name.packet, name.overload, key, kernel)
@@ -180,7 +179,7 @@ class OwnCalls(NativeCalls):
         return self.compiled(plan)
 
     def compiled(self, plan: CallPlan) -> Plan:
-        """Compiles the plan of the operator for native calls."""
+        """Compile the plan of the operator for native calls."""
         definition, schema = self._definition, self._schema
         kernels = plan[KernelRule]
         dispatched = definition.dispatcher_kernels
@@ -206,11 +205,11 @@ class OwnCalls(NativeCalls):
 
 
 def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
-    """The gradient of a `Plan`, as in `_call_path.pyi`; or why the dispatcher records gradients."""
+    """Return the gradient for a `Plan`, or the reason why the dispatcher must record it."""
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
-    # It is made when a call first records a gradient.
+    # The function is made when a call first records a gradient.
     function = definition.rule(AutogradRule).cached_function
     if function is None:
         return "the first call that records one is never native, but later ones are"
@@ -218,12 +217,12 @@ def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
 
 
 def is_returnable(schema: Schema) -> bool:
-    """Whether it is known what the dispatcher makes of the results."""
+    """Return whether the dispatcher's conversions of the results are known."""
     return all(kind in _CONVERSIONS for kind in schema.returns)
 
 
 def unknown_type(schema: Schema, plan: Plan) -> str:
-    """What of a schema keeps calls from being native by its type, where something does."""
+    """Describe the argument or result whose type keeps all calls from being native."""
     if plan.unknown_parameter is not None:
         arguments = arguments_alone(schema.written)
         what = f"argument '{arguments[plan.unknown_parameter]}'"
@@ -234,13 +233,13 @@ def unknown_type(schema: Schema, plan: Plan) -> str:
 
 
 def converting(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:
-    """A function that returns results, with the conversions that the dispatcher applies to them."""
+    """Return `function` with the dispatcher's conversions applied to its results."""
     convert = _conversion(schema)
     return lambda *args: convert(function(*args))
 
 
 def _conversion(schema: Schema) -> Callable[[Any], Any]:
-    """What the dispatcher makes of results that are of the schema's types."""
+    """Return the dispatcher's conversion of results that have the types of the schema."""
     each = [_CONVERSIONS.get(kind, _CONVERSIONS["Tensor"]) for kind in schema.returns]
     if not each:
         return lambda result: None

@@ -1,4 +1,4 @@
-"""The reasons of csrc/reasons.h why a call goes the way it goes, in words."""
+"""Reasons why a call is native or falls back to the dispatcher: csrc/reasons.h in words."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 class Reason(enum.IntEnum):
-    """Why a call goes the way it goes, in the order of reasons.h."""
+    """Why a call is native or falls back to the dispatcher, in the order of reasons.h."""
 
-    text: str  # in words, with what only the call tells in braces
+    text: str  # with a placeholder for details of the call
 
     def __new__(cls, text: str) -> Self:
         reason = int.__new__(cls, len(cls.__members__))

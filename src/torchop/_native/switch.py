@@ -32,34 +32,34 @@ from torchop._rules.kernels import rule
 log = logging.getLogger(__name__)
 
 
-# The extension module, when there is one.
+# The extension module, once it is loaded and the operators that exist are native.
 _native: Any = None
-# What `request` calls when it is there.
+# Callbacks of `request`, for when the extension is loaded.
 _waiting: list[Callable[[], None]] = []
-# The type that a native handle changes to, once it is made. That can be done only once.
+# The native subclass of the class of handles, once it exists. It can be made only once.
 _native_handle_types: list[type] = []
 
 
 def native_module() -> Any | None:
-    """The extension module, if it is loaded."""
+    """Return the extension module, or None if it is not loaded."""
     return _native
 
 
 def start() -> None:
-    """What `import torchop` does: nothing, unless TORCHOP_NATIVE requires native calls.
+    """Load the extension during `import torchop` if TORCHOP_NATIVE=require.
 
-    A wrong value raises where the first operator is made, and not here, because the command line
-    imports this before it can say what is wrong in one line.
+    An invalid value raises when the first operator is defined, and not here, because the command
+    line imports torchop before it can report the error in one line.
     """
     if os.environ.get("TORCHOP_NATIVE") == "require":
         obtain()
 
 
 def obtain() -> None:
-    """Gets the extension; only the first call does anything, unless it raises.
+    """Load the extension, or start to compile it. Calls after the first successful one do nothing.
 
-    Nor does one in a trace of TorchScript, which runs a function twice, and compares from which
-    lines of Python operators are called.
+    Does nothing in a trace of TorchScript, which runs a function twice and compares the Python
+    lines that call operators.
     """
     if (_native is None or not _first_use.is_over) and not compilers.torchscript_is_tracing():
         _obtain()
@@ -71,7 +71,7 @@ def _obtain() -> None:
 
 
 def _obtain_for_dynamo() -> None:
-    """Gets the extension at the end of Dynamo's import, which cannot be repeated if it fails."""
+    """Load the extension at the end of Dynamo's import, which cannot be repeated if it fails."""
     try:
         _obtain()
     except NativeBuildWarning as problem:  # a warning that the user made an error
@@ -81,46 +81,46 @@ def _obtain_for_dynamo() -> None:
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Gets the extension, and waits for it if it is compiled; returns whether it is there."""
+    """Load the extension, wait while it is compiled, and return whether it is loaded."""
     is_there = api.extension.wait(_ready, timeout)
     _first_use.end()
     return is_there
 
 
 class _FirstUse:
-    """Gets the extension when an operator is first used: follows those that are not native yet.
+    """Loads the extension when an operator is first used; the `Follower` of all until then.
 
-    Programs import packages that define hundreds of operators, and call none of them: to show their
-    options, or to build their documentation. They have nothing to load or to compile.
+    A program may import a package with hundreds of operators and call none of them, for example to
+    print its options or to build documentation. It must not load or compile anything.
     """
 
     def __init__(self) -> None:
         self.is_over = False
-        # `__call__` of handles, and what waits in its place.
+        # `__call__` of handles, and its replacement until the first call.
         self.call: Callable[..., Any] | None = None
         self._first_call: Callable[..., Any] | None = None
 
     def wait(self) -> None:
-        """Waits for the first call, through a handle or `torch.ops`, and for Dynamo."""
+        """Load the extension at the first call of an operator, or when Dynamo is imported."""
         if self._first_call is not None or self.is_over:
             return
-        api.mode()  # raises an exception if the environment variable is wrong
-        # Its guards hold on to the type of a handle, which must not change during a trace.
+        api.mode()  # raises an exception if the environment variable is invalid
+        # Dynamo's guards compare the type of a handle, which must not change during a trace.
         import_hooks.when_imported(compilers.DYNAMO, _obtain_for_dynamo)
         call = self.call = _hooks.handle_type.__call__
 
         @functools.wraps(call)
         def first_call(handle: Any, /, *args: Any, **kwargs: Any) -> Any:
             obtain()
-            # Not `handle(...)` for others: whoever replaced `__call__` may have this one called.
+            # Not always `handle(...)`: a replacement of `__call__` may call this function.
             is_native = type(handle) in _native_handle_types
             return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)
 
-        if not self.is_over:  # as it is where Dynamo was imported already
+        if not self.is_over:  # it is if Dynamo was imported before
             self._first_call = _hooks.handle_type.__call__ = first_call
 
     def end(self) -> None:
-        """Lets calls of handles go their way."""
+        """Restore `__call__` of handles."""
         with registration_lock:
             # Unless somebody else has replaced it.
             if _hooks.handle_type.__call__ is self._first_call:
@@ -128,23 +128,23 @@ class _FirstUse:
             self.is_over = True
 
     def attach(self) -> None:
-        """Called when the plan of an operator is compiled, as for a call through `torch.ops`."""
+        """Load the extension for a call through `torch.ops`, which compiles the plan."""
         obtain()
 
     def outdate(self) -> None:
-        """Called when a plan is stale, which says nothing about a call."""
+        """Do nothing: an outdated plan does not mean that the operator is used."""
 
 
 _first_use = _FirstUse()
 
 
 def new_handle_type() -> Any:
-    """The type of handles to be made: the native one, if the extension is there."""
+    """Return the type for a new handle: the native one if the extension is loaded."""
     return _hooks.handle_type if _native is None else _native_handle_types[0]
 
 
 def make_native(definition: Definition) -> None:
-    """Makes calls of a new operator native, or has that done when the extension is there."""
+    """Make calls of a new operator native, now or when the extension is loaded."""
     if _native is None:
         definition.follower = _first_use
         _first_use.wait()
@@ -153,9 +153,9 @@ def make_native(definition: Definition) -> None:
 
 
 def request(on_ready: Callable[[], None]) -> None:
-    """Gets the extension, and calls `on_ready` once when it is there: at once, or later, or never.
+    """Load the extension, and call `on_ready` once it is loaded, if it ever is.
 
-    That call holds the registration lock, and may be in another thread.
+    The call holds the registration lock, and may come from another thread.
     """
     with registration_lock:
         obtain()
@@ -166,9 +166,9 @@ def request(on_ready: Callable[[], None]) -> None:
 
 
 def _ready(module: ModuleType) -> None:
-    """Receives the extension, and makes calls of operators that were defined before native.
+    """Make calls of existing operators native with the extension, which was just loaded.
 
-    If it raises, as a warning that the user made an error does, it is called again.
+    If it raises, for example because a warning is an error, it is called again.
     """
     global _native
     with registration_lock:
@@ -177,26 +177,26 @@ def _ready(module: ModuleType) -> None:
             for handle in registries.published_handles().values():
                 if isinstance(handle, Handle) and handle._definition.reason_gone is None:
                     calls = _adopt(handle._definition, module)
-                    if handle._definition.has_plan:  # torch.ops may be all that calls it
+                    if handle._definition.has_plan:  # it may be called through torch.ops alone
                         calls.attach()
                         if handle._definition.rule(rule.KernelRule).providers is not None:
                             handle._definition.outdate_plan()  # it chooses in Python
-            _native = module  # last: until then, whoever asks for the extension comes here
+            _native = module  # last: until then, `obtain` calls this function again
         while _waiting:
             _waiting[-1]()
             _waiting.pop()
 
 
 def _prepare(module: ModuleType) -> None:
-    """Connects the extension with PyTorch, Dynamo and the rules; may be called again."""
-    # From a kernel that it is shown, the extension learns to recognize others.
+    """Connect the extension with PyTorch, Dynamo and the layers below; safe to repeat."""
+    # The extension learns the layout of Python kernels from two operators with a known kernel.
     with libraries.probe_operators() as probes:
         if not module.learn_kernels(*probes):
             raise ImportError(
                 "torchop does not know how this release of PyTorch stores Python kernels"
             )
     if not _native_handle_types:
-        # Dynamo follows `__call__`, and looks for a property in the very type of an object.
+        # Dynamo traces `__call__`, and looks up properties in the type itself, not in its bases.
         base = _hooks.handle_type
         members = vars(base).items()
         traceable: dict[str, Any] = {k: v for k, v in members if isinstance(v, property)}
@@ -213,11 +213,11 @@ def _prepare(module: ModuleType) -> None:
 
 
 def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:
-    """Has the calls of an object of `torch.ops` counted before it is first called.
+    """Count the calls of an object of `torch.ops` from its first call on.
 
-    PyTorch's own function does not count them, so whoever ends the operator, in another thread,
-    would not wait for those that are in the dispatcher. A call of another operator does not wait
-    for registrations: these would not wait for the kernel that makes it.
+    Another thread that deregisters the operator waits for calls in the dispatcher, but PyTorch's
+    own function does not count them. Calls of operators that torchop did not define are not
+    counted: a registration must not wait for the kernel that makes such a call.
     """
     packet = vars(op).get("_overloadpacket", op)
     if vars(packet).get("_qualified_op_name") in deregistration.defined:

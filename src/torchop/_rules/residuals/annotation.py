@@ -1,4 +1,4 @@
-"""Residuals that the annotation of a kernel's result declares."""
+"""Residuals declared in the annotation of a kernel's result."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Residuals:
 def declared_types(
     name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """The types of an operator's residuals, wherever they are declared; None if it has none."""
+    """Return the types of an operator's residuals; None if it has none."""
     declared = [each for each in _annotated(function)[1:] if isinstance(each, Residuals)]
     if len(declared) + (types is not None) > 1:
         raise SchemaError(
@@ -58,7 +58,7 @@ def declared_types(
 
 
 def show_output_alone(kernel: Any, function: Callable[..., Any]) -> None:
-    """Leaves the residuals out of the signature of what is made of an author's function."""
+    """Remove the residuals from the signature of a kernel made from the author's function."""
     annotated = _annotated(function)
     alone = tuple(each for each in annotated if not isinstance(each, Residuals))
     if len(alone) < len(annotated):
@@ -67,7 +67,7 @@ def show_output_alone(kernel: Any, function: Callable[..., Any]) -> None:
 
 
 def _annotated(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """The type of a function's result, and what `Annotated` says beside it."""
+    """Return the type of a function's result, followed by its `Annotated` metadata."""
     try:
         written = signatures.written_result(function)
     except SchemaError:  # is raised again where a schema is inferred from it

@@ -1,4 +1,4 @@
-"""The declaration of an operator's residuals, and the check of what kernels return for it."""
+"""The declaration of an operator's residuals, and the checks of residuals against it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _class_named: Callable[[str, Mapping[str, Any]], Any] = namedtuple
 
 
 class Declared:
-    """The residuals of one operator, as its definition declares them.
+    """The declared residuals of one operator.
 
     Attributes:
-        named: makes the object that a `setup_context` gets.
-        schema: one without arguments, which returns the residuals as graphs have them.
+        named: the class of the object that `setup_context` gets.
+        schema: a schema without arguments that returns the residuals as they are in graphs.
     """
 
     def __init__(self, name: OpName, types: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class Declared:
         self._are_tensors = set(self.schema.returns) == {"Tensor"} and self.structure is None
 
     def check_operator(self, schema: Schema) -> None:
-        """Refuses operators that cannot have residuals."""
+        """Reject operators that cannot have residuals."""
         if not schema.is_functional or not schema.returns:
             raise SchemaError(
                 f"{self.op}: residuals are for functional operators, which return fresh tensors "
@@ -69,18 +69,18 @@ class Declared:
             )
 
     def handing_over(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes a kernel, or another rule, return the result alone, and hand over the residuals."""
+        """Wrap a kernel or rule, so that it returns the result and stores the residuals."""
         return handing_over(function, self) if callable(function) else function
 
     def author_of(self, kernel: Callable[..., Any]) -> Callable[..., Any] | None:
-        """The author's own function, if a kernel is what `handing_over` made of it."""
+        """Return the author's function if `handing_over` made the kernel from it, else None."""
         return author_of(kernel, self)
 
     def in_plan(self, native: Any, formula: Any) -> tuple[Any, ...]:
-        """What native calls know, which run the author's function: `Residuals` in residuals.h."""
+        """Return the `Residuals` of a plan (residuals.h), with which the author's function runs."""
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
-        # Native calls pass residuals to the author's function, which `checking` would not see.
+        # In a native call, `checking` would not see the call of `setup_context`.
         is_checked = checking.is_watching()
         asks = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)
@@ -93,11 +93,11 @@ class Declared:
 
     @property
     def spelled(self) -> str:
-        """How a kernel returns them."""
+        """The return statement of a kernel, for messages."""
         return f"torchop.residuals(output, {', '.join(self.named._fields)})"
 
     def flat(self, request: Request) -> tuple[Any, ...]:
-        """What a kernel handed over, checked, as the schema has it."""
+        """Return the residuals that a kernel stored, checked and flattened."""
         saved = request.saved or ()
         if len(saved) != len(self.named._fields):
             raise ResultError(
@@ -114,7 +114,7 @@ class Declared:
         return as_tuple(self.schema, values)
 
     def rebuilt(self, flat: Sequence[Any]) -> Any:
-        """The object that a `setup_context` gets, from the residuals as graphs have them."""
+        """Return the object that `setup_context` gets, from flat residuals."""
         values: Any = tuple(flat) if len(flat) > 1 else flat[0] if flat else None
         if self.structure is not None:
             values = self.structure.rebuilt_result(values)
@@ -123,7 +123,7 @@ class Declared:
     def check_fresh(
         self, of: Schema, args: Sequence[Any], kwargs: dict[str, Any], output: Any, flat: Any
     ) -> None:
-        """Refuses residuals in the memory of inputs or results, which compilers keep apart."""
+        """Reject residuals that share memory: compilers assume that they do not."""
         tensors = list(tensors_in(flat))
         others = list(tensors_in(output if isinstance(output, tuple) else (output,)))
         if len(set(map(id, tensors))) == len(tensors) and all(

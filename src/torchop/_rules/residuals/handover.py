@@ -1,4 +1,4 @@
-"""The way of residuals from a kernel to the call that records a gradient."""
+"""Passing residuals from a kernel to the call that records a gradient."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Output = TypeVar("Output")
 class Returned:
     """The result of a kernel, and its residuals."""
 
-    __slots__ = ("output", "saved")  # set by `_returned`: a call of __init__ takes as long again
-    __module__ = "torchop"  # as messages name it
+    __slots__ = ("output", "saved")  # set by `_returned`: a call of __init__ would double the time
+    __module__ = "torchop"  # for messages
     _torchop_fix = " Only operators that declare residuals return them, around the whole result."
 
     output: Any
@@ -82,8 +82,8 @@ def _returned(output: Any, saved: Any) -> Any:
     return made
 
 
-# For each thread with a call that records a gradient: the request that the next kernel is to take,
-# and whether the kernel that runs took one. Most of the time there is none, which is seen at once.
+# By thread: the request for the next kernel, and whether the running kernel took a request. Only
+# threads that record a gradient have an entry, so an empty dictionary answers most questions.
 _recording: dict[int, tuple[Request | None, bool]] = {}
 _NOTHING = (None, False)
 
@@ -105,7 +105,7 @@ def records_gradient() -> bool:
 
     It is what `ctx.needs_input_grad` tells the forward of a `torch.autograd.Function`.
     """
-    # The quickest question comes first, because kernels ask in every call.
+    # The cheapest test comes first, because kernels call this function in every call.
     return _records() if _recording else False
 
 
@@ -114,7 +114,7 @@ def _records() -> bool:
 
 
 class Request:
-    """A call that records a gradient, and waits for the residuals of the kernel that it runs."""
+    """The request of a call that records a gradient for the residuals of its kernel."""
 
     __slots__ = ("key", "saved")
 
@@ -124,21 +124,21 @@ class Request:
 
 
 def in_native_calls(native: Any) -> tuple[Any, ...]:
-    """What native calls see and set; kernels call functions in C++ from then on."""
+    """Return the state that native calls read and set, and replace functions by C++ ones."""
     global _records, _returned
     _records, _returned = native.make_handover(Returned, _recording)
     return Returned, _recording, (None, True)
 
 
 def request(key: object) -> Request:
-    """Asks the next kernel of an operator, which this thread calls now, for its residuals."""
+    """Request the residuals of the next kernel of an operator that this thread calls."""
     thread, made = get_ident(), Request(key)
     _recording[thread] = made, _recording.get(thread, _NOTHING)[1]
     return made
 
 
 def requested(key: object, call: Callable[[], Output]) -> tuple[Output, Request]:
-    """What a call returns that runs a kernel of an operator, and the request to that kernel."""
+    """Call a kernel through `call`; return the result and the request, which has the residuals."""
     thread = get_ident()
     outer = _recording.get(thread, _NOTHING)
     try:
@@ -156,10 +156,10 @@ def _put_back(thread: int, state: tuple[Request | None, bool]) -> None:
 
 
 def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any]:
-    """Makes a kernel, or a fake one, return the result alone, and hand over the residuals.
+    """Wrap a kernel or fake kernel, so that it returns the result and stores the residuals.
 
-    The call that wants them, a `Request` with the same key, may be far outside: the dispatcher and
-    what chooses between kernels are in between, and return what the schema says.
+    They are stored in the `Request` with the same key, and not returned, because the dispatcher and
+    the choice between providers are in between, and return results of the schema only.
     """
 
     if author_of(function, key) is not None:
@@ -172,10 +172,10 @@ def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any
             return result.output if type(result) is Returned else result
         thread = get_ident()
         request, records = _recording.get(thread, _NOTHING)
-        waiting = None  # for the kernel of another operator, which is outside of this one
+        waiting = None  # the request for a kernel of another operator, which calls this one
         if request is not None and request.key is not key:
             request, waiting = None, request
-        # A request is taken here once, because the kernel may call the operator, too.
+        # Taken once, because the kernel may call its own operator.
         _recording[thread] = waiting, request is not None
         try:
             result = function(*args, **kwargs)
@@ -213,13 +213,13 @@ def not_recording(definition: Definition, function: Callable[..., Any]) -> Calla
 
 
 def author_of(function: Any, key: object) -> Callable[..., Any] | None:
-    """The kernel that an author wrote, if `handing_over` made a function of it, and nobody else."""
+    """Return the author's kernel if `handing_over` returned this very function, else None."""
     made_for, kernel, author = getattr(function, "_torchop_author", (None, None, None))
-    # What wraps a kernel again may have its attributes.
+    # Another wrapper may have copied the attributes.
     return author if made_for is key and kernel is function else None
 
 
 def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:
-    """The results of a schema, which are no tuple if there is one."""
+    """Return the results of a call as a tuple; a single result is none."""
     count = len(schema.returns)
     return tuple(result) if count > 1 else (result,) * count

@@ -1,4 +1,4 @@
-"""Modes and subclasses: what the rules of an operator for them do with its training form."""
+"""Rules of an operator for modes and subclasses, applied to its training form."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torchop._rules.residuals.vmap import Calls
 
 
 def follow(form: Any, cls: type) -> None:
-    """Makes calls of a training form reach the rule of its operator for `cls`.
+    """Apply the operator's rule for `cls` to calls of the training form.
 
-    It gives way to a rule for the training form. The modes with which compilers trace have to see
-    the training form itself: for FakeTensor, its fake kernel calls the operator, and so the rule.
+    A rule that is registered for the training form takes precedence. Modes of compilers must see
+    the training form itself. Under FakeTensor, its fake kernel calls the operator, and so the rule.
     """
     if issubclass(cls, TorchDispatchMode) and cls.is_infra_mode():
         return
@@ -27,7 +27,7 @@ def follow(form: Any, cls: type) -> None:
 def _under_mode(
     form: Any, cls: type, mode: Any, func: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Runs the rule as for a call of the operator, whose residuals are those of its own call."""
+    """Run the operator's rule, and take the residuals from the call that the rule makes."""
     kwargs = kwargs or {}
     definition = form.definition
     rule: Any = registries.torch_dispatch_rule(str(definition), cls)
@@ -47,8 +47,8 @@ def _under_mode(
 
 
 def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
-    # A rule may call the kernel for each tensor inside of its own, and wraps what the operator
-    # returns: nobody but the author can do that with residuals.
+    # A rule may call the kernel for each inner tensor and wrap the results. Only its author can do
+    # the same with residuals.
     raise ResultError(
         f"{form.definition}: its torch_dispatch rule for {cls.__name__} returns no residuals, but "
         f"a call that records a gradient needs {form.declared.spelled}. Register a rule for "

@@ -32,7 +32,7 @@ from torchop._rules.residuals.modes import follow
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.text import results_of, write, write_results
 
-# The attribute of a library that holds the training form, which lives as long as it does.
+# The attribute of a library that holds the training form, and keeps it alive.
 _ATTRIBUTE = "_torchop_with_residuals"
 
 
@@ -44,7 +44,7 @@ class TrainingForm:
         self.declared: Any = definition.declaration.residuals
         schema = definition.schema
         residuals = results_of(self.declared.schema.written)
-        if self.declared.structure is None:  # else there are more or fewer of them
+        if self.declared.structure is None:  # a structure has more or fewer flat values than names
             names = self.declared.named._fields
             residuals = [f"{kind} {name}" for kind, name in zip(residuals, names, strict=True)]
         results = [*results_of(schema.written), *residuals]
@@ -56,9 +56,9 @@ class TrainingForm:
             self._kernel,  # on fake tensors, the operator calls its fake kernel
         )
         op = str(definition)
-        # For the places of residuals among the saved tensors, what guards these.
+        # By the places of residuals among the saved tensors: the function that guards them.
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
-        self.vmap_rule: Any = None  # of the training form, as long as no author gives it another
+        self.vmap_rule: Any = None  # the vmap rule that torchop registered for the training form
         vmap.follow(self)
         offer_to_checkpoints(self.companion, definition.overload)
         self.is_counted = False
@@ -74,7 +74,7 @@ class TrainingForm:
         return (*as_tuple(schema, output), *flat)
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Calls it; returns the result of the operator, and the residuals as graphs have them."""
+        """Call the training form; return the result of the operator and the flat residuals."""
         if not self.is_counted and (mode := flop_counter.loaded_mode()) is not None:
             self.is_counted = True
             op = self.definition.overload
@@ -83,17 +83,17 @@ class TrainingForm:
         return self.split(self.companion.overload(*args, **kwargs))
 
     def split(self, result: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The same from what the training form returned."""
+        """Split the results of the training form into the operator's result and the residuals."""
         everything = as_tuple(self.companion.schema, result)
         count = len(self.definition.schema.returns)
         return everything[:count] if count > 1 else everything[0], everything[count:]
 
     def look(self, inputs: Any, keywords: Any) -> Request:
-        """What a native call does before the kernel runs."""
+        """Request the residuals of a native call, before its kernel runs."""
         return request(self.declared)
 
     def saving(self, setup: Callable[..., Any]) -> Callable[..., None]:
-        """The `save` of a formula whose `setup_context` gets the residuals."""
+        """Return `save` for a formula whose `setup_context` takes residuals."""
         declared, schema = self.declared, self.definition.schema
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, seen: Any) -> None:
@@ -109,8 +109,8 @@ class TrainingForm:
         return save
 
     def mark(self, ctx: Any, residuals: Sequence[Any]) -> None:
-        """Tells the backward which of the tensors that a `setup_context` saved are residuals."""
-        # Views of them are residuals too. Tensors of a transform do not tell what memory they have.
+        """Mark the residuals among the tensors that `setup_context` saved, for the backward."""
+        # Views of residuals are residuals too. Tensors of a transform have no readable storage.
         memory = id if functorch.is_active() else storage_of
         given = set(map(memory, tensors_in(residuals)))
         saved = ctx.to_save or ()
@@ -126,7 +126,7 @@ class TrainingForm:
                 )
 
     def computing(self, setup: Callable[..., Any]) -> Callable[..., None]:
-        """The same for what has only the result: it runs the kernel again."""
+        """Return `save` for callers that have only the result: it runs the kernel again."""
         return lambda ctx, inputs, keywords, output: setup(
             ctx,
             inputs,
@@ -136,13 +136,13 @@ class TrainingForm:
         )
 
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
-        """Gives the training form a formula, for transforms around the one that records a call."""
+        """Give the training form a formula, for transforms outside of the one that records."""
         count = len(self.definition.schema.returns)
 
         def save(ctx: Any, inputs: Any, keywords: Any, result: Any, *seen: Any) -> None:
             output, flat = self.split(result)
-            # Zeros would hide whether a gradient depends on the residuals, so backward makes those
-            # of the results. What a ctx was told of zeros cannot be read from it.
+            # Zeros would hide whether a gradient depends on the residuals, so backward makes zeros
+            # for the results alone. The setting of a ctx cannot be read, so the call is recorded.
             told = [True]
             ctx.set_materialize_grads = told.append
             setup(ctx, inputs, keywords, output, residuals=self.declared.rebuilt(flat))
@@ -167,7 +167,7 @@ class TrainingForm:
 def _described(output: Any) -> Any:
     if isinstance(output, (list, tuple)):
         return list(map(_described, output))
-    # What is no tensor, or undefined, has no gradient.
+    # Undefined tensors and other values have no gradient.
     return (output.shape, output.dtype, output.device) if isinstance(output, Tensor) else output
 
 
@@ -181,7 +181,7 @@ def _materialized(grad: Any, like: Any) -> Any:
 
 
 def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """The saved tensors, for a backward that is recorded: residuals refuse to have a gradient.
+    """Return the saved tensors for a recorded backward, in which residuals reject a gradient.
 
     Otherwise they would be constants there, and a second derivative would be silently wrong. They
     hang on an input, because autograd runs no nodes that lead to none.
@@ -201,7 +201,7 @@ def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -
 
 
 class _Constant(torch.autograd.Function):
-    """Passes on a residual, through which no gradient may flow."""
+    """Return a residual unchanged, and raise if a gradient flows through it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor, op: str) -> Tensor:
@@ -223,7 +223,7 @@ def _through_residual(op: str) -> MissingFormulaError:
 
 
 def training_form(definition: Definition) -> TrainingForm:
-    """That of an operator with residuals, defined when a formula first asks for them."""
+    """Return the training form of an operator, which the first formula with residuals defines."""
     attributes: dict[str, Any] = definition.library.__dict__
     if _ATTRIBUTE not in attributes:
         attributes[_ATTRIBUTE] = all_or_nothing(definition, lambda: TrainingForm(definition))
@@ -232,7 +232,7 @@ def training_form(definition: Definition) -> TrainingForm:
 
 
 def follow_rule(definition: Definition, cls: type | None = None) -> None:
-    """Tells the training form, if there is one, of the operator's rule for `cls`, or for vmap."""
+    """Apply the operator's new rule for `cls`, or for vmap, to the training form if it exists."""
     form = definition.library.__dict__.get(_ATTRIBUTE)
     if form is not None:
         if cls is None:

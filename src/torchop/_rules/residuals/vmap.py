@@ -17,13 +17,13 @@ from torchop._rules.residuals.handover import as_tuple, requested
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._rules.vmap.sequential import result_of_one, with_dims
 
-# "sequential", where the operator has no function. It is an object of its own, which tells it from
-# a rule that an author registered for the training form.
+# "sequential", if the operator has no vmap function. A distinct object, so that it is not confused
+# with a rule that an author registered for the training form.
 _BY_DEFAULT: Any = type("Default", (str,), {})(SEQUENTIAL)
 
 
 def follow(form: Any) -> None:
-    """Gives a training form the vmap rule of its operator, unless an author gave it another."""
+    """Register the operator's vmap rule for its training form, unless an author registered one."""
     rule = form.companion.rule(VmapRule)
     if rule.function is form.vmap_rule:
         is_function = callable(form.definition.rule(VmapRule).function)
@@ -33,7 +33,7 @@ def follow(form: Any) -> None:
 
 def _rule(form: Any) -> Callable[..., Any]:
     definition, declared = form.definition, form.declared
-    checked: set[Any] = set()  # calls whose dimensions are right; a fake kernel takes milliseconds
+    checked: set[Any] = set()  # calls with correct dimensions; a fake kernel takes milliseconds
 
     def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         of_operator: Any = definition.plan[VmapRule]
@@ -77,7 +77,7 @@ def _rule(form: Any) -> Callable[..., Any]:
 
 
 def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> None:
-    """Refuses a residual that is mapped over, and that the rule takes for the same everywhere.
+    """Reject a residual that vmap maps over although the rule says that it does not.
 
     Autograd would sum over the batch what a formula makes of it, and the gradient would be wrong.
     The fake kernel tells how many dimensions a residual has for one element.
@@ -115,7 +115,7 @@ def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> Non
 
 
 def _shapes(values: Any) -> Any:
-    """Values with the shapes of tensors in their place, and tuples in place of lists."""
+    """Replace tensors by their shapes, and lists by tuples."""
     if isinstance(values, Tensor):
         return tuple(values.shape)
     return tuple(map(_shapes, values)) if isinstance(values, (list, tuple)) else values
@@ -126,7 +126,7 @@ def _length(value: Any) -> int:
 
 
 class Calls(TorchFunctionMode):
-    """Makes calls of an operator ones of its training form, and keeps their residuals.
+    """Redirects calls of an operator to its training form, and collects their residuals.
 
     It sees a call before transforms, modes and autograd do, which go on with the training form.
     """
