@@ -22,7 +22,8 @@ from typing_extensions import TypedDict, Unpack  # Python 3.10 has no Unpack
 from torchop import CustomOp, OperatorNameError, RuleSignatureError, register_fake
 from torchop._compat import dispatch
 from torchop._core.library import check_callers_library
-from torchop._define.custom_op import define_function
+from torchop._define.declare import declare, define_operator
+from torchop._errors import users_place
 from torchop._schema.callables import check_callable
 from torchop.extend import Operator, OpName, all_or_nothing, short_repr
 
@@ -235,16 +236,18 @@ def _register(
     function, mutates_args, devices, fake_impl, _, tags, out_shape, out_dtype = registration
 
     def build() -> CustomOp[..., Any]:
-        check_callers_library(name, library)
-        op = define_function(
+        if library is not None:
+            check_callers_library(name, library)
+        declaration = declare(
             name,
             function,
+            users_place(),
             mutates_args=mutates_args,
             device_types=devices,
             tags=tags,
-            lib=library,
             is_lenient=True,
         )
+        op: CustomOp[..., Any] = define_operator(declaration, library)
         if fake_impl is not None:
             register_fake(op, fake_impl)
         elif out_shape is not None:

@@ -25,9 +25,9 @@ from tests.core.operators import (
 from torchop._compat import libraries, operators, registries, torch_ops
 from torchop._core import define, registry
 from torchop._native import switch
+from torchop._rules import inlining
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.functionalization import trace
-from torchop._rules.inlining import InliningRule
 from torchop._rules.kernels.rule import KernelRule
 
 T = torch.zeros(2)
@@ -56,7 +56,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "make the handle": (define, "make_handle"),
     "make calls native": (switch, "make_native"),
     "publish": (registries, "publish"),
-    "inline": (InliningRule, "enable"),
+    "inline": (inlining, "around"),
     "declare an effect": (registries, "register_effect"),
 }
 

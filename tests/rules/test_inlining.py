@@ -15,6 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
 from tests.subsystems.graphs import fresh_compiler, operators
+from torchop._compat import registries
+from torchop._compat.classes import FunctionalTensorMode
+from torchop._rules.kernels.rule import KernelRule
 
 X = torch.linspace(-1.0, 1.0, 4)
 
@@ -58,6 +61,27 @@ def run(op, *args, **options):
     backend = Aot()
     result = torch.compile(op, fullgraph=True, backend=backend, **options)(*args)
     return result, backend.targets
+
+
+def test_a_definition_replaces_no_rule_that_it_just_registered(namespace, monkeypatch):
+    registered, register = [], registries.register_torch_dispatch
+
+    def record(name, cls, function):
+        registered.append((name, cls))
+        register(name, cls, function)
+
+    monkeypatch.setattr(registries, "register_torch_dispatch", record)
+
+    def negate_(x: Tensor) -> None:
+        x.neg_()
+
+    op = torchop.custom_op(
+        f"{namespace}::op", negate_, mutates_args=("x",), effects="none", compile="inline"
+    )
+    launching = torchop.triton_op(f"{namespace}::launching", negate_, mutates_args=("x",))
+    assert (op.name, FunctionalTensorMode) in registered
+    assert len(registered) == len(set(registered))
+    assert launching._definition.rule(KernelRule).registered is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -198,8 +222,6 @@ def test_a_function_that_only_writes_is_the_fake_kernel_too(namespace):
 
 
 def test_a_rule_of_the_user_for_the_functional_trace_takes_its_place(namespace):
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-
     op = define(namespace)
 
     @op.register_torch_dispatch(FunctionalTensorMode)

@@ -54,6 +54,9 @@ class Declaration(NamedTuple):
         fake: its fake kernel, which is known to be right.
         guard: looks at the arguments of each call before any kernel.
         effect: its side effect; `_rules` knows which there are.
+        inlined: the compilers that trace the function, as `_rules.inlining` represents them.
+        launch: the kernel of a function that launches Triton kernels; the function itself is for
+            compilers to trace.
         residuals: its residuals, a `residuals.declared.Declared`; None if it has none.
         convention: how the functions of its author are called.
         is_companion: whether it stands for another operator in compiled graphs.
@@ -70,6 +73,8 @@ class Declaration(NamedTuple):
     fake: Callable[..., Any] | None = None
     guard: Guard | None = None
     effect: Any = None
+    inlined: Any = None
+    launch: Callable[..., Any] | None = None
     residuals: Any = None
     convention: Convention = FLAT
     is_companion: bool = False

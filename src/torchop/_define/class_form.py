@@ -1,7 +1,7 @@
 """operator: a class that defines an operator, with all its rules in one place.
 
-The class is read and checked first. Then `custom_op` defines the operator, and the methods of the
-handle register its rules.
+The class is read and checked first. Then the operator is declared and defined as by `custom_op`,
+and the methods of the handle register its rules.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch.library
 
 from torchop._core.define import all_or_nothing
-from torchop._core.library import check_callers_library
 from torchop._core.user_rule import rule_names
-from torchop._define.custom_op import custom_op
+from torchop._define.declare import declare, define_operator, new_name
 from torchop._define.handle import CustomOp
 from torchop._define.members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
-from torchop._errors import MissingKernelError, nearest, short_repr
+from torchop._errors import MissingKernelError, nearest, short_repr, users_place
 from torchop._rules.autograd.formula import Derived
-from torchop._schema.naming import OpName
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,20 +115,18 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
 
     The idea is `torch.autograd.Function`.
     """
-    op_name = OpName.parse_new(name)
-    check_callers_library(op_name, lib)
+    place = users_place()
+    op_name = new_name(name, lib)
 
-    def define(cls: Any) -> CustomOp[..., Any]:
+    def decorate(cls: Any) -> CustomOp[..., Any]:
         plan = read_class(str(op_name), cls)
+        devices = None if "forward" in plan.members else ()
+        attributes = dict(plan.attributes)
+        priority = attributes.pop("priority", ())
 
         def build() -> CustomOp[..., Any]:
-            op: CustomOp[..., Any] = custom_op(
-                str(op_name),
-                plan.function,
-                device_types=None if "forward" in plan.members else (),
-                lib=lib,
-                **{"mutates_args": (), **plan.attributes},
-            )
+            declaration = declare(op_name, plan.function, place, device_types=devices, **attributes)
+            op: CustomOp[..., Any] = define_operator(declaration, lib, priority)
             for device, kernel in plan.kernels.items():
                 op.register_kernel(device, kernel)
             for rule, value in plan.rules.items():
@@ -142,7 +138,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
 
         return all_or_nothing(op_name, build)
 
-    return typing.cast("OperatorDecorator", define)
+    return typing.cast("OperatorDecorator", decorate)
 
 
 class ClassReading(NamedTuple):

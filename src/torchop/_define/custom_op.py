@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -11,20 +9,13 @@ import torch.library
 from typing_extensions import Required, TypedDict, Unpack  # Python 3.10 lacks two of them
 
 from torchop._compat import compilers
-from torchop._compat.classes import Tag
-from torchop._core.declaration import Declaration, Site
-from torchop._core.define import all_or_nothing, define
-from torchop._core.library import check_callers_library
+from torchop._define.declare import declare, define_operator, new_name
 from torchop._define.handle import CustomOp
-from torchop._errors import Place, SchemaError, short_text, users_place
-from torchop._rules.effect import Effect, declared_effect
-from torchop._rules.inlining import Compile, Inlined, InliningRule, check_compile
-from torchop._rules.kernels.devices import DeviceTypes, known_devices
-from torchop._rules.residuals import declare_residuals
-from torchop._schema.callables import check_callable, check_no_generator
-from torchop._schema.declared import Tags, checked_tags, declared_schema
-from torchop._schema.forms import Form, form_tags
-from torchop._schema.naming import OpName
+from torchop._errors import short_text, users_place
+from torchop._rules.effect import Effect
+from torchop._rules.inlining import Compile
+from torchop._rules.kernels.devices import DeviceTypes
+from torchop._schema.declared import Tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,108 +125,34 @@ def custom_op(
 
     The idea is `torch.library.custom_op`.
     """
-    check_call("custom_op", name, mutates_args)
+    if name is MISSING or mutates_args is MISSING:
+        raise _missing_arguments("custom_op", name)
     place = users_place()
-    op_name = OpName.parse_new(name)
-    check_callers_library(op_name, lib)
+    op_name = new_name(name, lib)
 
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
-        return define_function(
+        declaration = declare(
             op_name,
             function,
+            place,
             mutates_args=mutates_args,
             device_types=device_types,
             schema=schema,
             tags=tags,
             effects=effects,
             compile=compile,
-            priority=priority,
-            lib=lib,
             residuals=residuals,
-            place=place,
         )
+        handle: CustomOp[P, R] = define_operator(declaration, lib, priority)
+        return handle
 
     return decorate if fn is None else decorate(fn)
 
 
-def define_function(
-    name: OpName,
-    function: Callable[P, R],
-    *,
-    mutates_args: str | Iterable[str],
-    device_types: DeviceTypes = None,
-    schema: str | None = None,
-    tags: Tags = None,
-    effects: Effect = None,
-    compile: Compile = "opaque",
-    priority: Sequence[str] = (),
-    lib: torch.library.Library | None = None,
-    residuals: Mapping[str, Any] | None = None,
-    place: Place | None = None,
-    is_lenient: bool = False,
-) -> CustomOp[P, R]:
-    """Makes a function an operator, whose name and library were checked.
-
-    See `custom_op` for the arguments, and `Declaration` for the last one.
-    """
-    what = f"custom_op({str(name)!r})"
-    check_callable(what, function)
-    devices = known_devices(name, device_types)
-    declared = declare_residuals(name, function, residuals)
-    if declared is not None:
-        function = declared.handing_over(function)
-    all_tags = checked_tags(name, tags)
-    parsed, flat_function, convention = declared_schema(
-        name, function, schema, mutates_args, all_tags
-    )
-    check_no_generator(what, function, parsed)
-    effect = declared_effect(name, effects, parsed)
-    inlined = check_compile(name, compile, effect)
-    if declared is not None:
-        declared.check_operator(parsed)
-        if inlined is not None:
-            raise SchemaError(
-                f'{name}: residuals and compile="inline" exclude each other, because a compiler '
-                "that traces the function differentiates the operators in it."
-            )
-    complete = Declaration(
-        name,
-        parsed,
-        flat_function,
-        Site.of(inspect.unwrap(function) if declared else function, place or users_place()),
-        devices,
-        tags=_with_form(all_tags, parsed.form),
-        effect=effect,
-        residuals=declared,
-        convention=convention,
-        is_lenient=is_lenient,
-    )
-
-    def build() -> CustomOp[P, R]:
-        definition = define(complete, lib)
-        if inlined is not None:
-            definition.rule(InliningRule).enable(inlined)
-        handle: CustomOp[P, R] = definition.handle
-        if priority:
-            handle.set_priority(priority)
-        return handle
-
-    return all_or_nothing(name, build)
-
-
-def _with_form(tags: tuple[Tag, ...], form: Form) -> tuple[Tag, ...]:
-    """Adds the tag of a form that the schema alone says, by which compilers know it."""
-    if form is Form.PLAIN:
-        return tags
-    return tuple(dict.fromkeys((*tags, *form_tags(form))))
-
-
-def check_call(caller: str, name: object, mutates_args: object) -> None:
-    """Refuses a call without the required arguments, such as a decorator without parentheses."""
-    if name is not MISSING and mutates_args is not MISSING:
-        return
+def _missing_arguments(caller: str, name: object) -> TypeError:
+    """Return the error for a call without required arguments, such as a bare decorator."""
     good = name if isinstance(name, str) else f"mylib::{getattr(name, '__name__', 'crop')}"
-    raise TypeError(
+    return TypeError(
         f"{caller} takes the name of the operator, and mutates_args, the tensor arguments that the "
         f'function writes into. Write @torchop.{caller}("{short_text(good)}", mutates_args=()) if '
         'it writes into none, and mutates_args=("x",) if it writes into x.'
@@ -295,24 +212,19 @@ def triton_op(
 
     The idea is `torch.library.triton_op`.
     """
-    check_call("triton_op", name, mutates_args)
+    if name is MISSING or mutates_args is MISSING:
+        raise _missing_arguments("triton_op", name)
+    place = users_place()
+    op_name = new_name(name, None)
 
-    def define(function: Callable[P, R]) -> CustomOp[P, R]:
+    def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
         # First: it runs code of PyTorch's that may fail.
         kernels = compilers.triton_kernels(function)
-        handle = custom_op(
-            name, function, mutates_args=mutates_args, schema=schema, compile="inline"
+        declaration = declare(
+            op_name, function, place, mutates_args=mutates_args, schema=schema, launches=True
         )
-        handle._definition.rule(InliningRule).enable(Inlined(None, launches=True))
-
-        # Launches the wrapped kernels directly: only tracing needs the way through `wrap_triton`.
-        @functools.wraps(function)
-        def launch(*args: Any, **kwargs: Any) -> Any:
-            with compilers.launching_triton():
-                return function(*args, **kwargs)
-
-        handle.register_kernel(None, launch)
+        handle: CustomOp[P, R] = define_operator(declaration, None)
         compilers.note_triton_kernels(handle.name, kernels)
         return handle
 
-    return define if fn is None else define(fn)
+    return decorate if fn is None else decorate(fn)

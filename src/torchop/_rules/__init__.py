@@ -21,6 +21,7 @@ from torchop._rules.fake.rule import FakeRule
 from torchop._rules.fake.rule import install as install_fake
 from torchop._rules.functionalization.trace import install as install_functionalization
 from torchop._rules.inlining import InliningRule
+from torchop._rules.inlining import install as install_inlining
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.kernels.rule import install as install_kernels
 from torchop._rules.mutation.kernels import install as install_mutation
@@ -42,6 +43,7 @@ INSTALLERS: tuple[Installer, ...] = (
     install_fake,
     install_autograd,
     install_mutation,
+    install_inlining,
     install_effect,
     install_functionalization,
     install_recomputation,

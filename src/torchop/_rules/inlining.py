@@ -50,9 +50,20 @@ class Inlined(NamedTuple):
         )
 
 
-def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | None:
-    """Returns the backends that trace the function of an operator; None if there are none."""
-    if choice == "opaque":  # before a Mapping is asked about it, which is slow the first time
+def declared_inlining(
+    name: OpName, choice: Any, declared: Declared, *, launches: bool = False
+) -> Inlined | None:
+    """Return the compilers that trace the function of an operator; None if none does.
+
+    Args:
+        name: the name of the operator, for messages.
+        choice: the argument `compile` of `custom_op`.
+        declared: the effect of the operator.
+        launches: whether the function launches Triton kernels, which every compiler traces.
+    """
+    if launches:
+        return Inlined(None, launches=True)
+    if choice == "opaque":
         return None
     choices = choice.values() if isinstance(choice, Mapping) else (choice,)
     if any(item not in ("opaque", "inline") for item in choices):
@@ -77,24 +88,6 @@ class InliningRule(CompiledRule["Inlined | None"]):
 
     inlined: Inlined | None = None
 
-    def enable(self, inlined: Inlined) -> None:
-        """Let compilers trace the function of an operator that was just defined.
-
-        A function that can be traced can run on fake tensors, so it is also the fake kernel until
-        another one is registered.
-        """
-        definition = self.definition
-        assert definition.function is not None  # an operator that was just defined has one
-        body = _traceable(definition, bind(definition.function, definition.schema), inlined)
-        self.inlined = inlined
-        name = str(definition)
-        opaque = registries.torch_dispatch_rule(name, FunctionalTensorMode)
-        hook = _hook(definition, inlined, body, opaque or functionalize_unless_dropped)
-        registries.withdraw_offers(name, FunctionalTensorMode)
-        registries.offer_torch_dispatch(name, FunctionalTensorMode, hook)
-        if definition.schema.form is Form.PLAIN:
-            definition.rule(FakeRule).replace(body)
-
     def disable(self) -> None:
         """Note that a rule of the user for functional traces replaces this one."""
         self.inlined = None
@@ -113,6 +106,39 @@ class InliningRule(CompiledRule["Inlined | None"]):
         return self.inlined
 
 
+def install(definition: Definition) -> Callable[[], None] | None:
+    """Let compilers trace the function of an operator whose declaration demands it.
+
+    This comes before other installers that offer rules for functional traces, because the first
+    offer counts. The installer for operators that mutate calls `around` instead.
+    """
+    inlined = definition.declaration.inlined
+    if inlined is None:
+        return None
+    definition.rule(InliningRule).inlined = inlined
+    if not definition.schema.is_mutable:
+        hook = around(definition, functionalize_unless_dropped)
+        registries.offer_torch_dispatch(str(definition), FunctionalTensorMode, hook)
+
+    def finish() -> None:
+        # A function that can be traced can run on fake tensors.
+        if definition.schema.form is Form.PLAIN:
+            definition.rule(FakeRule).replace(_traceable(definition, inlined))
+
+    return finish
+
+
+def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the rule for functional traces of an operator.
+
+    Args:
+        definition: the operator.
+        opaque: the rule that records a call of the operator.
+    """
+    inlined = definition.declaration.inlined
+    return opaque if inlined is None else _hook(definition, inlined, opaque)
+
+
 def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
     """The device of a tensor among the arguments for which a kernel is registered."""
     kernels = definition.rule(KernelRule)
@@ -121,9 +147,11 @@ def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
     return next((d for d in devices if dispatch.dispatch_key_name(d) in installed), None)
 
 
-def _traceable(
-    definition: Definition, function: Callable[..., Any], inlined: Inlined
-) -> Callable[..., Any]:
+def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
+    """Return the function of an operator, with errors that explain why it cannot be traced."""
+    assert definition.function is not None  # an operator that is being defined has one
+    function = bind(definition.function, definition.schema)
+
     @functools.wraps(function)
     def traceable(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -149,13 +177,10 @@ def _traceable(
 
 
 def _hook(
-    definition: Definition,
-    inlined: Inlined,
-    body: Callable[..., Any],
-    opaque: Callable[..., Any],
+    definition: Definition, inlined: Inlined, opaque: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return the rule for functional traces, which calls `opaque` to record a call instead."""
-    schema = definition.schema
+    schema, body = definition.schema, _traceable(definition, inlined)
     check_result = result_check(schema.returns)
 
     def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

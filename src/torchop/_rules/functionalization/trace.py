@@ -27,6 +27,7 @@ from torchop._compat.classes import FunctionalTensorMode, ProxyTorchDispatchMode
 from torchop._core.call import map_tensors, mutated_tensors, returned_result
 from torchop._core.definition import Definition
 from torchop._errors import TracingError
+from torchop._rules import inlining
 from torchop._rules.checkpoint_modes import saved_under_budget
 from torchop._rules.functionalization.helper_operators import (
     FUNCTIONAL,
@@ -56,9 +57,8 @@ def install(definition: Definition) -> Callable[[], None] | None:
         return None
     helpers: dict[str, Definition] = {}
     name = str(definition)
-    registries.offer_torch_dispatch(
-        name, FunctionalTensorMode, _functionalizing(definition, helpers)
-    )
+    rule = inlining.around(definition, _functionalizing(definition, helpers))
+    registries.offer_torch_dispatch(name, FunctionalTensorMode, rule)
     if needs_check_of_regions(schema):
         registries.offer_torch_dispatch(name, ProxyTorchDispatchMode, checking_regions(definition))
 

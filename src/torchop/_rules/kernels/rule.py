@@ -115,7 +115,10 @@ class KernelRule(CompiledRule[Kernels]):
             return self.registered
         definition = self.definition
         function = definition.function if self._is_for_every_device else None
-        return NOTHING if function is None else {None: definition.convention.kernel(function)}
+        if function is None:
+            return NOTHING
+        launch = definition.declaration.launch
+        return {None: launch or definition.convention.kernel(function)}
 
     @property
     def _is_for_every_device(self) -> bool:
@@ -242,7 +245,8 @@ class KernelRule(CompiledRule[Kernels]):
         functions, guard = self.functions, self.definition.declaration.guard
         if guard is None and not self.switches:
             return functions
-        disabled, original = self.disabled, self.definition.function
+        declared = self.definition.declaration
+        disabled, original = self.disabled, declared.launch or declared.function
         if original is not None:
             functions = {**functions, **dict.fromkeys(functions.keys() & disabled, original)}
         return {device: _guarded(function, guard) for device, function in functions.items()}

@@ -313,8 +313,8 @@ class _Run:
         declined = self.subject.declined(call.example)
         if declined is not None:
             raise CannotCheck(declined)
-        # Without gradients: a formula that raises refuses no arguments. What the call changes in the
-        # process, the probe must not know.
+        # No gradients, because a formula that raises does not reject arguments. State of the
+        # process is restored, so that it does not influence the probe.
         with restored(), torch.no_grad():
             error = call.record.error
         if error is None:

@@ -1,0 +1,122 @@
+"""From a function to the declaration of an operator: every check that needs no operator yet."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.library
+
+from torchop._compat import compilers
+from torchop._core.declaration import Declaration, Site
+from torchop._core.define import all_or_nothing, define
+from torchop._core.library import check_callers_library
+from torchop._errors import Place, SchemaError
+from torchop._rules.effect import Effect, declared_effect
+from torchop._rules.inlining import Compile, declared_inlining
+from torchop._rules.kernels.devices import DeviceTypes, known_devices
+from torchop._rules.residuals import declare_residuals
+from torchop._schema.callables import check_callable, check_no_generator
+from torchop._schema.declared import Tags, checked_tags, declared_schema
+from torchop._schema.forms import form_tags
+from torchop._schema.naming import OpName
+
+
+def new_name(name: object, lib: torch.library.Library | None) -> OpName:
+    """Check the name of a new operator, and the caller's library in which it is to live."""
+    op_name = OpName.parse_new(name)
+    if lib is not None:
+        check_callers_library(op_name, lib)
+    return op_name
+
+
+def declare(
+    name: OpName,
+    function: Callable[..., Any],
+    place: Place,
+    *,
+    mutates_args: str | Iterable[str] = (),
+    device_types: DeviceTypes = None,
+    schema: str | None = None,
+    tags: Tags = None,
+    effects: Effect = None,
+    compile: Compile = "opaque",
+    residuals: Mapping[str, Any] | None = None,
+    launches: bool = False,
+    is_lenient: bool = False,
+) -> Declaration:
+    """Declare the operator that a function becomes.
+
+    Args:
+        name: the name of the operator.
+        function: the author's function.
+        place: the line of the user's program that makes the function an operator.
+        mutates_args: see `custom_op`, as for the arguments below.
+        device_types: see `custom_op`.
+        schema: see `custom_op`.
+        tags: see `custom_op`.
+        effects: see `custom_op`.
+        compile: see `custom_op`.
+        residuals: see `custom_op`.
+        launches: whether the function launches Triton kernels, so that compilers trace it.
+        is_lenient: see `Declaration`.
+    """
+    what = f"custom_op({str(name)!r})"
+    check_callable(what, function)
+    devices = known_devices(name, device_types)
+    saved = declare_residuals(name, function, residuals)
+    if saved is not None:
+        function = saved.handing_over(function)
+    all_tags = checked_tags(name, tags)
+    parsed, kernel, convention = declared_schema(name, function, schema, mutates_args, all_tags)
+    check_no_generator(what, function, parsed)
+    effect = declared_effect(name, effects, parsed)
+    inlined = declared_inlining(name, compile, effect, launches=launches)
+    if saved is not None:
+        saved.check_operator(parsed)
+        if inlined is not None:
+            raise SchemaError(
+                f'{name}: residuals and compile="inline" exclude each other, because a compiler '
+                "that traces the function differentiates the operators in it."
+            )
+    return Declaration(
+        name,
+        parsed,
+        kernel,
+        Site.of(inspect.unwrap(function) if saved else function, place),
+        devices,
+        # Compilers recognize a form by its tag, also where the author wrote only the schema.
+        tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
+        effect=effect,
+        inlined=inlined,
+        launch=convention.kernel(_launching(function)) if launches else None,
+        residuals=saved,
+        convention=convention,
+        is_lenient=is_lenient,
+    )
+
+
+def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function launch its Triton kernels directly; only traces need `wrap_triton`."""
+
+    @functools.wraps(function)
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        with compilers.launching_triton():
+            return function(*args, **kwargs)
+
+    return launch
+
+
+def define_operator(
+    declared: Declaration, lib: torch.library.Library | None, priority: Sequence[str] = ()
+) -> Any:
+    """Define an operator, and return its handle; see `custom_op` for the `priority`."""
+
+    def build() -> Any:
+        handle = define(declared, lib).handle
+        handle.set_priority(priority)
+        return handle
+
+    return all_or_nothing(declared.name, build) if priority else define(declared, lib).handle
