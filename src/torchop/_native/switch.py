@@ -11,7 +11,6 @@ from typing import Any
 
 from torchop import _hooks
 from torchop._compat import (
-    autograd,
     compilers,
     deregistration,
     dynamo_variables,
@@ -205,7 +204,6 @@ def _prepare(module: ModuleType) -> None:
     dynamo_variables.trace_as_overload(_native_handle_types[0])
     for cls in overload_functions.forwarding_classes():
         module.shorten_calls(cls, _before_first_call)
-    recipe.difference = module.try_nodes(autograd.make_autograd_function, autograd.node_maker)
     if (problem := recipe.unknown_nodes()) is not None:
         log.warning("Calls that record a gradient go through the dispatcher: %s.", problem)
     type(registration_lock).__enter__ = module.make_entering(registration_lock)

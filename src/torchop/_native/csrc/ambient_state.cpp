@@ -14,13 +14,11 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
 #include <c10/core/DefaultDtype.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
-#include <torch/csrc/utils/python_numbers.h>
 
 #include "dispatch.h"
 
@@ -52,12 +50,12 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
       THPDtype_Check(value);
 }
 
-// The default dtype and device of a new process, and no autocast.
-bool settings_are_plain(const Accelerators& accelerators) {
-  namespace autocast = at::autocast;
-  return !autocast::is_autocast_enabled(at::kCPU) &&
-      (accelerators.count == 0 || !autocast::is_autocast_available(accelerators.type) ||
-       !autocast::is_autocast_enabled(accelerators.type)) &&
+// Returns whether the thread has the default dtype and device of a new process, and no autocast.
+// Autocast is read from the excluded keys, as at::autocast::is_autocast_enabled does, because
+// ATen/autocast_mode.h includes all operators and doubles the time to parse this extension.
+bool settings_are_plain() {
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  return local.excluded_.has_all(c10::autocast_dispatch_keyset) &&
       c10::get_default_dtype_as_scalartype() == at::kFloat &&
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
@@ -179,13 +177,13 @@ PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   THPObjectPtr fast(PySequence_Fast(args[0], "pack_plain expects a sequence"));
   if (!fast)
     return nullptr;
-  Accelerators accelerators{THPUtils_unpackLong(args[2]), at::kCPU};
+  Accelerators accelerators{PyLong_AsLongLong(args[2]), at::kCPU};
   if (accelerators.count > 0)
     accelerators.type = at::getAccelerator(true).value();
   PyObject** items = PySequence_Fast_ITEMS(fast.get());
   PyObject** end = items + PySequence_Fast_GET_SIZE(fast.get());
   const auto plain = [&](PyObject* item) { return is_plain(item, accelerators); };
-  if (!std::all_of(items, end, plain) || !settings_are_plain(accelerators))
+  if (!std::all_of(items, end, plain) || !settings_are_plain())
     Py_RETURN_NONE;
   // No operator is dispatched here: the modes and transforms around the call would intercept it.
   Bytes of_accelerators;

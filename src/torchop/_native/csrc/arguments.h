@@ -12,6 +12,7 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "dispatch.h"
+#include "errors.h"
 #include "free_threads.h"
 #include "kinds.h"
 #include "reasons.h"
@@ -234,7 +235,7 @@ class Values {
       return false;
     const int equal = PyObject_RichCompareBool(value, other, Py_EQ);
     if (equal < 0)
-      throw python_error();
+      throw_python_error();
     return equal != 0;
   }
 
@@ -416,7 +417,7 @@ class Values {
       PyList_SET_ITEM(list, index, Py_NewRef(PySequence_Fast_GET_ITEM(sequence, index)));
     Py_END_CRITICAL_SECTION();
     if (list == nullptr)
-      throw python_error();
+      throw_python_error();
     return list;
   }
 

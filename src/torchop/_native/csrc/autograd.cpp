@@ -1,4 +1,4 @@
-// autograd.cpp: making the node of a call by hand.
+// autograd.cpp: record a native call in the autograd graph by filling a Python node directly.
 #include "autograd.h"
 
 #if TORCHOP_KNOWS_NODES
@@ -22,18 +22,19 @@ using PythonNode = NewNode<THPFunction>;
 
 namespace {
 
-// As PyTorch's functions keep what they know of lists: when the formula has looked at the call.
-void keep_metadata(PyObject* ctx, PyObject* metadata) {
+// Sets `ctx._pt_metadata`, where torch._library.autograd stores the structure of list arguments. It
+// does so after `setup_context`, and raises if `setup_context` used the name.
+__attribute__((noinline)) void set_metadata(PyObject* ctx, PyObject* metadata) {
   static PyObject* name = PyUnicode_InternFromString("_pt_metadata");
   TORCH_CHECK(
       !PyObject_HasAttr(ctx, name),
       "Please don't set ctx._pt_metadata; PyTorch uses it to store info");
   if (PyObject_SetAttr(ctx, name, metadata) < 0)
-    throw python_error();
+    throw_python_error();
 }
 
-// As during `autograd.Function.forward`: this operator is differentiated by its formula. PyTorch's
-// guards do the same, and look the state of the thread up six times.
+// Disables both autograd modes, as `autograd.Function.forward` does: the operator's own formula
+// differentiates it. AutoGradMode and AutoFwGradMode would read the thread-local state six times.
 class WithoutGrad {
  public:
   WithoutGrad() {
@@ -53,8 +54,9 @@ class WithoutGrad {
   const bool forward_ = state_.get_fw_grad_mode();
 };
 
-// What a method of `ctx` left there; PyTorch checks it when it is used, in these words.
-void check_tuple(PyObject* marks, const char* attribute) {
+// `ctx` methods store their argument unchecked. Like torch/csrc/autograd/python_function.cpp, check
+// it on use, with the same message. Out of line, because the message takes much code.
+__attribute__((noinline)) void check_tuple(PyObject* marks, const char* attribute) {
   TORCH_CHECK(
       PyTuple_Check(marks),
       "autograd internal error: ",
@@ -79,7 +81,8 @@ std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) 
   return tensors;
 }
 
-// Operators that rewrite history are not recorded here, but a `setup_context` may mark anything.
+// Operators that mutate arguments are not recorded natively, but `setup_context` may still call
+// `mark_dirty`.
 std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   std::unordered_set<at::TensorImpl*> tensors;
   if (node.dirty_tensors == nullptr)
@@ -94,14 +97,14 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
         " is of type ",
         Py_TYPE(item)->tp_name);
     tensors.insert(impl_of(item));
-    // As PyTorch does: to mark a tensor is to say that it was written, and what saved it must know.
+    // Like PyTorch, count `mark_dirty` as a write, so that tensors saved earlier detect it.
     impl_of(item)->bump_version();
   }
   return tensors;
 }
 
-// A new tensor that nothing is known of yet becomes an output in one step; anything else (inputs,
-// views, integers, several outputs, marks of `ctx`) is for PyTorch's own function.
+// True for a single new differentiable tensor without autograd metadata or `ctx` marks. All other
+// results (inputs, views, integers, several outputs) go through PyTorch's `_wrap_outputs`.
 bool is_simple_output(
     PyObject* result, const THPFunction& node, const torch::autograd::variable_list& inputs) {
   if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors ||
@@ -116,15 +119,15 @@ bool is_simple_output(
       torch::autograd::isDifferentiableType(tensor.scalar_type());
 }
 
-std::vector<std::optional<Variable>> outputs_of(
+std::vector<std::optional<Variable>> call_wrap_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
     const std::unordered_set<at::TensorImpl*>& without_gradient,
     const std::vector<std::optional<Variable>>& outputs,
     NodePtr& attached) {
   const THPFunction& fields = created.fields();
-  // It warns of marks that make no sense: as Python warnings, not as lines on stderr. They may be
-  // errors, which the handler throws when it goes, but not while another exception is on its way.
+  // `_wrap_outputs` warns about meaningless marks. The handler turns these into Python warnings,
+  // and its destructor throws if a filter makes them errors, unless an exception is in flight.
   torch::PyWarningHandler warnings;
   try {
     return wrap_outputs(
@@ -141,35 +144,25 @@ std::vector<std::optional<Variable>> outputs_of(
   }
 }
 
-// Makes the results outputs of the node; `attached` becomes the node that they got. An output that
-// is one of the inputs becomes a view of it. Else the input itself would get a history.
-THPObjectPtr connect_outputs(
+// Attaches results to the node through `_wrap_outputs`, which makes an output that is an input a
+// view of it: otherwise the input itself would get this node as its history. Out of line because
+// `record` is flattened: inlined here, this path would be half of the code of `record`.
+__attribute__((noinline)) THPObjectPtr connect_any_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
-    THPObjectPtr result,
+    PyObject* result,
     NodePtr& attached) {
   const NodePtr& node = created.node();
   THPFunction& fields = created.fields();
-  node->clear_input_metadata();
-  // What backward makes zeros of, for an output that got no gradient.
-  fields.output_info.clear();
-  if (is_simple_output(result.get(), fields, inputs)) {
-    const at::Tensor& tensor = THPVariable_Unpack(result.get());
-    const uint32_t number = node->add_input_metadata(tensor);
-    torch::autograd::impl::set_gradient_edge(tensor, {node, number});
-    fields.output_info.emplace_back(tensor);
-    attached = node;
-    return result;
-  }
-  const size_t count = output_count(result.get());
+  const size_t count = output_count(result);
   std::vector<std::optional<Variable>> raw(count);
   for (size_t index = 0; index < count; ++index) {
-    if (PyObject* item = output(result.get(), index); is_tensor(item))
+    if (PyObject* item = output(result, index); is_tensor(item))
       raw[index] = THPVariable_Unpack(item);
   }
   const std::unordered_set<at::TensorImpl*> without_gradient = not_differentiable(fields);
   const std::vector<std::optional<Variable>> wrapped =
-      outputs_of(created, inputs, without_gradient, raw, attached);
+      call_wrap_outputs(created, inputs, without_gradient, raw, attached);
   apply_declared_dtypes(fields, *node, count, [&](size_t index) {
     const std::optional<Variable>& tensor = wrapped[index];
     return tensor.has_value() && without_gradient.count(tensor->unsafeGetTensorImpl()) == 0 &&
@@ -182,18 +175,47 @@ THPObjectPtr connect_outputs(
       fields.output_info.emplace_back(*wrapped[index]);
     else
       fields.output_info.emplace_back();
-    // What is no tensor passes through.
+    // Values other than tensors are returned unchanged.
     PyObject* item = wrapped[index].has_value() ? THPVariable_Wrap(*wrapped[index])
-                                                : Py_NewRef(output(result.get(), index));
+                                                : Py_NewRef(output(result, index));
     PyTuple_SET_ITEM(connected.get(), index, checked(item).release());
   }
-  if (PyTuple_Check(result.get()))
+  if (PyTuple_Check(result))
     return connected;
   return THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), 0)));
 }
 
-// What `ctx.save_for_backward` was given; undefined for None. It is gone from the node then: hooks
-// that pack a tensor may look there.
+// Attaches results to the node. Sets `attached` to the node that the outputs got.
+THPObjectPtr connect_outputs(
+    PythonNode& created,
+    const torch::autograd::variable_list& inputs,
+    THPObjectPtr result,
+    NodePtr& attached) {
+  const NodePtr& node = created.node();
+  THPFunction& fields = created.fields();
+  node->clear_input_metadata();
+  fields.output_info.clear(); // backward makes zeros from it for undefined gradients
+  if (C10_UNLIKELY(!is_simple_output(result.get(), fields, inputs)))
+    return connect_any_outputs(created, inputs, result.get(), attached);
+  const at::Tensor& tensor = THPVariable_Unpack(result.get());
+  const uint32_t number = node->add_input_metadata(tensor);
+  torch::autograd::impl::set_gradient_edge(tensor, {node, number});
+  fields.output_info.emplace_back(tensor);
+  attached = node;
+  return result;
+}
+
+[[noreturn]] __attribute__((noinline, cold)) void refuse_to_save(PyObject* item, Py_ssize_t index) {
+  TORCH_CHECK_TYPE(
+      false,
+      "save_for_backward can only save variables, but argument ",
+      index,
+      " is of type ",
+      Py_TYPE(item)->tp_name);
+}
+
+// Returns the tensors passed to `ctx.save_for_backward`, undefined for None, and clears the field
+// first: saved-tensor hooks may read it.
 torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   torch::autograd::variable_list result;
   THPObjectPtr given(std::exchange(node.to_save, nullptr));
@@ -204,18 +226,14 @@ torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   result.reserve(count);
   for (Py_ssize_t index = 0; index < count; ++index) {
     PyObject* item = PyTuple_GET_ITEM(given.get(), index);
-    TORCH_CHECK_TYPE(
-        item == Py_None || is_tensor(item),
-        "save_for_backward can only save variables, but argument ",
-        index,
-        " is of type ",
-        Py_TYPE(item)->tp_name);
+    if (C10_UNLIKELY(item != Py_None && !is_tensor(item)))
+      refuse_to_save(item, index);
     result.push_back(item == Py_None ? at::Tensor() : THPVariable_Unpack(item));
   }
   return result;
 }
 
-// An output is saved without its node, which it would keep alive in a cycle.
+// Saves tensors on the node. An output is saved without its grad_fn, which would be a cycle.
 void save_tensors(PythonNode& created, const torch::autograd::variable_list& tensors) {
   std::vector<SavedVariable>& saved = created.fields().saved_variables;
   saved.clear();
@@ -228,7 +246,7 @@ void save_tensors(PythonNode& created, const torch::autograd::variable_list& ten
   }
 }
 
-// What `Gradient::look` finds before the kernel runs; nullptr if there is nothing to be looked at.
+// Returns the result of `Gradient::look`, or nullptr without one. Runs before the kernel.
 THPObjectPtr look(const Gradient& gradient, const Values& values) {
   if (C10_LIKELY(gradient.look == nullptr))
     return {};
@@ -239,7 +257,7 @@ THPObjectPtr look(const Gradient& gradient, const Values& values) {
       gradient.look, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
-// `seen` is what `look` returned.
+// `seen` is the result of `look`.
 void call_setup_context(
     const Gradient& gradient,
     PyObject* ctx,
@@ -262,7 +280,7 @@ THPObjectPtr compute_recorded(const Residuals& residuals, c10::function_ref<PyOb
   return checked(compute());
 }
 
-// What is wrong with the residuals, or unusual, is for Python to say.
+// Lets Python handle residuals that `hand_over` rejects: it converts them or raises.
 __attribute__((noinline, cold)) void save_in_python(
     const Residuals& residuals,
     const Gradient& gradient,
@@ -290,8 +308,12 @@ bool nodes_come_from_apply() {
   return comes_from_apply<THPFunction>;
 }
 
-// `torch.library` asks `torch._C._any_requires_grad`, which does not look into a list with None in
-// it. A call in which no other tensor requires grad is not recorded there, so neither is it here.
+bool has_node_layout() {
+  return THPFunctionType.tp_basicsize == Py_ssize_t(sizeof(THPFunction));
+}
+
+// torch.library decides with torch._C._any_requires_grad, which skips lists that contain None. Do
+// the same, so that both paths record the same calls.
 bool wants_gradient(const Values& values) {
   const Parameters& parameters = values.parameters();
   bool wanted = false;
@@ -332,15 +354,16 @@ __attribute__((noinline, __flatten__)) PyObject* record(
     fields.is_variable_input = std::move(inputs.are_tensors);
     fields.input_info = std::move(inputs.infos);
     variables = std::move(inputs.variables);
-    // Before the kernel, because `setup_context` may ask what to save for which gradient.
+    // Set before the kernel runs, because `setup_context` may read it to decide what to save.
     Py_XSETREF(fields.needs_input_grad, inputs.need_grad.release());
     if (inputs.layout && PyObject_SetAttrString(ctx, "_torchop_inputs", inputs.layout.get()) < 0)
-      throw python_error();
+      throw_python_error();
     metadata = std::move(inputs.metadata);
   }
   THPObjectPtr result, guard_of_saved;
   {
-    // The formula stands for what the kernel calls, so none of that is recorded, in either mode.
+    // The formula differentiates the whole kernel, so operators called by the kernel are not
+    // recorded.
     WithoutGrad mode;
     at::AutoDispatchBelowAutograd below;
     if (residuals == nullptr) {
@@ -359,25 +382,25 @@ __attribute__((noinline, __flatten__)) PyObject* record(
     }
     if (metadata) {
       THPObjectPtr of_result = checked(PyObject_CallOneArg(metadata.get(), result.get()));
-      keep_metadata(ctx, of_result.get());
+      set_metadata(ctx, of_result.get());
     }
   }
   Outputs outputs(gradient, std::move(result));
   if (outputs.layout && !gradient.as_dispatched &&
       PyObject_SetAttrString(ctx, "_torchop_outputs", outputs.layout.get()) < 0)
-    throw python_error();
-  // The order is PyTorch's: what is wrong with the tensors to save is said first, an output is
-  // saved when it has its node, and hooks for new nodes see one that has everything.
+    throw_python_error();
+  // Same order as THPFunction_apply: errors about the tensors to save come first, outputs are saved
+  // after they got their node, and node creation hooks see a complete node.
   const torch::autograd::variable_list tensors = take_saved_tensors(fields);
   NodePtr attached;
   THPObjectPtr connected = connect_outputs(created, variables, std::move(outputs.flat), attached);
-  // Nobody asks for the marks any more. The guard stays where they were, because a new attribute of
-  // `ctx` would need a dictionary.
+  // The marks are no longer needed, so their field owns the guard of the residuals: an attribute of
+  // `ctx` would allocate a dictionary.
   Py_XSETREF(fields.non_differentiable, guard_of_saved.release());
   Py_CLEAR(fields.dirty_tensors);
   save_tensors(created, tensors);
-  Py_CLEAR(fields.saved_for_forward); // no input has a tangent, so nobody asks for it
-  tell_creation_hooks(attached);
+  Py_CLEAR(fields.saved_for_forward); // native calls have no tangents
+  call_creation_hooks(attached);
   return outputs.gathered(std::move(connected)).release();
 }
 
@@ -388,12 +411,16 @@ __attribute__((noinline, __flatten__)) PyObject* record(
 namespace torchop {
 
 PyObject* take_node(PyObject*, PyObject*) {
-  PyErr_SetString(PyExc_RuntimeError, "the nodes of this PyTorch are not known");
+  PyErr_SetString(PyExc_RuntimeError, "torchop does not know the autograd nodes of this PyTorch");
   return nullptr;
 }
 
 bool nodes_come_from_apply() {
   return false;
+}
+
+bool has_node_layout() {
+  return true; // nodes are not filled here
 }
 
 bool wants_gradient(const Values&) {
@@ -410,7 +437,7 @@ PyObject* record(
     const Residuals*,
     THPObjectPtr&,
     c10::function_ref<PyObject*()>) {
-  TORCH_INTERNAL_ASSERT(false, "the nodes of this PyTorch are not known");
+  TORCH_INTERNAL_ASSERT(false, "torchop does not know the autograd nodes of this PyTorch");
 }
 
 } // namespace torchop

@@ -37,6 +37,10 @@ struct Gradient {
 // Whether a node comes from applying a function, as until 2.12, and not from calling a class; and
 // what the function applies: take_node(ctx).
 bool nodes_come_from_apply();
+
+// Returns whether the running PyTorch's nodes have the size of the struct that was compiled in.
+bool has_node_layout();
+
 PyObject* take_node(PyObject*, PyObject* ctx);
 
 // Whether PyTorch's function for an operator would be applied to a call in which a tensor requires

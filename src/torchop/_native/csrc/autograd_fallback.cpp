@@ -6,6 +6,7 @@
 #include <ATen/core/stack.h>
 
 #include "dispatch.h"
+#include "errors.h"
 
 namespace torchop {
 
@@ -52,7 +53,7 @@ void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::
   torch::jit::drop(*stack, 1);
   computation.result = THPObjectPtr(computation.compute());
   if (!computation.result)
-    throw python_error();
+    throw_python_error();
   PyObject* result = computation.result.get();
   const std::vector<c10::Argument>& returns = op.schema().returns();
   for (size_t index = 0; index < returns.size(); ++index)

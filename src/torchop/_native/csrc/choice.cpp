@@ -123,7 +123,7 @@ __attribute__((noinline, cold)) PyObject* ask(
   for (Py_ssize_t index = 0; keywords != nullptr && index < PyTuple_GET_SIZE(keywords); ++index) {
     PyObject* name = PyTuple_GET_ITEM(keywords, index);
     if (PyDict_SetItem(named.get(), name, args[count + size_t(index)]) < 0)
-      throw python_error();
+      throw_python_error();
   }
   THPObjectPtr name = checked(PyUnicode_InternFromString("answer"));
   THPObjectPtr function = checked(
@@ -149,7 +149,7 @@ __attribute__((noinline, cold)) PyObject* ask(
 C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   PyObject* blocks;
   if (C10_UNLIKELY(PyContextVar_Get(choice.blocks, nullptr, &blocks) < 0))
-    throw python_error();
+    throw_python_error();
   const bool is_open = PyTuple_GET_SIZE(PyTuple_GET_ITEM(blocks, 1)) != 0;
   if (C10_LIKELY(is_open || torch::autograd::get_current_graph_task_id() == -1))
     return blocks;
@@ -159,7 +159,7 @@ C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
     return own.release();
   const int is_there = PySequence_Contains(context, choice.blocks);
   if (is_there < 0)
-    throw python_error();
+    throw_python_error();
   return is_there == 0 ? own.release()
                        : checked(PyObject_GetItem(context, choice.blocks)).release();
 }

@@ -33,7 +33,9 @@ inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
   return {torch::autograd::impl::grad_accumulator(tensor), 0};
 }
 
-// Where gradients go, and which inputs want one: flat for autograd, as the arguments are for `ctx`.
+// The inputs of a node: edges and metadata, flat for autograd, and in the structure of the
+// arguments for `ctx`. Paths for lists and for other packages' operators are out of line: `record`
+// is flattened, so each would be inlined there.
 struct Inputs {
   torch::autograd::edge_list edges;
   std::vector<bool> are_tensors;
@@ -83,7 +85,7 @@ struct Inputs {
   // As PyTorch's functions take them, and one object more: what `torch.library` knows of the call
   // comes behind the arguments, and its backward returns None for that.
   template <class Item>
-  void add_as_dispatched(size_t count, Item&& item) {
+  __attribute__((noinline)) void add_as_dispatched(size_t count, Item&& item) {
     reserve(count + 1);
     for (size_t index = 0; index < count; ++index)
       PyTuple_SET_ITEM(need_grad.get(), index, add(item(index), is_tensor(item(index))));
@@ -91,12 +93,12 @@ struct Inputs {
   }
 
   // The same, where `Gradient::inputs` has to tell what they are.
-  void add_spread_out(const Values& values, PyObject* spread_out) {
+  __attribute__((noinline)) void add_spread_out(const Values& values, PyObject* spread_out) {
     THPObjectPtr args = checked(values.positional().release());
     THPObjectPtr found = checked(PyObject_CallOneArg(spread_out, args.get()));
     PyObject *list, *metadata_of;
     if (!PyArg_ParseTuple(found.get(), "O!O", &PyList_Type, &list, &metadata_of))
-      throw python_error();
+      throw_python_error();
     add_as_dispatched(
         size_t(PyList_GET_SIZE(list)), [&](size_t index) { return PyList_GET_ITEM(list, index); });
     metadata = THPObjectPtr(Py_NewRef(metadata_of));
@@ -115,7 +117,7 @@ struct Inputs {
     return as_bool(edge.is_valid() || impl_of(value)->requires_grad());
   }
 
-  PyObject* add_list(PyObject* list) {
+  __attribute__((noinline)) PyObject* add_list(PyObject* list) {
     const Py_ssize_t size = PyList_GET_SIZE(list);
     THPObjectPtr needed = checked(PyList_New(size));
     for (Py_ssize_t item = 0; item < size; ++item) {
@@ -125,7 +127,7 @@ struct Inputs {
     return needed.release();
   }
 
-  static THPObjectPtr layout_of(const Values& values) {
+  __attribute__((noinline)) static THPObjectPtr layout_of(const Values& values) {
     const Parameters& parameters = values.parameters();
     THPObjectPtr result = checked(PyTuple_New(Py_ssize_t(parameters.positional)));
     for (size_t index = 0; index < parameters.positional; ++index) {
@@ -166,10 +168,13 @@ struct Outputs {
       flat = std::move(result);
   }
 
-  // The same structure of outputs that are connected.
+  // Gives connected outputs the structure of the result.
   THPObjectPtr gathered(THPObjectPtr connected) const {
-    if (!layout)
-      return connected;
+    return layout ? gathered_in_lists(connected.get()) : std::move(connected);
+  }
+
+ private:
+  __attribute__((noinline)) THPObjectPtr gathered_in_lists(PyObject* connected) const {
     const Py_ssize_t count = PyTuple_GET_SIZE(layout.get());
     THPObjectPtr values = checked(PyTuple_New(count));
     Py_ssize_t start = 0;
@@ -178,9 +183,9 @@ struct Outputs {
       const Py_ssize_t end = start + (length == Py_None ? 1 : PyLong_AsSsize_t(length));
       THPObjectPtr value;
       if (length == Py_None) {
-        value = THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), start)));
+        value = THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected, start)));
       } else {
-        THPObjectPtr items = checked(PyTuple_GetSlice(connected.get(), start, end));
+        THPObjectPtr items = checked(PyTuple_GetSlice(connected, start, end));
         value = checked(PySequence_List(items.get()));
       }
       PyTuple_SET_ITEM(values.get(), index, value.release());
@@ -190,7 +195,6 @@ struct Outputs {
                      : THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(values.get(), 0)));
   }
 
- private:
   // Our functions spread out all lists. PyTorch's do it where they know of lists at all, and not to
   // one with anything but tensors.
   static bool is_spread_out(const Gradient& gradient, PyObject* value) {
@@ -204,7 +208,7 @@ struct Outputs {
     return are_tensors;
   }
 
-  void spread_out(const Gradient& gradient, PyObject* result) {
+  __attribute__((noinline)) void spread_out(const Gradient& gradient, PyObject* result) {
     const size_t count = output_count(result);
     THPObjectPtr items = checked(PyList_New(0));
     layout = checked(PyTuple_New(Py_ssize_t(count)));
@@ -217,7 +221,7 @@ struct Outputs {
       const int failed = is_list ? PyList_SetSlice(items.get(), end, end, value)
                                  : PyList_Append(items.get(), value);
       if (failed != 0)
-        throw python_error();
+        throw_python_error();
     }
     flat = checked(PyList_AsTuple(items.get()));
   }

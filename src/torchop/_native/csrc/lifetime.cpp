@@ -14,6 +14,7 @@
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include "errors.h"
 #include "free_threads.h"
 #include "members.h"
 
@@ -198,12 +199,12 @@ LifetimePointer lifetime_of(const c10::OperatorHandle& op) {
 std::vector<LifetimePointer> lifetimes_of(PyObject* names, bool all) {
   THPObjectPtr items(PySequence_Tuple(names));
   if (!items)
-    throw python_error();
+    throw_python_error();
   std::vector<LifetimePointer> found;
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(items.get()); ++index) {
     const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(items.get(), index));
     if (name == nullptr)
-      throw python_error();
+      throw_python_error();
     const auto op = c10::Dispatcher::singleton().findOp(torch::jit::parseName(name));
     if (!op.has_value())
       continue;

@@ -14,6 +14,7 @@
 #include "disabled.h"
 #include "dispatch.h"
 #include "entry.h"
+#include "errors.h"
 #include "frames.h"
 #include "gradients.h"
 #include "handle.h"
@@ -23,7 +24,6 @@
 #include "residuals.h"
 #include "results.h"
 #include "thread.h"
-#include "trial.h"
 
 namespace torchop {
 
@@ -57,7 +57,7 @@ DispatchKey key_of(const char* name) {
 const c10::KernelFunction* kernel_at(PyObject* args) {
   const char *name, *overload, *key;
   if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))
-    throw python_error();
+    throw_python_error();
   auto op = c10::Dispatcher::singleton().findSchema({name, overload});
   const DispatchKey parsed = key_of(key);
   if (!op.has_value() || !op->hasComputedKernelForDispatchKey(parsed))
@@ -156,7 +156,6 @@ PyMethodDef functions[] = {
      "Makes what the engine of autograd calls of nodes."},
     {"make_handover", make_handover, METH_VARARGS, "Makes what kernels with residuals call."},
     {"take_node", take_node, METH_O, "Hands over the node of a function that is applied."},
-    {"try_nodes", try_nodes, METH_VARARGS, "Compares nodes that are made here with PyTorch's."},
     {"switch_off", switch_off, METH_O, "Opens blocks in which calls go to the dispatcher."},
     {"set_observer", set_observer, METH_O, "Tells a function of calls for the dispatcher."},
     {"make_entering", make_entering, METH_O, "Makes what takes the lock of registrations."},
@@ -165,6 +164,18 @@ PyMethodDef functions[] = {
     {"running", running, METH_NOARGS, "The entries of the native calls that this thread is in."},
     {nullptr, nullptr, 0, nullptr},
 };
+
+// A prebuilt extension has the key of the running PyTorch, so this fails only for a PyTorch that
+// was rebuilt with other headers under the same version and commit.
+bool check_node_layout() {
+  if (has_node_layout())
+    return true;
+  PyErr_SetString(
+      PyExc_ImportError,
+      "the autograd nodes of the running PyTorch differ in size from those in the headers that the "
+      "extension was compiled with");
+  return false;
+}
 
 bool find_interpreter() {
   interpreter = PyInterpreterState_Get();
@@ -215,9 +226,10 @@ PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__call_path() {
   PyObject* module = PyModule_Create(&torchop::definition);
   if (module != nullptr &&
-      (!torchop::find_tensor_types() || !torchop::find_interpreter() ||
-       !torchop::add_plan_type(module) || !torchop::add_entry_type(module) ||
-       !torchop::add_operator_type(module) || !torchop::add_choice_type(module) ||
+      (!torchop::check_node_layout() || !torchop::find_tensor_types() ||
+       !torchop::find_interpreter() || !torchop::add_plan_type(module) ||
+       !torchop::add_entry_type(module) || !torchop::add_operator_type(module) ||
+       !torchop::add_choice_type(module) ||
        PyModule_AddIntConstant(module, "nodes_come_from_apply", torchop::nodes_come_from_apply()) <
            0 ||
        !torchop::add_backends(module)))

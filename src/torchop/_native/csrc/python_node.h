@@ -13,20 +13,15 @@
 #include <vector>
 
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_function.h>
+
+#include "errors.h"
 
 namespace torchop {
 
 // A shared_ptr until 2.12, an intrusive_ptr since.
 using NodePtr = std::decay_t<decltype(torch::autograd::Edge::function)>;
-
-inline THPObjectPtr checked(PyObject* object) {
-  if (object == nullptr)
-    throw python_error();
-  return THPObjectPtr(object);
-}
 
 // Until 2.12, an object made by calling its class has no node. Only `apply` ties one to it, and the
 // class of nodes is no symbol that can be linked to.
@@ -73,7 +68,7 @@ class NewNode<Fields, true> {
     THPObjectPtr capsule = checked(PyObject_CallNoArgs(maker));
     auto* node = static_cast<Owner*>(PyCapsule_GetPointer(capsule.get(), node_capsule));
     if (node == nullptr)
-      throw python_error();
+      throw_python_error();
     ctx_ = (*node)->obj;
     node_ = std::move(*node);
   }
@@ -108,7 +103,7 @@ class NewNode<Fields, true> {
 // PyTorch's own way of making outputs of tensors. `attached` becomes the node that they got: where
 // an input that is a view was marked as written, one around `node`. Until 2.13 nobody asks for it.
 template <class Ptr>
-std::vector<std::optional<at::Tensor>> wrap_outputs(
+__attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     Ptr& attached,
     const Ptr& node,
     const torch::autograd::variable_list& inputs,
@@ -144,9 +139,9 @@ std::vector<std::optional<at::Tensor>> wrap_outputs(
     return wrap();
 }
 
-// Tells hooks for new nodes, since 2.14, of one that has everything.
+// Runs the hooks for new nodes, which exist since 2.14. The node must be complete.
 template <class Ptr>
-void tell_creation_hooks(const Ptr& node) {
+void call_creation_hooks(const Ptr& node) {
   if constexpr (requires { fire_node_creation_hooks(node); }) {
     if (node)
       fire_node_creation_hooks(node);

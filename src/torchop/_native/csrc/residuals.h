@@ -79,14 +79,14 @@ class Recording {
   // Tells the kernel that runs meanwhile to return residuals.
   void start(const Residuals& residuals) {
     if (PyDict_SetItem(recording_, thread_.get(), residuals.records) < 0)
-      throw python_error();
+      throw_python_error();
   }
 
   // Tells the kernel of another operator, which runs meanwhile, that its call records nothing.
   void stop() {
     THPObjectPtr none = checked(PyTuple_Pack(2, PyTuple_GET_ITEM(before_.get(), 0), Py_False));
     if (PyDict_SetItem(recording_, thread_.get(), none.get()) < 0)
-      throw python_error();
+      throw_python_error();
   }
 
  private:

@@ -23,8 +23,9 @@ from torchop._errors import NativeUnavailableError, short_repr
 
 CSRC = Path(__file__).parents[1] / "csrc"
 STEM = "_call_path-"
-# The fields of autograd's nodes from PyTorch 2.11 to 2.15 that are filled or read here, and those
-# that may be left alone. A field that a later release adds may need something that nobody does.
+# The fields of `THPFunction` (torch/csrc/autograd/python_function.h) in PyTorch 2.11 to 2.15: those
+# that the extension fills or reads, and those that it may ignore. A release with any other field
+# sends gradients to the dispatcher, because a new field may have to be filled.
 _USED_FIELDS = (
     "needs_input_grad to_save non_differentiable dirty_tensors pure_view output_info input_info "
     "saved_variables is_variable_input saved_for_forward cdata"
@@ -38,7 +39,6 @@ _COMPILERS = ("c++", "g++", "clang++")
 # Whether the extension says that it needs the global interpreter lock: on every Python on which it
 # was not tried without, because later ones count references in other ways.
 NEEDS_LOCK = sys.version_info[:2] not in ((3, 13), (3, 14))
-difference: str | None = None  # of nodes that are made here, as the extension found by trying
 
 
 class Recipe(NamedTuple):
@@ -109,13 +109,18 @@ def lock_problem() -> str | None:
 def compile_flags() -> list[str]:
     """The flags of the compiler that do not depend on where things are installed."""
     flags = [
-        # The headers of torch 2.13 need it, and those of 2.11, which ask for C++17, compile with
-        # it too: one language for our sources.
+        # Required by the headers of torch 2.13. Those of 2.11 need C++17 and compile with C++20.
         "-std=c++20",
         "-O2",
         "-fPIC",
         "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        # Otherwise ATen/ExpandUtils.h, which the headers of autograd include, includes every
+        # operator of PyTorch through ATen/Functions.h.
+        "-DAT_PER_OPERATOR_HEADERS",
+        # `python_error` takes the GIL. By default that instantiates pybind11's registry of types,
+        # which the extension does not use.
+        "-DPYBIND11_SIMPLE_GIL_MANAGEMENT",
         f"-DTORCHOP_KNOWS_NODES={int(unknown_nodes() is None)}",
         f"-DTORCHOP_NEEDS_GIL={int(NEEDS_LOCK)}",
     ]
@@ -127,14 +132,18 @@ def compile_flags() -> list[str]:
 
 
 def unknown_nodes() -> str | None:
-    """Why calls that record a gradient go through the dispatcher here; None if they need not."""
+    """Return why calls that record a gradient use the dispatcher; None if they are native.
+
+    They are native if the struct of the nodes has exactly the fields that the extension fills or
+    may ignore. The key of the extension contains the answer through `compile_flags`.
+    """
     fields = node_fields()
     if fields is None:
-        return difference  # whoever compiled the extension had the header
+        return None  # a prebuilt file has the flags of a machine that had the header
     used = set(_USED_FIELDS.split())
     added, missing = sorted(fields - used - set(_OTHER_FIELDS.split())), sorted(used - fields)
     if not added and not missing:
-        return difference
+        return None
     changes = [f"the new field {name}" for name in added] + [f"no field {name}" for name in missing]
     return (
         f"the autograd nodes of PyTorch {torch.__version__} have {', '.join(changes)}, so this "
