@@ -61,7 +61,7 @@ def test_a_provider_that_is_not_here_is_told_with_its_module(namespace):
     with pytest.warns(
         torchop.ProviderWarning,
         match=rf"the exported program calls {namespace}::op, and used the kernel of the provider "
-        rf"'asked' where the program was saved\. .* Import the module '{__name__}'",
+        rf"'asked' when the program was saved\. .* Import the module '{__name__}'",
     ) as told:
         loaded = torchop.export.load(file)
     assert len(told) == 1
