@@ -1,4 +1,4 @@
-// ambient_state.cpp: reading the random number generators of devices, for derived formulas.
+// ambient_state.cpp: pack the states of random number generators, which derived formulas replay.
 #include "ambient_state.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-// The accelerators that the program uses: how many, and of which type.
+// The type and number of accelerators that the program uses.
 struct Accelerators {
   int64_t count;
   at::DeviceType type;
@@ -38,8 +38,8 @@ struct Accelerators {
   }
 };
 
-// Whether a value is, or holds, no generator, and no device but the CPU and these. Subclasses of
-// Tensor may hold anything.
+// Returns whether a value contains no generator and uses no device except the CPU and these
+// accelerators. Tensor subclasses may hold anything, so they do not count as plain.
 bool is_plain(PyObject* value, const Accelerators& accelerators) {
   if (is_plain_tensor(value)) {
     const at::Tensor& tensor = THPVariable_Unpack(value);
@@ -60,33 +60,33 @@ bool settings_are_plain() {
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Begins a part: its length in the order of bytes of "<I", and its first byte.
+// Starts a section: its length as a little-endian uint32 ("<I" in Python), and its first byte.
 void begin(Bytes& to, size_t size, uint8_t first) {
   for (int byte = 0; byte < 4; ++byte)
     to.push_back(uint8_t(size >> (8 * byte)));
   to.push_back(first);
 }
 
-// Appends such settings, as `_SETTINGS` in replay.py and what follows it.
+// Appends default settings in the format of `_SETTINGS` in replay.py. All their bytes are zero.
 void append_settings(Bytes& to, const Accelerators& accelerators) {
   const size_t size = 1 + 1 + 24 + (accelerators.count > 0 ? 4 : 2);
   begin(to, size, uint8_t(accelerators.count));
   to.resize(to.size() + size - 1);
 }
 
-// Not `const_data_ptr<uint8_t>`, whose name in libraries some compilers write as GCC does not.
+// Not `const_data_ptr<uint8_t>`: GCC and Clang mangle its exported name differently.
 const uint8_t* bytes_of(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
-// Appends the state of a generator, after a byte that says that it is known.
+// Appends the state of a generator. The first byte, 1, means that the state is included.
 void append_state(Bytes& to, const at::Tensor& state) {
   const size_t size = state.numel();
   begin(to, 1 + size, 1);
   to.insert(to.end(), bytes_of(state), bytes_of(state) + size);
 }
 
-// The states of the generators of accelerators. Raises while a graph is captured on one of them.
+// Returns the generator states of all accelerators. Throws while a graph is captured on one.
 Bytes packed_states(const Accelerators& accelerators) {
   Bytes states;
   for (int64_t index = 0; index < accelerators.count; ++index) {
@@ -98,8 +98,7 @@ Bytes packed_states(const Accelerators& accelerators) {
   return states;
 }
 
-// All that the state of the CPU's generator consists of. PyTorch's `get_state` takes ten times as
-// long.
+// The state of the CPU generator, for comparisons: get_state() takes ten times as long.
 struct Generated {
   at::mt19937_data_pod engine;
   std::optional<float> next_float;
@@ -118,18 +117,18 @@ struct Generated {
   }
 };
 
-// The states of all generators, by which a packed state is told from the present one.
+// The states of all generators, compared to detect that nothing changed since the last call.
 struct State {
   Generated of_cpu;
   Bytes of_accelerators;
 };
 
-// The packed state that was returned last, and what it was made of. The lock of the CPU's generator
-// guards it; it is never freed, because no interpreter may be left at the end.
+// The last packed state that was returned, and the states in it. Guarded by the mutex of the CPU
+// generator. Never freed, because the interpreter may be finalized before static destructors run.
 struct Latest {
   PyObject* packed;
   State state;
-  Bytes bytes; // of `packed`: a graph that saved it may reuse its memory
+  Bytes bytes; // of `packed`, because a compiled graph may reuse the memory of a saved tensor
 
   bool is_whole() const {
     const at::Tensor& tensor = THPVariable_Unpack(packed);
@@ -139,8 +138,8 @@ struct Latest {
 };
 Latest* latest_state = nullptr;
 
-// What was packed, if it is still the state; and otherwise null, the state, and that of the CPU as
-// a tensor.
+// Returns a new reference to `packed` if it still holds the current state. Otherwise returns
+// nullptr and sets `now` to the current state and `of_cpu` to the CPU state as a tensor.
 PyObject* unchanged(
     PyObject* packed, Bytes&& of_accelerators, std::optional<State>& now, at::Tensor& of_cpu) {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
@@ -156,7 +155,7 @@ PyObject* unchanged(
 }
 
 PyObject* remember(PyObject* packed, State&& state, Bytes&& bytes) {
-  THPObjectPtr before; // is dropped without the lock, because anything may run then
+  THPObjectPtr before; // released after the lock, because its deallocator may run any code
   auto latest =
       std::make_unique<Latest>(Latest{Py_NewRef(packed), std::move(state), std::move(bytes)});
   at::Generator generator = at::detail::getDefaultCPUGenerator();
@@ -185,7 +184,7 @@ PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto plain = [&](PyObject* item) { return is_plain(item, accelerators); };
   if (!std::all_of(items, end, plain) || !settings_are_plain())
     Py_RETURN_NONE;
-  // No operator is dispatched here: the modes and transforms around the call would intercept it.
+  // Uses no operators, because the modes and transforms around the call would intercept them.
   Bytes of_accelerators;
   try {
     of_accelerators = packed_states(accelerators);
@@ -197,7 +196,7 @@ PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (PyObject* same = unchanged(args[1], std::move(of_accelerators), now, of_cpu);
       C10_LIKELY(same != nullptr))
     return same;
-  // As `_pack` in replay.py writes them: the states of the generators, and then the settings.
+  // The format of `_pack` in replay.py: the generator states, then the settings.
   Bytes bytes;
   append_state(bytes, of_cpu);
   bytes.insert(bytes.end(), now->of_accelerators.begin(), now->of_accelerators.end());

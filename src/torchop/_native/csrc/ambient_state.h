@@ -1,4 +1,4 @@
-// ambient_state.h: the states on which the body of an operator depends, packed into bytes.
+// ambient_state.h: pack the random and ambient state that a derived formula replays.
 #pragma once
 
 #include <Python.h>

@@ -1,4 +1,4 @@
-// autograd.h: recording a call for backward, without autograd.Function.apply.
+// autograd.h: record a native call for backward, without autograd.Function.apply.
 #pragma once
 
 #include <Python.h>
@@ -10,32 +10,31 @@
 
 namespace torchop {
 
-// The gradient of an operator; the plan keeps the objects alive.
+// How an operator is differentiated. The plan owns the referenced objects.
 struct Gradient {
-  // Makes a node of the graph, and the object that is its `ctx`. Without it, calls that record a
-  // gradient go to the dispatcher.
+  // Returns a new node with its `ctx` when called. If it is nullptr, calls that record a gradient
+  // fall back to the dispatcher.
   PyObject* node_maker = nullptr;
-  // Whether tensors in lists may have no gradient, so that `wants_gradient` has to be asked.
+  // True if lists may contain None, so that a call records only if `wants_gradient` says so.
   bool passes_lists_by = false;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
-  // look(inputs, keyword_only_inputs), before the kernel runs; what it returns is the last argument
-  // of `setup_context` then. If that is NotImplemented, the call goes to the dispatcher. nullptr if
-  // nothing is to be looked at.
+  // look(inputs, keyword_only_inputs) runs before the kernel, and its result is the last argument
+  // of `setup_context`. If it returns NotImplemented, the call falls back to the dispatcher.
+  // Optional.
   PyObject* look = nullptr;
-  PyObject* recording = nullptr; // `Residuals::recording`, in which `look` may leave a request
-  // Whether the function takes the arguments as the dispatcher hands them over, without those at
-  // the end that equal their default, and one object more. PyTorch's functions of operators do.
+  PyObject* recording = nullptr; // `Residuals::recording`; `look` may add a request to it
+  // True if the node's inputs are the arguments that the dispatcher passes (without trailing
+  // arguments equal to their default) and one object more, as in torch._library.autograd.
   bool as_dispatched = false;
-  // Whether a kernel may return what it was passed, because nothing checks that it does not.
+  // True if a kernel may return one of its arguments, because no check rejects that.
   bool may_return_inputs = false;
-  // Tells what those are where there are lists: inputs(args) returns a list, in which they are
-  // spread out, and metadata(result), which returns what `ctx._pt_metadata` is to be. nullptr
-  // elsewhere.
+  // For operators with tensor lists: inputs(args) returns the flat list of inputs and a function
+  // metadata(result) that computes `ctx._pt_metadata`. nullptr without lists.
   PyObject* inputs = nullptr;
 };
 
-// Whether a node comes from applying a function, as until 2.12, and not from calling a class; and
-// what the function applies: take_node(ctx).
+// Returns whether nodes are made by applying a function that calls take_node(ctx), as PyTorch 2.11
+// and 2.12 need, and not by calling the node's class.
 bool nodes_come_from_apply();
 
 // Returns whether the running PyTorch's nodes have the size of the struct that was compiled in.
@@ -43,20 +42,20 @@ bool has_node_layout();
 
 PyObject* take_node(PyObject*, PyObject* ctx);
 
-// Whether PyTorch's function for an operator would be applied to a call in which a tensor requires
-// grad: it does not look into a list with None in it.
+// Returns whether torch.library would record a call in which some tensor requires grad. Tensors in
+// a list that contains None do not count there.
 bool wants_gradient(const Values& values);
 
-// Whether `Gradient::look` says that the dispatcher has to make the call.
+// Returns whether `Gradient::look` rejects the call for native recording.
 bool is_for_dispatcher(const Gradient& gradient, const Values& values);
 
-// Runs `compute`, and makes its results the outputs of a new node of the graph. Returns nullptr,
-// without an error, if the call `is_for_dispatcher`. With `residuals`, `compute` calls the kernel
-// that the author wrote, and leaves what that returns for them in `saved`.
+// Runs `compute` and makes its results outputs of a new node. Returns nullptr without an error if
+// the call must fall back to the dispatcher (`is_for_dispatcher`). With `residuals`, `compute`
+// calls the author's kernel and stores its residuals in `saved`.
 //
-// The node is the one that `autograd.Function.apply` would make, an object of the same class and
-// layout, so whatever follows a graph treats it alike: hooks, double backward, checkpointing,
-// anomaly mode, compiled autograd. A private C++ node costs the same, and the last of these fails.
+// The node has the class and layout of a node from `autograd.Function.apply`, so hooks, double
+// backward, checkpointing, anomaly mode and compiled autograd support it. A private C++ node would
+// cost the same and fail compiled autograd.
 PyObject* record(
     const Gradient& gradient,
     const Values& values,

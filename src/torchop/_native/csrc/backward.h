@@ -1,12 +1,12 @@
-// backward.h: what the engine of autograd calls of a node.
+// backward.h: the backward function that the autograd engine calls.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// Returns what is to be `apply` of a `ctx`, and what its attribute `saved_tensors` calls. See
-// `_call_path.pyi` for the parts; `_rules.autograd.function` has the same in Python.
+// Returns the functions for `ctx.apply` and `ctx.saved_tensors`. _call_path.pyi describes `parts`;
+// _rules/autograd/function.py has the Python implementation.
 PyObject* make_backward(PyObject*, PyObject* parts);
 
 } // namespace torchop

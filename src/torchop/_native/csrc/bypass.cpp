@@ -1,10 +1,10 @@
-// bypass.cpp: passing Python kernels of ours by, in calls that the dispatcher makes.
+// bypass.cpp: skip torchop's Python kernels at Autograd and ADInplaceOrView in dispatcher calls.
 //
-// A profiler, a mode or a subclass sends calls to the dispatcher, which finds Python kernels at
-// Autograd and ADInplaceOrView. Most calls have nothing to record, and no tensor that must not be
-// written. There these kernels only count versions and hand the call on; to make Python objects of
-// all arguments, and values of these again, is most of what such a call costs. So a kernel in C++
-// looks at the tensors first. The interpreter's lock is not held here.
+// Profilers, modes and tensor subclasses send calls through the dispatcher. Most of these calls
+// record no gradient and write no protected tensor, so the Python kernels would only bump versions
+// and redispatch, at the cost of converting all arguments to Python and back, twice. C++ kernels in
+// front of them check the tensors first: under a profiler, a call takes half the time. The code
+// below runs without the GIL.
 #include "bypass.h"
 
 #include <memory>
@@ -26,7 +26,7 @@ namespace {
 
 using Arguments = c10::ArrayRef<c10::IValue>;
 
-// Calls `visit(tensor)` for every tensor of an argument.
+// Calls `visit(tensor)` for each defined tensor in an argument.
 template <class Visitor>
 void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
   if (value.isTensor()) {
@@ -38,11 +38,11 @@ void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
   }
 }
 
-// Whether an argument for an object of Python is a tensor, which the rule records as one.
+// Returns whether an argument of a Python object type is a tensor, whose gradient is recorded too.
 bool is_tensor_object(const c10::IValue& value) {
   if (!value.isPyObject())
     return false;
-  const PyGILState_STATE state = PyGILState_Ensure(); // to ask for a class may run Python
+  const PyGILState_STATE state = PyGILState_Ensure(); // the type check may run Python code
   const bool is_tensor = THPVariable_Check(value.toPyObjectHolder()->getPyObject());
   PyGILState_Release(state);
   return is_tensor;
@@ -52,13 +52,13 @@ bool requires_grad(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
     return false;
-  // A view may require it because the tensor does that it is a view of.
+  // A view may require grad because its base does.
   return meta->requires_grad_ || meta->grad_fn_ || (meta->is_view_ && tensor.requires_grad());
 }
 
-// Whether there may be something to record.
+// Returns whether autograd may have to record the call.
 bool concern_autograd(Arguments arguments) {
-  // To look for a tangent makes a view, which subclasses and modes see: so that is left to Python.
+  // Looking up a tangent makes a view, which subclasses and modes would see, so Python does it.
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)
     return true;
   bool concern = false;
@@ -71,7 +71,7 @@ bool concern_autograd(Arguments arguments) {
   return concern;
 }
 
-// Calls `visit(tensor)` for every tensor that an operator writes.
+// Calls `visit(tensor)` for each tensor that the operator mutates.
 template <class Visitor>
 void each_written(const c10::OperatorHandle& op, Arguments arguments, Visitor&& visit) {
   for (size_t index = 0; index < arguments.size(); ++index) {
@@ -81,9 +81,9 @@ void each_written(const c10::OperatorHandle& op, Arguments arguments, Visitor&& 
   }
 }
 
-// Counts the versions of what an operator writes; false if the rule in Python has to look at it.
+// Bumps the versions of mutated tensors. Returns false if the Python kernel must check them.
 bool count_versions(const c10::OperatorHandle& op, Arguments arguments) {
-  // All of them or none: the rule counts those again that were counted here.
+  // All tensors or none, because the Python kernel bumps all of them.
   bool all_count = true;
   each_written(
       op, arguments, [&](const at::Tensor& tensor) { all_count &= !tensor.is_inference(); });
@@ -101,7 +101,7 @@ class Bypass final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
     const Arguments arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    // Without native calls, everything is as it is without the extension.
+    // Inside torchop.native.disabled(), run the Python kernels as without the extension.
     if (is_disabled()) {
       kernel_.callBoxed(op, keys, stack);
     } else if (key_ == DispatchKey::ADInplaceOrView) {
@@ -122,13 +122,13 @@ class Bypass final : public c10::OperatorKernel {
   }
 
  private:
-  c10::KernelFunction kernel_; // which keeps the function alive
+  c10::KernelFunction kernel_; // owns `function_`
   PyObject* function_;
   DispatchKey key_;
 };
 
-// PyTorch warns when a kernel takes the place of another, once in a process. Here it is meant; and
-// that warning is not used up, because it may be about a mistake of the user's.
+// PyTorch warns once per process when a kernel overrides another. Suppresses the warning without
+// using it up, so that a user's own override still warns.
 class WithoutWarning {
  public:
   WithoutWarning() : always_(c10::WarningUtils::get_warnAlways()), guard_(&silent_) {
@@ -150,7 +150,7 @@ class WithoutWarning {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
-// A kernel that passes one of ours by, and of which operator.
+// A registered bypass. `lifetime` is the operator whose table contains it.
 struct Registration {
   LifetimePointer lifetime;
   std::optional<c10::RegistrationHandleRAII> kernel;
@@ -158,7 +158,7 @@ struct Registration {
 
 constexpr const char* capsule_name = "torchop._native._call_path.bypass";
 
-// Without the lock of Python, the thread that made an object may free it later than it is dropped.
+// Explicit, because free-threaded Python may run the destructor long after the last reference.
 PyObject* remove(PyObject* capsule, PyObject*) {
   auto* registration = static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name));
   if (registration->kernel.has_value()) {
@@ -168,7 +168,11 @@ PyObject* remove(PyObject* capsule, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef removing{"remove", remove, METH_NOARGS, "Has the dispatcher call the kernel again."};
+PyMethodDef removing{
+    "remove",
+    remove,
+    METH_NOARGS,
+    "Remove the bypass, so that the dispatcher calls the Python kernel."};
 
 void free_registration(PyObject* capsule) {
   Py_DECREF(remove(capsule, nullptr));
@@ -192,7 +196,7 @@ PyObject* bypass(PyObject*, PyObject* args) {
   const c10::KernelFunction kernel =
       table_of(*op).lookup(DispatchKeySet(is_autograd ? DispatchKey::AutogradCPU : key));
   if (!is_python_kernel(kernel) || python_function(kernel) != function)
-    Py_RETURN_NONE; // somebody else's is in front of it, or a bypass
+    Py_RETURN_NONE; // another kernel or a bypass overrides it
   auto registration = std::make_unique<Registration>(lifetime_of(*op));
   {
     const WithoutWarning guard;

@@ -1,4 +1,4 @@
-// bypass.h: passing Python kernels of ours by, in calls that the dispatcher makes.
+// bypass.h: skip torchop's Python kernels in calls that the dispatcher makes.
 #pragma once
 
 #include <Python.h>
@@ -7,11 +7,12 @@
 
 namespace torchop {
 
-// bypass(name, overload, key, kernel): does so at Autograd or ADInplaceOrView, until the function
-// is called, or goes, that it returns; None where the operator's kernel is not this one.
+// bypass(name, overload, key, kernel) registers a C++ kernel in front of `kernel` at Autograd or
+// ADInplaceOrView. Returns a function that removes it, as its deallocation does. Returns None if
+// `kernel` is not the operator's kernel at that key.
 PyObject* bypass(PyObject*, PyObject* args);
 
-// The Python kernel that is passed by; nullptr if this is another kind of kernel.
+// Returns the Python kernel behind a bypass; nullptr for any other kernel.
 PyObject* bypassed_function(const c10::OperatorKernel& functor);
 
 } // namespace torchop

@@ -1,4 +1,4 @@
-// call.h: how a call goes.
+// call.h: decide whether a call is native, and run native calls.
 #pragma once
 
 #include <Python.h>
@@ -7,22 +7,22 @@
 
 namespace torchop {
 
-// How one call would go.
+// The decision about one call.
 struct Decision {
   Reason reason = Reason::Native;
   const Plan::Kernel* kernel = nullptr;
   bool records_gradient = false;
-  bool notes_gradient = false; // that there is none, as PyTorch's fallback for autograd does
+  bool notes_gradient = false; // runs inside PyTorch's autograd fallback (no gradient formula)
   Route route;
 };
 
-// Decides on a call whose arguments are in `values` afterwards.
+// Decides about a call, and binds its arguments to `values`.
 Decision decide(
     const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords);
 
-// Calls the operator natively, or returns nullptr without an exception where `reason` is not Native
-// and nothing has run. `enters_cpp` is whether the dispatcher would be entered in C++, where the
-// operator is also dispatched in Python.
+// Calls the operator natively. If it cannot, sets `reason` and returns nullptr without an
+// exception, and no kernel has run. `enters_cpp` is true if the call would enter the dispatcher in
+// C++ although the operator has Python dispatch.
 PyObject* try_call(
     const Plan& plan,
     PyObject* const* args,

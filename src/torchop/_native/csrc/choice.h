@@ -1,11 +1,11 @@
-// choice.h: which of the kernels of an operator runs a call.
+// choice.h: select one of several kernels (providers) for a call.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// Choice: stands in a plan where a kernel does, and calls the one that a call is for.
+// Adds the type Choice, a callable that a plan uses as a kernel and that calls the selected one.
 bool add_choice_type(PyObject* module);
 
 } // namespace torchop

@@ -1,14 +1,14 @@
-// disabled.h: the blocks of torchop.native.disabled(), in which calls go to the dispatcher.
+// disabled.h: the state of torchop.native.disabled(), inside which calls use the dispatcher.
 #pragma once
 
 #include "thread.h"
 
 namespace torchop {
 
-// The blocks of all threads, because calls look closer only while there are some.
+// The number of open blocks in all threads. While it is 0, calls skip the thread-local look-up.
 inline std::atomic<int> disabled_blocks{0};
 
-// Those of this thread, and of the one for which PyTorch runs it.
+// Open blocks of this thread, or of the thread on whose behalf PyTorch runs it (as in backward).
 inline long open_here() {
   PyObject* count = carried("torchop_blocks");
   return count == nullptr ? 0 : PyLong_AsLong(count);
@@ -18,10 +18,10 @@ inline bool is_disabled() {
   return C10_UNLIKELY(disabled_blocks.load(std::memory_order_relaxed) != 0) && open_here() > 0;
 }
 
-// Opens or closes a block. PyTorch takes what was opened in a backward back when that ends.
+// Opens or closes blocks. PyTorch restores the count when a backward ends.
 inline void change_blocks(int by) {
-  // A thread must not end with a number of its own: PyTorch would take Python's lock to free it,
-  // which ends the process where Python is ending.
+  // A thread must not end with its own object here: PyTorch would take the GIL to free it, which
+  // aborts during interpreter finalization. So 0 is one shared object that is never freed.
   static const auto& none = *new Carried(to_carry(PyLong_FromLong(0)));
   disabled_blocks += by;
   const long open = std::max(open_here() + by, 0L);

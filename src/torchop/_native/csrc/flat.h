@@ -1,5 +1,5 @@
-// flat.h: the inputs and the results of a call as autograd takes them: each tensor of a list is
-// one.
+// flat.h: flatten the inputs and results of a call for autograd, where each tensor of a list is a
+// separate input or output.
 #pragma once
 
 #include <Python.h>
@@ -18,8 +18,8 @@ inline PyObject* as_bool(bool value) {
   return Py_NewRef(value ? Py_True : Py_False);
 }
 
-// Where the gradient of a tensor goes. PyTorch's function asks, out of line, three times over
-// whether the tensor is a view, which has to look at what it is a view of.
+// Returns the gradient edge of a tensor. torch::autograd::impl::gradient_edge is only called for
+// views, because it checks three times, out of line, whether the tensor is a view.
 inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
@@ -40,10 +40,11 @@ struct Inputs {
   torch::autograd::edge_list edges;
   std::vector<bool> are_tensors;
   THPObjectPtr need_grad;
-  std::vector<torch::autograd::VariableInfo> infos; // compiled autograd reads them
-  torch::autograd::variable_list variables;         // where a kernel may return one
-  // What `ctx` keeps of lists: of ours, the length of each; of PyTorch's, what a function makes of
-  // the result. nullptr without lists.
+  std::vector<torch::autograd::VariableInfo> infos; // read by compiled autograd
+  torch::autograd::variable_list variables;         // filled only if a kernel may return an input
+  // The structure of list arguments, nullptr without lists. `layout` holds the length of each list,
+  // for torchop's operators. `metadata` computes `ctx._pt_metadata` from the result, for operators
+  // of torch.library.
   THPObjectPtr layout, metadata;
 
   Inputs(const Values& values, const Gradient& gradient)
@@ -64,7 +65,7 @@ struct Inputs {
     need_grad = checked(PyTuple_New(Py_ssize_t(size)));
   }
 
-  // As our own functions take them. The layout is the length of each list, None for no list.
+  // The positional arguments, for torchop's operators.
   void add_all(const Values& values) {
     const Parameters& parameters = values.parameters();
     bool has_tensor_lists = false;
@@ -82,8 +83,8 @@ struct Inputs {
       layout = layout_of(values);
   }
 
-  // As PyTorch's functions take them, and one object more: what `torch.library` knows of the call
-  // comes behind the arguments, and its backward returns None for that.
+  // The arguments that the dispatcher passes, for operators of torch.library. Its function takes
+  // one object more, for which its backward returns None.
   template <class Item>
   __attribute__((noinline)) void add_as_dispatched(size_t count, Item&& item) {
     reserve(count + 1);
@@ -92,7 +93,7 @@ struct Inputs {
     PyTuple_SET_ITEM(need_grad.get(), count, add(Py_None, false));
   }
 
-  // The same, where `Gradient::inputs` has to tell what they are.
+  // The same for operators with lists, which `Gradient::inputs` flattens.
   __attribute__((noinline)) void add_spread_out(const Values& values, PyObject* spread_out) {
     THPObjectPtr args = checked(values.positional().release());
     THPObjectPtr found = checked(PyObject_CallOneArg(spread_out, args.get()));
@@ -113,7 +114,7 @@ struct Inputs {
     infos.emplace_back(tensor);
     if (keeps_variables_)
       variables.push_back(tensor);
-    // A view that was made without grad requires it if its base does, and has nowhere to send one.
+    // A view made under no_grad has no edge, but requires grad if its base does.
     return as_bool(edge.is_valid() || impl_of(value)->requires_grad());
   }
 
@@ -151,10 +152,11 @@ inline PyObject* output(PyObject* result, size_t index) {
   return PyTuple_Check(result) ? PyTuple_GET_ITEM(result, index) : result;
 }
 
-// The results of a call as autograd takes them: each tensor of a list is one.
+// The outputs of a node.
 struct Outputs {
   THPObjectPtr flat;
-  // The length of each list, None for no list; nullptr without lists, where `flat` is the result.
+  // The length of each list, or None for a result that is no list. Without lists it is nullptr and
+  // `flat` is the result itself.
   THPObjectPtr layout;
   bool are_tuple = false;
 
@@ -195,8 +197,8 @@ struct Outputs {
                      : THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(values.get(), 0)));
   }
 
-  // Our functions spread out all lists. PyTorch's do it where they know of lists at all, and not to
-  // one with anything but tensors.
+  // torchop flattens all lists. torch.library flattens only lists of tensors, and only for
+  // operators with list arguments.
   static bool is_spread_out(const Gradient& gradient, PyObject* value) {
     if (!PyList_Check(value))
       return false;

@@ -1,4 +1,4 @@
-// gradients.h: whether what a formula returned is plain: what most formulas return.
+// gradients.h: fast checks of the gradients that a formula returned.
 #pragma once
 
 #include <Python.h>
@@ -7,7 +7,7 @@
 
 namespace torchop {
 
-// Whether gradients are a tuple of so many tensors and None.
+// Returns whether gradients are a tuple of `count` tensors or None.
 inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   if (!PyTuple_CheckExact(gradients) || PyTuple_GET_SIZE(gradients) != count)
     return false;
@@ -19,9 +19,9 @@ inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   return plain;
 }
 
-// Whether gradients that are plain have the shapes, the devices and the kind of numbers, real or
-// complex, of the inputs of the node that is `ctx`. False also for what autograd makes fit, such as
-// by a sum. Of nodes that are not known, autograd alone can tell.
+// Returns whether plain gradients have the shapes, devices and realness of the inputs of the node
+// `ctx`. Also returns false for gradients that autograd would convert, for example by a sum.
+// Returns true if torchop does not know this PyTorch's nodes, because then only autograd can check.
 bool fit_inputs(PyObject* gradients, PyObject* ctx);
 
 } // namespace torchop

@@ -1,4 +1,4 @@
-// lifetime.cpp: the lifetimes of operators, and what waits for calls in the dispatcher.
+// lifetime.cpp: lifetimes of operators, and waiting for calls in the dispatcher.
 #include "lifetime.h"
 
 #include <pthread.h>
@@ -24,24 +24,24 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Who is in the dispatcher for longer runs a kernel, and does not read the table just now.
+// A call that stays in the dispatcher for longer runs a kernel, and does not read the table.
 constexpr milliseconds patience{1000};
 
-// By the place of the operator in the dispatcher. It outlives this file: libraries are taken back
-// when the process ends, too.
+// Keyed by the address of the operator's definition in the dispatcher. Never destroyed, because
+// libraries deregister operators during process exit.
 struct Lifetimes {
-  std::mutex mutex; // while it is held, no Python runs
+  std::mutex mutex; // guards `all`; no Python code may run while it is held
   std::unordered_map<const void*, LifetimePointer> all;
 };
 
-// A call of this thread that is in the dispatcher.
+// A call of this thread in the dispatcher.
 struct Call {
   Lifetime* lifetime;
-  std::atomic<size_t>* number = nullptr; // that has it, unless no change is to wait for it just now
+  std::atomic<size_t>* number = nullptr; // the counter it is in; nullptr while changes ignore it
 };
 
 thread_local std::vector<Call> called_here;
-// How many changes this thread makes.
+// The number of changes that this thread makes.
 thread_local const auto changes_here = std::make_shared<std::atomic<size_t>>(0);
 
 size_t count_here(const std::atomic<size_t>& number) {
@@ -57,7 +57,7 @@ size_t inside_here(const Lifetime& lifetime) {
 }
 
 Lifetimes& lifetimes() {
-  // A child has the thread that forked it, and no other; its copy of the mutex must be free.
+  // A forked child has only the forking thread, so reset the counters to its calls.
   static auto* made = [] {
     pthread_atfork(
         [] { lifetimes().mutex.lock(); },
@@ -88,7 +88,7 @@ class Listener final : public c10::OpRegistrationListener {
     const std::lock_guard<std::mutex> lock(lifetimes().mutex);
     if (auto found = lifetimes().all.extract(place_of(op)); !found.empty()) {
       found.mapped()->exists.store(false);
-      // What is kept cannot be given back here, because PyTorch holds the lock for that.
+      // Leak `kept` here: its destructor would take the dispatcher lock, which PyTorch holds now.
       if (found.mapped().use_count() == 1 && found.mapped()->kept.has_value())
         (void)new LifetimePointer(found.mapped());
     }
@@ -98,11 +98,11 @@ class Listener final : public c10::OpRegistrationListener {
   }
 };
 
-// From when this file is loaded: threads have to hear of what ends before anything is counted.
+// Registered at load, so that every deregistration after the first counted call is seen.
 [[maybe_unused]] const auto* const listening = new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
 
-// Waits with the lock of Python released; false if the condition does not hold in time.
+// Waits for a condition with the GIL released. Returns false after the timeout.
 template <class Condition>
 bool wait_until(milliseconds limit, Condition&& holds) {
   if (C10_LIKELY(holds()))
@@ -130,9 +130,10 @@ void discount(Call& call) {
     std::exchange(call.number, nullptr)->fetch_sub(1);
 }
 
-// Counts the last calls of this thread, once no other thread changes their tables. A change counts
-// itself, and then reads the calls. So one of the two sees the other. While one of them waits, none
-// is counted: a change of two tables would wait for the other one.
+// Counts the last calls of this thread once no other thread changes their tables. A call increments
+// its counter and then reads `changes`; a change increments `changes` and then reads the counter,
+// so at least one sees the other. A waiting call is removed from all counters: otherwise a change
+// of one table could wait for a call that waits for another change.
 void count_last(size_t calls) {
   const auto begin = called_here.end() - std::ptrdiff_t(calls), end = called_here.end();
   const auto add = [&] {
@@ -150,10 +151,10 @@ void count_last(size_t calls) {
     return false;
   };
   if (!wait_until(2 * patience, is_unchanged))
-    add(); // the change waits for this thread, in a way that nobody sees
+    add(); // the change may be waiting for this thread: continue
 }
 
-// Waits until no other thread has a call of theirs in the dispatcher.
+// Waits until no other thread has a call of these operators in the dispatcher.
 void wait_for_calls(const std::vector<LifetimePointer>& all) {
   if (wait_until(patience, [&] { return std::none_of(all.begin(), all.end(), is_awaited); }))
     return;
@@ -164,10 +165,10 @@ void wait_for_calls(const std::vector<LifetimePointer>& all) {
   }
 }
 
-// The `__enter__` of the lock, in C, so that an interrupt never leaves it held by nobody.
+// In C, so that no KeyboardInterrupt comes between acquiring the lock and returning.
 PyObject* enter(PyObject* lock, PyObject*) {
   static PyObject* const name = PyUnicode_InternFromString("acquire");
-  PyObject* arguments[] = {lock, Py_False}; // at once, or not at all
+  PyObject* arguments[] = {lock, Py_False}; // blocking=False
   THPObjectPtr is_held(PyObject_VectorcallMethod(name, arguments, 2, nullptr));
   if (C10_LIKELY(!is_held || is_held.get() == Py_True))
     return is_held.release();
@@ -177,8 +178,8 @@ PyObject* enter(PyObject* lock, PyObject*) {
   return result;
 }
 
-// An ExitStack passes the lock again.
-PyMethodDef entering{"__enter__", enter, METH_VARARGS, "Waits for the lock."};
+// METH_VARARGS, because contextlib.ExitStack passes the lock as an argument.
+PyMethodDef entering{"__enter__", enter, METH_VARARGS, "Acquire the registration lock."};
 
 constexpr const char* change_capsule = "torchop._native._call_path.change";
 
@@ -230,7 +231,7 @@ DispatcherCall::DispatcherCall(c10::ArrayRef<LifetimePointer> lifetimes)
 
 DispatcherCall::~DispatcherCall() {
   for (const LifetimePointer& lifetime : lifetimes_) {
-    // Not always the last one: a greenlet may have been switched to inside a kernel.
+    // Not always the last one, because greenlets that switch inside kernels end calls in any order.
     const auto last = std::find_if(called_here.rbegin(), called_here.rend(), [&](const Call& call) {
       return call.lifetime == lifetime.get();
     });

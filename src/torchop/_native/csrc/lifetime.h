@@ -1,10 +1,11 @@
-// lifetime.h: whether an operator still exists, and how many calls are in the dispatcher with it.
+// lifetime.h: whether an operator is registered, and synchronization of dispatcher calls with
+// changes of its table.
 //
-// The dispatcher reads the table of an operator without any lock, and waits for that of Python
-// inside of kernels. Whoever changes the table meanwhile may free what such a call reads next.
-// PyTorch leaves it to programs to avoid that, and those cannot tell when a call has left. So calls
-// are counted here on their way to the dispatcher: a change waits for those that are in it, and new
-// ones wait for the change.
+// The dispatcher reads an operator's table without a lock, and with the GIL released. A thread that
+// registers or deregisters a kernel meanwhile may free the entry that the call reads next. PyTorch
+// does not synchronize the two. So calls are counted on their way into the dispatcher: a change
+// waits for the calls inside, and new calls wait for the change. Every registration on an operator
+// that was called needs this, not only deregistration.
 #pragma once
 
 #include <Python.h>
@@ -22,32 +23,32 @@ namespace torchop {
 struct Lifetime {
   explicit Lifetime(const c10::OperatorHandle& operator_) : op(operator_) {}
 
-  const c10::OperatorHandle op;    // to be read while it exists
-  std::atomic<bool> exists = true; // once it does not, never again
-  std::atomic<size_t> inside = 0;  // calls in the dispatcher, also those that wait for a lock
-  std::atomic<size_t> changes = 0; // of the table: they go on, or wait for calls
-  // How many of the calls a change waits for. Another number takes its place where that took too
-  // long, so that the next change need not wait for the same ones.
+  const c10::OperatorHandle op;    // valid only while `exists`
+  std::atomic<bool> exists = true; // never becomes true again
+  std::atomic<size_t> inside = 0;  // calls in the dispatcher, including those waiting for a lock
+  std::atomic<size_t> changes = 0; // changes in progress or waiting for calls
+  // Counters of the calls that a change waits for; `awaited` is the current one. After a timeout,
+  // `awaited` becomes a new counter, so that later changes do not wait for the same calls again.
   std::deque<std::atomic<size_t>> numbers = std::deque<std::atomic<size_t>>(1);
   std::atomic<std::atomic<size_t>*> awaited = &numbers.front();
-  // Keeps the dispatcher's memory of an operator that ended during a call which took too long.
+  // Keeps the operator's memory in the dispatcher if it was deregistered while a call was inside.
   std::optional<c10::RegistrationHandleRAII> kept;
 };
 
 using LifetimePointer = std::shared_ptr<Lifetime>;
 
-// How often the dispatcher lost an operator, whoever ended it.
+// The number of operators that were deregistered in this process, by anyone.
 inline std::atomic<size_t> ended_operators = 0;
 
-// That of an operator which the dispatcher has; it is made if nobody asked before.
+// Returns the lifetime of a registered operator, and creates it on first use.
 LifetimePointer lifetime_of(const c10::OperatorHandle& op);
 
-// Those of operators given by name, which the dispatcher need not have. With `all`, they are made
-// if nobody asked before.
+// Returns the lifetimes of operators by name, skipping unregistered names. Creates missing
+// lifetimes only with `all`.
 std::vector<LifetimePointer> lifetimes_of(PyObject* names, bool all);
 
-// For as long as a call is in the dispatcher, where it reads the tables of these operators. Before,
-// it waits for changes of them, with the lock of Python released.
+// Counts a call as inside the dispatcher, where it reads the tables of these operators. The
+// constructor waits for changes of the tables, with the GIL released.
 class DispatcherCall {
  public:
   explicit DispatcherCall(c10::ArrayRef<LifetimePointer> lifetimes);
@@ -59,9 +60,9 @@ class DispatcherCall {
   c10::SmallVector<LifetimePointer, 1> lifetimes_;
 };
 
-// For as long as the tables of operators change: calls of other threads are kept out of the
-// dispatcher. It waits for those that are in it, with the lock of Python released, but not for
-// long: they may wait for this thread.
+// Keeps other threads' calls out of the dispatcher while the tables of operators change. The
+// constructor waits for calls inside, with the GIL released and a timeout, because such a call may
+// be waiting for this thread.
 class Change {
  public:
   explicit Change(std::vector<LifetimePointer> lifetimes);
@@ -71,19 +72,20 @@ class Change {
 
  private:
   std::vector<LifetimePointer> lifetimes_;
-  std::shared_ptr<std::atomic<size_t>> of_thread_; // the changes that it makes
+  std::shared_ptr<std::atomic<size_t>> of_thread_; // the number of changes by this thread
 };
 
-// make_entering(lock): what takes the lock of registrations. Whoever has that may wait for calls in
-// the dispatcher; those of a thread that waits for the lock read nothing, so they do not count.
+// make_entering(lock) returns the `__enter__` of the registration lock. The holder of the lock may
+// wait for calls in the dispatcher, so calls of a thread that waits for the lock are not counted:
+// they read no table until it continues.
 PyObject* make_entering(PyObject*, PyObject* lock);
 
-// hold_calls(names): begins a change of operators, which lasts as long as the object that is
-// returned; None if nobody calls these operators here.
+// hold_calls(names) starts a change that lasts as long as the returned object. Returns None if no
+// thread has called these operators.
 PyObject* hold_calls(PyObject*, PyObject* names);
 
-// end_calls(names): has new calls of operators raise, and waits for those in the dispatcher. If one
-// stays there, what PyTorch reads when it returns is kept.
+// end_calls(names) makes new calls raise and waits for calls in the dispatcher. After the timeout,
+// it keeps the memory that remaining calls read when their kernel returns.
 PyObject* end_calls(PyObject*, PyObject* names);
 
 } // namespace torchop

@@ -1,5 +1,4 @@
-// module.cpp: the border between Python and the native call path. Its Python face is
-// _call_path.pyi.
+// module.cpp: the Python module of the native call path. _call_path.pyi declares its functions.
 #include <Python.h>
 
 #include <cstring>
@@ -42,7 +41,7 @@ PyObject* learn_kernels(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// PyTorch's own parser does not know the names of all keys of backends, such as AutogradMTIA.
+// c10::parseDispatchKey does not know all backend keys, such as AutogradMTIA.
 DispatchKey key_of(const char* name) {
   const auto end = static_cast<uint16_t>(DispatchKey::EndOfRuntimeBackendKeys);
   for (uint16_t number = 0; number <= end; ++number) {
@@ -53,7 +52,7 @@ DispatchKey key_of(const char* name) {
   return c10::parseDispatchKey(name);
 }
 
-// What a call would run at a key, given as (name, overload, key); nullptr if that is nothing.
+// Returns the kernel of an operator at a key, parsed from (name, overload, key); nullptr if none.
 const c10::KernelFunction* kernel_at(PyObject* args) {
   const char *name, *overload, *key;
   if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))
@@ -121,47 +120,68 @@ PyObject* running(PyObject*, PyObject*) {
 }
 
 PyMethodDef functions[] = {
-    {"learn_kernels", learn_kernels, METH_VARARGS, "Learns how PyTorch keeps Python kernels."},
-    {"make_handle_type", make_handle_type, METH_VARARGS, "Makes the type of native handles."},
-    {"shorten_calls", shorten_calls, METH_VARARGS, "Spares calls of a class a Python frame."},
-    {"adopt", adopt, METH_VARARGS, "Makes calls of a handle native."},
+    {"learn_kernels",
+     learn_kernels,
+     METH_VARARGS,
+     "Learn the layout of Python kernels in the dispatcher from two operators."},
+    {"make_handle_type", make_handle_type, METH_VARARGS, "Make the type of native handles."},
+    {"shorten_calls",
+     shorten_calls,
+     METH_VARARGS,
+     "Call the objects of a class without a Python frame."},
+    {"adopt", adopt, METH_VARARGS, "Make calls of a handle native."},
     {"shorten_handle_calls",
      shorten_handle_calls,
      METH_VARARGS,
-     "The same for the class of PyTorch's handles."},
+     "Call PyTorch's handles without a Python frame."},
     {"is_plain_kernel",
      is_plain_kernel,
      METH_VARARGS,
-     "Whether the kernel at a key is a Python function of the arguments."},
-    {"python_kernel", python_kernel, METH_VARARGS, "The Python kernel at a key, if it is one."},
+     "Return whether the kernel at a key is a Python function of the arguments only."},
+    {"python_kernel", python_kernel, METH_VARARGS, "Return the Python kernel at a key, or None."},
     {"is_evidently_fresh",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(is_evidently_fresh)),
      METH_FASTCALL,
-     "Whether a result is plainly in memory of its own, and looks like another tensor."},
+     "Return whether a result has memory of its own, and the metadata of another tensor."},
     {"are_plain",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(are_plain)),
      METH_FASTCALL,
-     "Whether gradients are a tuple of so many tensors and None."},
+     "Return whether gradients are a tuple of n tensors or None that fit the inputs."},
     {"bypass",
      bypass,
      METH_VARARGS,
-     "Spares calls that the dispatcher makes a Python kernel that has nothing to do."},
+     "Register a C++ kernel that skips a Python kernel without work to do."},
     {"pack_plain",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(pack_plain)),
      METH_FASTCALL,
-     "Packs the states on which a body depends, if they are plain."},
+     "Pack the states that a derived formula replays, if they are plain."},
     {"make_backward",
      make_backward,
      METH_VARARGS,
-     "Makes what the engine of autograd calls of nodes."},
-    {"make_handover", make_handover, METH_VARARGS, "Makes what kernels with residuals call."},
-    {"take_node", take_node, METH_O, "Hands over the node of a function that is applied."},
-    {"switch_off", switch_off, METH_O, "Opens blocks in which calls go to the dispatcher."},
-    {"set_observer", set_observer, METH_O, "Tells a function of calls for the dispatcher."},
-    {"make_entering", make_entering, METH_O, "Makes what takes the lock of registrations."},
-    {"hold_calls", hold_calls, METH_O, "Keeps calls of operators out of the dispatcher."},
-    {"end_calls", end_calls, METH_O, "Has calls of operators raise, and waits for the last."},
-    {"running", running, METH_NOARGS, "The entries of the native calls that this thread is in."},
+     "Make the backward function that the autograd engine calls."},
+    {"make_handover",
+     make_handover,
+     METH_VARARGS,
+     "Make the functions that kernels with residuals call."},
+    {"take_node", take_node, METH_O, "Return a capsule that owns the node of a ctx."},
+    {"switch_off", switch_off, METH_O, "Enter or leave blocks in which calls use the dispatcher."},
+    {"set_observer",
+     set_observer,
+     METH_O,
+     "Set the function that is called before calls fall back to the dispatcher."},
+    {"make_entering", make_entering, METH_O, "Make the __enter__ of the registration lock."},
+    {"hold_calls",
+     hold_calls,
+     METH_O,
+     "Keep calls of operators out of the dispatcher while their table changes."},
+    {"end_calls",
+     end_calls,
+     METH_O,
+     "Make calls of operators raise, and wait for calls in the dispatcher."},
+    {"running",
+     running,
+     METH_NOARGS,
+     "Return the entries of the native calls that are running in this thread."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -195,7 +215,7 @@ bool find_tensor_types() {
   return tensor_type != nullptr && parameter_type != nullptr;
 }
 
-// The attribute `backends`: their names.
+// Adds the attribute `backends`, the names of the dispatch keys that native calls support.
 bool add_backends(PyObject* module) {
   THPObjectPtr names(PyList_New(0));
   for (const DispatchKey key : plain_backend_keys()) {

@@ -1,7 +1,7 @@
-// python_node.h: the autograd nodes that are Python objects, where releases of PyTorch differ.
+// python_node.h: Python autograd nodes (`THPFunction`), where PyTorch releases differ.
 //
-// What a release has is asked of its headers, member by member, so that one source serves all.
-// `requires` looks at names only where they depend on a parameter: hence the templates.
+// Each function tests with `requires` whether the headers have a member, so that one source
+// compiles for all releases. They are templates because `requires` only tests dependent names.
 #pragma once
 
 #include <Python.h>
@@ -20,19 +20,19 @@
 
 namespace torchop {
 
-// A shared_ptr until 2.12, an intrusive_ptr since.
+// std::shared_ptr until PyTorch 2.12, c10::intrusive_ptr since.
 using NodePtr = std::decay_t<decltype(torch::autograd::Edge::function)>;
 
-// Until 2.12, an object made by calling its class has no node. Only `apply` ties one to it, and the
-// class of nodes is no symbol that can be linked to.
+// Until PyTorch 2.12, calling the class makes a `ctx` without a node. Only `apply` attaches one,
+// and PyNode is not exported, so the node cannot be constructed here.
 template <class Fields>
 inline constexpr bool comes_from_apply = requires(Fields& fields) { fields.cdata.lock(); };
 
-// A new node without inputs or outputs, and the object that is its `ctx`.
+// A new node without inputs and outputs, and its `ctx`.
 template <class Fields, bool = comes_from_apply<Fields>>
 class NewNode {
  public:
-  // `maker` is the class. Calling it would look for an __init__ that is not there.
+  // `maker` is the class. tp_new is called directly, because the class has no __init__ to look up.
   explicit NewNode(PyObject* maker) {
     auto* type = reinterpret_cast<PyTypeObject*>(maker);
     static PyObject* no_arguments = PyTuple_New(0);
@@ -63,7 +63,7 @@ inline constexpr const char* node_capsule = "torchop._native._call_path.node";
 template <class Fields>
 class NewNode<Fields, true> {
  public:
-  // `maker` is the `apply` of a function that returns what `take_node` makes of its `ctx`.
+  // `maker` is the `apply` of a function whose forward returns take_node(ctx).
   explicit NewNode(PyObject* maker) {
     THPObjectPtr capsule = checked(PyObject_CallNoArgs(maker));
     auto* node = static_cast<Owner*>(PyCapsule_GetPointer(capsule.get(), node_capsule));
@@ -73,7 +73,8 @@ class NewNode<Fields, true> {
     node_ = std::move(*node);
   }
 
-  // For the `forward` of that function: while `apply` runs, it alone owns the node.
+  // Called in the forward of that function. The capsule must own the node, because after `apply`
+  // returned nothing else would.
   static PyObject* take_node(PyObject* ctx) {
     auto node = std::make_unique<Owner>(reinterpret_cast<Fields*>(ctx)->cdata.lock());
     PyObject* capsule = PyCapsule_New(node.get(), node_capsule, [](PyObject* self) {
@@ -97,11 +98,12 @@ class NewNode<Fields, true> {
  private:
   using Owner = decltype(std::declval<Fields&>().cdata.lock());
   NodePtr node_;
-  PyObject* ctx_; // which the node keeps alive
+  PyObject* ctx_; // owned by the node
 };
 
-// PyTorch's own way of making outputs of tensors. `attached` becomes the node that they got: where
-// an input that is a view was marked as written, one around `node`. Until 2.13 nobody asks for it.
+// Calls PyTorch's `_wrap_outputs`, which attaches tensors to the node. Since 2.14, sets `attached`
+// to the node that the outputs got. It differs from `node` if an input that is a view was marked
+// dirty.
 template <class Ptr>
 __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     Ptr& attached,
@@ -114,12 +116,12 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
   using torch::autograd::_wrap_outputs;
   const torch::autograd::_jvp_fn_t jvp = [](const auto&,
                                             const auto&) -> torch::autograd::variable_list {
-    TORCH_INTERNAL_ASSERT(false, "no tangent comes this far");
+    TORCH_INTERNAL_ASSERT(false, "native calls have no tangents");
   };
   const torch::autograd::_view_as_self_fn_t view_as_self = [](const at::Tensor& tensor) {
     return tensor.view_as(tensor);
   };
-  const std::unordered_set<at::TensorImpl*> saved_early; // by a function that has no setup_context
+  const std::unordered_set<at::TensorImpl*> saved_in_forward; // all operators use setup_context
   auto wrap = [&](auto&... more) {
     return _wrap_outputs(
         inputs,
@@ -128,7 +130,7 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
         outputs,
         node,
         jvp,
-        saved_early,
+        saved_in_forward,
         view_as_self,
         pure_view,
         more...);
@@ -148,7 +150,7 @@ void call_creation_hooks(const Ptr& node) {
   }
 }
 
-// Whether `ctx` says which dtypes gradients are to have, since 2.14.
+// Returns whether `ctx.set_output_grad_dtype` was called, which exists since PyTorch 2.14.
 template <class Fields>
 bool declares_dtypes(const Fields& fields) {
   if constexpr (requires { fields.output_grad_dtypes; })
@@ -157,8 +159,8 @@ bool declares_dtypes(const Fields& fields) {
     return false;
 }
 
-// Does what `ctx` says of them; mistakes are told in PyTorch's words. `has_gradient(index)` is
-// whether an output has one.
+// Applies the dtypes from `ctx.set_output_grad_dtype`, with the checks and messages of PyTorch's
+// python_function.cpp. `has_gradient(index)` returns whether an output is differentiable.
 template <class Fields, class HasGradient>
 void apply_declared_dtypes(
     Fields& fields, torch::autograd::Node& node, size_t count, HasGradient&& has_gradient) {

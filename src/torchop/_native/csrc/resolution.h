@@ -1,4 +1,4 @@
-// resolution.h: which overload of a packet PyTorch would call.
+// resolution.h: decide which overload of a packet PyTorch would call.
 #pragma once
 
 #include <Python.h>
@@ -7,9 +7,9 @@
 
 namespace torchop {
 
-// Whether PyTorch would pass an overload with these parameters by, and try the next one of the
-// packet. False where it would call it, where it would raise another error than that the arguments
-// do not fit, and where that is not certain.
+// Returns whether PyTorch would certainly skip an overload with these parameters and try the next
+// one. Returns false if it would call the overload, raise an error other than mismatched arguments,
+// or if neither is certain.
 bool is_passed_by(
     const Parameters& parameters, PyObject* const* args, size_t count, PyObject* keywords);
 
