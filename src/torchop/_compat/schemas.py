@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import keyword
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,18 +16,9 @@ from torchop._compat.classes import FunctionSchema
 from torchop._errors import short_errors
 
 
+@functools.cache
 def is_identifier(text: str) -> bool:
     """Return whether the schema parser accepts an ASCII identifier as a name."""
-    return text not in _MAYBE_KEYWORDS or _is_accepted(text)
-
-
-# Names that the parser may reject. Parsing a probe for every new name would slow down definitions.
-# A keyword missing here is still rejected, together with its schema.
-_MAYBE_KEYWORDS = frozenset({*keyword.kwlist, "Ellipsis", "NoneType"})
-
-
-@functools.cache
-def _is_accepted(text: str) -> bool:
     try:
         parse(f"{text}() -> ()")
     except RuntimeError:

@@ -97,11 +97,13 @@ def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
             "into a list or a dict."
         )
     form = form_of(tags)
-    check_form(name, form, parsed)
     if form is Form.PLAIN:
         form = form_of_schema(parsed)
+    else:
+        check_form(name, form, parsed)
     result = Schema(parsed, f"{name.local}{text}", form)
-    check_maybe_out(name, parsed)
+    if parsed.is_mutable:
+        check_maybe_out(name, parsed)
     tensors = result.keyword_only_tensors
     if tensors and form is not Form.OUT:
         raise NotImplementedError(

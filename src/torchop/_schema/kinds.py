@@ -125,6 +125,9 @@ _REAL = frozenset({int, float, bool})
 
 def single_kind(annotation: Any) -> Kind | None:
     """Return the kind of a single value of this annotation; None if it is no such value."""
+    kind = types.find(KINDS, annotation)
+    if kind is not None:
+        return kind
     if types.is_union(annotation):
         members = frozenset(typing.get_args(annotation))
         if members <= _REAL:
@@ -134,9 +137,6 @@ def single_kind(annotation: Any) -> Kind | None:
         return None
     if schemas.is_group_name(annotation):
         return KINDS[str]
-    kind = types.find(KINDS, annotation)
-    if kind is not None:
-        return kind
     if hasattr(annotation, "__supertype__"):  # a NewType
         kind = single_kind(annotation.__supertype__)
         return None if kind is None else kind._replace(inferred=None)
@@ -337,6 +337,8 @@ _DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 def leaf_kind(annotation: Any) -> Kind | None:
     """Return the kind of an annotation that one argument of a schema can stand for."""
+    if (kind := types.find(KINDS, annotation)) is not None:
+        return kind
     annotation = without_annotated(annotation)
     inner, optional = types.strip_optional(annotation)
     inner = without_annotated(inner)
@@ -388,12 +390,13 @@ def return_type(annotation: Any) -> str | None:
 
 
 def _single_return_type(annotation: Any) -> str | None:
+    kind = single_kind(annotation)
+    if kind is not None and kind.inferred in _RETURNS:
+        return kind.inferred
     if typing.get_origin(annotation) is list and typing.get_args(annotation) == (torch.Tensor,):
         return "Tensor[]"
-    if schemas.is_returnable_custom_class(annotation):
-        return schemas.custom_class_name(annotation)
-    kind = single_kind(annotation)
-    return kind.inferred if kind is not None and kind.inferred in _RETURNS else None
+    is_custom = schemas.is_returnable_custom_class(annotation)
+    return schemas.custom_class_name(annotation) if is_custom else None
 
 
 def without_annotated(annotation: Any) -> Any:

@@ -124,12 +124,9 @@ class Schema:
         """
         return schemas.is_backward_compatible(self._parsed, older._parsed)
 
-    def forget_parsed(self, namespace: str) -> None:
-        """Gives the memory of the parsed schema back, until somebody asks for it again.
-
-        A package defines many operators that a process never calls.
-        """
-        self._source = namespace
+    def forget_parsed(self) -> None:
+        """Free the parsed schema, which most operators of a package never need again."""
+        self._source = self._parsed.name.partition("::")[0]
 
     @property
     def _parsed(self) -> FunctionSchema:
@@ -205,15 +202,15 @@ class Schema:
 
     @property
     def has_optional_tensor_lists(self) -> bool:
-        # The text says quickly that there is none, as in most schemas.
-        may_have = "]?" in self.written.replace(" ", "")
-        return may_have and any(a.kind in OPTIONAL_TENSOR_LISTS for a in self.arguments)
+        # Most schemas have no optional list of any kind, and printing all types is slow.
+        return "]?" in self.written.replace(" ", "") and any(
+            a.kind in OPTIONAL_TENSOR_LISTS for a in self.arguments
+        )
 
     @property
     def keyword_only_tensors(self) -> tuple[str, ...]:
-        if "*" not in self.written:
-            return ()
-        return tuple(a.name for a in self.keyword_only if a.holds_tensors)
+        arguments = self._parsed.arguments
+        return tuple(a.name for a in arguments if a.kwarg_only and "Tensor" in str(a.real_type))
 
     @property
     def returns_written(self) -> bool:

@@ -116,11 +116,12 @@ class _Namespace:
             annotation = annotation.__forward_arg__
         if isinstance(annotation, str):
             return self.resolve(self.evaluate(annotation, parameter), parameter)
-        origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+        origin = typing.get_origin(annotation)
+        if origin in (None, typing.Literal):
+            return annotation
+        args = typing.get_args(annotation)
         if origin is typing.Annotated:
             return self.resolve(args[0], parameter)
-        if origin in (None, typing.Literal) or not args:
-            return annotation
         items = tuple(
             item if item is Ellipsis or isinstance(item, list) else self.resolve(item, parameter)
             for item in args

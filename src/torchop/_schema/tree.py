@@ -86,6 +86,7 @@ class FunctionTree:
         signature = signatures.signature(function)
         self._where = signatures.spell_function(function)
         self._structures = structures
+        self._builder = _Builder(op, self._where, structures)
         self.parameters = tuple(map(self._parameter, signature.parameters.values()))
         form, returned = form_of(tags), signature.return_annotation
         self.result, self.returns = None, ""
@@ -122,23 +123,23 @@ class FunctionTree:
         return write(arguments, self.returns)
 
     def _parameter(self, declared: inspect.Parameter) -> Parameter:
-        name, where = signatures.shorten(repr(declared.name)), self._where
+        where = self._where
         self._check_kind(declared)
         if not is_plain(declared.name):
             raise _bad_name(where, declared.name)
         if declared.annotation is declared.empty:
             raise SchemaError(
-                f"{where}: parameter {name} must have a type annotation{self._missing(declared)}"
+                f"{where}: parameter {_spell(declared.name)} must have a type annotation"
+                f"{self._missing(declared)}"
             )
         try:
-            node = _Builder(self.op, where, self._structures).build(
-                declared.annotation, declared.name
-            )
+            node = self._builder.build(declared.annotation, declared.name)
         except UnsupportedTypeError as error:
             place = "" if error.path == declared.name else f" at {error.path!r}"
             raise SchemaError(
-                f"{where}: parameter {name} has unsupported type {types.spell(error.annotation)}"
-                f"{place}; {advice.instead(error.annotation, structures=self._structures)}."
+                f"{where}: parameter {_spell(declared.name)} has unsupported type "
+                f"{types.spell(error.annotation)}{place}; "
+                f"{advice.instead(error.annotation, structures=self._structures)}."
             ) from None
         parameter = Parameter(declared, node)
         if parameter.keyword_only and node.holds_tensors and not isinstance(node, Leaf):
@@ -157,7 +158,7 @@ class FunctionTree:
         method = signatures.method_hint(self.function)
         bare = declared.replace(annotation=declared.empty, default=declared.empty)
         raise SchemaError(
-            f"{self._where}: parameter {signatures.shorten(repr(str(bare)))} is "
+            f"{self._where}: parameter {_spell(str(bare))} is "
             f"{declared.kind.description}, which a schema cannot express (no positional-only args, "
             "varargs (*args) or varkwargs (**kwargs))"
             f"{f'.{method}' if method else f'; {_INSTEAD[declared.kind]}.'}"
@@ -198,25 +199,28 @@ class FunctionTree:
 
     def _set_default(self, parameter: Parameter) -> None:
         default, node = parameter.declared.default, parameter.node
-        name = signatures.shorten(repr(parameter.name))
         if not self.is_plain:
             try:
                 node.set_default(default)
             except TypeError as error:  # an ArgumentError
                 raise SchemaError(
-                    f"{self._where}: parameter {name} has an unsupported default: {error}"
+                    f"{self._where}: parameter {_spell(parameter.name)} has an unsupported "
+                    f"default: {error}"
                 ) from None
         elif parameter.has_default:
             assert isinstance(node, Leaf)  # no other node is plain
             try:
                 node.set_plain_default(default)
             except SchemaError as error:
+                spelled = types.spell(parameter.declared.annotation)
                 raise SchemaError(
-                    f"{self._where}: parameter {name} ({types.spell(parameter.declared.annotation)}"
-                    f") has the unsupported default {signatures.shorten(repr(default))}: {error}."
+                    f"{self._where}: parameter {_spell(parameter.name)} ({spelled}) has the "
+                    f"unsupported default {_spell(default)}: {error}."
                 ) from None
 
     def _mutated(self, names: tuple[str, ...] | None) -> tuple[str, ...]:
+        if names == ():
+            return ()
         tensors = {leaf.path: leaf.name for leaf in self.leaves if leaf.is_tensor}
         others = {leaf.path: leaf.kind.schema for leaf in self.leaves if not leaf.is_tensor}
         others |= {p.name: types.spell(p.declared.annotation) for p in self.parameters}
@@ -232,9 +236,13 @@ _INSTEAD = {
 }
 
 
+def _spell(value: object) -> str:
+    return signatures.shorten(repr(value))
+
+
 def _bad_name(where: str, name: str) -> SchemaError:
     return SchemaError(
-        f"{where}: parameter {signatures.shorten(repr(name))} has a name that a schema cannot "
+        f"{where}: parameter {_spell(name)} has a name that a schema cannot "
         "hold; use one of ASCII letters, digits and underscores that is not a keyword of Python or "
         "TorchScript."
     )
@@ -287,7 +295,7 @@ class UnsupportedTypeError(Exception):
 
 
 class _Builder:
-    """Builds the tree of one parameter; `op` and `where` name the operator and its function."""
+    """Builds the trees of parameters; `op` and `where` name the operator and its function."""
 
     def __init__(self, op: str, where: str, structures: bool) -> None:
         self.op = op

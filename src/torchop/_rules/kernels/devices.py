@@ -42,7 +42,7 @@ def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ..
     for device in devices:
         if device is not None:
             device_key(op, device)
-    return tuple(devices) if devices != [None] else (None,)  # a constant, shared by most operators
+    return tuple(devices)
 
 
 def device_key(op: object, device: str) -> str:

@@ -34,9 +34,6 @@ from torchop._schema.forms import Form
 
 log = logging.getLogger(registries.LOGGER_NAME)
 
-# Most operators have this value, and share it.
-_ON_EVERY_DEVICE: Mapping[str, str | None] = {EVERY_DEVICE: None}
-
 
 class Kernels(NamedTuple):
     """Kernels of a call plan by device type; None means all other devices."""
@@ -262,8 +259,7 @@ class KernelRule(CompiledRule[Kernels]):
     def _install(self, key: str, device: str | None) -> None:
         if key not in self.installed:
             self.definition.implement(key, self._dispatcher_kernel(device))
-            every = not self.installed and key == EVERY_DEVICE
-            self.installed = _ON_EVERY_DEVICE if every else {**self.installed, key: device}
+            self.installed = {**self.installed, key: device}
             if key == EVERY_DEVICE and self.refusals is not None:
                 self.refusals.remove_all()
             if key == "Meta":

@@ -27,8 +27,12 @@ class Node:
     def __init__(self, op: str, path: str, parts: Sequence[Node] = ()) -> None:
         self.op = op
         self.path = path
-        self.where = f"{op}: {path}"  # how messages name the place, such as `lib::crop: cfg.box`
         self._parts = parts
+
+    @property
+    def where(self) -> str:
+        """The place as messages name it, such as `lib::crop: cfg.box`."""
+        return f"{self.op}: {self.path}"
 
     def leaves(self) -> Iterator[Leaf]:
         """Iterate over the leaves, in the order of their declaration."""
@@ -76,8 +80,6 @@ class Leaf(Node):
         self.name = name
         self.kind = kind
         self.checked = kind.encode is not unchanged and ("." in path or not kind.is_plain)
-        # How messages about a call of the flat operator name the place.
-        self.flat_where = f"{op}: argument {name!r}" + f" ({path})" * (path != name)
         self.is_optional = kind.is_optional
         self.stand_in: Any = MISSING
         self.default: Any = MISSING
@@ -106,6 +108,11 @@ class Leaf(Node):
             self.stand_in = default
             default = None
         self.default = default
+
+    @property
+    def flat_where(self) -> str:
+        """The place as messages about a call of the flat operator name it."""
+        return f"{self.op}: argument {self.name!r}" + f" ({self.path})" * (self.path != self.name)
 
     @property
     def is_tensor(self) -> bool:
