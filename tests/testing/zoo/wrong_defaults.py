@@ -30,20 +30,4 @@ for name, kernel in (("default_of_schema", scaled_by_two), ("default_of_kernel",
     torch.library.register_fake(f"zoo::{name}", like, lib=LIBRARY)
 right("zoo::default_of_schema", _with_factor)
 wrong("zoo::default_of_kernel", "contracts.defaults", _with_factor)
-
-
-def once_or_twice(x: Tensor, twice: bool = False) -> Tensor:
-    return (x * (2 if twice else 1)).contiguous()
-
-
-wrong(
-    define(
-        "twice_in_the_schema",
-        once_or_twice,
-        schema="(Tensor x, bool twice=True) -> Tensor",
-        fake=like,
-    ),
-    "contracts.defaults",
-    one,
-)
 right(define("scaled_by_two", scaled_by_two, schema=SCHEMA, fake=like), _with_factor)

@@ -183,7 +183,7 @@ class Call:
         Raises:
             Exception: what the call raises.
         """
-        outcomes: list[Any] = [[]]
+        outcomes: list[list[Any]] = [[]]
         # NaN in a result may be what its memory held before. All outcomes are kept alive, so that
         # the next call gets other memory.
         while len(outcomes) == 1 or (_have_nan(outcomes[-1]) and len(outcomes) < 8):
@@ -216,7 +216,8 @@ def filled_memory() -> Iterator[None]:
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of functions without such a mode
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of functions without such a mode
             yield
     finally:
         torch.set_deterministic_debug_mode(before)

@@ -344,7 +344,7 @@ class Subject:
         return None
 
     def _run_fake(self, example: Example) -> list[Any]:
-        mode, (args, kwargs) = _samples.with_fake_tensors(tuple(example))
+        mode, (args, kwargs) = _samples.with_fake_tensors((example.args, example.kwargs))
         with mode:
             return probes.leaves(self.op(*args, **kwargs))
 

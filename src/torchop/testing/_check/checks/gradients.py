@@ -155,7 +155,7 @@ def _in_another_thread(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]
     run = contextvars.copy_context().run
     threading.Thread(target=run, args=(differentiate,), daemon=True).start()
     try:
-        return answer.result(_SECONDS)
+        return list(answer.result(_SECONDS))
     except TimeoutError:
         raise AssertionError(
             f"backward in another thread did not return within {_SECONDS:g} s."
@@ -167,16 +167,14 @@ _SECONDS = 8.0
 
 def _func_grad(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
     plain = tuple(tensor.detach() for tensor in inputs)
-    gradient = torch.func.grad(
-        lambda *t: probes.weighted_sum(function(*t)), tuple(range(len(plain)))
-    )
-    return gradient(*plain)
+    places = tuple(range(len(plain)))
+    return [*torch.func.grad(lambda *t: probes.weighted_sum(function(*t)), places)(*plain)]
 
 
 def _func_vjp(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
     plain = (tensor.detach() for tensor in inputs)
     pull_back = torch.func.vjp(lambda *t: probes.weighted_sum(function(*t)), *plain)[1]
-    return pull_back(torch.ones((), dtype=torch.double))
+    return [*pull_back(torch.ones((), dtype=torch.double))]
 
 
 # Ways of computing the gradients of a call, which must be the same.

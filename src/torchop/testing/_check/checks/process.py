@@ -351,7 +351,7 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
 def threads(subject: Subject, details: Details) -> Iterator[Case]:
     """Do two threads that call at once get the same results, and return?"""
     subject.needs_fixed_results()
-    options = subject.tolerances
+    options: dict[str, Any] = subject.tolerances
     for example in subject.accepted(most=2):
         yield Case("two threads", example, probe=runs_in_threads, options=options, shrink=False)
     trainable = trainable_example(subject)

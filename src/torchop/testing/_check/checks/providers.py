@@ -131,14 +131,11 @@ def supports(subject: Subject, details: Details) -> Iterator[Case]:
     if provider.accepts is None:
         details["supports"] = "not there, so it must take all that the reference takes"
     for case in compared(subject, details):
-        options = {"provider": declared(subject).name}
+        call, options = subject.call(case), dict[str, Any](provider=provider.name)
         with contextlib.suppress(ProviderError):
-            taken = subject.provider.takes(
-                *every_argument(subject.schema, *subject.call(case).example)
-            )
-            options["first"] = taken
-        made = Case(case.label, case.example, case.arrange, case.group, supports_is_sound, options)
-        yield subject.known(dataclasses.replace(made, calls=False), subject.call(case))
+            options["first"] = provider.takes(*every_argument(subject.schema, *call.example))
+        made = dataclasses.replace(case, probe=supports_is_sound, options=options, calls=False)
+        yield subject.known(made, call)
 
 
 def configs(subject: Subject, details: Details) -> Iterator[Case]:

@@ -113,9 +113,9 @@ def keeps_its_schema(call: Call) -> None:
                 )
         return
     written = probes.written(probes.written_places(call.op), *given)
-    for (where, tensor), argument in zip(outputs, written, strict=False):
+    for (where, tensor), written_one in zip(outputs, written, strict=False):
         returns_it = schema.form in (Form.INPLACE, Form.OUT)
-        if returns_it and tensor is not argument and not _is_same_view(tensor, argument):
+        if returns_it and tensor is not written_one and not _is_same_view(tensor, written_one):
             raise AliasError(
                 f"{where} of {schema} is not the argument that the schema says it is: the "
                 "kernel must write into the argument and return it."
@@ -193,8 +193,8 @@ def _have_rows(subject: Subject, example: Example, size: int) -> bool:
                 return False
             repeats_its_rows(call, size, new, **subject.tolerances)
         other = call.again(example.map(lambda tensor: rows(tensor, scaled)))
-        outcomes = [probes.mapped(o, lambda t: rows(t, rest)) for o in (call.again(), other)]
-        probes.assert_same(*outcomes, "the other rows", **subject.tolerances)
+        same, again = (probes.mapped(o, lambda t: rows(t, rest)) for o in (call.again(), other))
+        probes.assert_same(again, same, "the other rows", **subject.tolerances)
         return True
     return False
 
