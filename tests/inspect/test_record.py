@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchop
 from tests.devices import BACKEND, DEVICE, TYPE
 from tests.support import in_threads
-from torchop import CallRecord, TensorRecord
 from torchop._inspect.record import MAX_KINDS
+from torchop.testing import CallRecord, TensorRecord
 
 T = torch.ones(2, 3)
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import torchop
-from torchop import CallRecord, Recorded, TensorRecord, TypeRecord
+from torchop import Recorded
 from torchop._inspect.record import MAX_KINDS
+from torchop.testing import CallRecord, TensorRecord, TypeRecord
 
 TENSOR = TensorRecord(torch.float32, (2, 3), "cuda:1", True, (1, 2))
 VALUES = [
