@@ -194,7 +194,8 @@ def _have_rows(subject: Subject, example: Example, size: int) -> bool:
             repeats_its_rows(call, size, new, **subject.tolerances)
         other = call.again(example.map(lambda tensor: rows(tensor, scaled)))
         same, again = (probes.mapped(o, lambda t: rows(t, rest)) for o in (call.again(), other))
-        probes.assert_same(again, same, "the other rows", **subject.tolerances)
+        tolerances: dict[str, Any] = subject.tolerances
+        probes.assert_same(again, same, "the other rows", **tolerances)
         return True
     return False
 
