@@ -134,8 +134,13 @@ class _Once:
 
     def destroy(self) -> None:
         hook, self._hook = self._hook, None  # the hook may destroy it again
-        if hook is not None:
+        if hook is None:
+            return
+        try:
             hook()
+        except BaseException:
+            self._hook = hook  # a library whose operator is running can be destroyed later
+            raise
 
 
 class _End(_Once):
