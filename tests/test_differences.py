@@ -1,4 +1,4 @@
-"""docs/reference/differences.md names a test for everything it claims, and those tests exist."""
+"""docs/reference/differences.md names a test for every claim, and those tests exist."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "reference" / "differences.md").read_text()
 REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 ROWS = re.findall(r"^\| ([ABC]\d+) \| (.+)$", PAGE, flags=re.MULTILINE)
+# The tests of an entry follow its name, in a list below the tables.
+TESTED = set(re.findall(r"^- (\w+):\s+`tests/", PAGE, flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize(("file", "test"), sorted(set(REFERENCE.findall(PAGE))))
@@ -20,10 +22,10 @@ def test_named_test_exists(file: str, test: str) -> None:
 
 @pytest.mark.parametrize(("entry", "row"), ROWS)
 def test_entry_has_an_outcome_and_its_proof(entry: str, row: str) -> None:
-    outcomes = re.findall(r"\*\*(fixed|refused|out of reach|open)\*\*", row)
+    outcomes = re.findall(r"\*\*(fixed|rejected|out of reach)\*\*", row)
     assert outcomes
-    if {"fixed", "refused"} & set(outcomes):
-        assert REFERENCE.search(row)
+    if {"fixed", "rejected"} & set(outcomes):
+        assert entry in TESTED
 
 
 def test_every_entry_is_there() -> None:

@@ -354,7 +354,7 @@ def test_no_file_is_long() -> None:
 
 
 def test_the_page_about_native_calls_names_every_file() -> None:
-    page = PACKAGE.parents[1] / "docs/explanation/inside-native-calls.md"
+    page = PACKAGE.parents[1] / "docs/dev/native-calls.md"
     table = set(re.findall(r"`(\w+)\.(?:cpp|h)`", page.read_text(encoding="utf-8")))
     assert {path.stem for path in CSRC.iterdir()} - table == set()
 

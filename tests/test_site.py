@@ -33,7 +33,8 @@ PAGES = [
     "reference/index",
     "reference/api/torchop.custom_op",
     "reference/schema-types",
-    "reference/errors/calling",
+    "reference/errors",
+    "reference/differences",
 ]
 # Of the pages that one template makes.
 API = ("reference/api/torchop.CustomOp", "reference/api/torchop.register_fake")
@@ -494,7 +495,7 @@ def test_search_finds_first_what_is_named_like_the_query(browser: Any, address: 
 
     for query, page in (
         ("opcheck", "reference/api/torchop.opcheck.html"),
-        ("gradient None", "how-to/without-a-message.html#a-gradient-is-none"),
+        ("gradient None", "tutorials/debugging.html#a-gradient-is-none"),
         ("command line", "how-to/command-line.html"),
         ("several kernels", "how-to/several-kernels.html"),
     ):

@@ -1,8 +1,7 @@
-"""The charts of what calls and kernels cost, from what `benchmarks/calls.py` and `bench` measured.
+"""Charts of the costs of calls and kernels, from results of `benchmarks/calls.py` and `bench`.
 
-A page has its chart in its own markup, so that it takes the colours of the page, light or dark. The
-README can only point to a file, and a messenger that shows a link to the documentation only takes
-pixels: `python docs/_extensions/chart.py` writes both.
+Pages embed the chart as SVG, so it follows the light or dark theme. The README needs a file, and
+link previews need pixels: `python docs/_extensions/chart.py` writes both.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ DARK = ".calls-chart { --ink: #e6edf3; --bar: #8d96a0; --ours: #6cb0ff }"
 
 
 def svg(results: dict[str, Any]) -> str:
-    """Draws the rows of a file of results: a group of bars for each, on one scale."""
+    """Draw a group of bars for each row of the results, on one scale."""
     medians = _medians(results)
     groups = {
         ROWS[row]: {
@@ -73,7 +72,7 @@ def svg(results: dict[str, Any]) -> str:
 
 
 def kernels_svg(comparisons: list[dict[str, Any]]) -> str:
-    """Draws what `bench --providers` found: a group for each call, on a scale of its own."""
+    """Draw the results of `bench --providers`: a group for each call, each with its own scale."""
     groups: dict[str, dict[str, float]] = {}
     for found in comparisons:
         medians = {kernel["provider"]: kernel["microseconds"] for kernel in found["kernels"]}
@@ -120,8 +119,8 @@ def _bars(groups: dict[str, dict[str, float]], scales: dict[str, float], title: 
 
 
 def draw_link_picture(results: dict[str, Any]) -> None:
-    """Writes the picture of a link, in the size that messengers show, with its text inside."""
-    import matplotlib.pyplot as plt  # only this picture needs it
+    """Write the picture for link previews, with the text inside."""
+    import matplotlib.pyplot as plt  # needed by this picture only
 
     medians = _medians(results)
     bars = [
@@ -163,18 +162,18 @@ def _in_words(medians: dict[str, dict[str, float]]) -> str:
 
 
 def environment(results: dict[str, Any]) -> str:
-    """What the numbers hold for, in words."""
+    """Describe the environment of the measurement."""
     there = results["environment"]
     torch = there["torch"].partition("+")[0]
     return f"PyTorch {torch} and Python {there['python']} on a CPU, under {there['machine']}"
 
 
 def setup(app: Any) -> dict[str, bool]:
-    from docutils import nodes  # only Sphinx has it, and the picture is drawn without
+    from docutils import nodes  # installed with Sphinx only
     from docutils.parsers.rst import Directive
 
     class Chart(Directive):
-        """The chart, and below it what it holds for."""
+        """The chart of calls, with a note about the environment."""
 
         option_spec: ClassVar[dict[str, Any]] = {}
 
@@ -186,7 +185,7 @@ def setup(app: Any) -> dict[str, bool]:
             return [picture, nodes.paragraph("", note, classes=["calls-chart-note"])]
 
     class Kernels(Directive):
-        """The chart of the kernels of an example."""
+        """The chart of an example's kernels."""
 
         option_spec: ClassVar[dict[str, Any]] = {}
 

@@ -1,7 +1,4 @@
-"""Each page as Markdown beside it, and `llms.txt`, the list of them.
-
-They are for people who read with an assistant. The format of the list is that of llmstxt.org.
-"""
+"""A Markdown copy of each page, and `llms.txt`, the list of pages in the format of llmstxt.org."""
 
 from __future__ import annotations
 
@@ -18,14 +15,15 @@ SHELVES = {
     "how-to": "How-to guides",
     "explanation": "Explanation",
     "reference": "Reference",
+    "dev": "Contributing",
 }
-# What a page has for readers with a browser only.
+# Elements that only make sense in a browser.
 DROPPED = "a.headerlink, .viewcode-link, svg, style, script, .visually-hidden"
 
 
 class _Converter(MarkdownConverter):  # type: ignore[misc]  # it has no types
     def convert_dt(self, element: Tag, text: str, parent_tags: set[str]) -> str:
-        """The signature of an object is code; other terms are not."""
+        """Render signatures of objects as code, and other terms in bold."""
         if "sig" not in (element.get("class") or ()):
             return f"\n\n**{text.strip()}**\n"
         code = re.sub(r"\s*\n\s*", " ", element.get_text())
@@ -36,8 +34,8 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]  # it has no types
 
 
 def markdown(html: str) -> str:
-    """The main part of a page."""
-    # The rest of a page, with its sidebars, takes longer to parse than this.
+    """Convert the main part of a page."""
+    # Parsing the sidebars too takes longer than this.
     html = html[html.index("<article") : html.index("</article>")]
     article = BeautifulSoup(html, "html.parser").find("article")
     assert isinstance(article, Tag), "every page of the theme has an article"
@@ -56,7 +54,7 @@ def markdown(html: str) -> str:
         escape_asterisks=False,
         code_language_callback=_language,
     ).convert_soup(article)
-    # Empty lines have a meaning in code.
+    # Keep empty lines in code.
     parts = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
     parts[::2] = [re.sub(r"\n{3,}", "\n\n", part) for part in parts[::2]]
     return "".join(parts).strip() + "\n"
@@ -83,7 +81,7 @@ def write(app: Sphinx, error: Exception | None) -> None:
 
 
 def contents(texts: dict[str, str]) -> str:
-    """The list of all pages, by shelf, each with its first sentence."""
+    """Return the list of all pages by folder, each with its first sentence."""
     lines = ["# torchop", "", f"> {_first_sentence(texts['index'])}", ""]
     for shelf, title in SHELVES.items():
         lines += [f"## {title}", ""]

@@ -1,8 +1,7 @@
-"""What autosummary's pages of the reference hold besides docstrings."""
+"""Content of the generated reference pages that is not in docstrings."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -16,57 +15,53 @@ from sphinx.ext.autosummary import autosummary_toc
 
 DOCS = Path(__file__).parents[1]
 
-# Objects of PyTorch, whose docstrings are not for our readers, and values, which have none.
+# Objects of PyTorch, whose docstrings address other readers, and values, which have no docstring.
 BY_HAND = {
     "torchop.CustomOpDef": """\
 .. class:: CustomOpDef
 
-   PyTorch's class of operators, ``torch._library.custom_ops.CustomOpDef``. A `CustomOp` is one.
-   `isinstance(op, torchop.CustomOpDef)` holds for operators that `torchop.custom_op` defined, and
-   for those of `torch.library.custom_op`.
+   PyTorch's class of handles, ``torch._library.custom_ops.CustomOpDef``, and the base class of
+   `CustomOp`. Operators of `torchop.custom_op` and `torch.library.custom_op` are instances.
 """,
     "torchop.wrap_triton": """\
 .. function:: wrap_triton(triton_kernel, /)
 
-   Turns a Triton kernel into one that compilers can trace, inside a `triton_op`. It is
-   `torch.library.wrap_triton`.
+   Make a Triton kernel traceable inside a `triton_op`. Same as `torch.library.wrap_triton`.
 """,
     "torchop.derived": """\
 .. data:: derived
 
-   Stands in a class in the place of a backward. It says that the formula is derived, as
-   `CustomOp.derive_autograd` does.
+   Derive the formula in a class: ``backward = torchop.derived``. See `CustomOp.derive_autograd`.
 """,
     "torchop.EffectType": """\
 .. class:: EffectType
 
-   PyTorch's kinds of side effect, for `custom_op(effects=...)` and `register_effect`. There is one:
+   PyTorch's kinds of side effects, for `custom_op(effects=...)` and `register_effect`:
 
    .. attribute:: ORDERED
 
-      Compilers keep every call, and keep all calls with this effect in order.
+      Compilers keep every call with this effect, in order.
 """,
     "torchop.extend.OpLike": """\
 .. data:: OpLike
 
-   The type of what names an operator: a handle, ``"ns::name"``, ``"ns::name.overload"``, an
-   `OpOverload`, or a packet with one overload.
+   A handle, ``"ns::name"``, ``"ns::name.overload"``, an `OpOverload`, or a packet with one
+   overload.
 """,
     "torchop.extend.OpOverload": """\
 .. class:: OpOverload
 
-   PyTorch's class of what ``torch.ops.ns.name.overload`` is, ``torch._ops.OpOverload``, which has
-   no public name there.
+   PyTorch's class of ``torch.ops.ns.name.overload``, ``torch._ops.OpOverload``.
 """,
     "torchop.fallthrough_kernel": """\
 .. function:: fallthrough_kernel()
 
-   What to pass to `impl` in place of a kernel, so that a dispatch key passes calls on to the next
-   one. It is ``torch.library.fallthrough_kernel``, and is not to be called.
+   Pass this to `impl` to make a dispatch key forward calls to the next key. Same as
+   ``torch.library.fallthrough_kernel``. Do not call it.
 """,
 }
 
-# How a class is shown where its members and its constructor are not all for users.
+# Signatures and members of classes with a private constructor or private members.
 CLASSES = {
     "torchop.CustomOp": ("CustomOp()", ":members:", ":inherited-members: CustomOpDef"),
     "torchop.OperatorFamily": ("OperatorFamily()", ":members:"),
@@ -102,7 +97,7 @@ CLASSES = {
 
 
 def see_also() -> dict[str, list[str]]:
-    """For each object, the pages that use it most, and the others of its group in the reference."""
+    """Return, for each object, the pages that use it most and the other objects of its group."""
     uses: dict[str, Counter[str]] = {}
     for folder in ("tutorials", "how-to", "explanation"):
         for page in sorted((DOCS / folder).glob("*.md")):
@@ -113,7 +108,7 @@ def see_also() -> dict[str, list[str]]:
     index = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
     for block in re.findall(r"\.\. autosummary::\n(.*?)```", index, re.DOTALL):
         names = [f"torchop.{name}" for name in re.findall(r"^   (\w[\w.]*)$", block, re.MULTILINE)]
-        if len(names) > 15:  # of the errors, the page of errors tells more
+        if len(names) > 15:  # errors link to their section instead
             continue
         for name in names:
             others = [f":py:obj:`{other}`" for other in names if other != name]
@@ -122,7 +117,7 @@ def see_also() -> dict[str, list[str]]:
 
 
 def context() -> dict[str, Any]:
-    """What the templates of autosummary use."""
+    """Return the variables of the autosummary templates."""
     return {"by_hand": BY_HAND, "classes": CLASSES, "see_also": see_also()}
 
 
@@ -139,7 +134,7 @@ def code_or_link(
     options: dict[str, Any] | None = None,
     content: object = (),
 ) -> tuple[list[nodes.Node], list[nodes.system_message]]:
-    """What single backticks in docstrings are: code, and a link if it names something known."""
+    """Render single backticks in docstrings as code, with a link if the name is documented."""
     literal = nodes.literal(rawtext, text, classes=["py", "code"])
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", text):
         return [literal], []
@@ -156,15 +151,15 @@ def code_or_link(
 def link_errors(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Ends the docstring of an exception with a link to the page that says what to do."""
+    """Append a link to the section with the fix to the docstring of an exception."""
     if what == "exception" and obj.__module__ == "torchop":
-        lines += ["", f":error-page:`{obj.__name__}` says what to do.", ""]
+        lines += ["", f":error-page:`{obj.__name__}`", ""]
 
 
 def leave_out_the_operator(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Takes the operator out of the arguments of a method, which as a function takes it first."""
+    """Remove the first argument, the operator, from the docstring of a method."""
     if what != "method" or not name.startswith("torchop.CustomOp."):
         return
     start = next((i for i, line in enumerate(lines) if line.startswith("    op: ")), None)
@@ -183,13 +178,13 @@ def error_page(
     options: dict[str, Any] | None = None,
     content: object = (),
 ) -> tuple[list[nodes.Node], list[nodes.system_message]]:
-    """A link to the section of an exception on its page of errors."""
+    """Link to the section of an exception on the page of errors."""
     reference = addnodes.pending_xref(
         rawtext,
-        nodes.inline("", "The page of errors"),
+        nodes.inline("", f"How to fix {text}"),
         refdomain="doc",
         reftype="myst",
-        reftarget=_error_pages()[text],
+        reftarget="reference/errors",
         reftargetid=text.lower(),
         refexplicit=True,
     )
@@ -197,30 +192,20 @@ def error_page(
     return [reference], []
 
 
-@functools.cache
-def _error_pages() -> dict[str, str]:
-    """For each exception, the page that has a section about it."""
-    return {
-        name: f"reference/errors/{page.stem}"
-        for page in (DOCS / "reference" / "errors").glob("*.md")
-        for name in re.findall(r"^## (\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    }
-
-
 def leave_out_of_the_sidebar(app: Sphinx, doctree: nodes.document) -> None:
-    """Takes the pages of objects out of the tree of contents: the tables link to them.
+    """Remove the pages of objects from the table of contents.
 
-    A hundred entries are no help in a sidebar, and making one for each page took most of a build.
+    The tables of the reference link to them. Rendering a hundred entries on each page took most of
+    the build.
     """
     for node in list(doctree.findall(autosummary_toc)):
         node.parent.remove(node)
 
 
 def begin_with_the_sentence(app: Sphinx, doctree: nodes.document) -> None:
-    """Puts what an object is for above its signature, which may fill a screen.
+    """Move the first sentence above the signature, which may fill a screen.
 
-    A decorator has two signatures, of which the one for a call repeats all parameters, so only the
-    first is shown.
+    A decorator has a second signature with the same parameters, which is removed.
     """
     if not app.env.current_document.docname.startswith("reference/api/"):
         return

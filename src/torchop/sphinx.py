@@ -43,7 +43,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     Args:
         app: the Sphinx application.
 
-    Example: see `how-to/document` in the documentation.
+    Example: see `how-to/packages` in the documentation.
     """
     app.setup_extension("sphinx.ext.autodoc")
     app.connect("builder-inited", _wrap_automodule)

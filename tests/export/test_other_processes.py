@@ -1,4 +1,4 @@
-"""What PyTorch itself writes for other processes: as docs/how-to/serving.md tells it."""
+"""What PyTorch itself writes for other processes: the table of `docs/how-to/export.md`."""
 
 from __future__ import annotations
 
