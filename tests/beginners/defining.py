@@ -186,9 +186,7 @@ def mutates_args_as_a_string(n: str) -> None:
         out.copy_(x)
 
 
-@mistake(
-    RuntimeError, cause="it writes into all of its tensors", fix="Define a functional operator"
-)
+@mistake(RuntimeError, cause="it mutates all of its tensors", fix="Define a functional operator")
 def unknown_mutation_with_a_formula(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args="unknown")
     def f(x: Tensor) -> Tensor:

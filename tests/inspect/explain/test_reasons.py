@@ -297,7 +297,7 @@ def test_capture(namespace, monkeypatch):
     check(op, Reason.NATIVE, needing_grad())
     current = replay.ambient_state
     monkeypatch.setattr(
-        replay, "ambient_state", lambda *args: current(*args)._replace(are_captured=True)
+        replay, "ambient_state", lambda *args: current(*args)._replace(is_captured=True)
     )
     check(op, Reason.CAPTURE, needing_grad())
     check(op, Reason.NATIVE, T)

@@ -254,7 +254,7 @@ ACCEPTED = {
 def fit(grads, count, node):
     """Whether the gradients look like the inputs of a node, for a check in Python."""
     return gradients.are_plain_in_python(grads, count, node) and not [
-        *gradients._misfits(grads, node)
+        *gradients._mismatches(grads, node)
     ]
 
 

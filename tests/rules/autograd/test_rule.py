@@ -315,5 +315,5 @@ def test_exception_of_a_formula_passes_through(namespace, place):
 )
 def test_operator_with_nested_tensors_takes_no_formula(namespace, schema):
     op = torchop.custom_op(f"{namespace}::op", lambda x: x, mutates_args=(), schema=schema)
-    with pytest.raises(NotImplementedError, match="autograd cannot follow tensors in there"):
+    with pytest.raises(NotImplementedError, match="autograd does not see tensors in these types"):
         op.register_autograd(lambda ctx, grad: grad)

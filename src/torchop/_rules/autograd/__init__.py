@@ -1,1 +1,1 @@
-"""Gradients: formulas by hand, for either mode, or derived."""
+"""Autograd rules: backward formulas, forward-mode formulas and formulas derived from the kernel."""

@@ -1,4 +1,4 @@
-"""Checks of a registration: whether the operator can have a formula, and of `setup_context`."""
+"""Checks that an operator can have a backward or forward-mode formula."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
 
 
 def check_has_gradient(definition: Definition) -> None:
-    """Refuses operators for which no formula can be right."""
+    """Raise if no backward formula could be correct for the operator."""
     schema = definition.schema
     if schema.form is Form.OUT:
         raise RuntimeError(
@@ -40,20 +40,20 @@ def check_has_gradient(definition: Definition) -> None:
 
 
 def check_no_autograd_function(definition: Definition, backward: object) -> None:
-    """Refuses an `autograd.Function`, which is a class, in place of its backward."""
+    """Raise if an `autograd.Function` class was passed in place of its `backward`."""
     if isinstance(backward, type) and issubclass(backward, torch.autograd.Function):
         name = backward.__name__
         raise RuleSignatureError(
             f"{definition}: register_autograd expects the function backward(ctx, *grads), got the "
-            f"class {name}. Pass {name}.backward, and setup_context={name}.setup_context; what "
-            "forward saves on ctx is saved in setup_context."
+            f"class {name}. Pass {name}.backward and setup_context={name}.setup_context, and move "
+            "ctx.save_for_backward(...) from forward to setup_context."
         )
 
 
 def check_tensors(
     definition: Definition, caller: str, supported: frozenset[str], *, no_place: str, mode: str
 ) -> None:
-    """Refuses operators with tensors for which a formula has no place."""
+    """Raise NotImplementedError for tensors in positions that formulas do not support."""
     schema = definition.schema
     if schema.keyword_only_tensors:
         raise NotImplementedError(
@@ -65,31 +65,34 @@ def check_tensors(
     if unsupported:
         raise NotImplementedError(
             f"{definition}: {caller} does not support {', '.join(unsupported)}, because {mode} "
-            f"cannot follow tensors in there. Use Tensor or Tensor[]. Got {schema}."
+            f"does not see tensors in these types. Use Tensor or Tensor[]. Got {schema}."
         )
 
 
 def check_derivable(definition: Definition, *, decomposes: bool) -> None:
-    """Refuses an operator whose body cannot run again, or has no gradients.
+    """Raise GradientError if differentiating the kernel would be wrong or pointless.
 
-    `decomposes` says that its gradients are those of other operators that its calls consist of.
+    Args:
+        definition: the operator.
+        decomposes: True if its calls decompose into calls of the functional operator, as for a
+            derived in-place form.
     """
     schema = definition.schema
     if decomposes or schema.form is Form.OUT:
         problem = (
-            "it is a form that writes into its arguments, whose old values are gone in the "
-            "backward. Derive the formula of the functional operator: the in-place form of a "
-            "family uses that, and forms with out= have no gradients"
+            "it overwrites its arguments, so their old values are not available in the backward. "
+            "Derive the formula of the functional operator instead; the derived in-place form uses "
+            "it too, and out= forms have no gradients"
         )
     elif schema.is_mutable:
         problem = (
-            f"it mutates {', '.join(schema.mutated)}, and its body cannot run again on the "
-            "overwritten values. Write a functional operator, and derive its in-place form with "
-            "derive_inplace; or write the formula with register_autograd"
+            f"it mutates {', '.join(schema.mutated)}, so its body cannot run again on the original "
+            "values. Write a functional operator and derive its in-place form with derive_inplace, "
+            "or write the formula with register_autograd"
         )
     elif schema.is_view:
         problem = (
-            "it returns views, which PyTorch tracks by itself. Return fresh tensors, or write the "
+            "it returns views, which PyTorch tracks itself. Return fresh tensors, or write the "
             "formula with register_autograd"
         )
     elif not any("Tensor" in kind for kind in schema.returns):
@@ -98,8 +101,8 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
         problem = "it takes no tensor, so it has no gradient"
     elif definition.rule(EffectRule).declared not in (None, "none"):
         problem = (
-            "it has an effect, which would happen again when the body runs again. Write the "
-            "formula with register_autograd"
+            "it has an effect, which would happen again when the backward runs the body again. "
+            "Write the formula with register_autograd"
         )
     else:
         return
@@ -109,37 +112,39 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
 
 
 def check_replaces_no_gradient(definition: Definition) -> None:
-    """Refuses a formula for forward mode alone that would replace another library's gradients."""
+    """Raise if registering only a jvp would replace another library's autograd kernel."""
     for key in ("Autograd", "CompositeImplicitAutograd"):
         if dispatch.has_kernel(str(definition), key):
             raise RuntimeError(
-                f"Cannot register jvp for {definition}: it has a kernel at {key}, which computes "
-                "its gradients. A formula for forward mode alone would replace that kernel. "
-                "Register both formulas: register_autograd(..., jvp=...)."
+                f"Cannot register jvp for {definition}: its gradients come from a kernel at {key}, "
+                "which a forward-mode formula alone would replace. Register both formulas: "
+                "register_autograd(..., jvp=...)."
             )
 
 
 def _non_functional_problem(definition: Definition) -> str | None:
-    """Why no formula can be right for an operator that is not functional."""
+    """Return why a non-functional operator cannot have a formula; None if it can."""
     schema = definition.schema
     if schema.form is Form.INPLACE or _is_simple_view(definition):
         return None
     if schema.is_view:
-        return "it returns views, and only a view of its one tensor has a gradient"
+        return "it returns views, and only a single view of a single tensor argument has a gradient"
     if not schema.returns:
         return (
-            "it returns nothing, so nothing can have a gradient; in the in-place form "
-            "(torch.Tag.inplace), an operator returns what it writes, and that can have one"
+            "it returns nothing, so it has no gradient. An operator in the in-place form "
+            "(torch.Tag.inplace) returns the tensor that it mutates, and can have one"
         )
     if schema.returns_written:
-        # Releases before the tag have no in-place form in libraries.
+        # Before PyTorch has torch.Tag.inplace, libraries cannot declare the in-place form.
         tag = (
-            ", without the tag that says so (torch.Tag.inplace)" if form_tags(Form.INPLACE) else ""
+            " without being tagged as in-place (torch.Tag.inplace)"
+            if form_tags(Form.INPLACE)
+            else ""
         )
-        return f"it returns what it writes{tag}"
+        return f"it returns a tensor that it mutates{tag}"
     tensors = [argument for argument in schema.arguments if argument.holds_tensors]
     if schema.is_mutable and all(argument.is_mutated for argument in tensors):
-        return "it writes into all of its tensors, and what is overwritten has no gradient"
+        return "it mutates all of its tensors, and overwritten values have no gradient"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Contiguous incoming gradients, for a formula that reads memory without looking at strides."""
+"""The `contiguous_grads` option: gradients for kernels that ignore strides."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
-    """Return a formula that calls `backward` with gradients in `torch.contiguous_format`.
+    """Wrap `backward` so that it receives gradients in `torch.contiguous_format`.
 
-    Autograd passes gradients as it gets them: expanded from `sum`, narrowed from `torch.cat`,
-    lazily conjugated from `conj`.
+    Autograd may pass gradients that are expanded (from `sum`), slices (from `torch.cat`) or lazily
+    conjugated (from `conj`).
     """
 
     @functools.wraps(backward)
@@ -25,17 +25,17 @@ def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
     return cast(FunctionType, contiguous)
 
 
-# The code that all such formulas share. Native calls recognize them by it, and call `__wrapped__`
-# where no gradient needs a copy.
+# The code object shared by all wrapped formulas. Native calls use it to recognize them, and call
+# `__wrapped__` directly if all gradients are contiguous.
 CONTIGUOUS_CODE = with_contiguous_grads(print).__code__
 
 
 def _contiguous(grad: Any) -> Any:
     if isinstance(grad, Tensor):
-        # Sparse gradients have no strides, and PyTorch refuses to make them contiguous.
+        # Sparse layouts have no strides, and `contiguous` raises for them.
         if grad.layout not in _WITH_STRIDES:
             return grad
-        # `contiguous` returns a lazily conjugated or negated tensor itself.
+        # `contiguous` does not materialize lazy conjugation or negation.
         return grad.contiguous().resolve_conj().resolve_neg()
     return grad if grad is None else [_contiguous(each) for each in grad]
 

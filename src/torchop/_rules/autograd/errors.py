@@ -1,4 +1,4 @@
-"""The errors of formulas that are missing, and of formulas that read data."""
+"""Errors for missing formulas, and for formulas that read tensor data during tracing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchop._schema.types import spell
 
 
 def missing_formula(definition: Definition) -> MissingFormulaError:
-    """The error of an operator without a formula."""
+    """Return the error for a backward through an operator without a formula."""
     derivable = definition.is_ours and definition.schema.is_functional
     derive = (
         " If its body consists of operators that PyTorch can differentiate, derive_autograd() of "
@@ -30,24 +30,26 @@ def missing_formula(definition: Definition) -> MissingFormulaError:
     )
 
 
-def explain_if_data_was_read(
-    definition: Definition, what: str, values: Iterable[Any], error: Exception
+def raise_if_data_was_read(
+    definition: Definition, part: str, values: Iterable[Any], error: Exception
 ) -> None:
-    """Raise an error with an outline of a backward kernel if a formula read data.
+    """Raise TracingError if `error` comes from reading a tensor without data.
+
+    The message suggests a backward kernel. Return if the failure has another cause.
 
     Args:
-        definition: the definition of the operator.
-        what: the part of the formula that raised `error`.
-        values: the tensors that this part got. If all of them have data, the error stays as it is.
+        definition: the operator.
+        part: the function that raised `error`, such as "backward formula".
+        values: the arguments of that function.
         error: the exception.
     """
     tensor = next((t for t in tensors_in(values) if tracing.has_no_data(t)), None)
     if tensor is None or not reads_data(error, definition.overload):
         return
-    # After the first line, PyTorch gives advice on its logs, which stays in the cause.
+    # Keep only the first line. PyTorch appends advice about its logs; `__cause__` still has it.
     reading = short_text(str(error).partition("\n")[0])
     raise TracingError(
-        f"{definition}: the {what} cannot run {_place(tensor)}, because it read the data of a "
+        f"{definition}: the {part} cannot run {_place(tensor)}, because it read the data of a "
         f"tensor ({reading}). Make the backward an operator, whose parameters name the arguments, "
         "results and residuals that it needs:\n\n"
         f"    {_outline(definition)}\n"
@@ -56,7 +58,7 @@ def explain_if_data_was_read(
 
 
 def _place(tensor: Tensor) -> str:
-    """Where a tensor without data comes from, for messages."""
+    """Describe the context in which a tensor has no data."""
     if tracing.is_traced(tensor):
         return "in a compiler's trace"
     if functorch.is_wrapped(tensor):
@@ -66,15 +68,15 @@ def _place(tensor: Tensor) -> str:
 
 
 def _outline(definition: Definition) -> str:
-    """The first line of a backward kernel, which takes all tensors of a call."""
+    """Return the signature of a backward kernel that takes every tensor of a call."""
     schema, structure = definition.schema, definition.structure
     results = [kind for kind in schema.returns if "Tensor" in kind]
     grads = ["grad"] if len(results) == 1 else [f"grad_{n}" for n in range(len(results))]
-    parameters = [f"{n}: {_spelled(kind)}" for n, kind in zip(grads, results, strict=True)]
+    parameters = [f"{n}: {_annotation(kind)}" for n, kind in zip(grads, results, strict=True)]
     differentiated = [argument for argument in schema.positional if argument.holds_tensors]
     if structure is None:
-        parameters += [f"{each.name}: {_spelled(each.kind)}" for each in differentiated]
-    else:  # in terms of the author's objects, not of the schema's arguments
+        parameters += [f"{each.name}: {_annotation(each.kind)}" for each in differentiated]
+    else:  # show the author's parameters, not the flattened schema
         parameters += [f"{p.name}: {spell(p.declared.annotation)}" for p in structure.parameters]
     gradients = [_gradient(argument) for argument in differentiated]
     returned = gradients[0] if len(gradients) == 1 else f"tuple[{', '.join(gradients)}]"
@@ -85,10 +87,10 @@ def _gradient(argument: Argument) -> str:
     return "list[Tensor | None]" if argument.is_tensor_list else "Tensor | None"
 
 
-def _spelled(kind: str) -> str:
-    """The annotation of a schema's type that holds tensors."""
+def _annotation(kind: str) -> str:
+    """Return the Python annotation for a schema type that contains tensors."""
     if kind.startswith("Optional["):
-        return f"{_spelled(kind[len('Optional[') : -1])} | None"
+        return f"{_annotation(kind[len('Optional[') : -1])} | None"
     if kind.startswith("List["):
-        return f"list[{_spelled(kind[len('List[') : -1])}]"
+        return f"list[{_annotation(kind[len('List[') : -1])}]"
     return "Tensor"

@@ -1,4 +1,4 @@
-"""Formulas: how the calls of an operator record gradients, one class for each way."""
+"""The backward formula of an operator, as stored in its call plan."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from typing import Any
 from torchop._rules.autograd.forward_mode import Tangents
 from torchop._schema.callables import setup_caller
 
-# The last one covers the others, which give the parameters of a lambda a type.
+# `Callable[..., Any]` accepts every function. The other two give lambda parameters a type.
 SetupContext = (
     Callable[[Any, Any, Any], Any] | Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
 )
 
 
 class Formula:
-    """How calls record gradients: what they run and save, and the backward that reads it.
+    """A formula written by the user, or the absence of one. `derived` has a subclass.
 
-    This class is for a formula that a user wrote, and for an operator that has none. Derived
-    formulas have a subclass in `derived`. A call from the
-    dispatcher takes the steps `run` and `save`. A native call meets no modes, tracers or Tensor
-    subclasses, so it calls `look`, and then the kernel itself in place of `run`.
+    A call through the dispatcher calls `run` and then `save`. A native call has no active modes,
+    tracers or tensor subclasses, so it calls `before_kernel`, the kernel, and then `save`.
 
     Attributes:
-        definition: of the operator; None in `NO_FORMULA`, which all operators without one share.
-        function: the `backward(ctx, *grads)` of a user; None for a derived formula.
-        setup_context: as the user wrote it.
-        setup: the same, called with `(ctx, inputs, keyword_only_inputs, output)`.
-        backward: what computes the gradients; None if there is no formula.
-        training: the training form, if the operator has residuals and `setup_context` asks for
-            them: see `training`.
-        save: `save(ctx, inputs, keyword_only_inputs, output, *seen)`, after the kernel, where
-            `seen` is what `run` returned after the result, or what `look` returned; None if nothing
-            is saved.
-        look: `look(inputs, keyword_only_inputs)`, before the kernel of a native call. If it returns
-            NotImplemented, the dispatcher makes the call.
-        tangents: the formula for forward mode, set by the rule when it compiles a plan.
+        definition: the operator; None in `NO_FORMULA`, which operators without a formula share.
+        function: the user's `backward(ctx, *grads)`; None for a derived formula.
+        setup_context: the user's function.
+        setup: `setup_context` with the uniform signature
+            `(ctx, inputs, keyword_only_inputs, output)`.
+        backward: the function that computes the gradients; None if there is no formula.
+        training: the training form, if `setup_context` takes residuals. See
+            `residuals/training.py`.
+        save: `save(ctx, inputs, keyword_only_inputs, output, *extra)`, called after the kernel.
+            `extra` holds the remaining values that `run` returned, or the value that
+            `before_kernel` returned. None if nothing is saved.
+        before_kernel: `before_kernel(inputs, keyword_only_inputs)`, called by native calls only. If
+            it returns NotImplemented, the call falls back to the dispatcher.
+        tangents: the forward-mode formula. Set when the rule compiles the call plan.
     """
 
     def __init__(
@@ -53,23 +52,27 @@ class Formula:
         self.setup = setup_caller(setup_context, has_keywords)
         self.backward = function
         self.save: Callable[..., None] | None = self.setup
-        self.look: Callable[[Any, Any], Any] | None = None
+        self.before_kernel: Callable[[Any, Any], Any] | None = None
         if training is not None:
-            self.save, self.look = training.saving(self.setup), training.look
+            self.save, self.before_kernel = training.saving(self.setup), training.before_kernel
         self.tangents: Tangents | None = None
 
     @property
     def title(self) -> str | None:
-        """What a `repr` says of it; None if there is no formula."""
+        """Return a short name for `repr`; None if there is no formula."""
         return None if self.function is None else "autograd"
 
     @property
     def cache_part(self) -> object:
-        """What compilers bake into a graph: of what they call as an operator, not the code."""
+        """Return the formula's contribution to the cache keys of compiled graphs.
+
+        Compilers trace a user's function, so its code is part of the key. A derived formula is
+        called as an operator, so its name suffices.
+        """
         return self.function or self.title
 
     def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Makes the call from the dispatcher; returns the result, and what else `save` gets."""
+        """Call the kernel through the dispatcher. Return the result and the extras for `save`."""
         return (call(),) if self.training is None else self.training(args, kwargs)
 
 
@@ -77,7 +80,7 @@ NO_FORMULA = Formula(None)
 
 
 class Derived:
-    """Declares in a class, in place of a backward, that it is derived from the body."""
+    """Marker for the class form: use it in place of `backward` to derive the formula."""
 
     __slots__ = ()
 

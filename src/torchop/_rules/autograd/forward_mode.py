@@ -1,10 +1,9 @@
-"""Forward mode: the tangents of an operator's outputs.
+"""Forward mode: compute the tangents of an operator's outputs.
 
-A call with tangents takes three steps: the operator is called on the tensors without their
-tangents, the formula computes the tangents of the outputs, and the two are combined. So a formula
-consists of ordinary calls, which outer transforms can follow. Only a call that also records
-gradients goes through the `autograd.Function`: the tensors that it saves have to keep their
-tangents, for forward mode over the backward pass.
+A call with tangents runs the operator on the primals, calls the formula for the output tangents,
+and combines both into dual tensors. These are ordinary operator calls, so outer transforms can
+differentiate them. If the call also records a gradient, it goes through the `autograd.Function`
+instead, because the saved tensors must keep their tangents for forward-over-reverse.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from torchop._rules.autograd.gradients import (
 from torchop._schema.callables import check_signature
 from torchop._schema.schema import TENSOR_LISTS
 
-# A formula and its `setup_context`, as registered: without one, that of the backward serves. In a
-# plan, it is a function `setup_context(ctx, inputs, keyword_only_inputs, output)`.
+# A forward-mode formula and a `setup_context`; None selects that of the backward formula. In a call
+# plan, the signature is `setup_context(ctx, inputs, keyword_only_inputs, output)`.
 Tangents = tuple[Callable[..., Any], Callable[..., Any] | None]
 
 
@@ -40,14 +39,14 @@ _FOLLOWED = TENSOR_LISTS | {"Tensor", "Optional[Tensor]"}
 
 
 def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
-    """Refuses a formula for tangents that cannot be right, or cannot be called."""
+    """Raise if an operator cannot have this forward-mode formula."""
     schema = definition.schema
     if not schema.is_functional:
         raise RuntimeError(
-            f"Cannot register jvp for non-functional operator {definition} with schema {schema}: a "
-            "formula can give tangents to fresh results, not to what is written or viewed. Define "
-            "a functional operator and register the formula for that; its derive_inplace() and "
-            "derive_out() write its results."
+            f"Cannot register jvp for non-functional operator {definition} with schema {schema}: "
+            "forward mode supports fresh outputs only, not mutated arguments or views. Define a "
+            "functional operator, register the formula for it, and derive its mutable forms with "
+            "derive_inplace() and derive_out()."
         )
     check_tensors(
         definition,
@@ -61,12 +60,13 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
 
 
 class ForwardContext(FunctionCtx):
-    """The `ctx` of a formula for tangents: that of an `autograd.Function`, beside no node.
+    """The `ctx` of a forward-mode formula, which has no autograd node.
 
-    `needs_input_grad` says for each input whether it has a tangent; it has a list for a list.
+    `needs_input_grad` contains one flag per input, True if the input has a tangent; a list of
+    tensors has a list of flags.
     """
 
-    # What the methods of PyTorch's class set.
+    # Attributes that the methods of `FunctionCtx` assign.
     to_save: Any = ()
     saved_for_forward: Any = None
     non_differentiable: Any = ()
@@ -77,7 +77,7 @@ class ForwardContext(FunctionCtx):
 
     @property
     def saved_tensors(self) -> Any:
-        # A `setup_context` that serves both modes may save for the backward only.
+        # A `setup_context` shared with the backward may only call `save_for_backward`.
         return self.to_save if self.saved_for_forward is None else self.saved_for_forward
 
 
@@ -88,17 +88,14 @@ def _materialized(ctx: ForwardContext, primal: Any, tangent: Tensor | None) -> T
 
 
 def has_tangents(values: Sequence[Any]) -> bool:
-    """Whether a tensor among the values, or in a list among them, has a tangent.
-
-    This is only asked at a dual level.
-    """
+    """Return whether any tensor in `values` has a tangent. Call this inside a dual level only."""
     return any(autograd.unpack_dual(tensor)[1] is not None for tensor in tensors_in(values))
 
 
 def differentiate(
     definition: Definition, rule: Tangents, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs a call in which tensors have tangents, and none requires grad."""
+    """Run a call whose inputs have tangents, and do not require grad."""
     inputs, keywords = definition.schema.fill_defaults(args, kwargs)
     layout = input_layout(definition, inputs)
     primals = [autograd.unpack_dual(value)[0] for value in flatten(inputs, layout)]
@@ -121,7 +118,7 @@ def tangents_of(
     keywords: Mapping[str, Any],
     output: Any,
 ) -> list[Tensor | None]:
-    """The tangents of the outputs of a call, those in lists included; None where there is none."""
+    """Return one tangent or None per output, flattened, from the forward-mode formula."""
     jvp, setup_context = rule
     _check_not_compiled(definition, inputs)
     layout = input_layout(definition, inputs)
@@ -134,7 +131,8 @@ def tangents_of(
     outputs = output if isinstance(output, tuple) else (output,)
     returned = jvp(ctx, *unflatten(input_tangents, layout))
     tangents = flatten(_checked(definition, ctx, outputs, returned), layout_of(outputs))
-    # Writing into an output also writes into its tangent, which must not be that of an input.
+    # An in-place write to an output also updates its tangent, so the tangent must not alias an
+    # input's tangent.
     ids = set(map(id, input_tangents))
     return [
         tangent.clone()
@@ -151,16 +149,17 @@ def _check_not_compiled(definition: Definition, inputs: Sequence[Any]) -> None:
         and compilers.dynamo_is_tracing()
     ):
         raise ForwardModeError(
-            f"{definition} was called with dual tensors in a compiled function. PyTorch does not "
-            "pass their tangents to operators there, so they would be lost. Call torch.func.jvp "
-            "inside the function, or use dual tensors outside the compiled function."
+            # See pytorch/pytorch#187284.
+            f"{definition} was called with dual tensors in a compiled function, where PyTorch "
+            "drops their tangents. Call torch.func.jvp inside the function, or use dual tensors "
+            "outside of it."
         )
 
 
 def _checked(
     definition: Definition, ctx: ForwardContext, outputs: tuple[Any, ...], returned: Any
 ) -> list[Any]:
-    """The tangents of the outputs, None where there is none, in their structure."""
+    """Check the returned tangents, and arrange them like the outputs."""
     tangents = returned if isinstance(returned, (tuple, list)) else (returned,)
     if len(outputs) == 1 and isinstance(outputs[0], list):
         is_wrapped = len(tangents) == 1 and (tangents[0] is None or isinstance(tangents[0], list))
@@ -168,7 +167,7 @@ def _checked(
     if len(tangents) != len(outputs):
         raise GradientError(
             f"{definition}: jvp returned an incorrect number of tangents (expected "
-            f"{len(outputs)}, got {len(tangents)}). It must return one for each output, or None."
+            f"{len(outputs)}, got {len(tangents)}). Return one tangent or None for each output."
         )
     pairs = enumerate(zip(outputs, tangents, strict=True))
     return [_checked_output(definition, ctx, f"output {i}", o, t) for i, (o, t) in pairs]
@@ -189,7 +188,7 @@ def _checked_output(
         return None
     if not is_differentiable(output):
         raise _wrong_tangent(definition, where, "None, because it has no derivative", tangent)
-    expected = f"a tensor of shape {list(output.shape)} and {output.dtype}, as the output, or None"
+    expected = f"a tensor of shape {list(output.shape)} and {output.dtype}, or None"
     if not isinstance(tangent, Tensor) or (
         (tangent.shape, tangent.dtype) != (output.shape, output.dtype)
     ):
@@ -208,8 +207,8 @@ def _wrong_tangent(
     )
 
 
-def refuse(definition: Definition) -> ForwardModeError:
-    """The error for a call with tangents of an operator that has no formula for them."""
+def unsupported(definition: Definition) -> ForwardModeError:
+    """Return the error for a call with tangents if the operator has no forward-mode formula."""
     return ForwardModeError(
         f"{definition} does not support forward-mode differentiation (torch.func.jvp, jacfwd, dual "
         "tensors): it has no jvp formula, so the tangent of its result would be zero. Register "
@@ -218,11 +217,11 @@ def refuse(definition: Definition) -> ForwardModeError:
     )
 
 
-def refuse_recording(definition: Definition) -> ForwardModeError:
-    """The error for a call with tangents that would save residuals, which have none."""
+def residuals_unsupported(definition: Definition) -> ForwardModeError:
+    """Return the error for a call with tangents that saves residuals, which have no tangents."""
     return ForwardModeError(
-        f"{definition} was called with dual tensors that require grad, and its gradient uses "
-        "residuals, which would be saved without tangents. Register a formula with "
-        f"register_jvp('{definition}__with_residuals', jvp) that returns tangents of the results "
-        "and of the residuals, and call torch.func.jvp or hessian in place of dual tensors."
+        f"{definition} was called with dual tensors that require grad, but its gradient uses "
+        "residuals, which have no tangents. Register a formula with "
+        f"register_jvp('{definition}__with_residuals', jvp) that returns the tangents of results "
+        "and residuals, and call torch.func.jvp or hessian instead of using dual tensors."
     )

@@ -1,7 +1,7 @@
-"""The autograd.Function behind an operator: flat for autograd, structured for the formula.
+"""The `torch.autograd.Function` of an operator.
 
-Autograd follows only tensors that are arguments themselves. So the function takes each tensor of a
-list as an argument, and `setup_context` and `backward` get lists again.
+Autograd does not look inside list arguments. The function therefore takes each tensor in a list as
+a separate argument, and restores the lists for `setup_context` and `backward`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchop._core.definition import Definition
 from torchop._errors import add_note
 from torchop._rules.autograd import forward_mode, gradients
 from torchop._rules.autograd.contiguous_grads import CONTIGUOUS_CODE
-from torchop._rules.autograd.errors import explain_if_data_was_read, missing_formula
+from torchop._rules.autograd.errors import missing_formula, raise_if_data_was_read
 from torchop._rules.autograd.formula import Formula
 from torchop._rules.autograd.gradients import Layout, flatten, input_layout, layout_of, unflatten
 from torchop._schema.forms import Form
@@ -31,7 +31,7 @@ from torchop._schema.forms import Form
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A call of the operator: its arguments, and the layouts of its inputs and outputs."""
+    """A call of the operator, with the layouts for flattening its inputs and outputs."""
 
     keyset: DispatchKeySet
     args: Sequence[Any]
@@ -43,10 +43,10 @@ class _Call:
 
 
 class _Pending(threading.local):
-    """The call that `apply` passes to `forward` beside the operands.
+    """Passes the current call from `apply` to `forward`.
 
-    As one more operand, it would be one more input to autograd: every backward would have to add a
-    gradient of None for it, which PyTorch then discards.
+    An additional argument of the function would be an input for autograd, and each backward would
+    have to return a None gradient for it.
     """
 
     call: _Call | None = None
@@ -64,9 +64,9 @@ def apply(
     *,
     is_dual: bool = False,
 ) -> Any:
-    """Calls an operator and records the call for backward; `is_dual` if there are tangents."""
-    # The dispatcher drops trailing arguments that equal their default. A formula returns a gradient
-    # for these too.
+    """Call the operator and record the call for the backward. `is_dual`: inputs have tangents."""
+    # The dispatcher strips trailing arguments that equal their default, but a formula returns
+    # gradients for them too.
     inputs, _ = definition.schema.fill_defaults(args, kwargs)
     call = _Call(keyset, args, kwargs, input_layout(definition, inputs), is_dual)
     operands = flatten(inputs, call.inputs)
@@ -77,7 +77,7 @@ def apply(
         else:
             result = function.apply(*operands)
     finally:
-        _pending.call = None  # `forward` resets it, if it was called
+        _pending.call = None  # if an error occurred before `forward`
     if call.outputs is None:
         return result
     values = unflatten(result, call.outputs)
@@ -85,16 +85,16 @@ def apply(
 
 
 def make_function(definition: Definition, rule_type: Any) -> Any:
-    """Makes the autograd.Function of an operator, whose formula is that of the `rule_type`."""
+    """Create the autograd function. `rule_type` is the rule whose compiled plan is the formula."""
     formula: Callable[[], Formula] = functools.partial(definition.compiled, rule_type)
 
     def forward(ctx: Any, *operands: Any) -> Any:
-        # Taken before the kernel runs, which may call an operator of ours in turn.
+        # Clear it before the kernel runs: the kernel may call another operator.
         call, _pending.call = _pending.call, None
-        assert call is not None  # only `apply` above applies the function
+        assert call is not None  # set by `apply`, the only caller
         if call.inputs is not None:
             ctx._torchop_inputs = call.inputs
-            # setup_context and backward see it in the structure of the arguments.
+            # Formulas expect one entry per argument, so restore the lists.
             ctx.needs_input_grad = unflatten(ctx.needs_input_grad, call.inputs)
         rule = formula()
 
@@ -102,12 +102,12 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             return rule.run(ctx, call.args, call.kwargs, lambda: _redispatch(definition, call))
 
         with autograd.below_autograd():
-            # Outer transforms differentiate the operators that run here.
+            # With active transforms, outer levels must differentiate the operators called here.
             is_inside = functorch.is_active()
             result, *seen = autograd.outer_levels_differentiate(run) if is_inside else run()
             if definition.schema.form is Form.INPLACE:
-                result = call.args[0]  # a mode may have returned another object for this tensor
-                # Otherwise autograd would make the result a view of the input, and record that.
+                result = call.args[0]  # a dispatch mode may have returned a different object
+                # Without mark_dirty, autograd would turn the returned input into a view of itself.
                 ctx.mark_dirty(result)
                 tracing.show_mutation(result)
             if call.is_dual:
@@ -118,8 +118,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
                     rule.save(ctx, inputs, keywords, result, *seen)
                 except Exception as error:
                     values = (*inputs, *keywords.values(), result)
-                    explain_if_data_was_read(definition, "setup_context", values, error)
-                    if compilers.dynamo_is_tracing():  # which shows no traceback that would tell it
+                    raise_if_data_was_read(definition, "setup_context", values, error)
+                    if compilers.dynamo_is_tracing():  # Dynamo's error omits this frame
                         add_note(error, f"in setup_context of {definition}")
                     raise
         if isinstance(result, Tensor):
@@ -137,8 +137,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         del ctx._torchop_dual
         inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
         rule = formula().tangents
-        assert rule is not None  # the kernel refuses tangents otherwise
-        # PyTorch turns forward mode off here, without which the inputs have no tangents.
+        assert rule is not None  # otherwise the autograd kernel raised ForwardModeError
+        # PyTorch disables forward mode here, so re-enable it to unpack the input tangents.
         return autograd.outer_levels_differentiate(
             lambda: tuple(forward_mode.tangents_of(definition, rule, inputs, keywords, result))
         )
@@ -149,18 +149,18 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
     has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
 
-    # What an in-place operator wrote into a view, autograd fits into the gradient of its base.
+    # If an in-place operator mutated a view, the gradient belongs to the base, with another shape.
     may_check_fit = schema.form is not Form.INPLACE
 
-    def failed(error: Exception, ctx: Any, *grads: Any) -> None:
+    def on_error(error: Exception, ctx: Any, *grads: Any) -> None:
         rule = formula()
         if rule.backward is None:
             raise missing_formula(definition)
         saved = autograd.raw_saved_tensors(ctx)
-        explain_if_data_was_read(definition, "backward formula", (*grads, saved), error)
-        _note_what_is_missing(definition, rule, ctx, error)
+        raise_if_data_was_read(definition, "backward formula", (*grads, saved), error)
+        _add_hint(definition, rule, ctx, error)
 
-    def checked(ctx: Any, result: Any, *, fits: bool = False) -> tuple[Any, ...]:
+    def flatten_and_check(ctx: Any, result: Any, *, fits: bool = False) -> tuple[Any, ...]:
         inputs: Layout | None = ctx._torchop_inputs if has_lists else None
         needed = ctx.needs_input_grad
         flat = tuple(gradients.flat_gradients(definition, result, inputs, needed))
@@ -168,11 +168,11 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             gradients.check_fit(definition, flat, inputs, ctx)
         return flat
 
-    # There are two of these: compiled autograd traces one, which must be Python throughout; the
-    # engine runs the other, and often one in C++ instead.
-    def made_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
+    # Compiled autograd traces the first variant, which uses Python code only. The engine calls the
+    # second one, or its C++ implementation.
+    def make_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
-        def backward(*args: Any) -> tuple[Any, ...]:  # ctx, and a gradient for each output
+        def backward(*args: Any) -> tuple[Any, ...]:  # ctx and one gradient per output
             rule = formula()
             if has_lists:
                 args = (args[0], *unflatten(args[1:], args[0]._torchop_outputs))
@@ -185,42 +185,43 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
                     with Unpacking(args[0]):
                         result = rule.backward(*args)
             except Exception as error:
-                failed(error, *args)
+                on_error(error, *args)
                 raise
             if (
                 not (has_lists and args[0]._torchop_inputs is not None)
                 and are_plain(result, count, args[0])
                 and not (no_tensors and any(result[index] is not None for index in no_tensors))
             ):
-                flat: tuple[Tensor | None, ...] = result  # checked, and without lists
+                flat: tuple[Tensor | None, ...] = result  # no lists, and nothing left to check
                 return flat
-            # In a compiler's trace, `ctx` does not know what the inputs look like.
-            return checked(args[0], result, fits=are_plain is gradients.are_plain_in_python)
+            # While tracing, `ctx` has no input metadata to compare the gradients with.
+            is_traced = are_plain is gradients.are_plain_in_python
+            return flatten_and_check(args[0], result, fits=is_traced)
 
         return backward
 
     name = definition.name
     function = autograd.make_autograd_function(
-        "_".join(filter(None, name)),  # and what autograd appends: "Backward"
+        "_".join(filter(None, name)),  # autograd appends "Backward"
         forward,
-        made_backward(gradients.are_plain_in_python),
+        make_backward(gradients.are_plain_in_python),
         jvp,
     )
     context = autograd.context_type(function)
-    # On the class, because most calls have no lists, save no residuals, and set none of these.
+    # Class attributes serve as defaults: most calls set none of these on the instance.
     context._torchop_inputs = context._torchop_outputs = context._torchop_guard = None
-    # The engine calls this. PyTorch's own `apply` first checks for kinds of functions that this one
-    # never is.
-    context.apply = made_backward(_hooks.extension.are_plain)
+    # The engine calls `apply` of the context class. Override it to skip the lookup of `vjp`,
+    # `backward` and `boxed_grads_call` in `BackwardCFunction.apply` (torch/autograd/function.py).
+    context.apply = make_backward(_hooks.extension.are_plain)
     read: Callable[[Any], Any] = saved_tensors
     if _hooks.extension.make_backward is not None and not has_lists:
         context.apply, read = _hooks.extension.make_backward(
             definition,
             rule_type,
             tuple(argument.holds_tensors for argument in arguments),
-            failed,
-            checked,
-            _guarded,
+            on_error,
+            flatten_and_check,
+            _saved_for_formula,
             autograd.saved_tensors,
             saved_tensors,
             CONTIGUOUS_CODE,
@@ -229,10 +230,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     return function
 
 
-def _note_what_is_missing(
-    definition: Definition, formula: Formula, ctx: Any, error: Exception
-) -> None:
-    """Adds a note to the error for a missing attribute of `ctx`, which says who should set it."""
+def _add_hint(definition: Definition, formula: Formula, ctx: Any, error: Exception) -> None:
+    """Add a note to errors caused by a missing or incomplete `setup_context`."""
     attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
     code = getattr(inspect.unwrap(cast(Any, formula.function)), "__code__", None)
     reads_saved = code is not None and "saved_tensors" in code.co_names
@@ -265,31 +264,32 @@ def _redispatch(definition: Definition, call: _Call) -> Any:
 
 
 def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """The saved tensors, which a formula may read several times.
+    """Return the saved tensors of a node. A formula may read them repeatedly.
 
-    Selective checkpointing returns each of them only once, so they are cached while the backward
-    runs. The cache is per thread: another thread may run the same node at the same time.
+    Workaround for pytorch/pytorch#82156: saved tensors of a checkpointed region can be unpacked
+    only once. They are cached for the duration of the backward, per thread because several threads
+    may run the backward of one node.
     """
     cache = _unpacked.by_node.get(id(ctx))
     if cache is None:
         return autograd.raw_saved_tensors(ctx)
     if not cache:
-        cache.append(_guarded(ctx))
+        cache.append(_saved_for_formula(ctx))
     return cache[0]
 
 
-def _guarded(ctx: Any) -> tuple[Tensor | None, ...]:
-    """The saved tensors for a formula, which may be differentiated itself."""
+def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
+    """Return the saved tensors; raise if a double backward would ignore saved residuals."""
     tensors = autograd.raw_saved_tensors(ctx)
-    # A transform around the one that differentiates here recorded the residuals itself.
+    # In a transform, the training form has a formula that differentiates the residuals.
     if not torch.is_grad_enabled() or functorch.is_active():
         return tensors
-    guard = ctx._torchop_guard or ctx.non_differentiable  # where native calls leave it
+    guard = ctx._torchop_guard or ctx.non_differentiable  # native calls use the second attribute
     return guard(ctx, tensors) if guard else tensors
 
 
 class _Unpacked(threading.local):
-    """The saved tensors of the nodes whose backward runs in this thread, by node."""
+    """Saved tensors by node id, for the nodes whose backward is running in this thread."""
 
     def __init__(self) -> None:
         self.by_node: dict[int, list[tuple[Tensor | None, ...]]] = {}
@@ -299,7 +299,7 @@ _unpacked = _Unpacked()
 
 
 class Unpacking:
-    """Lets `saved_tensors` cache the tensors while the backward of one node runs."""
+    """Enable the cache of `saved_tensors` while the backward of a node runs."""
 
     __slots__ = ("by_node", "node", "outer")
 

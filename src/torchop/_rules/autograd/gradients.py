@@ -1,4 +1,4 @@
-"""The gradients that a formula returned: checked, and flattened for the `autograd.Function`."""
+"""Checks and flattening of the gradients that a backward formula returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchop._schema.schema import Argument
 
 
 def is_differentiable(value: Any) -> bool:
-    """Whether a value is a tensor that can have a gradient or a tangent."""
+    """Return whether a value is a tensor that can have a gradient or a tangent."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -27,9 +27,10 @@ _PLAIN = frozenset({Tensor, type(None)})
 
 
 def are_plain_in_python(gradients: Any, count: int, ctx: Any) -> bool:
-    """Return whether gradients are a tuple of `count` tensors and None.
+    """Return whether `gradients` is a tuple of `count` plain tensors or None.
 
-    This is `are_plain` of the extension without the look at the node: `ctx` may be a compiler's.
+    The C++ `are_plain` also compares shapes with the node. This version runs while tracing, when
+    `ctx` is not a node.
     """
     return (
         type(gradients) is tuple
@@ -41,14 +42,14 @@ def are_plain_in_python(gradients: Any, count: int, ctx: Any) -> bool:
 def check_fit(
     definition: Definition, gradients: Sequence[Any], layout: Layout | None, ctx: Any
 ) -> None:
-    """Refuses flat gradients that autograd would refuse, in words that do not name the operator."""
-    for index, gradient, expected in _misfits(gradients, ctx):
+    """Raise an error that names the operator if the autograd engine would reject a gradient."""
+    for index, gradient, expected in _mismatches(gradients, ctx):
         if not sums_to(expected.shape, gradient.shape):
             problem = (
                 f"the shape {tuple(expected.shape)}, got {tuple(gradient.shape)}. A gradient has "
                 "the shape of its input: sum over what was broadcast, expand what was summed"
             )
-        elif gradient.device != expected.device and expected.shape:  # a number is moved there
+        elif gradient.device != expected.device and expected.shape:  # scalars are moved by autograd
             problem = (
                 f"a tensor on {expected.device}, got one on {gradient.device}. Return it on the "
                 f"device of its input, .to({str(expected.device)!r})"
@@ -56,7 +57,7 @@ def check_fit(
         elif gradient.is_complex() and not expected.dtype.is_complex:
             problem = f"real numbers, got {gradient.dtype}. Return its real part, .real"
         else:
-            continue  # autograd makes it fit
+            continue  # autograd converts it
         name = flatten(_names_of_entries(definition, layout), layout)[index]
         raise GradientError(
             f"{definition}: backward returned the wrong gradient for input {name!r}: expected "
@@ -65,7 +66,7 @@ def check_fit(
 
 
 def _names_of_entries(definition: Definition, layout: Layout | None) -> list[Any]:
-    """The name of each positional argument; for a list of tensors, one for each entry."""
+    """Return the name of each positional argument, or a list of names for a list of tensors."""
     arguments = definition.schema.positional
     return [
         argument.name if length is None else [f"{argument.name}[{n}]" for n in range(length)]
@@ -73,11 +74,8 @@ def _names_of_entries(definition: Definition, layout: Layout | None) -> list[Any
     ]
 
 
-def _misfits(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """The plain tensors among gradients that do not look like their inputs.
-
-    Each comes with its index, and with what PyTorch noted of the input.
-    """
+def _mismatches(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tensor, Any]]:
+    """Yield index, gradient and input metadata where a plain gradient differs from its input."""
     for index, expected in autograd.described_inputs(ctx):
         gradient = gradients[index]
         if type(gradient) is Tensor and (
@@ -89,7 +87,7 @@ def _misfits(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tensor, 
 
 
 def sums_to(shape: Sequence[int], of: Sequence[int]) -> bool:
-    """Whether autograd sums a tensor of the shape `of` to one of this shape."""
+    """Return whether autograd reduces a gradient of shape `of` to `shape` by summation."""
     return len(shape) <= len(of) and all(
         size in (1, other) for size, other in zip(reversed(shape), reversed(of), strict=False)
     )
@@ -98,11 +96,11 @@ def sums_to(shape: Sequence[int], of: Sequence[int]) -> bool:
 def flat_gradients(
     definition: Definition, result: Any, layout: Layout | None, needed: Sequence[Any]
 ) -> list[Any]:
-    """Checks the gradients that a formula returned, and flattens those of lists."""
+    """Check the gradients that a formula returned, and flatten the lists in them."""
     arguments = definition.schema.positional
     gradients = result if isinstance(result, tuple) else (result,)
     while len(gradients) > len(arguments) and gradients[-1] is None:
-        gradients = gradients[:-1]  # as a formula of an `autograd.Function` may have them
+        gradients = gradients[:-1]  # `autograd.Function` allows additional trailing None
     required = _required_gradients(arguments, needed)
     if not required <= len(gradients) <= len(arguments):
         allowed = f"{required} to {len(arguments)}" if required < len(arguments) else str(required)
@@ -138,11 +136,11 @@ def flat_gradients(
 
 
 def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
-    """How many gradients a formula has to return.
+    """Return the minimum number of gradients that a formula must return.
 
-    A formula for torch.library returns none for the last arguments if the call left them out. A
-    formula cannot tell such a call from others here. So the gradients of the last arguments may
-    always be missing, if these have a default and need no gradient in this call.
+    Formulas written for torch.library omit the gradients of trailing arguments that the call left
+    at their defaults. Here the formula always receives all arguments, so gradients may be omitted
+    for any trailing argument that has a default and needs no gradient.
     """
     count = len(arguments)
     while count and arguments[count - 1].has_default:
@@ -166,10 +164,10 @@ def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) 
 def in_fresh_memory(
     gradients: Iterable[Tensor], likes: Iterable[Tensor], inputs: Iterable[Any]
 ) -> list[Tensor]:
-    """Gradients with the strides of `empty_like(like)`, in memory that the inputs do not have.
+    """Copy gradients where needed, so that each has its own memory and the expected strides.
 
-    One may be expanded, or be one of the incoming gradients; compilers rely on the fake kernel,
-    which returns `empty_like(like)`.
+    Compiled code relies on the fake kernel, which returns `empty_like(like)`. A gradient may
+    instead be expanded, or be one of the incoming gradients.
     """
     taken = list(tensors_in(inputs))
     count = len(taken)
@@ -178,7 +176,7 @@ def in_fresh_memory(
         is_like = strided and like.is_contiguous() and gradient.stride() == like.stride()
         if strided and not is_like:
             is_like = gradient.stride() == torch.empty_like(like, device="meta").stride()
-        # A storage that Python has seen is not evidently that of one tensor: see `results.h`.
+        # `is_evidently_fresh` is fast but conservative: see results.h.
         if (strided and not is_like) or not (
             _hooks.extension.is_evidently_fresh(tuple(taken), {}, gradient)
             or storage_of(gradient) not in map(storage_of, taken)
@@ -188,13 +186,13 @@ def in_fresh_memory(
     return taken[count:]
 
 
-# For each argument or output, the length of a list of tensors, and None for anything else. A layout
-# that is None itself stands for values without lists, which are flat already.
+# One entry per argument or output: the length of a list of tensors, or None for other values. A
+# layout of None means that there are no lists, so the values are flat already.
 Layout = tuple["int | None", ...]
 
 
 def input_layout(definition: Definition, args: Sequence[Any]) -> Layout | None:
-    """The layout of all positional arguments of an operator."""
+    """Return the layout of all positional arguments."""
     schema = definition.schema
     if not schema.has_tensor_lists:
         return None
@@ -205,13 +203,13 @@ def input_layout(definition: Definition, args: Sequence[Any]) -> Layout | None:
 
 
 def layout_of(values: Sequence[Any]) -> Layout | None:
-    """The layout of results, or of flags for the inputs."""
+    """Return the layout of results, or of `needs_input_grad`."""
     layout = tuple(len(value) if isinstance(value, (list, tuple)) else None for value in values)
     return layout if any(length is not None for length in layout) else None
 
 
 def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
-    """Replaces each list by its entries."""
+    """Replace each list by its entries."""
     if layout is None:
         return values
     flat: list[Any] = []
@@ -224,7 +222,7 @@ def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
 
 
 def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple[Any, ...]:
-    """Undoes `flatten`."""
+    """Restore the lists that `flatten` replaced."""
     if layout is None:
         return tuple(flat)
     rest = iter(flat)
@@ -232,7 +230,7 @@ def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple
 
 
 def placed(gradients: Iterable[Any], needed: Sequence[Any]) -> tuple[Any, ...]:
-    """The gradients of the inputs that need one, in the structure of `ctx.needs_input_grad`."""
+    """Arrange gradients like `ctx.needs_input_grad`, with None for inputs that need none."""
     layout = layout_of(needed)
     rest = iter(gradients)
     return unflatten([next(rest) if need else None for need in flatten(needed, layout)], layout)

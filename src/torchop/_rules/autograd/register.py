@@ -1,4 +1,4 @@
-"""The registration of formulas: for backward, for forward mode, or derived."""
+"""Public functions that register backward and forward-mode formulas."""
 
 from __future__ import annotations
 
@@ -42,51 +42,50 @@ def register_autograd(
     contiguous_grads: bool = False,
     lib: torch.library.Library | None = None,
 ) -> Function:
-    """Registers the backward formula of an operator.
+    """Register the backward formula of an operator.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        backward: `backward(ctx, *grads)`. It gets one gradient for each output (a list for an
-            output that is a list) and returns one value for each input: a tensor of its shape, None
-            where there is no gradient, or a list of these for a list of tensors. It must consist of
-            operators that PyTorch knows. One that reads data, as NumPy does, works in eager calls,
-            and raises an error in a compiler's trace, in a transform of `torch.func` and on
-            DTensors, where a `backward_kernel` works. Without it, a decorator is returned.
-        setup_context: `setup_context(ctx, inputs, output)`, called after the kernel, to save on
-            `ctx` what `backward` needs; with keyword-only arguments in the schema,
-            `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the caller
-            omitted have their defaults. With one more parameter, `residuals`, it gets what the
-            kernel returned for the backward alone, with an attribute for each; see
-            `torchop.residuals`.
-        jvp: the formula for forward mode, as in `register_jvp`, with the same `setup_context`.
-        backward_kernel: in place of `backward` and `setup_context`, one function, which becomes an
-            operator of its own, `name__backward_kernel`. It takes a gradient for each result, and
-            then what its parameters name: arguments of the operator, `output` (`output_0` and so on
-            if there are several) and residuals. It returns the gradient of each tensor of the
-            arguments, in the order of the schema, in fresh memory; a list for a list. Its
-            annotations are those of an operator, structures included.
-            The gradients look like the arguments, unless you register another fake kernel for it.
-        contiguous_grads: whether `backward`, or the `backward_kernel`, gets every gradient in
-            `torch.contiguous_format`, as by `grad.contiguous()`: a copy of a gradient that is
-            expanded, narrowed, transposed or lazily conjugated, and any other gradient itself. Set
-            it if a kernel reads the memory of gradients without their strides: `loss.sum()` passes
-            a gradient of stride 0, and `torch.cat` passes a part of a larger one.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
+        backward: `backward(ctx, *grads)`. It receives one gradient per output and returns one
+            gradient per input: a tensor of the input's shape, or None. Outputs and inputs that are
+            lists have lists of gradients. It must consist of PyTorch operators. A formula that
+            reads data, for example through NumPy, works in eager mode only; use `backward_kernel`
+            for compilers, `torch.func` transforms and DTensor. Without `backward`, a decorator is
+            returned.
+        setup_context: `setup_context(ctx, inputs, output)`, called after the kernel to save values
+            on `ctx` for `backward`. If the schema has keyword-only arguments, the signature is
+            `setup_context(ctx, inputs, keyword_only_inputs, output)`. Omitted arguments have their
+            defaults. With an additional parameter `residuals`, it also receives the residuals of
+            the kernel, as attributes; see `torchop.residuals`.
+        jvp: the forward-mode formula, as in `register_jvp`. It uses the same `setup_context`.
+        backward_kernel: replaces `backward` and `setup_context` by a function that becomes the
+            operator `name__backward_kernel`. Its first parameters are the gradients of the outputs.
+            The others name the values to save: arguments, `output` (`output_0`, `output_1`, ... if
+            there are several) and residuals. It returns the gradients of all tensor arguments in
+            schema order, in newly allocated memory, with a list for each list of tensors. Its type
+            annotations follow the rules for operators, structures included. The default fake
+            kernel returns tensors like the arguments; register another one if that is wrong.
+        contiguous_grads: pass every gradient to `backward` or `backward_kernel` in
+            `torch.contiguous_format`. Gradients that are already contiguous are not copied. Set
+            this for kernels that ignore strides: the gradient from `loss.sum()` is expanded, with
+            strides of 0, and the gradient from `torch.cat` is a slice of a larger tensor.
+        lib: the library that owns the registration; by default it lasts until the process exits.
 
     Returns:
-        `backward`; without it, a decorator, or None with a `backward_kernel`.
+        `backward`, or a decorator if `backward` is omitted. None if `backward_kernel` is given.
 
     Raises:
         NotImplementedError: the operator has keyword-only tensors.
         OperatorNotFoundError: the operator is not defined.
-        RuleSignatureError: a function does not take the arguments it will be called with.
-        RuntimeError: the operator returns nothing, or views, or all that it writes into.
+        RuleSignatureError: a function does not accept the arguments that it would receive.
+        RuntimeError: the operator returns nothing, returns views, or returns only tensors that it
+            mutates.
 
-    An operator in the in-place form returns its first argument: `backward` gets the gradient of the
-    new value and returns that of the old one, and `setup_context` sees the new value in both
-    `inputs` and `output`. Arguments that an operator in another form mutates must not require grad
-    when it is called, as the statistics of a batch norm do not; their gradient is None.
+    An in-place operator returns its first argument. `backward` maps the gradient of the new value
+    to the gradient of the old value, and `setup_context` sees the new value both in `inputs` and as
+    `output`. For other mutable operators, the mutated arguments must not require grad (like the
+    running statistics of batch norm), and their gradients are None.
 
     Example:
         >>> import torch, torchop
@@ -104,7 +103,7 @@ def register_autograd(
         >>> x.grad
         tensor([6.])
 
-    The idea is `torch.library.register_autograd`.
+    Modelled on `torch.library.register_autograd`.
     """
     rule = resolve(op, "register_autograd", lib).rule(AutogradRule)
     if backward_kernel is not None:
@@ -132,32 +131,33 @@ def register_jvp(
     setup_context: SetupContext | None = None,
     lib: torch.library.Library | None = None,
 ) -> Function:
-    """Registers the formula of an operator for forward mode: the tangents of its outputs.
+    """Register the forward-mode formula of an operator, which computes the output tangents.
 
-    `torch.func.jvp`, `jacfwd`, `hessian`, `linearize` and dual tensors use it. A formula of
-    differentiable operators can be differentiated again, in both modes.
+    It is used by `torch.func.jvp`, `jacfwd`, `hessian`, `linearize` and dual tensors. If the
+    formula consists of differentiable operators, it supports higher derivatives in both modes.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        jvp: `jvp(ctx, *tangents)`. It gets one tangent for each positional input: zeros for a
-            tensor that has none (None after `ctx.set_materialize_grads(False)`), None for an
-            argument that is not a tensor, a list for a list. It returns one tangent for each
-            output, of its shape and dtype, or None. Without it, a decorator is returned.
-        setup_context: as in `register_autograd`; by default, that of `register_autograd` is used.
-            Tensors that it saves with `ctx.save_for_forward` or `ctx.save_for_backward` are in
-            `ctx.saved_tensors` for `jvp`.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
+        jvp: `jvp(ctx, *tangents)`. It receives one tangent per positional input: zeros if the
+            tensor has no tangent (or None after `ctx.set_materialize_grads(False)`), None for an
+            input that is not a tensor, and a list for a list of tensors. It returns one tangent per
+            output, with the output's shape and dtype, or None. Without `jvp`, a decorator is
+            returned.
+        setup_context: saves values on `ctx`, as in `register_autograd`. By default, the
+            `setup_context` of the backward formula is called. `ctx.saved_tensors` holds the tensors
+            passed to `ctx.save_for_forward`, or otherwise to `ctx.save_for_backward`.
+        lib: the library that owns the registration; by default it lasts until the process exits.
 
     Returns:
-        `jvp`; without it, a decorator.
+        `jvp`, or a decorator if `jvp` is omitted.
 
     Raises:
-        NotImplementedError: the operator takes tensors in places that forward mode cannot follow.
+        NotImplementedError: forward mode does not support a tensor type in the schema.
         OperatorNotFoundError: the operator is not defined.
-        RuleSignatureError: a function does not take the arguments it will be called with.
-        RuntimeError: the operator mutates or views an argument, or returns nothing; or another
-            library registered a kernel for autograd, which would be replaced.
+        RuleSignatureError: a function does not accept the arguments that it would receive.
+        RuntimeError: the operator mutates an argument, returns a view or returns nothing; or the
+            registration would replace an autograd kernel of another library.
 
     Example:
         >>> import torch, torchop
@@ -173,7 +173,7 @@ def register_jvp(
         >>> torch.func.jvp(sine, (torch.zeros(1),), (torch.full((1,), 3.0),))
         (tensor([0.]), tensor([3.]))
 
-    The idea is `jvp` of `torch.autograd.Function`.
+    Modelled on the `jvp` method of `torch.autograd.Function`.
     """
     rule = resolve(op, "register_jvp", lib).rule(AutogradRule)
     return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
@@ -188,9 +188,10 @@ def register(
     is_kernel: bool = False,
     contiguous_grads: bool = False,
 ) -> None:
-    """Makes `backward` the formula, and `jvp`, if there is one, that of forward mode.
+    """Register `backward`, and optionally `jvp`, as the formulas of an operator.
 
-    Compilers do not trace a kernel, which needs no `setup_context`.
+    If `is_kernel`, `backward` becomes an operator that compilers do not trace, and no
+    `setup_context` is needed.
     """
     definition = rule.definition
     check_has_gradient(definition)
@@ -199,7 +200,7 @@ def register(
         jvp, _ = definition.convention.jvp(jvp, None)
         forward_mode.check_jvp(definition, jvp)
     if is_kernel:
-        from torchop._rules.residuals.backward_kernel import BackwardKernel  # start-up time
+        from torchop._rules.residuals.backward_kernel import BackwardKernel  # rarely used
 
         backward, setup_context = BackwardKernel(definition, backward).formula()
     else:
@@ -224,21 +225,21 @@ def register(
 
 
 def derive_autograd(op: OpLike, /) -> None:
-    """Derives the backward formula from the body, with PyTorch's autograd.
+    """Derive the backward formula by differentiating the kernel with PyTorch's autograd.
 
-    A call saves its inputs. In eager mode, `backward` runs the kernel of the device again and
-    differentiates it, also more than once. A compiled graph has one operator for the forward,
-    `name__training`, and one for the backward, `name__backward`. Both use the same random numbers
-    and the same dtypes of autocast.
+    A call saves its inputs. In eager mode, `backward` runs the kernel again and differentiates it;
+    higher derivatives work too. Compiled graphs call two helper operators instead,
+    `name__training` in the forward and `name__backward` in the backward. Random numbers and
+    autocast settings are the same in both runs of the kernel.
 
     Raises:
-        GradientError: a `RuntimeError`: the operator mutates, aliases or has an effect;
-            or operators with these two names exist already.
-        NotImplementedError: it takes or returns tensors in places that autograd cannot follow.
+        GradientError: a `RuntimeError`: the operator mutates, aliases or has an effect, or
+            one of the helper operators is already defined.
+        NotImplementedError: autograd does not support a tensor type in the schema.
 
-    An input on which no output depends has a gradient of zeros. If autograd cannot follow the
-    body, because it uses NumPy or detaches tensors, the backward raises `GradientError`.
-    Numbers that the body reads, as in `x.item()`, have no gradient.
+    If an input does not affect any output, its gradient is zeros. If the kernel leaves autograd,
+    for example through NumPy or `detach`, the backward raises `GradientError`. Python numbers
+    that the kernel reads, as in `x.item()`, are treated as constants.
 
     Example:
         >>> import torch, torchop
@@ -251,9 +252,9 @@ def derive_autograd(op: OpLike, /) -> None:
         >>> x.grad
         tensor([-0., -0.])
 
-    The idea is `torch.utils.checkpoint.checkpoint`.
+    Modelled on `torch.utils.checkpoint.checkpoint`.
     """
-    from torchop._rules.autograd.derived import graph_operators  # most programs have none
+    from torchop._rules.autograd.derived import graph_operators  # rarely used
 
     rule = resolve(op, "derive_autograd").rule(AutogradRule)
     definition = rule.definition

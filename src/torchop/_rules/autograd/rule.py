@@ -1,4 +1,4 @@
-"""Autograd: the backward formula of an operator."""
+"""The autograd rule: the kernel at the Autograd key and the formulas that it uses."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ from torchop._schema.forms import Form
 
 
 class AutogradRule(CompiledRule[Formula]):
-    """How gradients flow through an operator."""
+    """The backward formula and the forward-mode formula of one operator."""
 
     formula = NO_FORMULA
     tangents: forward_mode.Tangents | None = None
-    # Computes a call that records gradients, out of operators that have formulas.
+    # Differentiable decomposition into other operators, called if the operator has no formula.
     decomposition: Callable[..., Any] | None = None
-    # None until a call records a gradient: it is a class, and a class is slow to make.
+    # Created by the first call that records a gradient, because creating a class is slow.
     cached_function: Any = None
 
     def install(self) -> None:
-        """Install the kernel that records calls."""
-        # Even without a formula: the operator must be in the graph of autograd, so that backward
-        # can say that its formula is missing instead of stopping silently.
+        """Install the kernel at the Autograd key.
+
+        Operators without a formula get it too. Otherwise autograd would not record the call, and
+        `backward` would silently stop there instead of reporting the missing formula.
+        """
         self.definition.implement("Autograd", self.kernel, with_keyset=True)
 
     @property
@@ -48,7 +50,7 @@ class AutogradRule(CompiledRule[Formula]):
 
     def compile(self) -> Formula:
         watches = checking.is_watching() and self.formula.function is not None
-        # A copy, because plans are never changed, and a later `register_jvp` changes the tangents.
+        # Copy before changing attributes: older call plans share this object.
         is_same = self.tangents is None and not watches
         formula = self.formula if is_same else copy.copy(self.formula)
         if self.tangents is not None:
@@ -72,18 +74,18 @@ class AutogradRule(CompiledRule[Formula]):
 
     @property
     def function(self) -> Any:
-        """The autograd.Function of the operator."""
+        """The `autograd.Function` of the operator."""
         if self.cached_function is None:
             with registration_lock:
                 if self.cached_function is None:
                     self.cached_function = make_function(self.definition, AutogradRule)
-                    self.definition.outdate_plan()  # native calls may record gradients from now on
+                    self.definition.outdate_plan()  # native calls can record gradients from now on
         return self.cached_function
 
     def register_jvp(
         self, jvp: Callable[..., Any], setup_context: SetupContext | None = None
     ) -> None:
-        """Makes `jvp` the formula of forward mode; see `forward_mode.check_jvp`."""
+        """Register the forward-mode formula."""
         jvp, setup_context = self.definition.convention.jvp(jvp, setup_context)
         forward_mode.check_jvp(self.definition, jvp)
         if not self.installed:
@@ -93,7 +95,7 @@ class AutogradRule(CompiledRule[Formula]):
         self.update(None if self.installed else self.install, tangents=(jvp, setup_context))
 
     def training_form(self) -> Any:
-        """What a call runs whose `setup_context` asks for residuals."""
+        """Return the training form, for a `setup_context` that takes residuals."""
         definition = self.definition
         if definition.declaration.residuals is None:
             raise RuleSignatureError(
@@ -112,41 +114,43 @@ class AutogradRule(CompiledRule[Formula]):
             tangents = definition.plan[AutogradRule].tangents
             if tangents is None:
                 if self.decomposition is None:
-                    raise forward_mode.refuse(definition)
+                    raise forward_mode.unsupported(definition)
                 return self.decomposition(*args, **kwargs)
-            # A call that also records goes on: the tensors that it saves must keep their tangents.
+            # If the call also records a gradient, the saved tensors must keep their tangents, so
+            # the autograd function computes the output tangents instead.
             if not (torch.is_grad_enabled() and autograd.any_requires_grad(tensors_in(args))):
                 return forward_mode.differentiate(definition, tangents, args, kwargs)
         if schema.form is Form.OUT:
             _refuse_grad(definition, (*args, *kwargs.values()))
         elif torch.is_grad_enabled() and autograd.any_requires_grad(
-            # PyTorch's own check does not look into a list that holds None.
+            # `torch._C._any_requires_grad` skips lists that contain None.
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
             decomposition = self.decomposition if self.formula.backward is None else None
-            # A transform can follow the copy that a decomposition makes, and no other write.
+            # The decomposition writes into a copy, so transforms can follow it.
             if decomposition is None or not functorch.is_active():
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
             formula = definition.plan[AutogradRule]
             if is_dual and formula.training is not None:
-                raise forward_mode.refuse_recording(definition)
+                raise forward_mode.residuals_unsupported(definition)
             return apply(self.function, definition, keyset, args, kwargs, is_dual=is_dual)
-        # The set of keys says where this call goes on; the guard, where those of the kernel start.
+        # `keyset` selects the next kernel for this call; the guard excludes autograd for the
+        # operators that the kernel calls.
         with autograd.below_autograd():
             keyset = keyset & dispatch.AFTER_AUTOGRAD
             return dispatch.redispatch(definition.overload, keyset, args, kwargs)
 
 
 def install(definition: Definition) -> None:
-    """Install the kernel of a new operator, unless PyTorch's fallback is to run."""
+    """Install the autograd kernel of a new operator, except if PyTorch's fallback should run."""
     if not definition.declaration.is_lenient:
         definition.rule(AutogradRule).install()
 
 
 def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses to write into tensors whose graph of autograd would not record it."""
+    """Raise if the call mutates a tensor whose gradient would silently become wrong."""
     if not definition.schema.is_mutable:
         return
     if functorch.is_active():

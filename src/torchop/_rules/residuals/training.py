@@ -88,7 +88,7 @@ class TrainingForm:
         count = len(self.definition.schema.returns)
         return everything[:count] if count > 1 else everything[0], everything[count:]
 
-    def look(self, inputs: Any, keywords: Any) -> Request:
+    def before_kernel(self, inputs: Any, keywords: Any) -> Request:
         """Request the residuals of a native call, before its kernel runs."""
         return request(self.declared)
 

@@ -29,7 +29,7 @@ def test_a_call_with_another_formula_is_not_differentiated_by_a_derived_one(name
     op.register_autograd(lambda ctx, grad: grad)
     y = op(leaf_of(0.5))
     op.derive_autograd()
-    with pytest.raises(GradientError, match=f"{namespace}::f: this call was made when"):
+    with pytest.raises(GradientError, match=f"{namespace}::f: this call was made while"):
         y.backward()
 
 
@@ -54,7 +54,7 @@ def test_an_operator_that_mutates_is_refused(namespace):
     def f(x: Tensor, y: Tensor) -> Tensor:
         return x.mul_(y).clone()
 
-    with pytest.raises(GradientError, match=r"it mutates x, and its body cannot run again"):
+    with pytest.raises(GradientError, match=r"it mutates x, so its body cannot run again"):
         f.derive_autograd()
     assert "derived" not in repr(f)
 
@@ -64,7 +64,7 @@ def test_a_form_of_a_family_is_refused_and_goes_through_the_functional_operator(
     in_place = op.derive_inplace()
     with pytest.raises(GradientError, match=r"Derive the formula of the functional operator"):
         in_place.derive_autograd()
-    with pytest.raises(GradientError, match=r"forms with out= have no gradients"):
+    with pytest.raises(GradientError, match=r"out= forms have no gradients"):
         op.derive_out().derive_autograd()
 
     x = leaf_of(0.5, -1.0)
@@ -95,7 +95,7 @@ def test_operators_without_tensors_or_with_views_or_effects_are_refused(namespac
 
     op = derived(f"{namespace}::e", sine)
     op.register_effect("ordered")
-    with pytest.raises(GradientError, match="got an effect after its formula was derived"):
+    with pytest.raises(GradientError, match="an effect was registered after its formula"):
         op(leaf_of(0.5))
 
     view = torchop.custom_op(

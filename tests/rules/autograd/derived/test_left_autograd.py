@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from torchop._rules.autograd.derived.differentiate import Watching
+from torchop._rules.autograd.derived.differentiate import DependencyMode
 
 
 def left(function):
     x = torch.tensor([0.5], requires_grad=True)
-    watching = Watching()
-    return watching.left(watching.run(lambda inputs: function(*inputs), [x]))
+    mode = DependencyMode()
+    return mode.left(mode.run(lambda inputs: function(*inputs), [x]))
 
 
 def without_grad(x):

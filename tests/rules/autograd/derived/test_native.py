@@ -235,7 +235,7 @@ def test_a_call_goes_to_the_dispatcher_while_a_graph_is_captured(namespace, monk
     op = derived(namespace, drop)
     current = replay.ambient_state
     monkeypatch.setattr(
-        replay, "ambient_state", lambda *args: current(*args)._replace(are_captured=True)
+        replay, "ambient_state", lambda *args: current(*args)._replace(is_captured=True)
     )
     x = torch.ones(100, requires_grad=True)
     with counting(op) as calls:
@@ -305,7 +305,7 @@ def test_an_effect_that_is_declared_later_is_refused_before_the_kernel_runs(name
     for context in (contextlib.nullcontext(), torchop.native.disabled()):
         with (
             context,
-            pytest.raises(GradientError, match="got an effect after its formula was derived"),
+            pytest.raises(GradientError, match="an effect was registered after its formula"),
         ):
             op(leaf_of(1.0))
     assert not runs

@@ -382,5 +382,5 @@ def test_settings_that_are_not_plain_are_left_to_python():
     for setting in (torch.device("meta"), default_dtype(torch.float64)):
         with setting:
             assert _pack_plain([X]) is None
-            assert not ambient_state([X]).are_plain
-    assert ambient_state([X]).are_plain
+            assert not ambient_state([X]).is_plain
+    assert ambient_state([X]).is_plain

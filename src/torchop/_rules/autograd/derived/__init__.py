@@ -1,1 +1,1 @@
-"""Formulas derived from the body of an operator."""
+"""Backward formulas derived by differentiating the kernel, the body of the operator."""

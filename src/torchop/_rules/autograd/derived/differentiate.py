@@ -1,4 +1,4 @@
-"""The gradients of an operator, by running its body under PyTorch's autograd."""
+"""Differentiate the body of an operator with PyTorch's autograd."""
 
 from __future__ import annotations
 
@@ -21,53 +21,53 @@ from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.kernels.rule import KernelRule
 
 Result = TypeVar("Result")
-# The tensors among the results of a body, given its inputs.
+# Maps the tensor inputs of a body to its tensor outputs.
 Run = Callable[[list[Tensor]], "Sequence[Tensor | None]"]
 
 
 class Rerun(NamedTuple):
-    """A call whose body runs a second time, to be differentiated."""
+    """A saved call whose body is run again and differentiated."""
 
     definition: Definition
     call: SavedCall
     tensors: Sequence[Tensor]
-    # For each of the tensors, whether it needs a gradient.
+    # For each tensor, whether it needs a gradient.
     needed: Sequence[bool]
-    # Those of the first run, packed.
+    # The packed ambient state of the first run.
     state: Tensor | None
 
-    def within(self, run: Callable[[list[Tensor]], Result]) -> Result:
-        """What `run` returns of tensors for the body, in the ambient state of its first run."""
+    def in_saved_state(self, run: Callable[[list[Tensor]], Result]) -> Result:
+        """Run `run` on inputs that record gradients, in the ambient state of the first run."""
         args, kwargs = self.call.with_tensors(self.tensors)
 
         def run_with_inputs() -> Result:
             pairs = zip(self.tensors, self.needed, strict=True)
             return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
 
-        # Under vmap of the backward alone, the random numbers are those of the one forward.
+        # If vmap transforms only the backward, the numbers are those of the single forward.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():
             return replayed(self.definition, self.state, (*args, *kwargs.values()), run_with_inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The results of the kernel that serves these inputs, checked as those of other calls."""
+        """Run the kernel for these inputs and return the checked results as a tuple."""
         args, kwargs = self.call.with_tensors(inputs)
-        # Not the operator, which autograd would record as one.
+        # Call the kernel directly: autograd would record a call of the operator as one node.
         kernels = self.definition.dispatcher_kernels
         key = every = dispatch.kernel_key("default")
-        # The keys of the devices are those of dense tensors.
+        # The keys below belong to dense tensors. Other layouts use the default kernel.
         if all(tensor.layout is torch.strided for tensor in inputs):
-            # As in the dispatcher, a CPU scalar beside a CUDA tensor runs on CUDA.
+            # As in the dispatcher, a CPU scalar does not select the device.
             device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")
             key = dispatch.dispatch_key_name(device_type)
         rule = self.definition.rule(KernelRule)
-        if rule.providers is not None:  # whose kernels autograd need not be able to follow
+        if rule.providers is not None:  # providers may not be differentiable
             result = rule.run_reference(key, args, kwargs)
         else:
             result = kernels.get(key, kernels[every])(*args, **kwargs)
         return result if len(self.definition.schema.returns) > 1 else (result,)
 
     def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """The tensors among these results, those in lists included."""
+        """Run the kernel and return its tensor results, flattened."""
         return list(output_tensors(self.definition.schema.returns, self.run(inputs)))
 
     def gradients(
@@ -77,22 +77,24 @@ class Rerun(NamedTuple):
         create_graph: bool,
         run: Run | None = None,
     ) -> list[Tensor]:
-        """The gradient of each tensor that needs one; zeros where no output depends on it.
+        """Return the gradient of each tensor that needs one; zeros if no output depends on it.
 
-        `grad_outputs` has one for each tensor that is an output, or in a list; None is zero. `run`
-        returns these outputs; without it, the body does.
+        Args:
+            grad_outputs: one gradient per tensor output, flattened; None means zeros.
+            create_graph: record the gradient computation.
+            run: computes the outputs; by default, the kernel does.
         """
         run = run or self.outputs
         inputs, outputs = differentiable(
-            self.definition, lambda: self.within(lambda inputs: (inputs, run(inputs)))
+            self.definition, lambda: self.in_saved_state(lambda inputs: (inputs, run(inputs)))
         )
         sources = list(itertools.compress(inputs, self.needed))
         recorded, unrecorded = by_history(outputs, grad_outputs)
-        self.refuse_left_autograd(unrecorded, run)
+        self.check_unrecorded(unrecorded, run)
         with autograd.above_autograd():
             if create_graph:
-                # If no gradient goes on beyond the call, as after torch.func.vjp, these are
-                # constants: their graph would end at the leaves that were made for the body.
+                # Inputs that are leaves here end the graph, so their gradients are constants (for
+                # example after `torch.func.vjp`). Record only if another tensor requires grad.
                 constants = [tensor for tensor in sources if tensor.is_leaf]
                 create_graph = any(
                     _is_recorded(tensor)
@@ -104,21 +106,21 @@ class Rerun(NamedTuple):
                 lambda: input_gradients(recorded, sources, create_graph=create_graph),
             )
 
-    def refuse_left_autograd(self, unrecorded: Sequence[tuple[int, Tensor]], run: Run) -> None:
-        """Refuses outputs that depend on inputs in ways that autograd did not record.
+    def check_unrecorded(self, unrecorded: Sequence[tuple[int, Tensor]], run: Run) -> None:
+        """Raise if an output depends on the inputs in a way that autograd did not record.
 
-        `unrecorded` has the index and the gradient of outputs of `run` that have no history. One of
-        them may really be independent of the inputs; then its gradient is dropped. To tell the two
-        cases apart, the body runs once more under `Watching`. A gradient of zeros, which compilers
-        pass for an output that nobody used, is dropped in either case.
+        `unrecorded` holds index and gradient of outputs without history. If such an output is
+        independent of the inputs, its gradient is rightly dropped. To find out, the body runs again
+        under a mode that tracks dependencies. Zero gradients, which compilers pass for unused
+        outputs, need no check.
         """
         received = [index for index, grad in unrecorded if not _is_zero(grad)]
         if not received:
             return
-        watched = Watching()
-        outputs = self.within(lambda inputs: watched.run(run, inputs))
+        mode = DependencyMode()
+        outputs = self.in_saved_state(lambda inputs: mode.run(run, inputs))
         for index in received:
-            function = watched.left(outputs[index])
+            function = mode.left(outputs[index])
             if function is not None:
                 raise _left_autograd(
                     self.definition,
@@ -130,9 +132,10 @@ class Rerun(NamedTuple):
 def by_history(
     outputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, Tensor]]]:
-    """The outputs with a history and their gradients; of those without, index and gradient.
+    """Split outputs by whether they have an autograd history.
 
-    Outputs that got no gradient, or can have none, are in neither.
+    Return (output, gradient) pairs with history, and (index, gradient) pairs without. Outputs that
+    have no gradient are in neither list.
     """
     recorded: list[tuple[Tensor, Tensor]] = []
     unrecorded: list[tuple[int, Tensor]] = []
@@ -149,7 +152,7 @@ def by_history(
 def input_gradients(
     outputs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    """The gradients of inputs, given outputs with theirs; zeros where no output depends on one."""
+    """Return the gradients of `inputs`, given (output, gradient) pairs; zeros if independent."""
     gradients: Sequence[Tensor | None] = [None] * len(inputs)
     if outputs:
         gradients = autograd.input_gradients(outputs, inputs, create_graph)
@@ -162,27 +165,27 @@ def input_gradients(
 def _is_zero(gradient: Tensor) -> bool:
     try:
         return gradient.layout is torch.strided and not gradient.any()
-    except RuntimeError:  # a batch of gradients, whose values nobody may read
+    except RuntimeError:  # batched gradients in vmap have no single truth value
         return False
 
 
 def _body_input(tensor: Tensor) -> Tensor:
-    """An alias of an input, as the input of the body's graph.
+    """Return an alias of an input, at which the graph of the body starts.
 
-    One input of a call may depend on another. The gradient of the second must not include what
-    flows to it through the first, so the graph of the body starts at aliases.
+    If one input was computed from another, the gradient of the second must not include the part
+    that flows through the first.
     """
     if tensor.requires_grad:
         alias: Tensor = torch.ops.aten.alias.default(tensor)
-        if alias.requires_grad:  # false for a tensor of a transform that has ended
+        if alias.requires_grad:  # False for a tensor of a transform that has exited
             return alias
     return functorch.make_leaf(tensor)
 
 
 def _is_recorded(tensor: Tensor) -> bool:
-    """Whether autograd records what is computed of a tensor.
+    """Return whether autograd records operations on a tensor.
 
-    A tensor of a transform that has ended does not say that the one in it requires grad.
+    After a transform has exited, `requires_grad` of its tensors is unreliable, so test an alias.
     """
     if not functorch.is_wrapped(tensor):
         return tensor.requires_grad
@@ -191,14 +194,14 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 
 def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[Tensor | None]:
-    """The tensors among results, or their gradients, those in lists included."""
+    """Yield the tensors among results (or among their gradients), flattening lists."""
     for kind, value in zip(returns, results, strict=True):
         if "Tensor" in kind:
             yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
-    """Runs the body, or its backward, with errors that say why it cannot be differentiated."""
+    """Run the body or its backward, and explain errors of operators that are not differentiable."""
     try:
         return run()
     except RuntimeError as error:
@@ -206,7 +209,7 @@ def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
             raise _left_autograd(definition, f"its body reads data ({error})") from error
         missing = "no autograd formula was registered" in str(error)
         if missing or isinstance(error, MissingFormulaError):
-            problem = f"its body calls an operator without one ({error})"
+            problem = f"its body calls an operator that has no formula ({error})"
             raise _left_autograd(definition, problem) from error
         raise
 
@@ -214,36 +217,37 @@ def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
 def _left_autograd(definition: Definition, problem: str) -> GradientError:
     return GradientError(
         f"{definition}: its formula is derived by differentiating its body, which PyTorch's "
-        f"autograd cannot follow: {problem}. Write the body in operators that PyTorch can "
-        f"differentiate; or write the formula, register_autograd({str(definition)!r}, backward, "
-        "setup_context=...), or with backward_kernel=... if the formula reads data too; or call it "
-        "in torch.no_grad(), or on x.detach(), if its outputs are not differentiable."
+        f"autograd cannot follow: {problem}. Write the body with operators that PyTorch can "
+        f"differentiate; or register a formula, register_autograd({str(definition)!r}, backward, "
+        "setup_context=...), or with backward_kernel=... if the formula reads data too. If the "
+        "outputs are not differentiable, call the operator in torch.no_grad() or on x.detach()."
     )
 
 
-# Functions that hand the data of a tensor to other libraries.
-_HANDS_OUT = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
+# Functions that pass the data of a tensor to another library.
+_EXPORTS_DATA = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
 
 
-class Watching(TorchFunctionMode):
-    """Follows what a function computes from tensors that require grad without autograd knowing.
+class DependencyMode(TorchFunctionMode):
+    """Tracks which tensors depend on inputs that require grad, although autograd recorded nothing.
 
-    Numbers such as `x.item()` are not followed: most of them decide what is computed, not its
-    value. A tensor that another library made, as with `torch.from_numpy`, has no inputs that could
-    be followed: every new tensor counts as such a one, once data was handed out.
+    Python numbers such as `x.item()` are not tracked: they usually select the computation rather
+    than contribute to its value. A tensor created by another library, for example through
+    `torch.from_numpy`, has no traceable inputs. Once data was exported, every new tensor is
+    assumed to depend on it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # By id, each tensor and the function in which it left autograd. Holding on to the tensors
-        # keeps their ids from being used again.
+        # id -> (tensor, function where its value left autograd). Holding the tensor prevents reuse
+        # of its id.
         self._seen: dict[int, tuple[Tensor, str | None]] = {}
-        # By memory, which views share, the same of what was written into tensors made before.
+        # storage -> function, for in-place writes. Views share the storage.
         self._written: dict[int, str] = {}
-        self._handed_out: str | None = None
+        self._exported: str | None = None
 
     def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:
-        """What the function returns of these inputs, while it is followed."""
+        """Call `function` on inputs that require grad, and track dependencies."""
         self._seen.update({id(tensor): (tensor, None) for tensor in inputs})
         with self:
             return function(inputs)
@@ -262,30 +266,30 @@ class Watching(TorchFunctionMode):
         origin = next(filter(None, map(self.left, inputs)), None)
         if origin is None and any(tensor.requires_grad for tensor in inputs):
             origin = resolve_name(func) or name
-        if name in _HANDS_OUT:
-            self._handed_out = self._handed_out or origin
+        if name in _EXPORTS_DATA:
+            self._exported = self._exported or origin
         for tensor in _tensors((result,)):
-            # Such functions read the shape and dtype of a tensor, but not its values.
+            # These functions read shape and dtype of their argument, but not its values.
             is_just_like = name.endswith("_like") or name.startswith("new_")
-            has_left = is_differentiable(tensor) and not is_just_like
-            self._seen.setdefault(id(tensor), (tensor, origin if has_left else None))
+            is_tracked = is_differentiable(tensor) and not is_just_like
+            self._seen.setdefault(id(tensor), (tensor, origin if is_tracked else None))
         for tensor, version in zip(inputs, versions, strict=True):
-            # As with results, what is written into indices and masks only decides what is computed.
-            has_left = is_differentiable(tensor) and not tensor.requires_grad
-            if origin and has_left and version_of(tensor) != version:
+            # Writes to integer tensors (indices, masks) only select the computation.
+            is_tracked = is_differentiable(tensor) and not tensor.requires_grad
+            if origin and is_tracked and version_of(tensor) != version:
                 self._written.setdefault(_memory_of(tensor), origin)
         return result
 
     def left(self, tensor: Any) -> str | None:
-        """The function in which the value of a tensor left autograd; None if it did not."""
+        """Return the function in which a value left autograd; None if it did not."""
         if not isinstance(tensor, Tensor) or tensor.requires_grad:
             return None
-        _, origin = self._seen.get(id(tensor), (tensor, self._handed_out))
+        _, origin = self._seen.get(id(tensor), (tensor, self._exported))
         return origin or self._written.get(_memory_of(tensor))
 
 
 def _memory_of(tensor: Tensor) -> int:
-    # What wraps a tensor has no memory of its own.
+    # Tensor wrappers have no storage of their own.
     is_plain = type(tensor) is Tensor and not functorch.is_wrapped(tensor)
     return storage_of(tensor) if is_plain else id(tensor)
 

@@ -1,10 +1,9 @@
-"""The operators that compiled graphs call in place of one with a derived formula.
+"""The helper operators that compiled graphs call for an operator with a derived formula.
 
-The training form, `name__training`, also returns the ambient state of the body: the states of the
-random number generators, and of autocast. The backward operator, `name__backward`, takes them as an
-argument, so that it draws the same numbers wherever a compiler moves it. It also takes the
-gradients of the outputs, which inputs need gradients, and the arguments of the operator. Its kernel
-differentiates the body, and vmap can call it too.
+`name__training` returns the results of the operator and the packed ambient state in which its body
+ran. `name__backward` takes the gradients of the outputs, the state, a flag per tensor and the
+arguments. Its kernel differentiates the body in that state, so the backward uses the same random
+numbers wherever the compiler schedules it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torchop._errors import GradientError
 from torchop._rules.autograd.derived.backward import DerivedFormula
 from torchop._rules.autograd.derived.differentiate import Rerun, output_tensors
 from torchop._rules.autograd.derived.replay import (
-    RefusingDraws,
+    ForbidRandomNumbers,
     ambient_state,
     packed_size,
 )
@@ -39,13 +38,13 @@ from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import results_of, write, write_results
 
-# The number of a call that keeps no state of random number generators.
+# Call number for a call that does not pack the ambient state.
 _WITHOUT_STATE = -1
 
 _IN_CUDA_GRAPH = (
-    "It was compiled for CUDA graphs, such as by torch.compile with mode='reduce-overhead', which "
-    "have no place for that. Give the operator the tag torch.Tag.nondeterministic_seeded, which "
-    "leaves it out of CUDA graphs; or compile without them."
+    "It was compiled for CUDA graphs, for example by torch.compile with mode='reduce-overhead', "
+    "which cannot save that state. Tag the operator with torch.Tag.nondeterministic_seeded to "
+    "exclude it from CUDA graphs, or compile without them."
 )
 
 
@@ -53,23 +52,22 @@ ForGraphs = tuple["TrainingOperator", Definition]
 
 
 def derived_formula(definition: Definition) -> DerivedFormula:
-    """Makes the derived formula of an operator that can have one."""
+    """Create the derived formula of an operator."""
     return DerivedFormula(definition, _operators_for_graphs(definition))
 
 
 def _operators_for_graphs(definition: Definition) -> ForGraphs:
-    """The two operators, defined at the first derivation of a formula."""
-    # The attribute of the library makes them live as long as the operator. Graphs know them by
-    # name, so a formula that is derived again has the same ones.
+    """Return the two helper operators, and define them on first use."""
+    # Stored on the library so that they live as long as the operator. Deriving again reuses them,
+    # because compiled graphs refer to them by name.
     attributes: dict[str, Any] = definition.library.__dict__
     if "_torchop_for_graphs" not in attributes:
 
         def build() -> None:
             training = TrainingOperator(definition)
             backward = define_backward(definition)
-            for companion in (training.companion, backward):
-                inner = DerivedFormula(companion, None)
-                companion.rule(AutogradRule).update(formula=inner)
+            for helper in (training.helper, backward):
+                helper.rule(AutogradRule).update(formula=DerivedFormula(helper, None))
             attributes["_torchop_for_graphs"] = training, backward
 
         all_or_nothing(f"the derived formula of {definition}", build)
@@ -78,61 +76,60 @@ def _operators_for_graphs(definition: Definition) -> ForGraphs:
 
 
 class TrainingOperator:
-    """The operator `name__training`, and how to call it."""
+    """The helper operator `name__training`."""
 
-    __slots__ = ("_calls", "_definition", "companion", "number")
+    __slots__ = ("_calls", "_definition", "helper", "number")
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
         schema = definition.schema
         arguments = schema.written_arguments
-        # Compilers merge two calls with the same arguments, even if they draw random numbers. The
-        # number of the call makes them different.
+        # AOTAutograd's CSE merges calls with equal arguments, even if they draw random numbers
+        # (torch/_functorch/compile_utils.py). A call number keeps them distinct.
         self.number = free_name("call_number", schema)
         self._calls = itertools.count() if self.draws_numbers else itertools.repeat(0)
         if "*" not in arguments:
             arguments.append("*")
         arguments.append(f"int {self.number}=0")
-        self.companion = define_companion(
+        self.helper = define_companion(
             definition,
             "training",
             write(arguments, write_results([*results_of(schema.written), "Tensor"])),
             self._kernel,
             self._fake,
-            # Its result depends on the state of the generators. Checkpoints in compiled graphs,
-            # which call it again, restore that state for operators with this tag.
+            # The result includes generator states. With this tag, the recomputation of a compiled
+            # checkpoint restores them.
             tags=(Tag.nondeterministic_seeded,),
             error=GradientError,
         )
-        offer_to_checkpoints(self.companion, definition.overload, self.number)
+        offer_to_checkpoints(self.helper, definition.overload, self.number)
 
     @property
     def draws_numbers(self) -> bool:
-        """Whether the operator says that it draws random numbers."""
+        """Whether the operator is tagged as drawing random numbers."""
         return Tag.nondeterministic_seeded in self._definition.declaration.tags
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
-        """Calls it, and returns the result of the operator, and the packed state."""
+        """Call the helper operator. Return the operator's result and the packed state."""
         number = next(self._calls)
-        # A compiler makes no CUDA graph of what returns a tensor on the CPU. So the state is left
-        # out there, unless the operator says that it draws random numbers.
+        # Inductor makes no CUDA graph of a graph with a CPU result, so omit the state, unless the
+        # operator declares that it draws random numbers.
         if (
             not self.draws_numbers
             and compilers.makes_cuda_graphs()
-            and _device_beside_cpu((*args, *kwargs.values())) is not None
+            and _accelerator_device((*args, *kwargs.values())) is not None
         ):
             number = _WITHOUT_STATE
-        *results, packed = self.companion.overload(*args, **kwargs, **{self.number: number})
+        *results, packed = self.helper.overload(*args, **kwargs, **{self.number: number})
         return results[0] if len(results) == 1 else tuple(results), packed
 
-    def refuse_random_numbers(self) -> None:
-        """Refuses an operator that draws random numbers, where the backward cannot repeat them."""
+    def forbid_random_numbers(self) -> None:
+        """Raise if the operator draws random numbers and the backward could not reproduce them."""
         if self.draws_numbers:
             raise GradientError(
-                f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded, and "
-                "inside torch.vmap, a compiler cannot pass the state of the generator from its "
-                "forward to its backward. Compile without vmap, or write the formula with "
-                "register_autograd."
+                f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded. Inside "
+                "torch.vmap, a compiler cannot pass the generator state from the forward to the "
+                "backward. Compile without vmap, or write the formula with register_autograd."
             )
 
     @compilers.never_traced
@@ -144,13 +141,13 @@ class TrainingOperator:
         if not is_without_state:
             result = definition.overload(*args, **kwargs)
             return (*_as_tuple(definition, result), state.packed)
-        if not state.are_plain:
+        if not state.is_plain:
             raise GradientError(
-                f"{definition}: its derived formula runs the body again in the backward, but "
-                "the graph does not record that autocast is on, or that the default dtype or "
+                f"{definition}: its derived formula runs the body again in the backward, but the "
+                "graph does not record that autocast is enabled or that the default dtype or "
                 f"device was changed. {_IN_CUDA_GRAPH}"
             )
-        with RefusingDraws(definition, _IN_CUDA_GRAPH):
+        with ForbidRandomNumbers(definition, _IN_CUDA_GRAPH):
             result = definition.overload(*args, **kwargs)
         return (*_as_tuple(definition, result), _no_state(values))
 
@@ -160,19 +157,19 @@ class TrainingOperator:
         results = _as_tuple(self._definition, self._definition.overload(*args, **kwargs))
         if is_without_state:
             return (*results, _no_state(values))
-        # A result on the CPU beside meta tensors would mix devices.
+        # If the arguments are on the meta device, so must all results be.
         is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
         device = "meta" if is_meta else "cpu"
         return (*results, torch.empty(packed_size(values), dtype=torch.uint8, device=device))
 
 
-def _device_beside_cpu(values: Sequence[Any]) -> torch.device | None:
+def _accelerator_device(values: Sequence[Any]) -> torch.device | None:
     devices = (tensor.device for tensor in tensors_in(values))
     return next((device for device in devices if device.type not in ("cpu", "meta")), None)
 
 
 def _no_state(values: Sequence[Any]) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=_device_beside_cpu(values))
+    return torch.empty(0, dtype=torch.uint8, device=_accelerator_device(values))
 
 
 def _as_tuple(definition: Definition, result: Any) -> tuple[Any, ...]:
@@ -180,7 +177,7 @@ def _as_tuple(definition: Definition, result: Any) -> tuple[Any, ...]:
 
 
 def define_backward(definition: Definition) -> Definition:
-    """Defines `name__backward`."""
+    """Define the helper operator `name__backward`."""
     schema = definition.schema
     leading = (
         f"Tensor?[] {free_name('grad_outputs', schema)}",
@@ -198,7 +195,7 @@ def define_backward(definition: Definition) -> Definition:
         **kwargs: Any,
     ) -> list[Tensor]:
         call, tensors = split_tensors(args, kwargs)
-        # A call of the dispatcher is below autograd. Any other call is differentiated itself.
+        # Below autograd, nobody differentiates this call. Otherwise record a double backward.
         create_graph = not autograd.is_excluded()
         rerun = Rerun(definition, call, tensors, needed, state)
         gradients = rerun.gradients(grads, create_graph=create_graph)
@@ -208,21 +205,21 @@ def define_backward(definition: Definition) -> Definition:
         _, tensors = split_tensors(args, kwargs)
         return list(map(torch.empty_like, compress(tensors, needed)))
 
-    companion = define_companion(definition, "backward", text, backward, fake, error=GradientError)
-    companion.rule(VmapRule).register(_vmap_rule(definition, companion))
-    return companion
+    helper = define_companion(definition, "backward", text, backward, fake, error=GradientError)
+    helper.rule(VmapRule).register(_vmap_rule(definition, helper))
+    return helper
 
 
-def _vmap_rule(definition: Definition, companion: Definition) -> Any:
+def _vmap_rule(definition: Definition, helper: Definition) -> Any:
     def backward(info: Any, in_dims: Any, *values: Any, **kwargs: Any) -> Any:
         mapped = any(dim is not None for dim in of_each_tensor(values[3:], in_dims[3:]))
         if mapped and callable(definition.plan[VmapRule]):
             return _through_rule(definition, info, in_dims, *values, **kwargs)
-        # The dispatcher dropped trailing arguments that equal their default, which have no dim.
+        # The dispatcher strips trailing arguments that equal their default.
         dims = (*in_dims, *[None] * (len(values) - len(in_dims)))
         with functorch.without_randomness_of_vmap():
             arguments = list(map(with_dims, values, dims))
-            stacked = map_elements(companion, info.batch_size, arguments, kwargs)
+            stacked = map_elements(helper, info.batch_size, arguments, kwargs)
         return stacked, [0] * len(stacked)
 
     return backward
@@ -238,15 +235,15 @@ def _through_rule(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[list[Tensor], list[int]]:
-    """Differentiates the vmap rule of the operator, for all elements at once."""
+    """Differentiate the operator's vmap rule, which computes the whole batch at once."""
     rule = definition.plan[VmapRule]
-    assert callable(rule)  # the caller has checked
+    assert callable(rule)  # checked by the caller
     call, tensors = split_tensors(args, kwargs)
     dims = of_each_tensor(args, in_dims[3:])
     size = info.batch_size
-    # The elements share some inputs, but each has a gradient for them.
+    # An input shared by the batch still has one gradient per element, so expand it.
     batched = [
-        _in_front(tensor, dim, size) if need else tensor
+        _batch_first(tensor, dim, size) if need else tensor
         for tensor, dim, need in zip(tensors, dims, needed, strict=True)
     ]
     batched_dims = [0 if need else dim for dim, need in zip(dims, needed, strict=True)]
@@ -256,25 +253,25 @@ def _through_rule(
     rule_dims = tuple(dim if argument.holds_tensors else None for argument, dim in pairs)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """The outputs of the rule, with the elements in front."""
+        """Call the vmap rule and move the batch dimension of each output to the front."""
         rule_args, keywords = call.with_tensors(inputs)
         result, out_dims = rule(info, rule_dims, *rule_args, **keywords)
         results, out_dims = (result, out_dims) if len(returns) > 1 else ((result,), (out_dims,))
         return [
-            None if output is None else _in_front(output, dim, size)
+            None if output is None else _batch_first(output, dim, size)
             for output, dim in zip(
                 output_tensors(returns, results), of_each_tensor(results, out_dims), strict=True
             )
         ]
 
-    grads_in_front = [
-        None if grad is None else _in_front(grad, dim, size)
+    grads_batched = [
+        None if grad is None else _batch_first(grad, dim, size)
         for grad, dim in zip(grads, in_dims[0] or [None] * len(grads), strict=True)
     ]
     rerun = Rerun(definition, call, batched, needed, state)
-    gradients = rerun.gradients(grads_in_front, create_graph=torch.is_grad_enabled(), run=run)
+    gradients = rerun.gradients(grads_batched, create_graph=torch.is_grad_enabled(), run=run)
     return gradients, [0] * len(gradients)
 
 
-def _in_front(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+def _batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

@@ -1,8 +1,8 @@
-"""Running the body of an operator a second time in the ambient state of its first run.
+"""Run the body of an operator again in the ambient state of its first run.
 
-These are the states of PyTorch's random number generators, autocast, the default dtype and the
-default device. They are packed into one tensor of bytes, so that they can be saved for a backward,
-and in a compiled graph be a result of one operator and an argument of another.
+The ambient state consists of the random number generators, autocast, the default dtype and the
+default device. It is packed into one byte tensor, which a formula can save and a compiled graph can
+pass from the forward to the backward.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from torchop._errors import GradientError
 
 Result = TypeVar("Result")
 
-# A packed state holds the index of a dtype; the first is that of a state that nobody changed. They
-# are sorted because another process may run the graph, in which a set has another order.
+# Packed states refer to dtypes by index. Index 0 is the initial default dtype. The order must be
+# the same in all processes that run a cached graph, so a set is sorted.
 _DTYPES = (torch.float32, *sorted({*schemas.dtypes().values()} - {torch.float32}, key=str))
 _LENGTH = struct.Struct("<I")
-# How many devices of the accelerator there are states of, the default dtype, the default device.
-# After these come autocast and its dtype for each type of device. `ambient_state.cpp` writes the
-# same bytes of a plain state.
+# The number of accelerators with states, the default dtype and the default device. Followed by two
+# bytes per device type: autocast enabled, autocast dtype. `ambient_state.cpp` writes the same
+# layout for plain states.
 _SETTINGS = struct.Struct("<BB24s")
 _PLAIN = _SETTINGS.pack(0, 0, b"")
-_UNREADABLE = b"\0"  # in place of a state; others begin with another byte
+_UNREADABLE = b"\0"  # written in place of a state; readable states start with 1
 
 
 class AmbientState(NamedTuple):
-    """The ambient state of a body that runs now."""
+    """The current ambient state, packed and classified."""
 
     packed: Tensor
-    # Whether autocast is off, and the defaults are those of a new process.
-    are_plain: bool = True
-    # Whether the state of a generator cannot be read, because a graph is captured on its device.
-    are_captured: bool = False
+    # Autocast is off, and the default dtype and device have their initial values.
+    is_plain: bool = True
+    # A generator's state cannot be read because a CUDA graph is being captured.
+    is_captured: bool = False
 
 
-# The last one; calls between which nobody draws share it.
+# Reused as long as no random numbers are drawn and no setting changes.
 _latest: AmbientState | None = None
 
 
 def ambient_state(values: Sequence[Any], *, in_graph: bool = False) -> AmbientState:
-    """The ambient state of a body that is called now, with these arguments.
+    """Return the current ambient state for a call with arguments `values`.
 
-    They have the states of the generators of all devices. In a graph, only those of the arguments'
-    devices, because the number of bytes must be known when the graph is made.
+    It includes the generators of all devices. With `in_graph`, only the devices of the arguments
+    are included, because the packed size must be known during tracing.
     """
     global _latest
     state, count = _latest, 0 if in_graph else devices.accelerator_count()
@@ -77,38 +77,39 @@ def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> Ambien
         states = [state.ljust(size, b"\0") for state, size in zip(states, sizes, strict=True)]
     autocast = bytearray()
     for device_type in _device_types(values, count):
-        is_on = _autocasts(device_type)
+        is_on = _autocast_enabled(device_type)
         autocast += bytes((is_on, is_on and _DTYPES.index(torch.get_autocast_dtype(device_type))))
     dtype = _DTYPES.index(torch.get_default_dtype())
     settings = _SETTINGS.pack(count, dtype, dispatch.default_device().encode()) + autocast
     packed = _shared(_pack((*states, settings)), _latest and _latest.packed)
-    are_captured = any(state[:1] == _UNREADABLE for state in states)
-    return AmbientState(packed, not any(settings[1:]), are_captured)
+    is_captured = any(state[:1] == _UNREADABLE for state in states)
+    return AmbientState(packed, not any(settings[1:]), is_captured)
 
 
 def _read(generator: Generator) -> bytes:
-    """The state of a generator, after a byte that says whether it could be read."""
+    """Return the state of a generator, prefixed with a byte that tells whether it was readable."""
     try:
         return b"\1" + _bytes(generator.get())
-    except RuntimeError:  # a CUDA graph is captured
+    except RuntimeError:  # during CUDA graph capture
         return _UNREADABLE
 
 
-def have_changed(state: AmbientState, values: Sequence[Any]) -> bool:
-    """Whether the state has changed since, as when the body drew random numbers."""
+def has_changed(state: AmbientState, values: Sequence[Any]) -> bool:
+    """Return whether the ambient state has changed, for example because the body drew numbers."""
     return _bytes(state.packed) != _bytes(ambient_state(values).packed)
 
 
 def _packed_if_plain(values: Sequence[Any], latest: Tensor | None, count: int) -> Tensor | None:
-    """Return the state of a call packed if it is plain; `latest` if it is the same; or None.
+    """Return the packed state if it is plain, and None if it must be read piece by piece.
 
-    It is plain if the arguments certainly hold no generator, and no device but the CPU and the
-    `count` accelerators. The state is read in every call that records a gradient, so this is done
-    in C++. Otherwise the states are read one by one.
+    Plain states have default settings, and the arguments hold no generator and no tensor on a
+    device other than the CPU and the `count` accelerators. If the state equals `latest`, the
+    result is `latest` itself. C++ implements this because every call that records a gradient
+    packs a state.
     """
     accelerator = devices.accelerator() if count else None
     if accelerator is not None and accelerator.get_rng_state is None:
-        return None  # PyTorch may have states that cannot be restored
+        return None  # the backend does not expose generator states to C++
     packed: Tensor | None = _hooks.extension.pack_plain(values, latest, count)
     return packed
 
@@ -118,13 +119,13 @@ def _shared(packed: Tensor, latest: Tensor | None) -> Tensor:
 
 
 def _pack(parts: Sequence[bytes | bytearray]) -> Tensor:
-    """The states of the generators, and then the settings, as a tensor of bytes."""
+    """Pack generator states, followed by the settings, into a byte tensor."""
     packed = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def packed_size(values: Sequence[Any]) -> int:
-    """The number of bytes that a graph packs of a call with these arguments, which may be fake."""
+    """Return the size of a state packed with `in_graph`. The arguments may be fake tensors."""
     sizes = [1 + generator.size() for generator in generators_of(values)]
     sizes.append(_SETTINGS.size + 2 * len(_device_types(values, 0)))
     return sum(size + _LENGTH.size for size in sizes)
@@ -133,10 +134,10 @@ def packed_size(values: Sequence[Any]) -> int:
 def replayed(
     definition: Definition, packed: Tensor | None, values: Sequence[Any], run: Callable[[], Result]
 ) -> Result:
-    """What `run` returns, the body of an operator, in the ambient state of a call of it.
+    """Run `run` in a saved ambient state, and restore the current state afterwards.
 
-    An empty tensor stands for those of a body that ran without autocast and draws no random
-    numbers, and None for such ones of which more is not known.
+    `packed` is empty if the body ran without autocast and draws no random numbers, and None if the
+    state was not saved. In both cases, the body runs without autocast.
     """
     count = devices.accelerator_count()
     if (
@@ -144,15 +145,15 @@ def replayed(
         and _is_readable(packed)
         and _packed_if_plain(values, packed, count) is packed
     ):
-        # The present state is that of the call, so only what the body draws has to be put back.
+        # The saved state is the current state. Only undo the effect of drawing numbers.
         try:
             return run()
         finally:
             if _packed_if_plain(values, packed, count) is not packed:
-                _put(generators_of(values, count), _unpack(packed)[0])
+                _restore(generators_of(values, count), _unpack(packed)[0])
     states, settings = _unpack(packed)
     count, dtype, device = _SETTINGS.unpack_from(settings)
-    with repeatable(definition, ambient_state(values)), contextlib.ExitStack() as blocks:
+    with capture_guard(definition, ambient_state(values)), contextlib.ExitStack() as blocks:
         if packed is not None:
             if (of_run := _DTYPES[dtype]) is not (default := torch.get_default_dtype()):
                 blocks.enter_context(changed(torch.set_default_dtype, of_run, default))
@@ -163,17 +164,17 @@ def replayed(
         for device_type, enabled, of_autocast in zip(
             device_types, autocast[::2], autocast[1::2], strict=True
         ):
-            if enabled or _autocasts(device_type):
+            if enabled or _autocast_enabled(device_type):
                 _set_autocast(blocks, device_type, bool(enabled), _DTYPES[of_autocast])
         generators = [*generators_of(values, count)] if states else []
-        put = functools.partial(_put, generators)
-        blocks.enter_context(changed(put, states, [*map(_read, generators)]))
+        restore = functools.partial(_restore, generators)
+        blocks.enter_context(changed(restore, states, [*map(_read, generators)]))
         return run()
 
 
-def _put(generators: Iterable[Generator], states: Sequence[bytes]) -> None:
+def _restore(generators: Iterable[Generator], states: Sequence[bytes]) -> None:
     for generator, state in zip(generators, states, strict=True):
-        # A generator that nobody drew from is left alone, because other threads may use it.
+        # Skip generators whose state is already right: other threads may be using them.
         if state[0] and state != (now := _read(generator)) and now[0]:
             generator.set(torch.frombuffer(bytearray(state[1:]), dtype=torch.uint8))
 
@@ -184,7 +185,8 @@ def _set_autocast(
     def change(setter: Callable[[Any], object], value: object, before: object) -> None:
         blocks.enter_context(changed(setter, value, before))
 
-    # The cache of autocast would keep casts of tensors that only this call uses.
+        # The autocast cache would retain casts of tensors that are local to this call.
+
     change(torch.set_autocast_cache_enabled, False, torch.is_autocast_cache_enabled())
     if enabled:
         of_device = functools.partial(torch.set_autocast_dtype, device_type)
@@ -198,12 +200,12 @@ def _device_types(values: Sequence[Any], count: int) -> list[str]:
     return sorted(types | {device.type for device in devices.accelerators(count)})
 
 
-def _autocasts(device_type: str) -> bool:
+def _autocast_enabled(device_type: str) -> bool:
     return dispatch.autocast_is_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _bytes(state: Tensor) -> bytes:
-    # No operator of PyTorch: the modes and transforms around the call would intercept it.
+    # Avoid PyTorch operators: active modes and transforms would intercept them.
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -214,7 +216,7 @@ def _is_readable(packed: Tensor) -> bool:
 def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
     if packed is None or not packed.numel():
         return (), _PLAIN
-    # An operator of PyTorch would return a tensor without data inside of a transform.
+    # In a transform, operators that read the state would return tensors without data.
     data = _bytes(packed if _is_readable(packed) else packed.cpu().contiguous())
     parts, position = [], 0
     while position < len(data):
@@ -226,29 +228,30 @@ def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Random numbers that could not be drawn again
+# Rejection of random numbers that a backward could not reproduce
 
 _WHILE_CAPTURED = (
-    "A graph is captured on the device, so the state of its generator can be neither read nor set. "
-    "Pass the random numbers as an argument, or call it outside of the capture."
+    "A graph is being captured on the device, so the state of its generator can be neither read "
+    "nor set. Pass the random numbers as an argument, or call the operator outside of the capture."
 )
-# The namespaces of operators that are not looked into: a tag says which of them draw.
-_OF_PYTORCH = frozenset({"aten", "prim", "prims"})
+# For these namespaces, the tag nondeterministic_seeded is reliable, so the mode need not descend.
+_PYTORCH_NAMESPACES = frozenset({"aten", "prim", "prims"})
 
 
-def repeatable(
+def capture_guard(
     definition: Definition, state: AmbientState
 ) -> contextlib.AbstractContextManager[object]:
-    """A block that may draw no random numbers while a graph is captured."""
-    may_draw = not state.are_captured
-    return contextlib.nullcontext() if may_draw else RefusingDraws(definition, _WHILE_CAPTURED)
+    """Return a context that rejects random numbers while a graph is being captured."""
+    if state.is_captured:
+        return ForbidRandomNumbers(definition, _WHILE_CAPTURED)
+    return contextlib.nullcontext()
 
 
-class RefusingDraws(TorchDispatchMode):
-    """Refuses random numbers in the body of an operator, and says why the backward needs them."""
+class ForbidRandomNumbers(TorchDispatchMode):
+    """Raise GradientError if the body of an operator draws random numbers."""
 
     def __init__(self, definition: Definition, why: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # it has no annotations
+        super().__init__()  # type: ignore[no-untyped-call]  # unannotated in PyTorch
         self._definition = definition
         self._why = why
 
@@ -261,19 +264,19 @@ class RefusingDraws(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if Tag.nondeterministic_seeded in func.tags:
-            # One that consists of others may draw in some calls only, as dropout in training does.
+            # Composite operators may draw conditionally: `dropout` does only in training mode.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
             raise GradientError(
-                f"{self._definition}: its body draws random numbers in {func}, which its derived "
-                f"formula would have to draw again. {self._why}"
+                f"{self._definition}: its body draws random numbers in {func}, and the backward of "
+                f"its derived formula would have to draw the same numbers again. {self._why}"
             )
         tensors = list(tensors_in((*args, *kwargs.values())))
-        if func.namespace in _OF_PYTORCH or not tensors:
+        if func.namespace in _PYTORCH_NAMESPACES or not tensors:
             return func(*args, **kwargs)
-        # The kernel may be Python again. A call would come back here.
+        # Redispatch below this mode, then enter it again for operators that the kernel calls.
         keyset = dispatch.with_overlooked_keys(func.name(), tensors)
         with self:
             return dispatch.redispatch(func, keyset, args, kwargs)

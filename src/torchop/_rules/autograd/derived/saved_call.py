@@ -1,4 +1,4 @@
-"""The arguments of a call, separated into tensors, which autograd saves, and the rest."""
+"""Split the arguments of a call into tensors, which autograd saves, and everything else."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torchop._core.call import Call, replace_all
 
 
 class _Placeholder:
-    """Stands for a tensor among the arguments of a saved call."""
+    """Marks the position of a tensor in a saved call."""
 
 
 _PLACEHOLDER = _Placeholder()
 
 
 class SavedCall(NamedTuple):
-    """The arguments of a call, with placeholders for its tensors."""
+    """The arguments of a call, with placeholders in place of tensors."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def with_tensors(self, tensors: Sequence[Any]) -> Call:
-        """The arguments, with these tensors, or what there is for each, in place of those."""
+        """Return the arguments with `tensors` (or any value per tensor) in the placeholders."""
         rest = iter(tensors)
         return replace_all(self.args, self.kwargs, _Placeholder, lambda _: next(rest))
 
 
 def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SavedCall, list[Tensor]]:
-    """The arguments of a call without its tensors, and the tensors."""
+    """Return the arguments without tensors, and the tensors."""
     tensors: list[Tensor] = []
 
     def take(tensor: Tensor) -> _Placeholder:
@@ -41,9 +41,9 @@ def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved
 
 
 def of_each_tensor(values: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
-    """The entry of each tensor among the values; that of a list may stand for all in it."""
+    """Return one entry per tensor in `values`. The entry of a list may apply to all its tensors."""
     flat: list[Any] = []
-    # The dispatcher drops trailing arguments that equal their default, and `in_dims` has none then.
+    # `in_dims` is shorter than the schema: the dispatcher strips trailing default arguments.
     for value, entry in zip(values, entries, strict=False):
         if isinstance(value, (list, tuple)):
             each = entry if isinstance(entry, (list, tuple)) else [entry] * len(value)
