@@ -164,8 +164,8 @@ class TestWait:
         with pytest.raises(error) as caught:
             torchop.native.wait(timeout)
         assert str(caught.value) == (
-            f"torchop.native.wait: timeout is {timeout!r}, and must be a number of seconds, 0 or "
-            "more, or None, to wait as long as compiling takes."
+            "torchop.native.wait: timeout must be a non-negative number of seconds, or None to "
+            f"wait for the build; got {timeout!r}."
         )
 
 

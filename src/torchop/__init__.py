@@ -1,4 +1,4 @@
-"""torchop turns Python functions into PyTorch operators."""
+"""Define PyTorch operators from Python functions."""
 
 import importlib
 import typing
@@ -15,12 +15,12 @@ from torchop._define import out_op as _families
 from torchop._define.class_form import operator
 from torchop._define.custom_op import custom_op, triton_op
 from torchop._define.handle import CustomOp
-from torchop._define.handle import _unpickle as _unpickle  # which pickles of handles name
+from torchop._define.handle import _unpickle as _unpickle  # pickled handles refer to it
 from torchop._define.library import Library, fallthrough_kernel
 from torchop._define.low_level import define, impl
 from torchop._define.maybe_out import maybe_out
 from torchop._define.out_op import OperatorFamily, out_op
-from torchop._errors import *  # noqa: F403  # exactly what its `__all__` lists
+from torchop._errors import *  # noqa: F403  # the names in its `__all__`
 from torchop._native.switch import start as _start_native
 from torchop._rules.autocast import register_autocast
 from torchop._rules.autograd.formula import derived
@@ -37,7 +37,7 @@ from torchop._rules.user.sharding import register_sharding, sharding
 from torchop._rules.vmap.rule import register_vmap
 from torchop._schema.infer import infer_schema
 
-# What is imported when it is first used, because nothing else needs it.
+# Imported lazily by `__getattr__`, to keep `import torchop` fast.
 if typing.TYPE_CHECKING:
     from torchop import compat as compat
     from torchop import export as export
@@ -52,7 +52,7 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# torch.library's names for these two; its users import them although they start with an underscore.
+# Names in torch.library that its users import despite the underscore.
 _scoped_library = Library
 _register_effectful_op = register_effect
 
@@ -71,9 +71,9 @@ _LATE = {
     "_inspect.record": ("Recorded", "record"),
     "testing": ("opcheck",),
 }
-_MODULES = ("compat", "export", "testing")  # found without an import of their own
+_MODULES = ("compat", "export", "testing")  # submodules imported on first attribute access
 
-if not typing.TYPE_CHECKING:  # a checker would accept every name
+if not typing.TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
 
     def __getattr__(name: str) -> typing.Any:
         for module, names in _LATE.items():

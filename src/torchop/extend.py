@@ -1,10 +1,10 @@
-"""torchop.extend: what tools for operators are written with, beside the names of `torchop`.
+"""torchop.extend: building blocks for tools that work on operators.
 
-A checker, an exporter or a rule that another package ships needs no private name of torchop: the
-tools that come with torchop itself, such as `torchop.testing` and `torchop.export`, use this
-module. `import torchop` does not offer it, so write `from torchop.extend import Operator`.
+Checkers, exporters and rules in other packages can be written with `torchop` and this module, as
+`torchop.testing` and `torchop.export` are. `import torchop` does not import it; write
+`from torchop.extend import Operator`.
 
-The idea is that of `jax.extend`.
+Modelled on `jax.extend`.
 """
 
 from torchop._compat.classes import OpOverload

@@ -1,4 +1,4 @@
-"""torchop.native: waiting for native calls, turning them off, and counting them."""
+"""torchop.native: wait for native calls, disable them and count them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Sends the calls of this thread through PyTorch's dispatcher inside a `with` block.
+    """Disable native calls in this thread for the duration of a `with` block.
 
-    Those of its backward, too, which PyTorch runs in threads of its own on a GPU. The results are
-    the same. Use it to compare native calls with the dispatcher, in results or in time. Blocks may
-    be nested.
+    All calls then go through PyTorch's dispatcher, with the same results. This includes the
+    backward of these calls, even in the engine's threads for GPUs. Use it to compare results or
+    times. Blocks can be nested.
 
     Example:
         >>> import torch, torchop
@@ -42,36 +42,37 @@ def disabled() -> Iterator[None]:
         ...     negate(torch.ones(2))
         tensor([-1., -1.])
     """
-    switch.obtain()  # otherwise the first call inside of the block might do that, and be native
+    switch.obtain()  # otherwise the first call in the block could load the extension
     native = switch.native_module()
     if native is not None:
         native.switch_off(1)
     try:
-        yield  # if it becomes available inside the block, the rest of the block may be native
+        yield  # if the extension is loaded inside the block, the rest of the block may be native
     finally:
         if native is not None:
             native.switch_off(-1)
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Waits until calls are native, so that a benchmark times those, or an image is complete.
+    """Wait until calls are native, for example before a benchmark or in the build of an image.
 
-    The first call of an operator starts to compile the native call path, once on a machine, and in
-    the background. Until that is done, calls take longer. This function starts it too, and
-    returns once it has succeeded or failed.
+    The first call of an operator starts to compile the native call path in the background, once per
+    machine. Until it is compiled, calls are slower. `wait` starts the compilation too, and returns
+    when it has succeeded or failed.
 
     Args:
-        timeout: how many seconds to wait at most; None waits as long as compiling takes. With 0, it
-            only loads a native call path that was compiled before.
+        timeout: the maximum number of seconds to wait, or None for no limit. With 0, only a call
+            path that is already compiled is loaded.
 
     Returns:
-        Whether calls are native from now on. They are not if the time is over while compiling goes
-        on, or if TORCHOP_NATIVE=0 or a Python without the GIL turns native calls off.
+        Whether calls are native now. False if the timeout expired, if TORCHOP_NATIVE=0 is set, or
+        if Python runs without the GIL.
 
     Raises:
-        NativeUnavailableError: there is no compiler, it failed, or what it made cannot be loaded.
+        NativeUnavailableError: there is no compiler, compilation failed, or the result cannot be
+            loaded.
         TypeError: `timeout` is not a number.
-        ValueError: `timeout` is negative, or not a number of seconds.
+        ValueError: `timeout` is negative or NaN.
 
     Example:
         >>> import torchop
@@ -82,27 +83,27 @@ def wait(timeout: float | None = None) -> bool:
         is_number = isinstance(timeout, Real)
         if not is_number or not timeout >= 0:
             raise (ValueError if is_number else TypeError)(
-                f"torchop.native.wait: timeout is {short_repr(timeout)}, and must be a number of "
-                "seconds, 0 or more, or None, to wait as long as compiling takes."
+                "torchop.native.wait: timeout must be a non-negative number of seconds, or None to "
+                f"wait for the build; got {short_repr(timeout)}."
             )
         timeout = min(timeout, threading.TIMEOUT_MAX)
     return switch.wait(timeout)
 
 
 def counters(op: OpLike) -> Mapping[str, int]:
-    """Counts the native calls of an operator, and the other calls by reason.
+    """Return how many calls of an operator were native, and how many fell back for each reason.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
 
     Returns:
-        The number of calls by reason; `"native"` for native calls. Reasons without a call are left
-        out. Calls before the extension was loaded are not counted.
+        The number of calls by reason, `"native"` for native calls. Reasons with no calls are
+        omitted. Calls before the extension was loaded are not counted.
 
     Raises:
         ValueError: `op` is not an operator.
-        OperatorNotFoundError: there is no operator of this name.
+        OperatorNotFoundError: the operator is not defined.
 
     Example:
         >>> import torch, torchop
@@ -116,7 +117,7 @@ def counters(op: OpLike) -> Mapping[str, int]:
     definition = own_definition(op, name)
     entry = entry_of(name) if definition is None else definition.entry
     if entry is None:
-        find_schema(name)  # raises if there is no such operator; this one has no native calls
+        find_schema(name)  # raise if the operator does not exist
         return {}
     counted = zip(Reason, entry.counters, strict=True)
     return {reason.name.lower(): count for reason, count in counted if count}

@@ -1,4 +1,4 @@
-"""accelerate: native calls for operators that were registered with torch.library."""
+"""The function `accelerate`, which enables native calls for operators of other packages."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from torchop.extend import OpName, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The accelerations in effect. An operator stays accelerated until none of them matches it.
+# Active accelerations. An operator stays accelerated as long as one of them matches it.
 _active: list[Acceleration] = []
-_problems: dict[OpName, str | None] = {}  # why matching operators are not accelerated
+_problems: dict[OpName, str | None] = {}  # why a matching operator is not accelerated
 _stop_watching: registries.RegistrationHook | None = None
 
 
 class AcceleratedOperator(NamedTuple):
-    """A row of the table that an `Acceleration` prints.
+    """A row in the table of an `Acceleration`.
 
     Attributes:
         op: the name of the operator.
-        accelerated: whether its calls are native where they can be.
+        accelerated: whether native calls are enabled.
         reason: why not; empty if they are.
-        constants: the arguments for whose every value `torch.compile` compiles a program again,
-            because the schema says `int` and not `SymInt`.
+        constants: the `int` arguments. `torch.compile` compiles again for each of their values,
+            unless the schema declares them as `SymInt`.
 
     Example:
         >>> import torch, torchop
@@ -58,10 +58,9 @@ class AcceleratedOperator(NamedTuple):
 
 
 class Acceleration:
-    """What `accelerate` did. Print it to see a table of the operators, and call `undo` to undo it.
+    """The result of `accelerate`. Printing it shows a table of the operators.
 
-    It is a context manager too, which calls `undo` at the end of the block. Otherwise it lasts
-    until you call `undo`.
+    It lasts until `undo` is called. As a context manager, it calls `undo` at the end of the block.
 
     Example:
         >>> import torch, torchop
@@ -78,31 +77,31 @@ class Acceleration:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns that were passed to `accelerate`."""
+        """The arguments of `accelerate`."""
         return self._patterns
 
     @property
     def is_active(self) -> bool:
-        """Whether it is still in effect."""
+        """Whether the acceleration is in effect."""
         return self in _active
 
     @property
     def operators(self) -> tuple[AcceleratedOperator, ...]:
-        """The operators that match now, with the reason for each that is not accelerated."""
+        """The registered operators that match, each with the reason if it is not accelerated."""
         with registration_lock:
             of_python = defined_names()
             return tuple(_row(name, name in of_python) for name in self._matching())
 
     def undo(self) -> None:
-        """Undoes the acceleration. It can be called again, and in any order.
+        """Undo the acceleration. Repeated calls and calls in any order are allowed.
 
-        The objects in `torch.ops` are restored, unless somebody else has changed them since. An
-        operator that another active acceleration matches stays accelerated.
+        Objects in `torch.ops` are restored, unless other code has replaced them since. Operators
+        that match another active acceleration stay accelerated.
         """
         with registration_lock:
             if self in _active:
                 _active.remove(self)
-                _forget_unmatched()
+                _release_unmatched()
 
     def __enter__(self) -> Self:
         return self
@@ -120,8 +119,9 @@ class Acceleration:
         rows = [("operator", "accelerated", "reason")]
         rows += [(each.op, "yes" if each.accelerated else "no", each.reason) for each in operators]
         constants = [
-            f"{each.op}: compiled again for each value of {', '.join(each.constants)}: the schema "
-            "says int, and SymInt would be one graph for all"
+            f"{each.op}: torch.compile compiles it again for each value of "
+            f"{', '.join(each.constants)}. Declare int arguments as SymInt in the schema to share "
+            "one graph."
             for each in operators
             if each.constants
         ]
@@ -131,7 +131,7 @@ class Acceleration:
         return any(is_match(name, pattern) for pattern in self._patterns)
 
     def _matching(self) -> list[OpName]:
-        """Return matching operators of Python, and of C++ if a pattern names the namespace."""
+        """Return matching Python operators, and C++ operators in explicitly named namespaces."""
         names = defined_names()
         parts = (pattern.partition("::") for pattern in self._patterns)
         namespaces = {start for start, colons, _ in parts if colons and not set("*?[") & set(start)}
@@ -141,33 +141,32 @@ class Acceleration:
 
 
 def accelerate(*patterns: str) -> Acceleration:
-    """Gives native calls to operators of other packages, which makes their calls faster.
+    """Enable native calls for operators of other packages.
 
-    It is for operators whose kernels are Python functions, registered with
-    `torch.library.custom_op`, or with `define` and `impl` of a `torch.library.Library`. From then
-    on, their handles, their objects under `torch.ops` and compiled graphs make native calls if
-    PyTorch's dispatcher would only run the kernel and the wrappers of `custom_op`. Every other call
-    goes to the dispatcher as before.
+    It applies to operators with Python kernels, registered with `torch.library.custom_op`, or with
+    `define` and `impl` of a `torch.library.Library`. Their handles, their objects in `torch.ops`
+    and compiled graphs make a native call if the dispatcher would only run the kernel and the
+    wrappers of `custom_op`. Every other call falls back to the dispatcher.
 
-    You can call it before the operators exist, because those that are registered later are
-    accelerated then. A second call changes nothing.
+    Operators that are registered later are accelerated too, so the order of imports does not
+    matter. Repeated calls have no effect.
 
     Args:
-        patterns: names of operators, such as `"mylib::crop"`, with `*`, `?` and `[...]` as in names
-            of files: `"mylib::*"`, `"*"`. A name stands for all its overloads.
+        patterns: operator names, such as `"mylib::crop"`, with the wildcards `*`, `?` and `[...]`
+            of file names, as in `"mylib::*"` or `"*"`. A name includes all overloads.
 
     Returns:
         An `Acceleration`. Call `undo`, or use it in a `with` statement. It prints as a table of the
         operators, with the reason for each that is not accelerated.
 
     Raises:
-        ValueError: no pattern, or one that no name can match.
+        ValueError: no pattern was given, or a pattern matches no valid name.
         TypeError: a pattern is not a string.
 
     Warns:
-        NothingToAccelerateWarning: a pattern is probably misspelt, because no registered operator
-            matches it although its namespace, or a similar one, exists; or all operators that match
-            were defined in C++.
+        NothingToAccelerateWarning: a pattern is probably misspelled, because it matches no
+            registered operator but its namespace (or a similar one) exists; or all matching
+            operators were defined in C++.
 
     Example:
         >>> import torch, torchop
@@ -178,7 +177,7 @@ def accelerate(*patterns: str) -> Acceleration:
         ...     negate(torch.ones(2))
         tensor([-1., -1.])
 
-    The idea is that of `functools.singledispatch`: decide once, so that a call is a look-up.
+    Modelled on `functools.singledispatch`, which moves the decision from the call to registration.
     """
     global _stop_watching
     check_patterns("accelerate", patterns)
@@ -191,7 +190,7 @@ def accelerate(*patterns: str) -> Acceleration:
             switch.request(_adopt_all)
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)
-    except BaseException:  # such as a warning that the user made an error
+    except BaseException:  # for example a warning that a filter turned into an error
         acceleration.undo()
         raise
     return acceleration
@@ -205,14 +204,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def why_not(name: OpName) -> str | None:
-    """Return why calls of an operator are not native; None if torchop defined it."""
+    """Return why an operator's calls are not native; None for operators of torchop."""
     with registration_lock:
         if name not in defined_names():
             return _row(name, False).reason
         library = registries.published_library(str(name))
         if _is_ours(library or foreign_operators.defining_libraries().get(str(name))):
             return None
-        if not _is_wanted(name):
+        if not _is_matched(name):
             return f"it is not accelerated; torchop.accelerate({str(name)!r}) does that"
         return _row(name, True).reason or None
 
@@ -222,17 +221,17 @@ def _is_ours(library: torch.library.Library | None) -> bool:
 
 
 def _adopt_all() -> None:
-    """Accelerate the matching operators that exist."""
+    """Accelerate all registered operators that match."""
     if switch.native_module() is None:
         return
-    wanted = filter(_is_wanted, defined_names())
+    wanted = filter(_is_matched, defined_names())
     matching = {name: registries.published_library(str(name)) for name in wanted}
     defining = foreign_operators.defining_libraries() if None in matching.values() else {}
     for name, library in matching.items():
         _adopt(name, library or defining.get(str(name)))
 
 
-def _is_wanted(name: OpName) -> bool:
+def _is_matched(name: OpName) -> bool:
     return any(acceleration._matches(name) for acceleration in _active)
 
 
@@ -242,18 +241,18 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
 
 
 def _defined(library: torch.library.Library, qualname: str) -> None:
-    """Accelerate an operator that was just defined, if it matches."""
-    # PyTorch reports an invalid name.
+    """Accelerate a newly defined operator if it matches."""
+    # An invalid name raises here; PyTorch reports it.
     with contextlib.suppress(ValueError), registration_lock:
         name = OpName.parse(qualname)
-        if _is_wanted(name) and not _is_ours(library):
+        if _is_matched(name) and not _is_ours(library):
             _adopt(name, library)
 
 
-def _forget_unmatched() -> None:
+def _release_unmatched() -> None:
     global _stop_watching
     for name in list(table.accelerated):
-        if not _is_wanted(name):
+        if not _is_matched(name):
             table.release(name)
     if not _active and _stop_watching is not None:
         _stop_watching()
@@ -264,7 +263,7 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
     reason: str | None
     if not is_of_python:
         reason = "it was defined in C++"
-    elif not _is_wanted(name):
+    elif not _is_matched(name):
         reason = "the acceleration was undone"
     elif switch.native_module() is None:
         reason = api.why_missing()
@@ -273,7 +272,7 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
     elif (calls := table.accelerated.get(name)) is None:
         reason = _problems.get(name) or "it was deregistered"
     else:
-        calls.outdate()  # registrations of other packages do not outdate it
+        calls.outdate()  # other packages may have registered kernels without notice
         calls()
         reason = calls.problem
     constants = find_schema(name).constants

@@ -1,4 +1,4 @@
-"""Patterns of operator names: the operators that they match, and messages about mistakes."""
+"""Match operator names against patterns, and explain patterns that match nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchop.extend import OpName, short_repr, short_text
 
 Value = TypeVar("Value")
 
-# Namespaces that `*` does not match.
+# Namespaces that wildcards do not match.
 _INTERNAL = naming.RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
 
 
 def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
-    """Reject patterns that can match no name, and an empty list; `caller` is for messages."""
+    """Raise if no pattern was given or one is invalid. `caller` is the function in the message."""
     if not patterns:
         raise ValueError(
             f'{caller}() got no pattern; name the operators, such as {caller}("mylib::*"), or '
@@ -33,45 +33,45 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
                 f"{type(pattern).__name__}: {short_repr(pattern)}.{_instead_of(caller, pattern)}"
             )
         if not naming.is_pattern(pattern):
-            # PyTorch prints names of operators with dots.
+            # Accept the spellings that PyTorch prints, such as torch.ops.mylib.crop.
             namespace, *name = re.split("[.:]", pattern.removeprefix("torch.ops."), maxsplit=1)
             meant = f"{namespace or 'mylib'}::{''.join(name) or '*'}"
             raise ValueError(
                 f"{caller}({short_repr(pattern)}): no operator name can match that, because "
-                f"every name has the form namespace::name; write {short_repr(meant)}"
+                f"names have the form namespace::name. Write {short_repr(meant)}"
                 + (" for a whole namespace." if meant.endswith("*") else ".")
             )
 
 
 def is_match(name: OpName, pattern: str) -> bool:
     """Return whether a pattern matches an operator."""
-    # Internal operators of PyTorch and torchop match only a pattern that names their namespace.
+    # Internal operators match only if the pattern starts with their namespace.
     if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
         return False
     if not naming.is_match(name, pattern):
         return False
-    return naming.is_name(name, pattern) or not _is_companion(name)
+    return naming.is_name(name, pattern) or not _is_helper(name)
 
 
-def _is_companion(name: OpName) -> bool:
-    """Return whether torchop defined an operator that stands for another one in graphs."""
+def _is_helper(name: OpName) -> bool:
+    """Return whether an operator is a helper operator of torchop for compiled graphs."""
     definition = own_definition(None, name)
     return definition is not None and definition.declaration.is_companion
 
 
 def value_for(name: OpName, by_pattern: Mapping[str, Value]) -> Value | None:
-    """Return the value of the first pattern that matches an operator, or None."""
+    """Return the value of the first matching pattern; None if none matches."""
     return next((value for key, value in by_pattern.items() if is_match(name, key)), None)
 
 
 def why_nothing_matches(caller: str, pattern: str) -> str | None:
-    """Return the message for a pattern that matches no registered operator, or None."""
+    """Return a message if no registered operator matches a pattern, else None."""
     names = defined_names()
 
     def holds_match(names: Iterable[OpName]) -> bool:
         return any(is_match(name, pattern) for name in names)
 
-    # Last, because listing all names is slow.
+    # `all_names` is slow, so it is last.
     if pattern == "*" or holds_match(names) or holds_match(all_names()):
         return None
     hint = _nearest(pattern, names)
@@ -79,9 +79,10 @@ def why_nothing_matches(caller: str, pattern: str) -> str | None:
 
 
 def why_nothing_to_accelerate(patterns: tuple[str, ...]) -> Iterator[str]:
-    """Yield messages for patterns that match nothing and are probably wrong.
+    """Yield a warning for each pattern that is probably a mistake.
 
-    An unknown namespace that resembles no other belongs to a package that is imported later.
+    A pattern for an unknown namespace is valid: its package may be imported later. It is reported
+    only if a registered namespace has a similar name.
     """
     names, matching = defined_names(), []
     for pattern in patterns:
@@ -99,7 +100,7 @@ def why_nothing_to_accelerate(patterns: tuple[str, ...]) -> Iterator[str]:
         count = sum(any(is_match(name, each) for each in matching) for name in of_cpp)
         shown = short_text(", ".join(map(repr, matching)))
         yield (
-            f"accelerate({shown}) accelerates nothing, because all operators that match ({count}) "
+            f"accelerate({shown}) accelerates nothing, because all {count} matching operators "
             "were defined in C++."
         )
 
@@ -110,17 +111,17 @@ def all_names() -> Iterator[OpName]:
 
 
 def defined_names() -> set[OpName]:
-    """Return the names of the operators that were defined in Python."""
+    """Return the names of all operators defined in Python."""
     return set(map(OpName.parse, operators.defined_in_python()))
 
 
 def _instead_of(caller: str, value: object) -> str:
-    """Return advice for a value that is not a pattern, or an empty string."""
+    """Return a hint for common mistakes, or an empty string."""
     if isinstance(value, ModuleType):
         return (
-            " Only a recording tells which operators of a package are called: use "
-            f"torchop.record({value.__name__}) and accelerate(*recorded), or pass the namespace of "
-            "the package."
+            " A module does not list the operators that it calls: record them with "
+            f"torchop.record({value.__name__}) and call accelerate(*recorded), or pass the "
+            "namespace of the package."
         )
     if isinstance(value, list | tuple | set | Mapping):
         return f" To pass several names, unpack them: {caller}(*names)."
@@ -128,12 +129,12 @@ def _instead_of(caller: str, value: object) -> str:
 
 
 def _nearest(pattern: str, names: set[OpName]) -> str:
-    """Return the names that a pattern may mean, as the end of a sentence."""
+    """Return a suggestion for a pattern without a match, to append to a message."""
     meant = pattern.strip("^$").replace(".*", "*")
     is_meant = meant != pattern and any(is_match(name, meant) for name in all_names())
     if is_meant or not set("^$|()+{}\\").isdisjoint(pattern):
         example = repr(meant) if is_meant else "'mylib::*' or 'mylib::sca?e'"
-        return f"; patterns are like those of file names, not regular expressions: write {example}"
+        return f"; patterns use wildcards, not regular expressions: write {example}"
     namespace = pattern.partition("::")[0]
     namespaces = {name.namespace for name in names}
     if namespace in namespaces:

@@ -210,7 +210,7 @@ class Definition:
         declared = self.declaration.residuals
         if declared is None or function is self.function:  # which the definition has made one
             return function
-        return cast("Callable[..., Any]", declared.handing_over(function))
+        return cast("Callable[..., Any]", declared.wrap(function))
 
     @property
     def entry(self) -> Any:

@@ -68,7 +68,7 @@ def declare(
     devices = known_devices(name, device_types)
     saved = declare_residuals(name, function, residuals)
     if saved is not None:
-        function = saved.handing_over(function)
+        function = saved.wrap(function)
     all_tags = checked_tags(name, tags)
     parsed, kernel, convention = declared_schema(name, function, schema, mutates_args, all_tags)
     check_no_generator(what, function, parsed)

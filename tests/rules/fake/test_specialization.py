@@ -98,4 +98,4 @@ def test_accelerate_lists_them(namespace: str) -> None:
     with torchop.accelerate(f"{namespace}::*") as acceleration:
         (row,) = acceleration.operators
         assert row.constants == ("ns",)
-        assert "compiled again for each value of ns" in str(acceleration)
+        assert "compiles it again for each value of ns" in str(acceleration)

@@ -166,7 +166,7 @@ def test_a_kernel_that_forgets_a_residual_that_is_no_tensor(namespace):
         save_nothing,
         {"count": int},
     )
-    with pytest.raises(torchop.ResultError, match="returned 0 of its 1 residuals"):
+    with pytest.raises(torchop.ResultError, match="returned 0 of 1 residuals"):
         op(leaf())
 
 

@@ -197,8 +197,8 @@ def test_a_rule_that_does_not_tell_is_refused(namespace, rule, calls, dimensions
     made.op.register_vmap(lambda info, in_dims, x: rule(made.op, x))
     assert vmap(made.op)(X[0]).shape == (3,)
     message = (
-        rf"^{made.name}: a call in vmap records .*residuals\(\(output, out_dims\), softmax, "
-        rf"sizes\), .* Calls: 1 required, got {calls}; .*: 2 required, got {dimensions}\. .* "
+        rf"^{made.name}: the vmap rule must .*residuals\(\(output, out_dims\), softmax, sizes\), "
+        rf".* called the operator {calls} times and returned {dimensions} of 2 dimensions\. .* "
         rf"'{made.name}__with_residuals', .*'sequential'"
     )
     with pytest.raises(torchop.ResultError, match=message):
@@ -249,8 +249,8 @@ def wrong_dimension(op, x):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (wrong_none, r"returns None as .* 'softmax'\. .* shape \[2, 4\], .* returns \[4\] for one"),
-        (wrong_dimension, r"returns 0 as .* 'sizes'\. .* shape \[2\], .* returns \[2\] for one"),
+        (wrong_none, r"returns None as .* 'softmax', .* shape \[2, 4\]\. .* returns shape \[4\]"),
+        (wrong_dimension, r"returns 0 as .* 'sizes', .* shape \[2\]\. .* returns shape \[2\]"),
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True])
@@ -261,7 +261,7 @@ def test_a_wrong_dimension_of_a_residual_is_refused(namespace, rule, message, co
     function = vmap(grad(made.op))
     if compiled:
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=rf"{made.name}: a call in vmap records .*{message}") as why:
+    with pytest.raises(Exception, match=rf"{made.name}: the vmap rule {message}") as why:
         function(X[0, :2])
     assert compiled or type(why.value) is torchop.ResultError
     assert vmap(made.op)(X[0, :2]).shape == (2,)

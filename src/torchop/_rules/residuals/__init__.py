@@ -1,4 +1,4 @@
-"""Residuals: results of kernels that only the backward uses, and callers do not get."""
+"""Residuals: additional kernel results that only the backward uses."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torchop._schema.naming import OpName
 def declare_residuals(
     name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None
 ) -> Any:
-    """Check the residuals of an operator that is being defined; return None if it has none.
+    """Validate the residuals of a new operator. Return None if it has none.
 
     Args:
         name: the operator.
-        function: its kernel, whose annotation may declare residuals.
-        types: the types of the residuals by name, or None.
+        function: the kernel. Its return annotation may declare residuals.
+        types: the `residuals` argument of the user: residual types by name, or None.
     """
     types = declared_types(name, function, types)
     if types is None:
         return None
-    from torchop._rules.residuals.declared import Declared  # start-up time: few operators have any
+    from torchop._rules.residuals.declared import Declared  # rarely used
 
     return Declared(name, types)
 
 
 def residual_count(op: OpLike) -> int:
-    """Return how many residuals an operator has in graphs; 0 for operators of others."""
+    """Return the number of residuals in compiled graphs; 0 if torchop did not define `op`."""
     definition = own_definition(None, op_name(op, "residual_count"))
     declared = None if definition is None else definition.declaration.residuals
     return 0 if declared is None else len(declared.schema.returns)

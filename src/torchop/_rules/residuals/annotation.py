@@ -12,14 +12,13 @@ from torchop._schema.naming import OpName
 
 
 class Residuals:
-    """What a kernel returns for the backward alone, in the annotation of its result.
+    """Declares the residuals of an operator in the return annotation of its kernel.
 
-    It stands in `Annotated`, which type checkers read as the type of the result. So do `custom_op`
-    and the class form: the schema and `inspect.signature` of the handle have the result alone. It
-    is another way to write `residuals=`.
+    Use it as metadata of `typing.Annotated`, as an alternative to the `residuals` argument of
+    `custom_op`. The schema and the signature of the operator contain the result type only.
 
     Args:
-        types: the types of the residuals, by their names.
+        types: the residual types by name.
 
     Example:
         >>> import torch, torchop
@@ -47,18 +46,18 @@ class Residuals:
 def declared_types(
     name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Return the types of an operator's residuals; None if it has none."""
+    """Return the residual types by name, from the annotation or from `types`; None if neither."""
     declared = [each for each in _annotated(function)[1:] if isinstance(each, Residuals)]
     if len(declared) + (types is not None) > 1:
         raise SchemaError(
-            f"{name}: its residuals are declared more than once: {', '.join(map(repr, declared))} "
-            "in the annotation of the result, beside another of these or residuals=. Keep one."
+            f"{name}: residuals are declared more than once: {', '.join(map(repr, declared))} in "
+            "the return annotation, in addition to another declaration. Keep one."
         )
     return declared[0].types if declared else types
 
 
-def show_output_alone(kernel: Any, function: Callable[..., Any]) -> None:
-    """Remove the residuals from the signature of a kernel made from the author's function."""
+def hide_residuals(kernel: Any, function: Callable[..., Any]) -> None:
+    """Remove the residuals from the signature of a wrapped kernel."""
     annotated = _annotated(function)
     alone = tuple(each for each in annotated if not isinstance(each, Residuals))
     if len(alone) < len(annotated):
@@ -70,6 +69,6 @@ def _annotated(function: Callable[..., Any]) -> tuple[Any, ...]:
     """Return the type of a function's result, followed by its `Annotated` metadata."""
     try:
         written = signatures.written_result(function)
-    except SchemaError:  # is raised again where a schema is inferred from it
+    except SchemaError:  # schema inference will raise it again
         return (None,)
     return get_args(written) if get_origin(written) is Annotated else (written,)

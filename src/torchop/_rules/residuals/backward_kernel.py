@@ -1,8 +1,8 @@
-"""Backward kernels: the gradients of an operator from one function, itself an operator.
+"""The `backward_kernel` option: a function that computes gradients becomes an operator.
 
-The names of the function's parameters say what a call saves for it, so no `setup_context` is
-written. The operator, `name__backward_kernel`, has kernels, rules and a place in profiles like any
-other. Without a formula of its own, a second derivative raises the error of such operators.
+Its parameter names select the values to save, so no `setup_context` is needed. The operator
+`name__backward_kernel` accepts kernels and rules like any other. A double backward needs a formula
+for it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torchop._schema.declared import declared_schema
 from torchop._schema.schema import Argument
 
 KIND = "backward_kernel"
-# The attribute of a library that holds the backward kernels, by the name of the operator. They live
-# as long as the library.
+# Attribute of a `Library` with the backward kernels by operator name. They live as long as the
+# library.
 _ATTRIBUTE = "_torchop_backward_kernels"
 
 
 class BackwardKernel:
-    """What a function of gradients and saved values takes, and the formula that calls it."""
+    """The signature of a backward kernel, its operator, and the formula that calls it."""
 
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
@@ -41,16 +41,16 @@ class BackwardKernel:
         check_callable(what, function)
         signature = signatures.signature(function)
         schema = definition.schema
-        # The places of the results that have a gradient: numbers have none.
+        # Indices of the results that have a gradient.
         self.results = [n for n, kind in enumerate(schema.returns) if "Tensor" in kind]
         self.count = len(self.results)
-        # The arguments that have a gradient, in the order in which the function returns them.
+        # The arguments that have a gradient, in the order of the returned gradients.
         self.differentiated = [a for a in schema.positional if a.holds_tensors]
         names = list(signature.parameters)
         if len(names) < self.count:
             raise RuleSignatureError(
-                f"{what} is called with the gradient of each result, {self.count} here, but takes "
-                f"{len(names)} arguments; {definition} is {schema}."
+                f"{what} takes {len(names)} arguments, but it is called with one gradient for each "
+                f"result, {self.count} in total. {definition} is {schema}."
             )
         self._check_saved(names[self.count :])
         by_name = {n for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
@@ -60,7 +60,7 @@ class BackwardKernel:
         self._declare(function, signature)
 
     def _check_saved(self, names: Sequence[str]) -> None:
-        """Refuses parameters that are neither an argument, the output, nor a residual."""
+        """Raise if a parameter is not an argument, an output or a residual."""
         schema, declared = self.definition.schema, self.definition.declaration.residuals
         structure = self.definition.structure
         arguments = schema.arguments if structure is None else structure.parameters
@@ -72,15 +72,14 @@ class BackwardKernel:
         for name in names:
             if name not in known:
                 raise RuleSignatureError(
-                    f"{self.what}: the parameter {name!r} is neither an argument, nor a residual, "
-                    f"nor the output. It is called with {self.count} "
-                    f"gradient{'s' * (self.count > 1)}, and then with what it names of "
-                    f"{', '.join(known)}."
+                    f"{self.what}: the parameter {name!r} is not an argument, a residual or the "
+                    f"output. The parameters are {self.count} gradient{'s' * (self.count > 1)}, "
+                    f"followed by any of {', '.join(known)}."
                 )
         self.residuals = [n for n in names if n in residuals and n not in self.arguments]
 
     def _check_returned(self, returned: Any) -> list[bool]:
-        """Whether None may stand for zeros, for each of the gradients."""
+        """Check the return annotation. Return for each gradient whether it may be None (zeros)."""
         each = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
         stripped = [types.strip_optional(annotation) for annotation in each]
         if len(each) != len(self.differentiated) or not all(
@@ -89,18 +88,18 @@ class BackwardKernel:
         ):
             names = ", ".join(a.name for a in self.differentiated)
             raise RuleSignatureError(
-                f"{self.what} must be annotated to return a Tensor for each tensor of the "
-                f"arguments ({names}), or Tensor | None where None stands for zeros, and "
-                f"list[Tensor] or list[Tensor | None] for a list; got {types.spell(returned)}."
+                f"{self.what} must be annotated to return a Tensor for each tensor argument "
+                f"({names}), or Tensor | None if None means zeros. For a list of tensors, use "
+                f"list[Tensor] or list[Tensor | None]. Got {types.spell(returned)}."
             )
         return [is_optional for _, is_optional in stripped]
 
     def _declare(self, function: Callable[..., Any], signature: Any) -> None:
-        """Infers the schema of the operator, and how the author's functions for it are called."""
+        """Infer the schema and the calling convention of the operator."""
         each = [list[Tensor] if a.is_tensor_list else Tensor for a in self.differentiated]
         returned = tuple[tuple(each)] if len(each) > 1 else each[0]  # type: ignore[misc]
 
-        kernel = self.filling(function)
+        kernel = self.fill_zeros(function)
         kernel.__signature__ = signature.replace(return_annotation=returned)
         name = self.definition.name
         name = name._replace(name=f"{name.name}__{KIND}")
@@ -112,59 +111,59 @@ class BackwardKernel:
         grads = [argument.kind for argument in self.schema.positional[: self.count]]
         if not all(map(_is_gradient_of, grads, (returns[place] for place in self.results))):
             raise RuleSignatureError(
-                f"{self.what}: its first parameters are the gradients of the results, annotated "
-                "as Tensor, as list[Tensor] for a list, and as Tensor | None for a result that may "
-                f"be None; {self.definition} is {self.definition.schema}."
+                f"{self.what}: the first parameters must be the gradients of the results, "
+                "annotated as Tensor, as list[Tensor] for a list, or as Tensor | None for a result "
+                f"that may be None. {self.definition} is {self.definition.schema}."
             )
         taken = {argument.name for argument in self.schema.arguments}
         for argument in self.differentiated:
             if _may_hold_none(argument) and argument.name not in taken:
                 raise RuleSignatureError(
-                    f"{self.what}: {argument.name!r} may hold None, and its gradient has an entry "
-                    "for each tensor in it. Give the backward kernel the parameter "
-                    f"{argument.name!r}."
+                    f"{self.what}: {argument.name!r} may contain None, so the number of gradients "
+                    f"depends on it. Add the parameter {argument.name!r} to the backward kernel."
                 )
 
     def define(self) -> Definition:
-        """Defines the operator, in place of that of an earlier backward kernel.
+        """Define the operator, replacing an earlier backward kernel.
 
-        If both take the same, the operator stays, with its other rules, because graphs call it.
+        If the earlier kernel is interchangeable, keep its operator and other rules, because
+        compiled graphs may call it, and register this function as its kernel.
         """
         definition = self.definition
         kernels: dict[str, Any] = definition.library.__dict__.setdefault(_ATTRIBUTE, {})
         before = kernels.get(str(definition))
-        if before is not None and self._takes_the_place_of(before.convention.of):
+        if before is not None and self._can_replace(before.convention.of):
             register_kernel(before.overload, None, self.kernel)
             return typing.cast(Definition, before)
         if before is not None:
             before.end(f"{definition} has another backward kernel.")
-        # The calls that it is the backward of, by whose sharding rule gradients are placed.
+        # Sharding rules place the gradients like the inputs and results of `origin`.
         origin = definition
         if self.residuals:
-            origin = definition.declaration.residuals.training_form(definition).companion
+            origin = definition.declaration.residuals.training_form(definition).helper
         text = self.schema.written
-        kernels[str(definition)] = companion = define_companion(
+        kernels[str(definition)] = helper = define_companion(
             definition,
             KIND,
             text[text.index("(") :],
             self.kernel,
             self._fake,
             origin=origin,
-            convention=typing.cast(Convention, _Filling(self)),
+            convention=typing.cast(Convention, _ZeroFillingConvention(self)),
         )
-        companion.rule(VmapRule).register(SEQUENTIAL)  # until the author registers a better one
-        return companion
+        helper.rule(VmapRule).register(SEQUENTIAL)  # default; the author may register another rule
+        return helper
 
-    def _takes_the_place_of(self, other: BackwardKernel) -> bool:
-        """Whether compiled graphs, which call the operator of another one, can run this one."""
+    def _can_replace(self, other: BackwardKernel) -> bool:
+        """Return whether graphs that call the operator of `other` can run this kernel."""
         is_flat = self.convention.structure is other.convention.structure is None
-        if self.definition is not other.definition:  # another library defined the operator again
+        if self.definition is not other.definition:  # the operator was redefined
             return False
         one, two = ((k.schema.written, k.are_optional, k.residuals) for k in (self, other))
         return is_flat and one == two
 
-    def filling(self, function: Callable[..., Any]) -> Any:
-        """A kernel that returns what the author's does, with zeros for None."""
+    def fill_zeros(self, function: Callable[..., Any]) -> Any:
+        """Wrap an author's kernel so that zeros replace the gradients that are None."""
 
         @functools.wraps(function)
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -173,7 +172,7 @@ class BackwardKernel:
                 args, kwargs = self.convention.structure.flat_arguments(*args, **kwargs)
             each = gradients if isinstance(gradients, tuple) else (gradients,)
             if len(each) != len(self.differentiated):
-                return gradients  # what the check of results refuses
+                return gradients  # the result check will raise
             return self._with_zeros(each, args, kwargs)
 
         return kernel
@@ -185,14 +184,14 @@ class BackwardKernel:
             if name not in taken and not is_optional:
                 op = f"{self.definition}__{KIND}"
                 raise MissingFakeError(
-                    f"{op}: the gradient of {name!r} looks like {name!r}, which "
-                    "the backward kernel does not take. Give it this parameter, or write "
-                    f"torchop.register_fake({op!r}, fake), with the parameters of the kernel."
+                    f"{op}: no fake kernel is registered, and the default one needs {name!r} to "
+                    f"create its gradient. Add the parameter {name!r} to the backward kernel, or "
+                    f"register one, torchop.register_fake({op!r}, fake), with the same parameters."
                 )
         return self._with_zeros([None] * len(self.differentiated), args, kwargs)
 
     def _with_zeros(self, gradients: Sequence[Any], args: Any, kwargs: Any) -> Any:
-        """Gradients without None, as far as the arguments that they look like are taken."""
+        """Replace None by zeros like the argument, if the kernel takes that argument."""
         names = (argument.name for argument in self.schema.positional)
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         likes = (values.get(argument.name) for argument in self.differentiated)
@@ -200,13 +199,13 @@ class BackwardKernel:
         return filled if len(filled) > 1 else filled[0]
 
     def formula(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The backward and the `setup_context` of the operator, on arguments of its schema."""
-        companion = self.define()
+        """Return `backward` and `setup_context`, which take arguments of the operator's schema."""
+        helper = self.define()
         count, of_operator = self.count, self.definition.convention
         inputs = self.definition.schema.positional
         taken = [argument.name for argument in self.schema.positional[count:]]
-        # Of each argument that has a gradient, its place, and that of a list that may hold None
-        # among the saved values.
+        # For each argument with a gradient: its index, and if it is a list that may contain None,
+        # also the index of its saved value.
         places = [
             (inputs.index(a), taken.index(a.name) if _may_hold_none(a) else None)
             for a in self.differentiated
@@ -220,7 +219,7 @@ class BackwardKernel:
             known = dict(zip(self.outputs, results, strict=True))
             known |= {name: getattr(residuals, name) for name in self.residuals}
             known |= {**dict(zip(self.arguments, objects, strict=False)), **named}
-            # The results stand for their gradients, which look like these.
+            # `flat_arguments` needs values for the gradients. The results have the same types.
             grads = [results[place] for place in self.results]
             args: Any = (*grads, *[known[name] for name in self.positional])
             kwargs = {name: known[name] for name in self.keywords}
@@ -233,7 +232,7 @@ class BackwardKernel:
             values = [v.read(saved) if type(v) is _Saved else v for v in ctx.passed]
             named = dict(zip(by_name, values[by_position:], strict=True))
             taken_grads = [grads[place] for place in self.results]
-            returned = companion.overload(*taken_grads, *values[:by_position], **named)
+            returned = helper.overload(*taken_grads, *values[:by_position], **named)
             gradients: list[Any] = [None] * len(inputs)
             each = returned if len(places) > 1 else (returned,)
             for (place, saved_place), gradient in zip(places, each, strict=True):
@@ -248,8 +247,8 @@ class BackwardKernel:
         return backward, _setup_context(save, has_keywords, bool(self.residuals))
 
 
-class _Filling(typing.NamedTuple):
-    """The convention of the operator; None stands for zeros in kernels that are registered too."""
+class _ZeroFillingConvention(typing.NamedTuple):
+    """The operator's calling convention. Registered kernels, too, may return None for zeros."""
 
     of: BackwardKernel
 
@@ -258,15 +257,15 @@ class _Filling(typing.NamedTuple):
 
     def kernel(self, function: Callable[..., Any], /) -> Callable[..., Any]:
         is_filled = function is self.of.kernel
-        return self.of.convention.kernel(function if is_filled else self.of.filling(function))
+        return self.of.convention.kernel(function if is_filled else self.of.fill_zeros(function))
 
     def fake(self, function: Callable[..., Any], /) -> Callable[..., Any]:
         is_declared = getattr(function, "is_declared", False)
-        return self.of.convention.fake(function if is_declared else self.of.filling(function))
+        return self.of.convention.fake(function if is_declared else self.of.fill_zeros(function))
 
 
 def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
-    """Return whether an annotation is that of the gradient of an argument."""
+    """Return whether an annotation is valid for the gradient of an argument."""
     if not argument.is_tensor_list:
         return annotation is Tensor
     item, _ = types.strip_optional(next(iter(typing.get_args(annotation)), None))
@@ -274,20 +273,21 @@ def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
 
 
 def _is_gradient_of(kind: str, result: str) -> bool:
-    """Return whether a parameter of this kind takes the gradient of a result of the other kind."""
-    expected = "Tensor" if result == "Tuple[Tensor]" else result  # autograd sees the one tensor
+    """Return whether a parameter of type `kind` accepts the gradient of a result."""
+    # Autograd returns the only tensor of a one-element tuple.
+    expected = "Tensor" if result == "Tuple[Tensor]" else result
     return kind in (expected, f"Optional[{expected}]")
 
 
 def _may_hold_none(argument: Argument) -> bool:
-    """Return whether an argument is a list of tensors in which some may be None."""
+    """Return whether an argument is a list of optional tensors."""
     return "List[Optional[" in argument.kind
 
 
 def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
-    """A gradient with zeros for None, as far as it is known what it looks like.
+    """Replace None in a gradient by zeros like the argument `like`, if it is given.
 
-    A list has no entry for an entry of the argument that is None: an operator returns tensors.
+    Schemas cannot return lists with None, so entries for None in the argument are dropped.
     """
     if not argument.is_tensor_list:
         return torch.zeros_like(like) if gradient is None and like is not None else gradient
@@ -303,13 +303,13 @@ def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
 
 
 def _with_none(gradients: Sequence[Tensor], inputs: Any) -> list[Tensor | None]:
-    """Put None in the place of each input that is None, for which `_filled` has no gradient."""
+    """Insert None for each input that is None. This reverses the dropping in `_filled`."""
     rest = iter(gradients)
     return [None if tensor is None else next(rest) for tensor in inputs or ()]
 
 
 class _Saved(typing.NamedTuple):
-    """Stands for a saved tensor, or for a list of so many."""
+    """Placeholder for a saved tensor, or for `length` tensors in a list."""
 
     length: int | None
 
@@ -323,7 +323,7 @@ _TENSOR = _Saved(None)
 
 
 def _saved(ctx: Any, values: Sequence[Any]) -> list[Any]:
-    """Saves the tensors among values; returns these with what stands for them."""
+    """Save the tensors in `values` on `ctx`. Return the values with placeholders for tensors."""
     tensors: list[Any] = []
     passed: list[Any] = []
     for value in values:

@@ -1,4 +1,4 @@
-"""The declaration of an operator's residuals, and the checks of residuals against it."""
+"""The residuals that an operator declares, and the checks of kernels against the declaration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torchop._rules.residuals.handover import (
     Request,
     as_tuple,
     author_of,
-    handing_over,
     in_native_calls,
+    wrap_kernel,
 )
 from torchop._rules.residuals.training import follow_rule, training_form
 from torchop._schema.declared import declared_schema
@@ -32,8 +32,8 @@ class Declared:
     """The declared residuals of one operator.
 
     Attributes:
-        named: the class of the object that `setup_context` gets.
-        schema: a schema without arguments that returns the residuals as they are in graphs.
+        named: the namedtuple class whose instance `setup_context` receives.
+        schema: a schema without arguments that returns the flattened residuals.
     """
 
     def __init__(self, name: OpName, types: Mapping[str, Any]) -> None:
@@ -60,40 +60,40 @@ class Declared:
         self._are_tensors = set(self.schema.returns) == {"Tensor"} and self.structure is None
 
     def check_operator(self, schema: Schema) -> None:
-        """Reject operators that cannot have residuals."""
+        """Raise SchemaError if the operator cannot have residuals."""
         if not schema.is_functional or not schema.returns:
             raise SchemaError(
-                f"{self.op}: residuals are for functional operators, which return fresh tensors "
-                f"and mutate nothing; got {schema}. Define such an operator; derive_inplace() and "
-                "derive_out() of its handle make the forms that write."
+                f"{self.op}: residuals require a functional operator, which returns fresh tensors "
+                f"and mutates nothing; got {schema}. Define a functional operator, and derive the "
+                "mutable forms with derive_inplace() and derive_out() of its handle."
             )
 
-    def handing_over(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a kernel or rule, so that it returns the result and stores the residuals."""
-        return handing_over(function, self) if callable(function) else function
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a kernel or rule so that it passes on its residuals and returns the result only."""
+        return wrap_kernel(function, self) if callable(function) else function
 
     def author_of(self, kernel: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return the author's function if `handing_over` made the kernel from it, else None."""
+        """Return the function that `wrap` wrapped; None if `kernel` is not wrapped."""
         return author_of(kernel, self)
 
     def in_plan(self, native: Any, formula: Any) -> tuple[Any, ...]:
-        """Return the `Residuals` of a plan (residuals.h), with which the author's function runs."""
+        """Return the fields of `Residuals` in residuals.h, for native calls."""
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
-        # In a native call, `checking` would not see the call of `setup_context`.
+        # Native calls call `setup_context` directly, which `torchop.checking` could not observe.
         is_checked = checking.is_watching()
         asks = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)
         )
-        handed = self.named, functools.partial(Request, self), count
-        return *in_native_calls(native), *handed, *(asks or [None] * 3)
+        fields = self.named, functools.partial(Request, self), count
+        return *in_native_calls(native), *fields, *(asks or [None] * 3)
 
     training_form = staticmethod(training_form)
     follow_rule = staticmethod(follow_rule)
 
     @property
     def spelled(self) -> str:
-        """The return statement of a kernel, for messages."""
+        """The required return expression of a kernel, for messages."""
         return f"torchop.residuals(output, {', '.join(self.named._fields)})"
 
     def flat(self, request: Request) -> tuple[Any, ...]:
@@ -101,10 +101,10 @@ class Declared:
         saved = request.saved or ()
         if len(saved) != len(self.named._fields):
             raise ResultError(
-                f"{self.op}: where torchop.records_gradient() is True, every kernel and fake "
-                f"kernel must return {self.spelled}, but the one that ran returned "
-                f"{len(saved)} of its {len(self.named._fields)} residuals. A declared "
-                "fake kernel, register_fake(like=...), has none; register a function."
+                f"{self.op}: the kernel returned {len(saved)} of {len(self.named._fields)} "
+                f"residuals. If torchop.records_gradient() is True, every kernel and fake kernel "
+                f"must return {self.spelled}. A declared fake kernel, register_fake(like=...), "
+                "returns none; register a function instead."
             )
         values: Any = saved if len(saved) > 1 else saved[0]
         if self.structure is not None:
@@ -114,7 +114,7 @@ class Declared:
         return as_tuple(self.schema, values)
 
     def rebuilt(self, flat: Sequence[Any]) -> Any:
-        """Return the object that `setup_context` gets, from flat residuals."""
+        """Return the object for `setup_context`, from flattened residuals."""
         values: Any = tuple(flat) if len(flat) > 1 else flat[0] if flat else None
         if self.structure is not None:
             values = self.structure.rebuilt_result(values)
@@ -123,7 +123,7 @@ class Declared:
     def check_fresh(
         self, of: Schema, args: Sequence[Any], kwargs: dict[str, Any], output: Any, flat: Any
     ) -> None:
-        """Reject residuals that share memory: compilers assume that they do not."""
+        """Raise AliasError if a residual shares memory, because compilers assume that none does."""
         tensors = list(tensors_in(flat))
         others = list(tensors_in(output if isinstance(output, tuple) else (output,)))
         if len(set(map(id, tensors))) == len(tensors) and all(
@@ -137,8 +137,8 @@ class Declared:
             where = taken.get(storage_of(tensor))
             if where is not None:
                 raise AliasError(
-                    f"{self.op}: a residual shares memory with {where}. It must be a fresh tensor, "
-                    "because compilers rely on it: return a copy, .clone(). A setup_context gets "
-                    "the inputs and the output anyway."
+                    f"{self.op}: a residual shares memory with {where}, but compilers rely on "
+                    "fresh tensors. Return a copy, .clone(), or drop the residual: setup_context "
+                    "receives the inputs and the output anyway."
                 )
             taken[storage_of(tensor)] = "another one"

@@ -1,4 +1,9 @@
-"""Passing residuals from a kernel to the call that records a gradient."""
+"""Pass residuals from the kernel to the call that records a gradient.
+
+Between the two lie the dispatcher and possibly the choice of a provider, which only return results
+of the schema. The call therefore stores a `Request` for its thread, and the wrapped kernel stores
+the residuals in it.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +13,16 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from torchop._core.definition import Definition
-from torchop._rules.residuals.annotation import show_output_alone
+from torchop._rules.residuals.annotation import hide_residuals
 from torchop._schema.schema import Schema
 
 Output = TypeVar("Output")
 
 
 class Returned:
-    """The result of a kernel, and its residuals."""
+    """The return value of `torchop.residuals`: a result with its residuals."""
 
-    __slots__ = ("output", "saved")  # set by `_returned`: a call of __init__ would double the time
+    __slots__ = ("output", "saved")  # `_returned` assigns them; __init__ would double the time
     __module__ = "torchop"  # for messages
     _torchop_fix = " Only operators that declare residuals return them, around the whole result."
 
@@ -29,27 +34,28 @@ Returned.__name__ = "residuals(...)"
 
 
 def residuals(output: Output, /, *saved: Any) -> Output:
-    """Returns a result from a kernel, with what only the backward needs of it.
+    """Return a result together with residuals: values that only the backward needs.
 
-    Kernels and fake kernels of an operator return it whose definition declares residuals, with
-    `residuals=` or in the annotation of the result: see `Residuals`. Callers
-    get `output`; the `setup_context` of `register_autograd` gets the rest as `residuals`, if it has
-    a parameter of this name. Where no gradient is recorded, the rest is dropped, and a kernel need
-    not compute it: see `records_gradient`. A vmap rule, which calls the operator, returns
-    `torchop.residuals((output, out_dims), ...)` with the dimension that is mapped over of each
-    residual, or None. The fake kernel tells whether that is right, so None needs one.
+    Use it in kernels and fake kernels of an operator that declares residuals, with `residuals=` or
+    with `Residuals` in the return annotation. Callers of the operator get `output`. A
+    `setup_context` with a parameter `residuals` gets the residuals as attributes. They are dropped
+    if no gradient is recorded, so a kernel may skip computing them: see `records_gradient`.
+
+    A vmap rule returns `torchop.residuals((output, out_dims), ...)`, with the batch dimension of
+    each residual, or None if it has none. None is checked with the fake kernel, so one must be
+    registered.
 
     Args:
-        output: the result of the operator; in a vmap rule, the pair that it returns.
-        saved: the residuals, in the order of their declaration. They must not share memory with
-            inputs or results, as results must not.
+        output: the result of the operator. In a vmap rule, the pair that such a rule returns.
+        saved: the residuals, in the declared order. They must not share memory with inputs,
+            results or each other.
 
     Returns:
-        What the kernel returns; for type checkers, it is the result.
+        An object to return from the kernel. Its static type is the type of `output`.
 
     Raises:
-        AliasError: by the call: a residual shares memory with an input, a result or another one.
-        ResultError: by the call: the residuals are not those that are declared, or none are.
+        AliasError: raised by the call if a residual shares memory with another tensor.
+        ResultError: raised by the call if the residuals do not match the declaration.
 
     Example:
         >>> import torch, torchop
@@ -70,7 +76,7 @@ def residuals(output: Output, /, *saved: Any) -> Output:
         >>> x.grad
         tensor([0.5000, 0.5000])
 
-    The idea is that of the residuals of `jax.custom_vjp`.
+    Modelled on the residuals of `jax.custom_vjp`.
     """
     made: Output = _returned(output, saved)
     return made
@@ -82,30 +88,30 @@ def _returned(output: Any, saved: Any) -> Any:
     return made
 
 
-# By thread: the request for the next kernel, and whether the running kernel took a request. Only
-# threads that record a gradient have an entry, so an empty dictionary answers most questions.
+# Per thread: the request for the next kernel, and whether the running kernel fulfils a request.
+# Empty unless some thread records a gradient, which makes the common case a truth test.
 _recording: dict[int, tuple[Request | None, bool]] = {}
 _NOTHING = (None, False)
 
 
 def records_gradient() -> bool:
-    """Returns whether the call whose kernel runs is recorded for a backward that wants residuals.
+    """Return whether the running kernel must return residuals.
 
-    A kernel of an operator with residuals asks it, to compute and return them only then. It is the
-    same for the fake kernel and for the vmap rule. It is False outside of these, and in those of
-    other operators.
+    Kernels, fake kernels and vmap rules call it to skip the residuals if no gradient is recorded or
+    the backward does not use them. It is False in operators without residuals, and outside of
+    kernels.
 
-    A kernel that takes microseconds imports it by its name, because looking it up in `torchop`
-    takes as long as the answer.
+    Import the function by name in kernels that take microseconds: the lookup of
+    `torchop.records_gradient` takes as long as the call.
 
     Example:
         >>> import torchop
         >>> torchop.records_gradient()
         False
 
-    It is what `ctx.needs_input_grad` tells the forward of a `torch.autograd.Function`.
+    It corresponds to `ctx.needs_input_grad` in the forward of a `torch.autograd.Function`.
     """
-    # The cheapest test comes first, because kernels call this function in every call.
+    # Fast path: no thread is recording.
     return _records() if _recording else False
 
 
@@ -114,7 +120,7 @@ def _records() -> bool:
 
 
 class Request:
-    """The request of a call that records a gradient for the residuals of its kernel."""
+    """A request for the residuals of one call. `saved` is set by the kernel."""
 
     __slots__ = ("key", "saved")
 
@@ -124,42 +130,41 @@ class Request:
 
 
 def in_native_calls(native: Any) -> tuple[Any, ...]:
-    """Return the state that native calls read and set, and replace functions by C++ ones."""
+    """Switch to the C++ functions, and return the state that native calls share with Python."""
     global _records, _returned
     _records, _returned = native.make_handover(Returned, _recording)
     return Returned, _recording, (None, True)
 
 
 def request(key: object) -> Request:
-    """Request the residuals of the next kernel of an operator that this thread calls."""
+    """Request the residuals of the next kernel that this thread runs for the operator of `key`."""
     thread, made = get_ident(), Request(key)
     _recording[thread] = made, _recording.get(thread, _NOTHING)[1]
     return made
 
 
 def requested(key: object, call: Callable[[], Output]) -> tuple[Output, Request]:
-    """Call a kernel through `call`; return the result and the request, which has the residuals."""
+    """Run `call`, which calls a kernel. Return its result and the request with the residuals."""
     thread = get_ident()
     outer = _recording.get(thread, _NOTHING)
     try:
         made = request(key)
         return call(), made
     finally:
-        _put_back(thread, outer)
+        _restore(thread, outer)
 
 
-def _put_back(thread: int, state: tuple[Request | None, bool]) -> None:
+def _restore(thread: int, state: tuple[Request | None, bool]) -> None:
     if state == _NOTHING:
         _recording.pop(thread, None)
     else:
         _recording[thread] = state
 
 
-def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any]:
-    """Wrap a kernel or fake kernel, so that it returns the result and stores the residuals.
+def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]:
+    """Wrap a kernel or fake kernel so that it returns the result, and stores the residuals.
 
-    They are stored in the `Request` with the same key, and not returned, because the dispatcher and
-    the choice between providers are in between, and return results of the schema only.
+    They are stored in the pending `Request` with the same key, if there is one.
     """
 
     if author_of(function, key) is not None:
@@ -172,30 +177,30 @@ def handing_over(function: Callable[..., Any], key: object) -> Callable[..., Any
             return result.output if type(result) is Returned else result
         thread = get_ident()
         request, records = _recording.get(thread, _NOTHING)
-        waiting = None  # the request for a kernel of another operator, which calls this one
+        waiting = None  # a request for an outer kernel of another operator
         if request is not None and request.key is not key:
             request, waiting = None, request
-        # Taken once, because the kernel may call its own operator.
+        # Clear the request, because the kernel may call its own operator.
         _recording[thread] = waiting, request is not None
         try:
             result = function(*args, **kwargs)
         finally:
-            _put_back(thread, (waiting, records))
+            _restore(thread, (waiting, records))
         if type(result) is not Returned:
             return result
         if request is not None:
             request.saved = result.saved
         return result.output
 
-    show_output_alone(kernel, function)
+    hide_residuals(kernel, function)
     kernel._torchop_author = key, kernel, function  # type: ignore[attr-defined]
     return kernel
 
 
 def not_recording(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel in which `records_gradient` is False, even inside a call that records one.
+    """Wrap the kernel of an operator without residuals, so that `records_gradient` is False in it.
 
-    A kernel with residuals is returned as it is, because `handing_over` sets this for it.
+    Otherwise it would be True inside an outer kernel that must return residuals.
     """
     if not _recording or definition.declaration.residuals is not None:
         return function
@@ -203,23 +208,23 @@ def not_recording(definition: Definition, function: Callable[..., Any]) -> Calla
     def kernel(*args: Any, **kwargs: Any) -> Any:
         thread = get_ident()
         before = _recording.get(thread, _NOTHING)
-        _put_back(thread, (before[0], False))
+        _restore(thread, (before[0], False))
         try:
             return function(*args, **kwargs)
         finally:
-            _put_back(thread, before)
+            _restore(thread, before)
 
     return kernel
 
 
 def author_of(function: Any, key: object) -> Callable[..., Any] | None:
-    """Return the author's kernel if `handing_over` returned this very function, else None."""
+    """Return the function inside a wrapper made by `wrap_kernel`; None for other functions."""
     made_for, kernel, author = getattr(function, "_torchop_author", (None, None, None))
-    # Another wrapper may have copied the attributes.
+    # `functools.wraps` of another wrapper copies the attribute, but not the identity.
     return author if made_for is key and kernel is function else None
 
 
 def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:
-    """Return the results of a call as a tuple; a single result is none."""
+    """Return the result of a call as a tuple of results."""
     count = len(schema.returns)
     return tuple(result) if count > 1 else (result,) * count

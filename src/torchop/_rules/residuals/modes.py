@@ -1,4 +1,4 @@
-"""Rules of an operator for modes and subclasses, applied to its training form."""
+"""Apply an operator's torch_dispatch rules to its training form."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torchop._rules.residuals.vmap import Calls
 
 
 def follow(form: Any, cls: type) -> None:
-    """Apply the operator's rule for `cls` to calls of the training form.
+    """Register a rule for `cls` on the training form, derived from the operator's rule.
 
-    A rule that is registered for the training form takes precedence. Modes of compilers must see
-    the training form itself. Under FakeTensor, its fake kernel calls the operator, and so the rule.
+    A rule that the user registers for the training form takes precedence. Modes of compilers get no
+    rule: they must record the training form itself, whose fake kernel calls the operator.
     """
     if issubclass(cls, TorchDispatchMode) and cls.is_infra_mode():
         return
     rule = _under_mode if issubclass(cls, TorchDispatchMode) else _on_subclass
-    registries.offer_torch_dispatch(str(form.companion), cls, functools.partial(rule, form, cls))
+    registries.offer_torch_dispatch(str(form.helper), cls, functools.partial(rule, form, cls))
 
 
 def _under_mode(
     form: Any, cls: type, mode: Any, func: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Run the operator's rule, and take the residuals from the call that the rule makes."""
+    """Call the operator's rule, and collect the residuals of the call that the rule makes."""
     kwargs = kwargs or {}
     definition = form.definition
     rule: Any = registries.torch_dispatch_rule(str(definition), cls)
@@ -39,18 +39,18 @@ def _under_mode(
     if len(calls.saved) != 1:
         raise ResultError(
             f"{definition}: the torch_dispatch rule for {cls.__name__} called func "
-            f"{len(calls.saved)} times, so it is not known which residuals a call that records a "
-            "gradient has. Call func there once, or register a rule for "
-            f"{str(form.companion)!r}, which also returns the residuals."
+            f"{len(calls.saved)} times, but the residuals must come from exactly one call. Call "
+            "func once if a gradient is recorded, or register a rule for "
+            f"{str(form.helper)!r}, which also returns the residuals."
         )
     return (*as_tuple(definition.schema, output), *calls.saved[0])
 
 
 def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
-    # A rule may call the kernel for each inner tensor and wrap the results. Only its author can do
-    # the same with residuals.
+    # The rule may call the kernel on inner tensors and wrap the results. Only its author can wrap
+    # residuals.
     raise ResultError(
         f"{form.definition}: its torch_dispatch rule for {cls.__name__} returns no residuals, but "
         f"a call that records a gradient needs {form.declared.spelled}. Register a rule for "
-        f"{str(form.companion)!r}, which also returns the residuals."
+        f"{str(form.helper)!r}, which also returns the residuals."
     )

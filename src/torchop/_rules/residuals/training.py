@@ -1,9 +1,8 @@
-"""The training form of an operator with residuals: the operator that returns them too.
+"""The training form: a helper operator that returns residuals as additional results.
 
-A call that records a gradient calls `name__with_residuals` in place of the operator, below
-autograd. So compiled graphs, modes and transforms see one operator whose results are saved, and
-graphs that record nothing have the operator alone. Its kernel, and its fake kernel, call the
-operator, and ask the kernel that runs there for the residuals.
+Below autograd, a call that records a gradient calls `name__with_residuals` in place of the
+operator. Compiled graphs, modes and transforms thus see an ordinary operator whose results are
+saved. Its kernel and its fake kernel call the original operator and request the residuals.
 """
 
 from __future__ import annotations
@@ -32,35 +31,35 @@ from torchop._rules.residuals.modes import follow
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.text import results_of, write, write_results
 
-# The attribute of a library that holds the training form, and keeps it alive.
+# Attribute of a `Library` that owns the training form.
 _ATTRIBUTE = "_torchop_with_residuals"
 
 
 class TrainingForm:
-    """The operator `name__with_residuals`, and how a formula calls it."""
+    """The helper operator `name__with_residuals`."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
         self.declared: Any = definition.declaration.residuals
         schema = definition.schema
         residuals = results_of(self.declared.schema.written)
-        if self.declared.structure is None:  # a structure has more or fewer flat values than names
+        if self.declared.structure is None:  # a structure flattens to another number of values
             names = self.declared.named._fields
             residuals = [f"{kind} {name}" for kind, name in zip(residuals, names, strict=True)]
         results = [*results_of(schema.written), *residuals]
-        self.companion = define_companion(
+        self.helper = define_companion(
             definition,
             "with_residuals",
             write(schema.written_arguments, write_results(results)),
             self._kernel,
-            self._kernel,  # on fake tensors, the operator calls its fake kernel
+            self._kernel,  # the operator dispatches to its own fake kernel
         )
         op = str(definition)
-        # By the places of residuals among the saved tensors: the function that guards them.
+        # Cached so that each set of indices has one function object.
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
-        self.vmap_rule: Any = None  # the vmap rule that torchop registered for the training form
+        self.vmap_rule: Any = None  # registered by `vmap.follow`, not by the user
         vmap.follow(self)
-        offer_to_checkpoints(self.companion, definition.overload)
+        offer_to_checkpoints(self.helper, definition.overload)
         self.is_counted = False
         for cls in definition.rule(TorchDispatchRule).functions:
             follow(self, cls)
@@ -74,17 +73,17 @@ class TrainingForm:
         return (*as_tuple(schema, output), *flat)
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Call the training form; return the result of the operator and the flat residuals."""
+        """Call the helper operator. Return the operator's result and the flattened residuals."""
         if not self.is_counted and (mode := flop_counter.loaded_mode()) is not None:
             self.is_counted = True
             op = self.definition.overload
             count = flop_counter.counted_for(op, lambda made: self.split(made)[0])
-            registries.offer_torch_dispatch(str(self.companion), mode, count)
-        return self.split(self.companion.overload(*args, **kwargs))
+            registries.offer_torch_dispatch(str(self.helper), mode, count)
+        return self.split(self.helper.overload(*args, **kwargs))
 
     def split(self, result: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Split the results of the training form into the operator's result and the residuals."""
-        everything = as_tuple(self.companion.schema, result)
+        """Split the results of the helper operator into the operator's result and residuals."""
+        everything = as_tuple(self.helper.schema, result)
         count = len(self.definition.schema.returns)
         return everything[:count] if count > 1 else everything[0], everything[count:]
 
@@ -93,11 +92,11 @@ class TrainingForm:
         return request(self.declared)
 
     def saving(self, setup: Callable[..., Any]) -> Callable[..., None]:
-        """Return `save` for a formula whose `setup_context` takes residuals."""
+        """Return the `save` function of a formula whose `setup_context` takes residuals."""
         declared, schema = self.declared, self.definition.schema
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, seen: Any) -> None:
-            if isinstance(seen, Request):  # of a native call
+            if isinstance(seen, Request):  # from a native call
                 flat = declared.flat(seen)
                 declared.check_fresh(schema, inputs, keywords, output, flat)
                 given = declared.named(*seen.saved or ())
@@ -109,8 +108,8 @@ class TrainingForm:
         return save
 
     def mark(self, ctx: Any, residuals: Sequence[Any]) -> None:
-        """Mark the residuals among the tensors that `setup_context` saved, for the backward."""
-        # Views of residuals are residuals too. Tensors of a transform have no readable storage.
+        """Mark which tensors saved by `setup_context` are residuals."""
+        # Compare storages to include views. Tensors of a transform have no accessible storage.
         memory = id if functorch.is_active() else storage_of
         given = set(map(memory, tensors_in(residuals)))
         saved = ctx.to_save or ()
@@ -120,13 +119,13 @@ class TrainingForm:
         for name, value in vars(ctx).items():
             if any(memory(t) in given and is_differentiable(t) for t in tensors_in((value,))):
                 raise GradientError(
-                    f"{self.declared.op}: setup_context keeps a residual as ctx.{name}, where a "
-                    "second derivative would take it for a constant, and hooks and checkpoints "
-                    "would not see it. Pass it to ctx.save_for_backward."
+                    f"{self.declared.op}: setup_context stores a residual as ctx.{name}, where "
+                    "double backward would treat it as a constant and saved-tensor hooks would "
+                    "miss it. Pass it to ctx.save_for_backward."
                 )
 
     def computing(self, setup: Callable[..., Any]) -> Callable[..., None]:
-        """Return `save` for callers that have only the result: it runs the kernel again."""
+        """Return a `save` function that obtains the residuals by running the kernel again."""
         return lambda ctx, inputs, keywords, output: setup(
             ctx,
             inputs,
@@ -136,20 +135,21 @@ class TrainingForm:
         )
 
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
-        """Give the training form a formula, for transforms outside of the one that records."""
+        """Register a formula for the training form, for transforms outside the recorded one."""
         count = len(self.definition.schema.returns)
 
         def save(ctx: Any, inputs: Any, keywords: Any, result: Any, *seen: Any) -> None:
             output, flat = self.split(result)
-            # Zeros would hide whether a gradient depends on the residuals, so backward makes zeros
-            # for the results alone. The setting of a ctx cannot be read, so the call is recorded.
-            told = [True]
-            ctx.set_materialize_grads = told.append
+            # A materialized gradient would hide whether the residuals have a gradient, so only the
+            # gradients of the results are materialized, in `gradients`. `ctx` has no getter for the
+            # flag, so record the calls that set it.
+            materialize = [True]
+            ctx.set_materialize_grads = materialize.append
             setup(ctx, inputs, keywords, output, residuals=self.declared.rebuilt(flat))
             del ctx.set_materialize_grads
             ctx.set_materialize_grads(False)
             results = as_tuple(self.definition.schema, output)
-            ctx._torchop_zeros = _described(results) if told[-1] else None
+            ctx._torchop_zeros = _metadata(results) if materialize[-1] else None
 
         def gradients(ctx: Any, *grads: Any) -> Any:
             if any(True for _ in tensors_in(grads[count:])):
@@ -159,15 +159,15 @@ class TrainingForm:
                 grads = tuple(map(_materialized, grads, ctx._torchop_zeros))
             return backward(ctx, *grads)
 
-        formula = Formula(self.companion, gradients)
+        formula = Formula(self.helper, gradients)
         formula.setup = formula.save = save
-        self.companion.rule(AutogradRule).update(formula=formula)
+        self.helper.rule(AutogradRule).update(formula=formula)
 
 
-def _described(output: Any) -> Any:
+def _metadata(output: Any) -> Any:
     if isinstance(output, (list, tuple)):
-        return list(map(_described, output))
-    # Undefined tensors and other values have no gradient.
+        return list(map(_metadata, output))
+    # Values other than tensors have no gradient to materialize.
     return (output.shape, output.dtype, output.device) if isinstance(output, Tensor) else output
 
 
@@ -181,10 +181,10 @@ def _materialized(grad: Any, like: Any) -> Any:
 
 
 def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the saved tensors for a recorded backward, in which residuals reject a gradient.
+    """Return the saved tensors for a double backward, in which residuals must have no gradient.
 
-    Otherwise they would be constants there, and a second derivative would be silently wrong. They
-    hang on an input, because autograd runs no nodes that lead to none.
+    Without this, residuals would be constants and the second derivative silently wrong. Autograd
+    runs no nodes that are not connected to an input, so each residual is connected to `anchor`.
     """
     places = [place for place in places if is_differentiable(tensors[place])]
     if not places:
@@ -201,7 +201,7 @@ def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -
 
 
 class _Constant(torch.autograd.Function):
-    """Return a residual unchanged, and raise if a gradient flows through it."""
+    """The identity, whose backward raises MissingFormulaError."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor, op: str) -> Tensor:
@@ -215,15 +215,15 @@ class _Constant(torch.autograd.Function):
 
 def _through_residual(op: str) -> MissingFormulaError:
     return MissingFormulaError(
-        f"{op}: its gradient is differentiated, and depends on a residual, whose own derivative "
-        "nobody knows. In backward, where torch.is_grad_enabled(), compute it from saved inputs "
-        "with differentiable operators instead; or save inputs too, and use .detach() of the "
-        "residual if it is constant."
+        f"{op}: the second derivative depends on a residual, whose own derivative is unknown. In "
+        "backward, if torch.is_grad_enabled(), compute the residual from saved inputs with "
+        "differentiable operators; or save inputs too, and call .detach() on the residual if it is "
+        "constant."
     )
 
 
 def training_form(definition: Definition) -> TrainingForm:
-    """Return the training form of an operator, which the first formula with residuals defines."""
+    """Return the training form of an operator; define it on first use."""
     attributes: dict[str, Any] = definition.library.__dict__
     if _ATTRIBUTE not in attributes:
         attributes[_ATTRIBUTE] = all_or_nothing(definition, lambda: TrainingForm(definition))
@@ -232,7 +232,7 @@ def training_form(definition: Definition) -> TrainingForm:
 
 
 def follow_rule(definition: Definition, cls: type | None = None) -> None:
-    """Apply the operator's new rule for `cls`, or for vmap, to the training form if it exists."""
+    """Update the training form after a rule of the operator (for `cls`, or for vmap) changed."""
     form = definition.library.__dict__.get(_ATTRIBUTE)
     if form is not None:
         if cls is None:

@@ -1,7 +1,7 @@
-"""vmap: what the rule of an operator does with its training form.
+"""Apply an operator's vmap rule to its training form.
 
-A rule calls the operator with the whole batch. Where a gradient is recorded, that call is one of
-the training form, whose residuals are mapped over too, in dimensions that only the author knows.
+The rule calls the operator on the whole batch. If a gradient is recorded, this call returns
+residuals too, and the rule must return their batch dimensions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torchop._rules.residuals.handover import as_tuple, requested
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._rules.vmap.sequential import result_of_one, with_dims
 
-# "sequential", if the operator has no vmap function. A distinct object, so that it is not confused
-# with a rule that an author registered for the training form.
+# Used if the operator has no vmap function. A distinct object, because a user may register
+# "sequential" for the training form.
 _BY_DEFAULT: Any = type("Default", (str,), {})(SEQUENTIAL)
 
 
 def follow(form: Any) -> None:
-    """Register the operator's vmap rule for its training form, unless an author registered one."""
-    rule = form.companion.rule(VmapRule)
+    """Register a vmap rule for the training form, unless the user registered one."""
+    rule = form.helper.rule(VmapRule)
     if rule.function is form.vmap_rule:
         is_function = callable(form.definition.rule(VmapRule).function)
         rule.register(_rule(form) if is_function else _BY_DEFAULT)
@@ -33,7 +33,7 @@ def follow(form: Any) -> None:
 
 def _rule(form: Any) -> Callable[..., Any]:
     definition, declared = form.definition, form.declared
-    checked: set[Any] = set()  # calls with correct dimensions; a fake kernel takes milliseconds
+    checked: set[Any] = set()  # calls that passed; the check runs the fake kernel, which is slow
 
     def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         of_operator: Any = definition.plan[VmapRule]
@@ -47,14 +47,13 @@ def _rule(form: Any) -> Callable[..., Any]:
         names, dims_of_saved = declared.named._fields, request.saved or ()
         if len(dims_of_saved) != len(names) or len(calls.saved) != 1:
             raise ResultError(
-                f"{definition}: a call in vmap records a gradient, so its vmap rule must call the "
-                "operator once, and say which dimensions of the residuals of this call are mapped "
-                f"over: return torchop.residuals((output, out_dims), {', '.join(names)}), with the "
-                "dimension of each residual, or None, in the place of its name. Calls: 1 required, "
-                f"got {len(calls.saved)}; dimensions of residuals: {len(names)} required, got "
-                f"{len(dims_of_saved)}. Or register a vmap rule for {str(form.companion)!r}, which "
-                f"also returns the residuals, or {SEQUENTIAL!r}, which runs the kernel for each "
-                "element."
+                f"{definition}: the vmap rule must call the operator once and return the batch "
+                "dimensions of its residuals, because the call records a gradient. Return "
+                f"torchop.residuals((output, out_dims), {', '.join(names)}), with a dimension or "
+                f"None for each residual. The rule called the operator {len(calls.saved)} times "
+                f"and returned {len(dims_of_saved)} of {len(names)} dimensions. Or register a vmap "
+                f"rule for {str(form.helper)!r}, which also returns the residuals, or "
+                f"{SEQUENTIAL!r}, which runs the kernel for each element."
             )
         saved: Any = dims_of_saved if len(names) > 1 else dims_of_saved[0]
         if declared.structure is not None:
@@ -63,7 +62,7 @@ def _rule(form: Any) -> Callable[..., Any]:
         key = _shapes((definition.plan, args, in_dims, (*kwargs.items(),), calls.saved[0], saved))
         try:
             hash(key)
-        except TypeError:  # it has symbols of a compiler, or other objects
+        except TypeError:  # unhashable, for example symbolic sizes
             key = None
         if key is None or key not in checked:
             _check_dims(form, [*map(with_dims, args, in_dims)], kwargs, calls.saved[0], saved)
@@ -77,14 +76,14 @@ def _rule(form: Any) -> Callable[..., Any]:
 
 
 def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> None:
-    """Reject a residual that vmap maps over although the rule says that it does not.
+    """Raise if the batch dimensions of residuals are wrong.
 
-    Autograd would sum over the batch what a formula makes of it, and the gradient would be wrong.
-    The fake kernel tells how many dimensions a residual has for one element.
+    Given a wrong None, autograd would sum gradients over the batch. The fake kernel provides the
+    number of dimensions of a residual for one element.
     """
     op, names = form.definition, form.declared.named._fields
     try:
-        elements = form.split(result_of_one(form.companion, args, kwargs))[1]
+        elements = form.split(result_of_one(form.helper, args, kwargs))[1]
     except MissingFakeError:
         elements = (None,) * len(saved)
     for index, values in enumerate(zip(saved, dims, elements, strict=False)):
@@ -96,21 +95,19 @@ def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> Non
                 continue
             if element is None:
                 raise MissingFakeError(
-                    f"{op}: a call in vmap records a gradient, and its vmap rule returns None for "
-                    f"the residual {name}, which says that vmap does not map over it. "
-                    "The fake kernel tells whether that is so, and the operator has none: register "
-                    f"one with torchop.register_fake({str(op)!r}, fake). Or register the vmap rule "
+                    f"{op}: the vmap rule returns None for the residual {name}, which means that "
+                    "it has no batch dimension. Checking this requires a fake kernel: register "
+                    f"one with torchop.register_fake({str(op)!r}, fake), or register the vmap rule "
                     f"{SEQUENTIAL!r}."
                 )
             if value.dim() - element.dim() != (dim is not None):
                 raise ResultError(
-                    f"{op}: a call in vmap records a gradient, and its vmap rule returns {dim} as "
-                    f"the dimension of the residual {name}. Required is the dimension that is "
-                    "mapped over where the residual has one dimension more than for one element, "
-                    f"and None where it has as many; got one of shape {list(value.shape)}, while "
-                    f"the fake kernel returns {list(element.shape)} for one element. Correct what "
-                    "the rule returns in torchop.residuals((output, out_dims), "
-                    f"{', '.join(names)}), or the fake kernel."
+                    f"{op}: the vmap rule returns {dim} as the batch dimension of the residual "
+                    f"{name}, which has shape {list(value.shape)}. For one element, the fake "
+                    f"kernel returns shape {list(element.shape)}. Return None if both have the "
+                    "same number of dimensions, and the batch dimension otherwise, in "
+                    f"torchop.residuals((output, out_dims), {', '.join(names)}); or correct the "
+                    "fake kernel."
                 )
 
 
@@ -126,9 +123,10 @@ def _length(value: Any) -> int:
 
 
 class Calls(TorchFunctionMode):
-    """Redirects calls of an operator to its training form, and collects their residuals.
+    """Replaces calls of an operator by its training form, and collects the residuals.
 
-    It sees a call before transforms, modes and autograd do, which go on with the training form.
+    A `TorchFunctionMode` acts before transforms, modes and autograd, so these see the training
+    form.
     """
 
     def __init__(self, form: Any) -> None:

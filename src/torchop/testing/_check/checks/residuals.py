@@ -33,22 +33,22 @@ def same_in_training(call: Call) -> None:
 def residuals_stay(call: Call) -> None:
     """The residuals of a call are fresh tensors, which no later call changes."""
     form, flat = _training(call)
-    residuals = _tensors(form, form.companion.overload(*flat[0], **flat[1]))
+    residuals = _tensors(form, form.helper.overload(*flat[0], **flat[1]))
     before = [tensor.clone() for tensor in residuals]
     args, kwargs = probes.mapped(
         flat, lambda tensor: tensor + 1 if tensor.is_floating_point() else tensor.clone()
     )
-    form.companion.overload(*args, **kwargs)
+    form.helper.overload(*args, **kwargs)
     probes.assert_same(residuals, before, "the residuals of one call after another", rtol=0, atol=0)
 
 
 def described_by_the_fake_kernel(call: Call) -> None:
     """The fake kernel describes the residuals as they are."""
     form, flat = _training(call)
-    real = _tensors(form, form.companion.overload(*flat[0], **flat[1]))
+    real = _tensors(form, form.helper.overload(*flat[0], **flat[1]))
     mode, (fake_args, fake_kwargs) = with_fake_tensors(flat)
     with mode:
-        fake = _tensors(form, form.companion.overload(*fake_args, **fake_kwargs))
+        fake = _tensors(form, form.helper.overload(*fake_args, **fake_kwargs))
     names = form.declared.named._fields
     if len(real) != len(fake):
         raise AssertionError(
