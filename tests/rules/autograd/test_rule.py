@@ -289,7 +289,7 @@ def test_backward_without_a_formula_says_how_to_register_one(namespace, way):
         result.backward()
     assert isinstance(caught.value, torchop.MissingFormulaError)
     assert f"register_autograd('{namespace}::op', backward, setup_context=...)" in str(caught.value)
-    assert "derive_autograd() of its handle derives one" in str(caught.value)
+    assert "call derive_autograd() on the handle instead" in str(caught.value)
 
 
 @pytest.mark.parametrize("place", ["setup_context", "backward"])

@@ -34,7 +34,7 @@ def check_has_gradient(definition: Definition) -> None:
         definition,
         "register_autograd",
         _DIFFERENTIABLE,
-        no_place="backward has no place for their gradients",
+        reason="backward cannot return their gradients",
         mode="autograd",
     )
 
@@ -51,13 +51,13 @@ def check_no_autograd_function(definition: Definition, backward: object) -> None
 
 
 def check_tensors(
-    definition: Definition, caller: str, supported: frozenset[str], *, no_place: str, mode: str
+    definition: Definition, caller: str, supported: frozenset[str], *, reason: str, mode: str
 ) -> None:
     """Raise NotImplementedError for tensors in positions that formulas do not support."""
     schema = definition.schema
     if schema.keyword_only_tensors:
         raise NotImplementedError(
-            f"{definition}: {caller} does not support kwarg-only Tensor args, because {no_place}. "
+            f"{definition}: {caller} does not support kwarg-only Tensor args, because {reason}. "
             f"Make them positional. Got {schema}."
         )
     kinds = (*(argument.kind for argument in schema.arguments), *schema.returns)
@@ -92,8 +92,8 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
         )
     elif schema.is_view:
         problem = (
-            "it returns views, which PyTorch tracks itself. Return fresh tensors, or write the "
-            "formula with register_autograd"
+            "it returns views, which PyTorch differentiates itself. Return fresh tensors, or write "
+            "the formula with register_autograd"
         )
     elif not any("Tensor" in kind for kind in schema.returns):
         problem = "it returns no tensor, so it has no gradient"

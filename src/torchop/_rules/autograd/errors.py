@@ -20,8 +20,8 @@ def missing_formula(definition: Definition) -> MissingFormulaError:
     """Return the error for a backward through an operator without a formula."""
     derivable = definition.is_ours and definition.schema.is_functional
     derive = (
-        " If its body consists of operators that PyTorch can differentiate, derive_autograd() of "
-        "its handle derives one."
+        " If PyTorch can differentiate the operator's body, call derive_autograd() on the handle "
+        "instead."
     )
     return MissingFormulaError(
         f"Trying to backward through {definition} but no autograd formula was registered. "
@@ -50,8 +50,8 @@ def raise_if_data_was_read(
     reading = short_text(str(error).partition("\n")[0])
     raise TracingError(
         f"{definition}: the {part} cannot run {_place(tensor)}, because it read the data of a "
-        f"tensor ({reading}). Make the backward an operator, whose parameters name the arguments, "
-        "results and residuals that it needs:\n\n"
+        f"tensor ({reading}). Turn the backward into an operator, whose parameters select the "
+        "arguments, results and residuals to save:\n\n"
         f"    {_outline(definition)}\n"
         f"    torchop.register_autograd({str(definition)!r}, backward_kernel=backward)\n"
     ) from error

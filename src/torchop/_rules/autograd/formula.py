@@ -66,8 +66,9 @@ class Formula:
     def cache_part(self) -> object:
         """Return the formula's contribution to the cache keys of compiled graphs.
 
-        Compilers trace a user's function, so its code is part of the key. A derived formula is
-        called as an operator, so its name suffices.
+        PyTorch's own cache keys ignore the formula: see pytorch/pytorch#144344. Compilers trace a
+        user's function, so the key includes the code. A derived formula is called as an operator,
+        so the name suffices.
         """
         return self.function or self.title
 

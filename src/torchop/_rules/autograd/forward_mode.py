@@ -52,7 +52,7 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
         definition,
         "register_jvp",
         _FOLLOWED,
-        no_place="jvp has no place for their tangents",
+        reason="jvp does not receive their tangents",
         mode="forward mode",
     )
     tangents = (f"tangent_of_{argument.name}" for argument in schema.positional)

@@ -46,16 +46,16 @@ def check_fit(
     for index, gradient, expected in _mismatches(gradients, ctx):
         if not sums_to(expected.shape, gradient.shape):
             problem = (
-                f"the shape {tuple(expected.shape)}, got {tuple(gradient.shape)}. A gradient has "
-                "the shape of its input: sum over what was broadcast, expand what was summed"
+                f"the shape {tuple(expected.shape)}, got {tuple(gradient.shape)}. Sum over "
+                "broadcast dimensions, and expand reduced dimensions"
             )
         elif gradient.device != expected.device and expected.shape:  # scalars are moved by autograd
             problem = (
-                f"a tensor on {expected.device}, got one on {gradient.device}. Return it on the "
-                f"device of its input, .to({str(expected.device)!r})"
+                f"a tensor on {expected.device}, got one on {gradient.device}. Move it with "
+                f".to({str(expected.device)!r})"
             )
         elif gradient.is_complex() and not expected.dtype.is_complex:
-            problem = f"real numbers, got {gradient.dtype}. Return its real part, .real"
+            problem = f"real numbers, got {gradient.dtype}. Return the real part, .real"
         else:
             continue  # autograd converts it
         name = flatten(_names_of_entries(definition, layout), layout)[index]

@@ -100,7 +100,7 @@ class AutogradRule(CompiledRule[Formula]):
         if definition.declaration.residuals is None:
             raise RuleSignatureError(
                 f"{definition}: setup_context has the parameter 'residuals', but the operator "
-                'declares none. Define it with residuals={"lse": Tensor} or the like, and return '
+                'declares none. Define it with residuals={"lse": Tensor}, for example, and return '
                 "torchop.residuals(output, lse) from its kernels."
             )
         return definition.declaration.residuals.training_form(definition)
@@ -166,10 +166,9 @@ def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[s
 
 def _mutation_in_transform(definition: Definition) -> MissingFormulaError:
     return MissingFormulaError(
-        f"{definition} was called inside a transform of torch.func that differentiates its inputs, "
-        f"but it mutates {', '.join(definition.schema.mutated)}, which a transform cannot follow: "
-        "the gradient would be silently wrong. Define an operator that returns its results, and "
-        "register a formula for that; or detach the inputs."
+        f"{definition}: a torch.func transform differentiates this call, but the operator mutates "
+        f"{', '.join(definition.schema.mutated)}, so the gradient would be silently wrong. Define "
+        "a functional operator and register a formula for it, or detach the inputs."
     )
 
 

@@ -199,7 +199,7 @@ class BackwardKernel:
         return filled if len(filled) > 1 else filled[0]
 
     def formula(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return `backward` and `setup_context`, which take arguments of the operator's schema."""
+        """Return `backward` and `setup_context` for the operator's flat schema."""
         helper = self.define()
         count, of_operator = self.count, self.definition.convention
         inputs = self.definition.schema.positional
@@ -274,7 +274,7 @@ def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
 
 def _is_gradient_of(kind: str, result: str) -> bool:
     """Return whether a parameter of type `kind` accepts the gradient of a result."""
-    # Autograd returns the only tensor of a one-element tuple.
+    # A one-element tuple has a single gradient, not a tuple of gradients.
     expected = "Tensor" if result == "Tuple[Tensor]" else result
     return kind in (expected, f"Optional[{expected}]")
 
@@ -339,8 +339,10 @@ def _saved(ctx: Any, values: Sequence[Any]) -> list[Any]:
     return passed
 
 
-def _setup_context(save: Callable[..., Any], has_keywords: bool, asks: bool) -> Callable[..., Any]:
-    if has_keywords and asks:
+def _setup_context(
+    save: Callable[..., Any], has_keywords: bool, has_residuals: bool
+) -> Callable[..., Any]:
+    if has_keywords and has_residuals:
         return lambda ctx, inputs, keyword_only_inputs, output, residuals: save(
             ctx, inputs, keyword_only_inputs, output, residuals
         )
@@ -348,6 +350,6 @@ def _setup_context(save: Callable[..., Any], has_keywords: bool, asks: bool) -> 
         return lambda ctx, inputs, keyword_only_inputs, output: save(
             ctx, inputs, keyword_only_inputs, output, None
         )
-    if asks:
+    if has_residuals:
         return lambda ctx, inputs, output, residuals: save(ctx, inputs, {}, output, residuals)
     return lambda ctx, inputs, output: save(ctx, inputs, {}, output, None)

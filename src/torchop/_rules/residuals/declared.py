@@ -82,11 +82,11 @@ class Declared:
         training = formula.training
         # Native calls call `setup_context` directly, which `torchop.checking` could not observe.
         is_checked = checking.is_watching()
-        asks = (
+        setup = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)
         )
         fields = self.named, functools.partial(Request, self), count
-        return *in_native_calls(native), *fields, *(asks or [None] * 3)
+        return *in_native_calls(native), *fields, *(setup or [None] * 3)
 
     training_form = staticmethod(training_form)
     follow_rule = staticmethod(follow_rule)

@@ -195,7 +195,7 @@ def define_backward(definition: Definition) -> Definition:
         **kwargs: Any,
     ) -> list[Tensor]:
         call, tensors = split_tensors(args, kwargs)
-        # Below autograd, nobody differentiates this call. Otherwise record a double backward.
+        # Below autograd, this call is not differentiated. Otherwise, record a double backward.
         create_graph = not autograd.is_excluded()
         rerun = Rerun(definition, call, tensors, needed, state)
         gradients = rerun.gradients(grads, create_graph=create_graph)

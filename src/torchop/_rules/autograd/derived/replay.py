@@ -87,7 +87,7 @@ def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> Ambien
 
 
 def _read(generator: Generator) -> bytes:
-    """Return the state of a generator, prefixed with a byte that tells whether it was readable."""
+    """Return the state of a generator, prefixed with a byte: 1 if it was readable, else 0."""
     try:
         return b"\1" + _bytes(generator.get())
     except RuntimeError:  # during CUDA graph capture
