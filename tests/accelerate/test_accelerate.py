@@ -319,7 +319,7 @@ def test_what_is_no_pattern_is_refused():
         ("mylib:crop", r"'mylib::crop'\.$"),
         ("torch.ops.mylib.crop.out", r"'mylib::crop\.out'\.$"),
     ]:
-        with pytest.raises(ValueError, match=f"has the form namespace::name; write {meant}"):
+        with pytest.raises(ValueError, match=f"have the form namespace::name. Write {meant}"):
             torchop.accelerate(given)
     with pytest.raises(TypeError, match=r"use torchop\.record\(torch\) and accelerate"):
         torchop.accelerate(torch)

@@ -197,7 +197,6 @@ def accelerate(*patterns: str) -> Acceleration:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (map(str.ljust, row, widths) for row in rows)
     return "\n".join("  ".join(row).rstrip() for row in padded)
@@ -221,7 +220,6 @@ def _is_ours(library: torch.library.Library | None) -> bool:
 
 
 def _adopt_all() -> None:
-    """Accelerate all registered operators that match."""
     if switch.native_module() is None:
         return
     wanted = filter(_is_matched, defined_names())

@@ -44,7 +44,6 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
 
 
 def is_match(name: OpName, pattern: str) -> bool:
-    """Return whether a pattern matches an operator."""
     # Internal operators match only if the pattern starts with their namespace.
     if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
         return False
@@ -54,7 +53,6 @@ def is_match(name: OpName, pattern: str) -> bool:
 
 
 def _is_helper(name: OpName) -> bool:
-    """Return whether an operator is a helper operator of torchop for compiled graphs."""
     definition = own_definition(None, name)
     return definition is not None and definition.declaration.is_companion
 
@@ -106,7 +104,6 @@ def why_nothing_to_accelerate(patterns: tuple[str, ...]) -> Iterator[str]:
 
 
 def all_names() -> Iterator[OpName]:
-    """Return the names of all registered operators."""
     return map(OpName.parse, operators.all_operators())
 
 
@@ -116,7 +113,6 @@ def defined_names() -> set[OpName]:
 
 
 def _instead_of(caller: str, value: object) -> str:
-    """Return a hint for common mistakes, or an empty string."""
     if isinstance(value, ModuleType):
         return (
             " A module does not list the operators that it calls: record them with "

@@ -17,7 +17,6 @@ from torchop._schema.types import spell
 
 
 def missing_formula(definition: Definition) -> MissingFormulaError:
-    """Return the error for a backward through an operator without a formula."""
     derivable = definition.is_ours and definition.schema.is_functional
     derive = (
         " If PyTorch can differentiate the operator's body, call derive_autograd() on the handle "
@@ -88,7 +87,6 @@ def _gradient(argument: Argument) -> str:
 
 
 def _annotation(kind: str) -> str:
-    """Return the Python annotation for a schema type that contains tensors."""
     if kind.startswith("Optional["):
         return f"{_annotation(kind[len('Optional[') : -1])} | None"
     if kind.startswith("List["):

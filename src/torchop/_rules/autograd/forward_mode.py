@@ -39,7 +39,6 @@ _FOLLOWED = TENSOR_LISTS | {"Tensor", "Optional[Tensor]"}
 
 
 def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
-    """Raise if an operator cannot have this forward-mode formula."""
     schema = definition.schema
     if not schema.is_functional:
         raise RuntimeError(
@@ -159,7 +158,6 @@ def _check_not_compiled(definition: Definition, inputs: Sequence[Any]) -> None:
 def _checked(
     definition: Definition, ctx: ForwardContext, outputs: tuple[Any, ...], returned: Any
 ) -> list[Any]:
-    """Check the returned tangents, and arrange them like the outputs."""
     tangents = returned if isinstance(returned, (tuple, list)) else (returned,)
     if len(outputs) == 1 and isinstance(outputs[0], list):
         is_wrapped = len(tangents) == 1 and (tangents[0] is None or isinstance(tangents[0], list))

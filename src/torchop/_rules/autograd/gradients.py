@@ -66,7 +66,6 @@ def check_fit(
 
 
 def _names_of_entries(definition: Definition, layout: Layout | None) -> list[Any]:
-    """Return the name of each positional argument, or a list of names for a list of tensors."""
     arguments = definition.schema.positional
     return [
         argument.name if length is None else [f"{argument.name}[{n}]" for n in range(length)]
@@ -192,7 +191,6 @@ Layout = tuple["int | None", ...]
 
 
 def input_layout(definition: Definition, args: Sequence[Any]) -> Layout | None:
-    """Return the layout of all positional arguments."""
     schema = definition.schema
     if not schema.has_tensor_lists:
         return None
@@ -203,7 +201,6 @@ def input_layout(definition: Definition, args: Sequence[Any]) -> Layout | None:
 
 
 def layout_of(values: Sequence[Any]) -> Layout | None:
-    """Return the layout of results, or of `needs_input_grad`."""
     layout = tuple(len(value) if isinstance(value, (list, tuple)) else None for value in values)
     return layout if any(length is not None for length in layout) else None
 

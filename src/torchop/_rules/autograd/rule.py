@@ -74,7 +74,6 @@ class AutogradRule(CompiledRule[Formula]):
 
     @property
     def function(self) -> Any:
-        """The `autograd.Function` of the operator."""
         if self.cached_function is None:
             with registration_lock:
                 if self.cached_function is None:
@@ -85,7 +84,6 @@ class AutogradRule(CompiledRule[Formula]):
     def register_jvp(
         self, jvp: Callable[..., Any], setup_context: SetupContext | None = None
     ) -> None:
-        """Register the forward-mode formula."""
         jvp, setup_context = self.definition.convention.jvp(jvp, setup_context)
         forward_mode.check_jvp(self.definition, jvp)
         if not self.installed:
@@ -95,7 +93,6 @@ class AutogradRule(CompiledRule[Formula]):
         self.update(None if self.installed else self.install, tangents=(jvp, setup_context))
 
     def training_form(self) -> Any:
-        """Return the training form, for a `setup_context` that takes residuals."""
         definition = self.definition
         if definition.declaration.residuals is None:
             raise RuleSignatureError(

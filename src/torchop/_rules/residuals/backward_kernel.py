@@ -95,7 +95,6 @@ class BackwardKernel:
         return [is_optional for _, is_optional in stripped]
 
     def _declare(self, function: Callable[..., Any], signature: Any) -> None:
-        """Infer the schema and the calling convention of the operator."""
         each = [list[Tensor] if a.is_tensor_list else Tensor for a in self.differentiated]
         returned = tuple[tuple(each)] if len(each) > 1 else each[0]  # type: ignore[misc]
 
@@ -265,7 +264,6 @@ class _ZeroFillingConvention(typing.NamedTuple):
 
 
 def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
-    """Return whether an annotation is valid for the gradient of an argument."""
     if not argument.is_tensor_list:
         return annotation is Tensor
     item, _ = types.strip_optional(next(iter(typing.get_args(annotation)), None))
@@ -280,7 +278,6 @@ def _is_gradient_of(kind: str, result: str) -> bool:
 
 
 def _may_hold_none(argument: Argument) -> bool:
-    """Return whether an argument is a list of optional tensors."""
     return "List[Optional[" in argument.kind
 
 

@@ -60,7 +60,6 @@ class Declared:
         self._are_tensors = set(self.schema.returns) == {"Tensor"} and self.structure is None
 
     def check_operator(self, schema: Schema) -> None:
-        """Raise SchemaError if the operator cannot have residuals."""
         if not schema.is_functional or not schema.returns:
             raise SchemaError(
                 f"{self.op}: residuals require a functional operator, which returns fresh tensors "
@@ -73,7 +72,6 @@ class Declared:
         return wrap_kernel(function, self) if callable(function) else function
 
     def author_of(self, kernel: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return the function that `wrap` wrapped; None if `kernel` is not wrapped."""
         return author_of(kernel, self)
 
     def in_plan(self, native: Any, formula: Any) -> tuple[Any, ...]:

@@ -88,7 +88,6 @@ class TrainingForm:
         return everything[:count] if count > 1 else everything[0], everything[count:]
 
     def before_kernel(self, inputs: Any, keywords: Any) -> Request:
-        """Request the residuals of a native call, before its kernel runs."""
         return request(self.declared)
 
     def saving(self, setup: Callable[..., Any]) -> Callable[..., None]:

@@ -112,7 +112,6 @@ def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> Non
 
 
 def _shapes(values: Any) -> Any:
-    """Replace tensors by their shapes, and lists by tuples."""
     if isinstance(values, Tensor):
         return tuple(values.shape)
     return tuple(map(_shapes, values)) if isinstance(values, (list, tuple)) else values

@@ -9,7 +9,7 @@ from torchop._rules.autograd.derived.differentiate import DependencyMode
 def left(function):
     x = torch.tensor([0.5], requires_grad=True)
     mode = DependencyMode()
-    return mode.left(mode.run(lambda inputs: function(*inputs), [x]))
+    return mode.left_autograd_in(mode.run(lambda inputs: function(*inputs), [x]))
 
 
 def without_grad(x):

@@ -67,7 +67,6 @@ class Rerun(NamedTuple):
         return result if len(self.definition.schema.returns) > 1 else (result,)
 
     def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Run the kernel and return its tensor results, flattened."""
         return list(output_tensors(self.definition.schema.returns, self.run(inputs)))
 
     def gradients(
@@ -93,8 +92,9 @@ class Rerun(NamedTuple):
         self.check_unrecorded(unrecorded, run)
         with autograd.above_autograd():
             if create_graph:
-                # Inputs that are leaves here end the graph, so their gradients are constants (for
-                # example after `torch.func.vjp`). Record only if another tensor requires grad.
+                # A leaf among `sources` was created by `_body_input` and is not connected to a
+                # caller's graph (as after `torch.func.vjp`). Record the gradients only if another
+                # tensor requires grad.
                 constants = [tensor for tensor in sources if tensor.is_leaf]
                 create_graph = any(
                     _is_recorded(tensor)
@@ -120,7 +120,7 @@ class Rerun(NamedTuple):
         mode = DependencyMode()
         outputs = self.in_saved_state(lambda inputs: mode.run(run, inputs))
         for index in received:
-            function = mode.left(outputs[index])
+            function = mode.left_autograd_in(outputs[index])
             if function is not None:
                 raise _left_autograd(
                     self.definition,
@@ -263,7 +263,7 @@ class DependencyMode(TorchFunctionMode):
         versions = list(map(version_of, inputs))
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
-        origin = next(filter(None, map(self.left, inputs)), None)
+        origin = next(filter(None, map(self.left_autograd_in, inputs)), None)
         if origin is None and any(tensor.requires_grad for tensor in inputs):
             origin = resolve_name(func) or name
         if name in _EXPORTS_DATA:
@@ -280,7 +280,7 @@ class DependencyMode(TorchFunctionMode):
                 self._written.setdefault(_memory_of(tensor), origin)
         return result
 
-    def left(self, tensor: Any) -> str | None:
+    def left_autograd_in(self, tensor: Any) -> str | None:
         """Return the function in which a value left autograd; None if it did not."""
         if not isinstance(tensor, Tensor) or tensor.requires_grad:
             return None

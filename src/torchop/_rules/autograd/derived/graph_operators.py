@@ -52,7 +52,6 @@ ForGraphs = tuple["TrainingOperator", Definition]
 
 
 def derived_formula(definition: Definition) -> DerivedFormula:
-    """Create the derived formula of an operator."""
     return DerivedFormula(definition, _operators_for_graphs(definition))
 
 
