@@ -47,8 +47,8 @@ def _under_mode(
 
 
 def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
-    # The rule may call the kernel on inner tensors and wrap the results. Only its author can wrap
-    # residuals.
+    # The rule may call the kernel on inner tensors and wrap the results. Residuals need the same
+    # wrapping, which only the author of the rule can write.
     raise ResultError(
         f"{form.definition}: its torch_dispatch rule for {cls.__name__} returns no residuals, but "
         f"a call that records a gradient needs {form.declared.spelled}. Register a rule for "

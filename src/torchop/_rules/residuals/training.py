@@ -139,9 +139,9 @@ class TrainingForm:
 
         def save(ctx: Any, inputs: Any, keywords: Any, result: Any, *seen: Any) -> None:
             output, flat = self.split(result)
-            # A materialized gradient would hide whether the residuals have a gradient, so only the
-            # gradients of the results are materialized, in `gradients`. `ctx` has no getter for the
-            # flag, so record the calls that set it.
+            # Disable materialization, so that a gradient of a residual is recognizable as not None.
+            # `gradients` materializes the gradients of the results. `ctx` has no getter for the
+            # flag, so intercept the setter.
             materialize = [True]
             ctx.set_materialize_grads = materialize.append
             setup(ctx, inputs, keywords, output, residuals=self.declared.rebuilt(flat))

@@ -64,7 +64,8 @@ class DerivedFormula(Formula):
         state = replay.ambient_state(values)
         with replay.capture_guard(self.definition, state):
             result = call()
-        # For DTensors, the backward operator takes no state, so save it only if it matters.
+        # With DTensors, `_backward` can use the backward operator only if no state was saved. Save
+        # it only if it can affect the result.
         is_needed = (
             not state.is_plain
             or not dtensor.has_dtensors(values)
