@@ -321,7 +321,7 @@ def test_what_is_no_pattern_is_refused():
     ]:
         with pytest.raises(ValueError, match=f"have the form namespace::name. Write {meant}"):
             torchop.accelerate(given)
-    with pytest.raises(TypeError, match=r"use torchop\.record\(torch\) and accelerate"):
+    with pytest.raises(TypeError, match=r"torchop\.record\(torch\) and call accelerate"):
         torchop.accelerate(torch)
     with pytest.raises(
         TypeError, match=r"To pass several names, unpack them: accelerate\(\*names\)\.$"

@@ -71,7 +71,9 @@ def gradients_that_are_not_returned(n: str) -> None:
     trained(n, backward)
 
 
-@mistake(TypeError, cause="expected the shape (2, 3), got (3,)", fix="has the shape of its input")
+@mistake(
+    TypeError, cause="expected the shape (2, 3), got (3,)", fix="Sum over broadcast dimensions"
+)
 def gradient_of_another_shape(n: str) -> None:
     trained(n, lambda ctx, grad: (grad, grad.sum(0)))
 

@@ -61,7 +61,7 @@ def setup_context_with_the_inputs(n: str) -> None:
     scale_of(n).register_autograd(lambda ctx, grad: (grad, None), setup_context=keep)
 
 
-@mistake(TypeError, cause="got the class Double", fix="Pass Double.backward, and setup_context=")
+@mistake(TypeError, cause="got the class Double", fix="Pass Double.backward and setup_context=")
 def formula_that_is_an_autograd_function(n: str) -> None:
     class Double(torch.autograd.Function):
         @staticmethod

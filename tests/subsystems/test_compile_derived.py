@@ -206,7 +206,9 @@ def test_random_numbers_under_vmap_are_refused_when_compiled(namespace):
     function = torch.vmap(torch.func.grad(lambda x: op(x).sum()), randomness="different")
     x = torch.ones(3, 100)
     assert_close(function(x).unique(), torch.tensor([0.0, 2.0]))
-    with pytest.raises(RuntimeError, match=r"inside torch.vmap, a compiler cannot pass the state"):
+    with pytest.raises(
+        RuntimeError, match=r"Inside torch.vmap, a compiler cannot pass the generator state"
+    ):
         compiled(function)(x)
 
 

@@ -225,7 +225,7 @@ def test_the_lines_can_be_registered(namespace, function, backward, args, parame
     with pytest.raises(TracingError) as caught:
         torch.func.grad(first)(X)
     assert parameters in str(caught.value)
-    lines = str(caught.value).partition("needs:\n\n")[2].replace("    ", "")
+    lines = str(caught.value).partition("to save:\n\n")[2].replace("    ", "")
     names = {"Tensor": Tensor, "torch": torch, "np": np, "torchop": torchop, __name__: None}
     names[__name__.partition(".")[0]] = __import__(__name__.partition(".")[0])
     exec(lines, names)
