@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torchop.testing._check.calls import Example
 
-if TYPE_CHECKING:
-    from torchop.testing._check.subject import Subject
-
-
-# What a check reports beside its outcome: tables, or numbers.
+# Tables and numbers that a check reports beside its outcome.
 Details: TypeAlias = dict[str, Any]
-
-
+# Makes the arguments of a call from an example, such as transposed ones.
 Arrangement: TypeAlias = Callable[[Example], Example]
-
-
-# Makes the variants of one example: for each a label, an example and an arrangement.
-Make: TypeAlias = Callable[["Subject", Example], Iterator["Case"]]
 
 
 @dataclass(frozen=True)
@@ -30,13 +21,14 @@ class Variant:
     Attributes:
         name: its name.
         group: the group of variants that one fault shows in, such as `"layout"`.
-        make: yields the cases of one example; raises CannotCheck if there are none.
+        make: `make(subject, example)` yields the cases of one example; raises CannotCheck if there
+            are none.
         most: how many of the examples are changed.
     """
 
     name: str
     group: str
-    make: Make
+    make: Callable[..., Iterator[Case]]
     most: int = 3
 
 
