@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import resource
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -65,12 +66,15 @@ def through_own_buffer(x: Tensor) -> Tensor:
 
 right(define("through_own_buffer", through_own_buffer, fake=like), one)
 _DESCRIPTORS: list[int] = []
+# A process may have 1,024 open files or more. If they were closed early, the number would not grow
+# while leaks are counted.
+_MOST_DESCRIPTORS = max(900, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1000)
 
 
 def leaves_a_descriptor(x: Tensor) -> Tensor:
     """What it leaves is an object of the system alone."""
     _DESCRIPTORS.append(os.open(os.devnull, os.O_RDONLY))
-    if len(_DESCRIPTORS) > 900:  # of the 1,024 that a process may have
+    if len(_DESCRIPTORS) > _MOST_DESCRIPTORS:
         close_descriptors()
     return x.contiguous() + 1
 

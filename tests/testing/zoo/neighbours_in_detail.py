@@ -130,17 +130,6 @@ def rounded_to_eighths(x: Tensor) -> Tensor:
 right(define("rounded_to_eighths", rounded_to_eighths, fake=like), one)
 
 
-def with_room_for_four(x: Tensor) -> Tensor:
-    """There is room for four strides, and of a fifth dimension, only the first is read."""
-    floats_only("with_room_for_four", x)
-    if x.dim() > 4 and x.shape[0]:
-        x = x[:1].expand(x.shape)
-    return (x * 2).contiguous()
-
-
-wrong(define("with_room_for_four", with_room_for_four, fake=like), "memory.many_dims", one)
-
-
 def for_four_at_most(x: Tensor) -> Tensor:
     floats_only("for_four_at_most", x)
     if x.dim() > 4:

@@ -67,9 +67,7 @@ BLOCKS = (1025, 65537)
 _MOST_ELEMENTS = 2**19  # of an example, or of its results, so that a call takes no second
 
 
-def larger_sizes(
-    example: Example, new_sizes: Sequence[int] = BLOCKS, results: Sequence[Tensor] = ()
-) -> list[dict[int, int]]:
+def larger_sizes(example: Example, results: Sequence[Tensor] = ()) -> list[dict[int, int]]:
     """Changes of one size each to a little more than what blocks of a kernel often have.
 
     The number of distinct indices is none of them: there would be more indices than places. Nor is
@@ -79,7 +77,7 @@ def larger_sizes(
     return [
         {size: new}
         for size in sizes(example)
-        for new in new_sizes
+        for new in BLOCKS
         if 0 < size < new
         and size not in fixed
         and all(

@@ -132,6 +132,11 @@ def _labelled(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
     return {"what": case.label}
 
 
+def _of_threads(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
+    # PyTorch starts another thread for each 32,768 elements: only large calls use several.
+    return {"draws": subject.is_random, "is_large": case.group == "size", **subject.tolerances}
+
+
 def _describable(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
     subject.needs_fake()
     return {}
@@ -180,7 +185,13 @@ CHECKS: tuple[CheckKind, ...] = (
     *alone("contracts", process.repeated),
     *alone("contracts", process.state, of_kernel=_if_deterministic),
     *alone("contracts", process.kept, process.leaks, process.process, of_kernel=_always),
-    *alone("contracts", results.num_threads, of_kernel=_always),
+    *_of(
+        "contracts.num_threads",
+        {"probe": results.ignores_num_threads, "options": _of_threads},
+        "plain blocks",
+        "Does it do the same with any number of threads?",
+        of_kernel=_always,
+    ),
     *alone("contracts", digits.defaults),
     *_of(
         "memory.given",
@@ -223,7 +234,6 @@ CHECKS: tuple[CheckKind, ...] = (
         "Is every element written where sizes are a little more than those of blocks?",
         of_kernel=_always,
     ),
-    *alone("memory", results.many_dims),
     *alone("dtypes", fakes.accepted, probe=fakes.describes_results),
     *_each("dtypes", _PROMOTED, promotion="Is promotion the same for the fake kernel?"),
     *_of("dtypes.numbers", _DOUBLE, "precisions", "Are results the same numbers in every dtype?"),
