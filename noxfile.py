@@ -224,12 +224,6 @@ def zoo(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "tests.testing.zoo", *session.posargs)
 
 
-@nox.session(venv_backend="none")
-def comparison(session: nox.Session) -> None:
-    """Run the checks of PyTorch on the zoo too, and print the comparison."""
-    session.run(sys.executable, "-m", "tests.testing.zoo.comparison", *session.posargs)
-
-
 # --------------------------------------------------------------------------------------------------
 # Operators of real packages, accelerated
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tests.testing.zoo import WRONG
-from tests.testing.zoo.__main__ import PAGE, counted, page_of
+from tests.testing.zoo import RIGHT, WRONG, Specimen
+from tests.testing.zoo import __main__ as zoo_main
+from tests.testing.zoo.__main__ import PAGE, Measured, counted, each_measured, page_of, rows
 from torchop.testing._check.table import CHECKS, VARIANTS
 
 # They need an accelerator.
@@ -26,8 +28,41 @@ def test_every_check_has_a_wrong_operator() -> None:
     assert {check.name for check in CHECKS} - named == ON_DEVICES
 
 
-def test_the_page_is_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page_of()
+def test_the_page_has_the_checks_of_the_table() -> None:
+    """The last two columns are measured; what a check must find is known from the zoo."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    found = [line.rsplit("|", 3)[0].rstrip() + " |" for line in lines if line.startswith("| `")]
+    assert found == rows()
+
+
+def test_the_page_counts_wrong_operators() -> None:
+    specimen = next(each for each in WRONG if each.check == "memory.gaps")
+    right = Measured(RIGHT[0].name, ["memory.gaps"], 1, 1.0, False)
+    found = Measured(specimen.name, ["memory.gaps", "subsystems.compiled"], 1, 1.0, False)
+    page = page_of([found, right])
+    (gaps,) = (line for line in page.splitlines() if line.startswith("| `memory.gaps`"))
+    assert gaps.endswith("| 1 | 0 |")
+    page = page_of([Measured(specimen.name, ["memory.gaps"], 1, 1.0, True)])
+    (compiled,) = (line for line in page.splitlines() if line.startswith("| `subsystems.compiled`"))
+    assert compiled.endswith("| - | - |")
+    assert "without the checks that compile programs" in page
+
+
+def test_measured_operators_do_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def measure(specimen: Specimen, *, quick: bool) -> Measured:
+        ran.append(specimen.name)
+        return Measured(specimen.name, ["memory.gaps"], 1, 1.0, quick)
+
+    monkeypatch.setattr(zoo_main, "measure", measure)
+    file = tmp_path / "results"
+    for count in (1, 2):
+        results = [each for _, each in each_measured(WRONG[:count], file, quick=True)]
+        assert [each.failed for each in results] == [["memory.gaps"]] * count
+    assert ran == [specimen.name for specimen in WRONG[:2]]
 
 
 @pytest.mark.parametrize("provider", ["", "[fast]"])

@@ -1,52 +1,98 @@
-"""The complete run: every check on every operator of the zoo.
+"""Run every check on every operator of the zoo, and print the score.
 
-Prints the score, and what each check finds that no other does:
-`python -m tests.testing.zoo [--quick] [--page] [NAME ...]`.
+`python -m tests.testing.zoo [--quick] [--results FILE] [--page] [NAME ...]`. With `--results`, the
+run can be interrupted: operators that are already in the file do not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
+import json
 import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torchop
-from tests.testing.zoo import RIGHT, WRONG
-from torchop.testing import CheckReport
+from tests.testing.zoo import RIGHT, WRONG, Specimen
 from torchop.testing._check.run import plan_checks
 from torchop.testing._check.table import CHECKS
 
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "checks-compared.md"
 _PAGE = """# What each check finds
 
-`torchop.testing.check` is measured by a zoo: operators that are wrong on purpose, each in one way,
-and right operators beside them, in `tests/testing/zoo`. Each of the {wrong} wrong operators must be
-found by the check that names its fault, and no check may report a fault of the {right} right ones.
-The authors of the checks know most of the operators, so the numbers show which faults the checks
-can find, and not which share of the faults in your operators.
+`torchop.testing.check` is tested on a zoo in `tests/testing/zoo`: operators with one deliberate
+fault each, and right operators beside them. Each of the {wrong} wrong operators must be found by
+the check that names its fault, and no check may report a fault of the {right} right ones. The
+authors of the checks know most of the operators, so the numbers show which kinds of faults the
+checks can find, and not which share of the faults in your operators.
 
-The last column is the number of wrong operators that a check must find. Two checks need an
-accelerator, and have their wrong operators in `tests/device`. `make zoo` runs all checks on all
-operators; `python -m tests.testing.zoo` also prints how many operators each check finds, and how
-many no other check finds. `python -m tests.testing.zoo --page` writes this page.
+The columns count wrong operators:
 
-| check | question | faults |
-| --- | --- | --- |
+- *faults*: the check must find them, because it names their fault;
+- *found*: the check found them in a run of all checks on {measured} of the {wrong} wrong
+  operators{kinds};
+- *alone*: no other check found them in that run.
+
+A check with 0 in the last column is not superfluous if it names the fault better, or if the run has
+left out its operators. Two checks need an accelerator, and have their wrong operators in
+`tests/device`. `nox -s zoo -- --page` measures and writes this page.
+
+| check | question | faults | found | alone |
+| --- | --- | --- | --- | --- |
 {table}
 """
 
 
-def page_of() -> str:
-    """Return the page with all checks, and the number of wrong operators that each must find."""
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The result of the checks of one operator.
+
+    Attributes:
+        name: the operator.
+        failed: the checks that failed.
+        findings: the number of findings into which the failures are grouped.
+        seconds: the duration.
+        quick: whether the checks that compile programs were left out.
+    """
+
+    name: str
+    failed: Sequence[str]
+    findings: int
+    seconds: float
+    quick: bool
+
+
+def rows() -> list[str]:
+    """Return the first three columns of the page: checks, questions, and numbers of faults."""
     faults = Counter(str(specimen.check).partition("[")[0] for specimen in WRONG)
-    rows = [f"| `{check.name}` | {check.question} | {faults[check.name]} |" for check in CHECKS]
-    return _PAGE.format(wrong=len(WRONG), right=len(RIGHT), table="\n".join(rows))
+    return [f"| `{check.name}` | {check.question} | {faults[check.name]} |" for check in CHECKS]
+
+
+def page_of(measured: Sequence[Measured]) -> str:
+    """Return the page, with the numbers of wrong operators that each check found."""
+    names = {specimen.name for specimen in WRONG}
+    wrongs = [each for each in measured if each.name in names]
+    counts = counted([each.failed for each in wrongs])
+    costly = {check.name for check in CHECKS if check.is_costly}
+    is_quick = any(each.quick for each in wrongs)
+    table = []
+    for check, row in zip(CHECKS, rows(), strict=True):
+        found, alone = counts.get(check.name, (0, 0))
+        is_left_out = is_quick and check.name in costly
+        table.append(f"{row} - | - |" if is_left_out else f"{row} {found} | {alone} |")
+    return _PAGE.format(
+        wrong=len(WRONG),
+        right=len(RIGHT),
+        measured=len(wrongs),
+        kinds=", without the checks that compile programs" if is_quick else "",
+        table="\n".join(table),
+    )
 
 
 def counted(failures: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
@@ -58,65 +104,86 @@ def counted(failures: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
     return {name: (found[name], alone[name]) for name in found}
 
 
+def measure(specimen: Specimen, *, quick: bool) -> Measured:
+    """Run the checks of an operator."""
+    # Not all operators have all checks: some are of those with a provider.
+    planned = plan_checks(specimen.op, specimen.examples()) if quick else []
+    with contextlib.redirect_stderr(io.StringIO()):
+        report = torchop.testing.check(
+            specimen.op,
+            *specimen.examples(),
+            reference=specimen.reference,
+            only=[each.name for each in planned if not each.kind.is_costly] or None,
+            raise_exception=False,
+        )
+    failed = [failure.check for failure in report.failures]
+    return Measured(specimen.name, failed, len(report.findings), report.seconds, quick)
+
+
+def verdict(specimen: Specimen, measured: Measured) -> str:
+    """Return "found" or "MISSED" for a wrong operator, and "right" or "ALARM" for a right one."""
+    if specimen.check is None:
+        return "ALARM" if measured.failed else "right"
+    return "found" if specimen.check in measured.failed else "MISSED"
+
+
+def each_measured(
+    specimens: Iterable[Specimen], file: Path | None, *, quick: bool
+) -> Iterator[tuple[Specimen, Measured]]:
+    """Yield each operator with its result, which is read from the file if it is there."""
+    known = {}
+    if file is not None and file.exists():
+        lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        known = {line["name"]: Measured(**line) for line in lines}
+    for specimen in specimens:
+        if specimen.name not in known:
+            known[specimen.name] = measure(specimen, quick=quick)
+            if file is not None:
+                with file.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps(dataclasses.asdict(known[specimen.name])) + "\n")
+        yield specimen, known[specimen.name]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of operators")
     parser.add_argument("--quick", action="store_true", help="without checks that compile programs")
-    parser.add_argument("--page", action="store_true", help=f"only write {PAGE.name}")
+    parser.add_argument("--results", type=Path, help="a file that gets a line for each operator")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     options = parser.parse_args()
-    if options.page:
-        PAGE.write_text(page_of(), encoding="utf-8")
-        return 0
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    reports: dict[str, CheckReport] = {}
-    wrongs, missed, alarms, findings = 0, 0, 0, 0
-    for specimen in (*WRONG, *RIGHT):
-        if options.names and not any(name in specimen.name for name in options.names):
-            continue
-        # Not all operators have all checks: some are of those with a provider.
-        planned = plan_checks(specimen.op, specimen.examples()) if options.quick else []
-        with contextlib.redirect_stderr(io.StringIO()):
-            report = torchop.testing.check(
-                specimen.op,
-                *specimen.examples(),
-                reference=specimen.reference,
-                only=[each.name for each in planned if not each.kind.is_costly] or None,
-                raise_exception=False,
-            )
-        reports[specimen.name] = report
-        failed = [failure.check for failure in report.failures]
-        if specimen.check is None:
-            alarms += bool(failed)
-            verdict = "ALARM" if failed else "right"
-        else:
-            wrongs += 1
-            findings += len(report.findings)
-            is_found = specimen.check in failed
-            missed += not is_found
-            verdict = "found" if is_found else "MISSED"
-        also = ", ".join(name for name in failed if name != specimen.check)
+    specimens = [
+        specimen
+        for specimen in (*WRONG, *RIGHT)
+        if not options.names or any(name in specimen.name for name in options.names)
+    ]
+    results: list[Measured] = []
+    verdicts: Counter[str] = Counter()
+    for specimen, measured in each_measured(specimens, options.results, quick=options.quick):
+        results.append(measured)
+        verdicts[verdict(specimen, measured)] += 1
+        also = ", ".join(name for name in measured.failed if name != specimen.check)
         print(
-            f"{verdict:7} {specimen.name}: {specimen.check or 'nothing to find'}"
-            f"{f'; also {also}' if also else ''}; {report.seconds:.1f} s",
+            f"{verdict(specimen, measured):7} {specimen.name}: "
+            f"{specimen.check or 'nothing to find'}{f'; also {also}' if also else ''}; "
+            f"{measured.seconds:.1f} s",
             flush=True,
         )
-    rights = len(reports) - wrongs
-    print(
-        f"\n{wrongs - missed} of {wrongs} wrong operators are found by the check that must find "
-        f"them, with {findings} findings in all.\n{alarms} false alarms for {rights} right ones."
-    )
     wrong_names = {specimen.name for specimen in WRONG}
-    failures = [
-        [failure.check for failure in report.failures]
-        for name, report in reports.items()
-        if name in wrong_names
-    ]
-    counts = counted(failures)
+    wrongs = [each for each in results if each.name in wrong_names]
+    print(
+        f"\n{verdicts['found']} of {len(wrongs)} wrong operators are found by the check that must "
+        f"find them, with {sum(each.findings for each in wrongs)} findings in all.\n"
+        f"{verdicts['ALARM']} false alarms for {len(results) - len(wrongs)} right ones."
+    )
+    counts = counted([each.failed for each in wrongs])
     print("\nfound  alone  check")
     for name, (found, alone) in sorted(counts.items(), key=lambda item: item[1]):
         print(f"{found:5} {alone:6}  {name}")
-    return int(missed > 0 or alarms > 0)
+    if options.page:
+        PAGE.write_text(page_of(results), encoding="utf-8")
+    return int(verdicts["MISSED"] > 0 or verdicts["ALARM"] > 0)
 
 
 if __name__ == "__main__":
