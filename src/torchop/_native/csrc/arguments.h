@@ -23,7 +23,7 @@ namespace torchop {
 struct Parameter {
   PyObject* name = nullptr;          // interned
   PyObject* default_value = nullptr; // nullptr if the caller must pass it
-  bool is_spelled = false;           // the dispatcher has a str for it, which no device equals
+  bool is_device_string = false;     // the dispatcher has a str for it, which no device equals
   Kind kind;
 };
 
@@ -34,13 +34,13 @@ struct Parameters {
   std::vector<Parameter> all;
   size_t positional = 0;
   // With so many positional arguments, and no others, nothing is to be added or replaced.
-  size_t as_given = no_count;
+  size_t pass_through_count = no_count;
   size_t leading_tensors = 0; // the first parameters, up to one that is not just a Tensor
   bool has_tensor_lists = false;
   // Whether a kernel is to get what the dispatcher would pass: not what equals its default, at the
   // end of the positional arguments and anywhere among the others. Its own default stands in.
-  bool leaves_out_defaults = false;
-  bool are_defaults_spelled = false; // one of those is
+  bool drops_defaults = false;
+  bool has_device_string_defaults = false; // one of those is
   PyObject* keyword_names = nullptr; // of the keyword-only ones, if there are any; kept by the plan
 
   size_t size() const {
@@ -74,7 +74,7 @@ class Values {
   // Finds the value of each parameter, defaults included.
   C10_ALWAYS_INLINE Reason bind(PyObject* const* args, size_t nargsf, PyObject* keywords) {
     const size_t count = PyVectorcall_NARGS(nargsf);
-    if (C10_LIKELY(count == parameters_.as_given && keywords == nullptr)) {
+    if (C10_LIKELY(count == parameters_.pass_through_count && keywords == nullptr)) {
       values_ = args; // nothing to add or to replace: the kernel gets the caller's own array
       // With the place before it, if the caller lends that: a method then needs no copy of all.
       flags_ = nargsf & PY_VECTORCALL_ARGUMENTS_OFFSET;
@@ -85,8 +85,8 @@ class Values {
 
   // Checks each value against its kind, and says what the tensors are. Lists are copied, as the
   // dispatcher does: the kernel may write into its own.
-  Reason look(Seen& result, bool below_autograd) {
-    return below_autograd ? look_at<true>(result) : look_at<false>(result);
+  Reason inspect(TensorSummary& result, bool below_autograd) {
+    return below_autograd ? inspect_values<true>(result) : inspect_values<false>(result);
   }
 
   PyObject* operator[](size_t index) const {
@@ -102,11 +102,11 @@ class Values {
   }
 
   // Whether the dispatcher would pass a default as it is spelled.
-  __attribute__((noinline, cold)) bool passes_spelled_default() {
+  __attribute__((noinline, cold)) bool passes_device_string_default() {
     for (size_t index = 0; index < count_passed(); ++index) {
       const Parameter& parameter = parameters_.all[index];
-      if (parameter.is_spelled && values_[index] == parameter.default_value) {
-        refused_ = index;
+      if (parameter.is_device_string && values_[index] == parameter.default_value) {
+        rejected_ = index;
         return true;
       }
     }
@@ -150,8 +150,8 @@ class Values {
   }
 
   // The parameter whose value is not of its very type, if a look said so.
-  size_t refused() const {
-    return refused_;
+  size_t rejected_parameter() const {
+    return rejected_;
   }
 
   // The positional values as a tuple, and the keyword-only ones as a dictionary.
@@ -172,10 +172,10 @@ class Values {
   }
 
  private:
-  static constexpr size_t few = 40;
+  static constexpr size_t inline_size = 40;
 
   PyObject* call(PyObject* function, PyObject* const* values, size_t flags) const {
-    if (C10_UNLIKELY(parameters_.leaves_out_defaults))
+    if (C10_UNLIKELY(parameters_.drops_defaults))
       return call_without_defaults(function, values, flags);
     return call_kernel(function, values, parameters_.positional | flags, parameters_.keyword_names);
   }
@@ -193,7 +193,7 @@ class Values {
     THPObjectPtr names(PyTuple_New(Py_ssize_t(named)));
     if (!names)
       return nullptr;
-    c10::SmallVector<PyObject*, few> passed{nullptr}; // with a free place before the first
+    c10::SmallVector<PyObject*, inline_size> passed{nullptr}; // with a free place before the first
     passed.append(values, values + count);
     for (size_t index = positional; index < parameters_.size(); ++index) {
       if (is_default(index))
@@ -212,7 +212,7 @@ class Values {
     PyObject* value = values_[index];
     if (value == parameter.default_value)
       return true;
-    if (parameter.default_value == nullptr || parameter.is_spelled)
+    if (parameter.default_value == nullptr || parameter.is_device_string)
       return false;
     return parameter.kind.is_list && value != Py_None
         ? are_equal_lists(value, parameter.default_value)
@@ -247,7 +247,7 @@ class Values {
     for (size_t index = 0; index < parameters_.size(); ++index) {
       PyObject* value = values_[index];
       if (parameters_.all[index].kind.is_list && value != Py_None)
-        value = lists.emplace_back(copied(value)).get();
+        value = lists.emplace_back(copy_of(value)).get();
       values[index + 1] = value;
     }
     return call(function, values.data() + 1, PY_VECTORCALL_ARGUMENTS_OFFSET);
@@ -276,14 +276,14 @@ class Values {
 
   // Makes room for values of our own, with a free place before the first: a callee may use that.
   PyObject** reserve(size_t size) {
-    PyObject** room = few_.data();
-    if (C10_UNLIKELY(size >= few)) {
-      many_ = std::make_unique<PyObject*[]>(size + 1);
-      room = many_.get();
+    PyObject** buffer = inline_buffer_.data();
+    if (C10_UNLIKELY(size >= inline_size)) {
+      heap_buffer_ = std::make_unique<PyObject*[]>(size + 1);
+      buffer = heap_buffer_.get();
     }
-    values_ = own_ = room + 1;
+    values_ = buffer_ = buffer + 1;
     flags_ = PY_VECTORCALL_ARGUMENTS_OFFSET;
-    return own_;
+    return buffer_;
   }
 
   // No name comes twice; those of the arguments that came by position are not looked at.
@@ -295,7 +295,7 @@ class Values {
         guess = find(name, first);
       if (guess == parameters_.size())
         return false;
-      own_[guess++] = given[k];
+      buffer_[guess++] = given[k];
     }
     return true;
   }
@@ -316,33 +316,33 @@ class Values {
   }
 
   template <bool below_autograd>
-  Reason look_at(Seen& result) {
-    Seen seen; // a local variable stays in registers
+  Reason inspect_values(TensorSummary& result) {
+    TensorSummary seen; // a local variable stays in registers
     size_t index = 0;
     while (index < parameters_.leading_tensors && is_plain_tensor(values_[index]))
-      see<below_autograd>(values_[index++], seen);
+      add_tensor_to<below_autograd>(values_[index++], seen);
     for (; index < parameters_.size(); ++index) {
       const Parameter& parameter = parameters_.all[index];
       PyObject* value = values_[index];
       if (C10_LIKELY(parameter.kind.base == Base::Tensor && !parameter.kind.is_list)) {
         if (C10_LIKELY(is_plain_tensor(value)))
-          see<below_autograd>(value, seen);
+          add_tensor_to<below_autograd>(value, seen);
         else if (!(value == Py_None && parameter.kind.is_optional))
-          return refuse(index, reason_of(value));
+          return reject(index, reason_of(value));
       } else if (value == Py_None && parameter.kind.is_optional) {
         continue;
       } else if (parameter.kind.is_list) {
-        if (Reason reason = look_into<below_autograd>(index, seen); reason != Reason::Native)
+        if (Reason reason = inspect_list<below_autograd>(index, seen); reason != Reason::Native)
           return reason;
       } else if (
           C10_UNLIKELY(!passes_unchanged(parameter.kind.base, value)) &&
           value != parameter.default_value && !convert(index)) {
-        return refuse(index, Reason::ArgumentType);
+        return reject(index, Reason::ArgumentType);
       }
     }
     result = seen;
     // Keys that only such a tensor has would be missing where the dispatcher looks.
-    if (C10_UNLIKELY(!seen.keys.has_all(overlooked_)))
+    if (C10_UNLIKELY(!seen.keys.has_all(optional_list_keys_)))
       return Reason::ArgumentType;
     return Reason::Native;
   }
@@ -352,52 +352,52 @@ class Values {
     PyObject* converted = converted_to(parameters_.all[index].kind.base, values_[index]);
     if (converted == nullptr)
       return false;
-    if (own_ == nullptr) {
+    if (buffer_ == nullptr) {
       PyObject* const* given = values_;
       std::copy(given, given + parameters_.size(), reserve(parameters_.size()));
     }
     copies_.push_back(converted);
-    own_[index] = converted;
+    buffer_[index] = converted;
     return true;
   }
 
   template <bool below_autograd>
-  Reason look_into(size_t index, Seen& seen) {
+  Reason inspect_list(size_t index, TensorSummary& seen) {
     const Kind& kind = parameters_.all[index].kind;
     PyObject* value = values_[index];
     // What a tensor gives as its shape is a tuple of a class of its own.
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !THPSize_Check(value))
-      return refuse(index, Reason::ArgumentType);
+      return reject(index, Reason::ArgumentType);
     // The dispatcher does not look for keys into an optional list.
     const bool is_overlooked = kind.holds_tensors() && kind.is_optional;
     const DispatchKeySet keys = seen.keys;
-    PyObject* list = copied(value);
+    PyObject* list = copy_of(value);
     copies_.push_back(list);
-    own_[index] = list;
+    buffer_[index] = list;
     for (Py_ssize_t position = 0; position < PyList_GET_SIZE(list); ++position) {
       PyObject* item = PyList_GET_ITEM(list, position);
       if (kind.holds_tensors()) {
         if (C10_LIKELY(is_plain_tensor(item)))
-          see<below_autograd>(item, seen);
+          add_tensor_to<below_autograd>(item, seen);
         else if (!(item == Py_None && kind.items_are_optional))
-          return refuse(index, reason_of(item));
+          return reject(index, reason_of(item));
       } else if (!passes_unchanged(kind.base, item)) {
         PyObject* converted = converted_to(kind.base, item);
         if (converted == nullptr)
-          return refuse(index, Reason::ArgumentType);
+          return reject(index, Reason::ArgumentType);
         PyList_SetItem(list, position, converted);
       }
     }
     if (C10_UNLIKELY(is_overlooked)) {
-      refused_ = index;
-      overlooked_ = overlooked_ | seen.keys;
+      rejected_ = index;
+      optional_list_keys_ = optional_list_keys_ | seen.keys;
       seen.keys = keys;
     }
     return Reason::Native;
   }
 
-  Reason refuse(size_t index, Reason reason) {
-    refused_ = index;
+  Reason reject(size_t index, Reason reason) {
+    rejected_ = index;
     return reason;
   }
 
@@ -407,7 +407,7 @@ class Values {
   }
 
   // A new list of what is in a list or a tuple.
-  static PyObject* copied(PyObject* sequence) {
+  static PyObject* copy_of(PyObject* sequence) {
     PyObject* list;
     // Another thread may write into the list that was passed.
     Py_BEGIN_CRITICAL_SECTION(sequence);
@@ -423,12 +423,12 @@ class Values {
 
   const Parameters& parameters_;
   PyObject* const* values_ = nullptr;
-  PyObject** own_ = nullptr; // `values_`, where it is not the caller's array
+  PyObject** buffer_ = nullptr; // `values_`, where it is not the caller's array
   size_t flags_ = 0;
-  size_t refused_ = 0;
-  DispatchKeySet overlooked_; // of tensors in optional lists
-  std::array<PyObject*, few + 1> few_;
-  std::unique_ptr<PyObject*[]> many_;
+  size_t rejected_ = 0;
+  DispatchKeySet optional_list_keys_; // of tensors in optional lists
+  std::array<PyObject*, inline_size + 1> inline_buffer_;
+  std::unique_ptr<PyObject*[]> heap_buffer_;
   c10::SmallVector<PyObject*, 4> copies_; // owned
 };
 

@@ -280,7 +280,7 @@ THPObjectPtr compute_recorded(const Residuals& residuals, c10::function_ref<PyOb
   return checked(compute());
 }
 
-// Lets Python handle residuals that `hand_over` rejects: it converts them or raises.
+// Lets Python handle residuals that `setup_with_residuals` rejects: it converts them or raises.
 __attribute__((noinline, cold)) void save_in_python(
     const Residuals& residuals,
     const Gradient& gradient,
@@ -289,7 +289,7 @@ __attribute__((noinline, cold)) void save_in_python(
     PyObject* result,
     PyObject* saved) {
   THPObjectPtr seen =
-      checked(PyObject_CallOneArg(residuals.handed, saved == nullptr ? Py_None : saved));
+      checked(PyObject_CallOneArg(residuals.make_request, saved == nullptr ? Py_None : saved));
   call_setup_context(gradient, ctx, values, result, seen.get());
 }
 
@@ -375,7 +375,7 @@ __attribute__((noinline, __flatten__)) PyObject* record(
       call_setup_context(gradient, ctx, values, result.get(), seen.get());
     } else {
       result = compute_recorded(*residuals, compute);
-      if (C10_LIKELY(hand_over(*residuals, values, ctx, result.get(), saved.get())))
+      if (C10_LIKELY(setup_with_residuals(*residuals, values, ctx, result.get(), saved.get())))
         guard_of_saved = guard(*residuals, ctx, fields.to_save, saved.get());
       else
         save_in_python(*residuals, gradient, ctx, values, result.get(), saved.get());

@@ -16,7 +16,7 @@ struct Gradient {
   // fall back to the dispatcher.
   PyObject* node_maker = nullptr;
   // True if lists may contain None, so that a call records only if `wants_gradient` says so.
-  bool passes_lists_by = false;
+  bool skips_optional_lists = false;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
   // look(inputs, keyword_only_inputs) runs before the kernel, and its result is the last argument
   // of `setup_context`. If it returns NotImplemented, the call falls back to the dispatcher.

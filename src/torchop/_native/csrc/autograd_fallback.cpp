@@ -23,7 +23,7 @@ struct Computation {
 
 // A result as the fallback looks at it: what is neither a tensor nor a list of them it passes by,
 // and so a list that may hold None.
-c10::IValue as_seen(PyObject* value, const c10::Argument& declared) {
+c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
   if (value == nullptr)
     return {};
   if (is_tensor(value))
@@ -57,7 +57,7 @@ void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::
   PyObject* result = computation.result.get();
   const std::vector<c10::Argument>& returns = op.schema().returns();
   for (size_t index = 0; index < returns.size(); ++index)
-    stack->push_back(as_seen(result_at(result, index, returns.size()), returns[index]));
+    stack->push_back(as_ivalue(result_at(result, index, returns.size()), returns[index]));
 }
 
 c10::FunctionSchema fallback_schema(const c10::OperatorHandle& op) {

@@ -38,7 +38,7 @@ class Unpacking {
   }
   ~Unpacking() {
     const auto found = find_unpacked(ctx_);
-    const THPObjectPtr kept = std::move(found->tensors); // until it is out of the list
+    const THPObjectPtr tensors = std::move(found->tensors); // until it is out of the list
     unpacked.erase(std::next(found).base());
   }
   Unpacking(const Unpacking&) = delete;

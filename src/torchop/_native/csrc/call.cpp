@@ -15,9 +15,9 @@ namespace torchop {
 
 namespace {
 
-const Plan::Kernel* kernel_for(const Plan& plan, PyObject* ours) {
+const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   for (const Plan::Kernel& kernel : plan.kernels) {
-    if (kernel.ours == ours)
+    if (kernel.dispatcher_kernel == dispatcher_kernel)
       return &kernel;
   }
   return nullptr;
@@ -46,7 +46,7 @@ C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keep
 
 // Of the two conventional forms, no other argument may be a part of the memory that is written. An
 // input may be all of it.
-bool is_alone(size_t written, const Plan& plan, const Values& values) {
+bool has_no_alias(size_t written, const Plan& plan, const Values& values) {
   PyObject* tensor = values[written];
   bool alone = true;
   for (size_t index = 0; index < values.parameters().size(); ++index) {
@@ -72,7 +72,7 @@ __attribute__((noinline)) bool mutation_is_plain(
     values.each_tensor_of(
         index, [&](PyObject* tensor) { plain &= may_write(tensor, route, keeps_history); });
     if (!plan.returns.parameters.empty())
-      plain &= is_alone(index, plan, values);
+      plain &= has_no_alias(index, plan, values);
   }
   return plain;
 }
@@ -97,10 +97,10 @@ C10_ALWAYS_INLINE PyObject* run(
     THPObjectPtr& saved,
     bool recorded = false) {
   PyObject* made = values.pass_to(function, recorded);
-  if (made == nullptr || C10_LIKELY(is_as_promised(made, plan.returns, values)))
+  if (made == nullptr || C10_LIKELY(is_valid_result(made, plan.returns, values)))
     return made;
   saved = take_residuals(plan.residuals, made);
-  if (saved && is_as_promised(made, plan.returns, values))
+  if (saved && is_valid_result(made, plan.returns, values))
     return made;
   is_unusual = true;
   return finish(plan, values, made);
@@ -148,13 +148,14 @@ Decision decide(
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   if (Reason reason = thread_reason(local); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
-  Seen seen;
+  TensorSummary seen;
   if (Reason reason = values.bind(args, nargsf, keywords); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
-  if (Reason reason = values.look(seen, local.excluded_.has(DispatchKey::AutogradFunctionality));
+  if (Reason reason = values.inspect(seen, local.excluded_.has(DispatchKey::AutogradFunctionality));
       C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
-  if (C10_UNLIKELY(plan.parameters.are_defaults_spelled && values.passes_spelled_default()))
+  if (C10_UNLIKELY(
+          plan.parameters.has_device_string_defaults && values.passes_device_string_default()))
     return stop(Reason::ArgumentType);
   if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
@@ -163,11 +164,11 @@ Decision decide(
   const DispatchKeySet keys = (seen.keys | local.included_) - local.excluded_;
   {
 #ifdef Py_GIL_DISABLED
-    Look look(this_thread());
+    TableRead read(this_thread());
     if (C10_UNLIKELY(!plan.lifetime->exists.load() || plan.lifetime->changes.load() != 0))
       return stop(Reason::Operator); // since the call began
 #endif
-    decision.route = follow(table_of(*plan.op), plan.own, keys);
+    decision.route = find_route(table_of(*plan.op), plan.own, keys);
   }
   if (C10_UNLIKELY(decision.route.reason != Reason::Native))
     return stop(decision.route.reason);
@@ -185,7 +186,7 @@ Decision decide(
   } else if (grad && decision.route.through_autograd) {
     if (plan.gradient.node_maker == nullptr)
       return stop(Reason::Gradient);
-    if (C10_UNLIKELY(plan.gradient.passes_lists_by && !wants_gradient(values)))
+    if (C10_UNLIKELY(plan.gradient.skips_optional_lists && !wants_gradient(values)))
       return decision;
     if (torch::autograd::AnomalyMode::is_enabled())
       return stop(Reason::Anomaly);
@@ -211,20 +212,20 @@ PyObject* try_call(
   PyObject* function = decision.kernel->function;
   THPObjectPtr saved;
   // Where the thread records already, the function in Python knows for which kernel that is.
-  const bool is_authors =
+  const bool calls_author =
       decision.kernel->author != nullptr && !thread_records(plan.residuals.recording);
-  if (is_authors)
+  if (calls_author)
     function = decision.kernel->author;
   note_call(function);
   // This call may be made by the kernel of an operator with residuals, whose own call is recorded.
-  std::optional<Recording> apart;
+  std::optional<Recording> suspended;
   if (plan.residuals.type == nullptr && thread_records(all_recordings))
-    apart.emplace(all_recordings).stop();
+    suspended.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient) {
     // The node comes first: where an input refuses to be differentiated, nothing was written.
     const Residuals* residuals =
-        is_authors && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
+        calls_author && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
     result = record(plan.gradient, values, residuals, saved, [&] {
       count_versions(plan, values, decision.route);
       return run(plan, values, function, is_unusual, saved, true);

@@ -23,7 +23,7 @@ namespace torchop {
 
 namespace {
 
-constexpr size_t most_selections = 64;
+constexpr size_t max_selections = 64;
 
 // What is left of the kernels by an order, and by whether only deterministic ones are allowed.
 struct Selection {
@@ -33,7 +33,7 @@ struct Selection {
   PyObject* function; // of all calls; nullptr where it depends on the arguments
 };
 
-struct Known {
+struct Cache {
   std::vector<Selection> selections;
   SeenCalls table; // the subject of a key is the place of its selection
 };
@@ -45,40 +45,40 @@ struct Choice {
   PyObject* blocks; // the ContextVar of the open blocks; what they come to is the first of a tuple
   PyObject* select; // select(settings, is_deterministic) makes a selection
   bool asks_for_determinism; // whether it matters
-  Known known;
+  Cache cache;
 };
 
 Choice& choice_of(PyObject* self) {
   return *reinterpret_cast<Choice*>(self);
 }
 
-void drop(Known& known) {
-  for (const Selection& selection : known.selections) {
+void release(Cache& cache) {
+  for (const Selection& selection : cache.selections) {
     Py_DECREF(selection.settings);
     Py_DECREF(selection.object);
     Py_XDECREF(selection.function);
   }
-  known.table.each_function([](PyObject* function) { Py_DECREF(function); });
+  cache.table.each_function([](PyObject* function) { Py_DECREF(function); });
 }
 
 // Begins again. What goes may run Python, which may call the operator: the tables are whole by
 // then.
-void forget(Choice& choice) {
-  Known before;
-  std::swap(before, choice.known);
-  drop(before);
+void clear_cache(Choice& choice) {
+  Cache before;
+  std::swap(before, choice.cache);
+  release(before);
 }
 
-constexpr size_t nowhere = ~size_t{0};
+constexpr size_t no_index = ~size_t{0};
 
-size_t place_of(const Choice& choice, PyObject* settings, bool is_deterministic) {
-  const std::vector<Selection>& selections = choice.known.selections;
-  for (size_t place = 0; place < selections.size(); ++place) {
-    if (selections[place].settings == settings &&
-        selections[place].is_deterministic == is_deterministic)
-      return place;
+size_t index_of(const Choice& choice, PyObject* settings, bool is_deterministic) {
+  const std::vector<Selection>& selections = choice.cache.selections;
+  for (size_t position = 0; position < selections.size(); ++position) {
+    if (selections[position].settings == settings &&
+        selections[position].is_deterministic == is_deterministic)
+      return position;
   }
-  return nowhere;
+  return no_index;
 }
 
 // Has Python make a selection, and keeps it. Returns its place, or throws.
@@ -86,36 +86,36 @@ size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) 
   THPObjectPtr object = checked(PyObject_CallFunctionObjArgs(
       choice.select, settings, is_deterministic ? Py_True : Py_False, nullptr));
   THPObjectPtr function = checked(PyObject_GetAttrString(object.get(), "function"));
-  if (choice.known.selections.size() >= most_selections)
-    forget(choice);
+  if (choice.cache.selections.size() >= max_selections)
+    clear_cache(choice);
   // Python ran, so another thread may have come first.
-  if (const size_t place = place_of(choice, settings, is_deterministic); place != nowhere)
-    return place;
-  choice.known.selections.push_back(
+  if (const size_t position = index_of(choice, settings, is_deterministic); position != no_index)
+    return position;
+  choice.cache.selections.push_back(
       Selection{
           Py_NewRef(settings),
           is_deterministic,
           object.release(),
           function.get() == Py_None ? nullptr : function.release()});
-  return choice.known.selections.size() - 1;
+  return choice.cache.selections.size() - 1;
 }
 
 // Asks Python about a call of which no table knows. Returns a new reference, or throws.
-__attribute__((noinline, cold)) PyObject* ask(
+__attribute__((noinline, cold)) PyObject* select_in_python(
     Choice& choice,
     PyObject* settings,
     bool is_deterministic,
     PyObject* const* args,
     size_t count,
     PyObject* keywords) {
-  size_t place = place_of(choice, settings, is_deterministic);
-  if (place == nowhere)
-    place = add_selection(choice, settings, is_deterministic);
-  if (PyObject* function = choice.known.selections[place].function; function != nullptr)
+  size_t position = index_of(choice, settings, is_deterministic);
+  if (position == no_index)
+    position = add_selection(choice, settings, is_deterministic);
+  if (PyObject* function = choice.cache.selections[position].function; function != nullptr)
     return Py_NewRef(function);
   CallKey key; // of now, because whoever is asked may write into a list
   const bool is_known = key.read(args, count, keywords);
-  THPObjectPtr object(Py_NewRef(choice.known.selections[place].object));
+  THPObjectPtr object(Py_NewRef(choice.cache.selections[position].object));
   THPObjectPtr positional = checked(PyTuple_New(Py_ssize_t(count)));
   for (size_t index = 0; index < count; ++index)
     PyTuple_SET_ITEM(positional.get(), index, Py_NewRef(args[index]));
@@ -130,15 +130,15 @@ __attribute__((noinline, cold)) PyObject* ask(
       PyObject_CallMethodObjArgs(object.get(), name.get(), positional.get(), named.get(), nullptr));
   // Python ran: everything may have begun again since, and another thread may have asked the same.
   // Whatever selection is there by then, for the same settings, would say the same.
-  place = place_of(choice, settings, is_deterministic);
-  if (is_known && place != nowhere) {
-    key.set_subject(place);
+  position = index_of(choice, settings, is_deterministic);
+  if (is_known && position != no_index) {
+    key.set_subject(position);
     const uint64_t hash = key.hash();
-    if (choice.known.table.find(key, hash) == nullptr) {
-      if (choice.known.table.has_room(key))
-        choice.known.table.add(key, hash, function.get());
+    if (choice.cache.table.find(key, hash) == nullptr) {
+      if (choice.cache.table.has_capacity(key))
+        choice.cache.table.add(key, hash, function.get());
       else
-        forget(choice);
+        clear_cache(choice);
     }
   }
   return function.release();
@@ -154,7 +154,7 @@ C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   if (C10_LIKELY(is_open || torch::autograd::get_current_graph_task_id() == -1))
     return blocks;
   THPObjectPtr own(blocks);
-  PyObject* context = carried("context"); // None after another backward inside of this one
+  PyObject* context = get_obj_in_tls("context"); // None after another backward inside of this one
   if (context == nullptr || !PyContext_CheckExact(context))
     return own.release();
   const int is_there = PySequence_Contains(context, choice.blocks);
@@ -173,20 +173,20 @@ C10_ALWAYS_INLINE PyObject* find(
       choice.asks_for_determinism && at::globalContext().deterministicAlgorithms();
   // The context holds on to the blocks, and nothing runs that could change it.
   Py_DECREF(blocks);
-  const size_t place = place_of(choice, settings, is_deterministic);
-  if (C10_LIKELY(place != nowhere)) {
-    PyObject* function = choice.known.selections[place].function;
+  const size_t position = index_of(choice, settings, is_deterministic);
+  if (C10_LIKELY(position != no_index)) {
+    PyObject* function = choice.cache.selections[position].function;
     if (function != nullptr)
       return Py_NewRef(function);
     CallKey key;
     if (C10_LIKELY(key.read(args, count, keywords))) {
-      key.set_subject(place);
-      if ((function = choice.known.table.find(key, key.hash())) != nullptr)
+      key.set_subject(position);
+      if ((function = choice.cache.table.find(key, key.hash())) != nullptr)
         return Py_NewRef(function);
     }
   }
-  THPObjectPtr kept(Py_NewRef(settings));
-  return ask(choice, settings, is_deterministic, args, count, keywords);
+  THPObjectPtr owned(Py_NewRef(settings));
+  return select_in_python(choice, settings, is_deterministic, args, count, keywords);
 }
 
 PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
@@ -225,7 +225,7 @@ PyObject* make_choice(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (self == nullptr)
     return nullptr;
   Choice& choice = choice_of(self);
-  new (&choice.known) Known();
+  new (&choice.cache) Cache();
   choice.call = call_choice;
   choice.blocks = Py_NewRef(blocks);
   choice.select = Py_NewRef(select);
@@ -238,13 +238,13 @@ int traverse_choice(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(choice.blocks);
   Py_VISIT(choice.select);
-  for (const Selection& selection : choice.known.selections) {
+  for (const Selection& selection : choice.cache.selections) {
     Py_VISIT(selection.settings);
     Py_VISIT(selection.object);
     Py_VISIT(selection.function);
   }
   int stop = 0;
-  choice.known.table.each_function([&](PyObject* function) {
+  choice.cache.table.each_function([&](PyObject* function) {
     if (stop == 0)
       stop = visit(function, arg);
   });
@@ -256,8 +256,8 @@ void dealloc_choice(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   Choice& choice = choice_of(self);
-  drop(choice.known);
-  choice.known.~Known();
+  release(choice.cache);
+  choice.cache.~Cache();
   Py_DECREF(choice.blocks);
   Py_DECREF(choice.select);
   type->tp_free(self);
@@ -265,7 +265,7 @@ void dealloc_choice(PyObject* self) {
 }
 
 PyObject* get_count(PyObject* self, void*) {
-  return PyLong_FromSize_t(choice_of(self).known.table.count());
+  return PyLong_FromSize_t(choice_of(self).cache.table.count());
 }
 
 PyMemberDef choice_members[] = {

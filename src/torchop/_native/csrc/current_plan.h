@@ -17,18 +17,18 @@ inline bool is_usable(PyObject* plan) {
 class CurrentPlan {
  public:
   CurrentPlan(Entry& entry, Thread& here) : entry_(entry), thread_(here) {
-    if (C10_UNLIKELY(here.count == here.room && !make_room(here))) {
+    if (C10_UNLIKELY(here.count == here.capacity && !reserve_call(here))) {
       PyErr_NoMemory();
       return;
     }
-    while (C10_UNLIKELY(!is_usable(follow()))) {
+    while (C10_UNLIKELY(!is_usable(announce()))) {
       end();
       if (!refresh_plan(entry))
         return;
     }
-    if (C10_UNLIKELY(is_gone(entry))) {
+    if (C10_UNLIKELY(is_deregistered(entry))) {
       end();
-      refuse_gone(entry);
+      raise_deregistered(entry);
     }
   }
   ~CurrentPlan() {
@@ -37,15 +37,15 @@ class CurrentPlan {
       return;
     end();
     // Others would wait for one another, for as long as a long call follows a plan that waits.
-    if (C10_UNLIKELY(plans_to_free.load(std::memory_order_relaxed) != 0) && is_whole_ &&
+    if (C10_UNLIKELY(plans_to_free.load(std::memory_order_relaxed) != 0) && may_touch_objects_ &&
         (announced_another_ || plan != entry_.plan.load()))
       free_plans();
   }
   CurrentPlan(const CurrentPlan&) = delete;
   CurrentPlan& operator=(const CurrentPlan&) = delete;
 
-  void forget() {
-    is_whole_ = false;
+  void abandon() {
+    may_touch_objects_ = false;
   }
 
   explicit operator bool() const {
@@ -58,7 +58,7 @@ class CurrentPlan {
  private:
   // Announces the plan, and looks whether it still was the plan then: whoever replaced it before
   // may not have seen this.
-  PyObject* follow() {
+  PyObject* announce() {
     const size_t call = thread_.count++;
     thread_.running[call] = reinterpret_cast<PyObject*>(&entry_);
     while (true) {
@@ -86,7 +86,7 @@ class CurrentPlan {
   Entry& entry_;
   Thread& thread_;
   PyObject* plan_ = nullptr;
-  bool is_whole_ = true;
+  bool may_touch_objects_ = true;
   bool announced_another_ = false; // which may wait for this call
 };
 
@@ -102,8 +102,8 @@ class CurrentPlan {
       if (!refresh_plan(entry))
         return;
     }
-    if (C10_UNLIKELY(is_gone(entry)))
-      refuse_gone(entry);
+    if (C10_UNLIKELY(is_deregistered(entry)))
+      raise_deregistered(entry);
     else
       plan_ = new_reference(entry.plan);
   }
@@ -114,7 +114,7 @@ class CurrentPlan {
   CurrentPlan(const CurrentPlan&) = delete;
   CurrentPlan& operator=(const CurrentPlan&) = delete;
 
-  void forget() {
+  void abandon() {
     plan_ = nullptr;
   }
 

@@ -10,7 +10,7 @@ inline std::atomic<int> disabled_blocks{0};
 
 // Open blocks of this thread, or of the thread on whose behalf PyTorch runs it (as in backward).
 inline long open_here() {
-  PyObject* count = carried("torchop_blocks");
+  PyObject* count = get_obj_in_tls("torchop_blocks");
   return count == nullptr ? 0 : PyLong_AsLong(count);
 }
 
@@ -22,10 +22,10 @@ inline bool is_disabled() {
 inline void change_blocks(int by) {
   // A thread must not end with its own object here: PyTorch would take the GIL to free it, which
   // aborts during interpreter finalization. So 0 is one shared object that is never freed.
-  static const auto& none = *new Carried(to_carry(PyLong_FromLong(0)));
+  static const auto& none = *new SafeObject(make_safe_object(PyLong_FromLong(0)));
   disabled_blocks += by;
   const long open = std::max(open_here() + by, 0L);
-  carry("torchop_blocks", open == 0 ? none : to_carry(PyLong_FromLong(open)));
+  stash_obj_in_tls("torchop_blocks", open == 0 ? none : make_safe_object(PyLong_FromLong(open)));
 }
 
 } // namespace torchop

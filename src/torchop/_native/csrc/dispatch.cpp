@@ -45,7 +45,7 @@ unsigned char byte_at(const c10::OperatorKernel* functor, size_t offset) {
 }
 
 // Whether a Python kernel takes its keys, or the operator, beside the arguments.
-bool takes_more(const c10::OperatorKernel* functor) {
+bool takes_keys_or_operator(const c10::OperatorKernel* functor) {
   uint16_t flags;
   std::memcpy(&flags, reinterpret_cast<const char*>(functor) + keys_flag_offset, sizeof(flags));
   return flags != 0;
@@ -76,7 +76,7 @@ PyObject* python_function(const c10::KernelFunction& kernel) {
 namespace {
 
 // How PyTorch keeps Python kernels, from an operator whose only kernel is `function`, at CPU.
-bool learn_layout(const c10::OperatorHandle& op, PyObject* function) {
+bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   holder_vtable = autograd_fallback_function = nullptr;
   const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
   const c10::OperatorKernel* functor = functor_of(kernel);
@@ -101,19 +101,19 @@ bool learn_layout(const c10::OperatorHandle& op, PyObject* function) {
 }
 
 // Where PyTorch keeps what a Python kernel takes beside the arguments.
-bool learn_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys) {
+bool probe_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys) {
   const DispatchKeySet cpu(DispatchKey::CPU);
   const c10::KernelFunction& without = table_of(plain).lookup(cpu);
   const c10::KernelFunction& with = table_of(with_keys).lookup(cpu);
   const size_t offset = holder_offset + 2 * sizeof(void*) + sizeof(DispatchKey);
-  const auto is = [&](const c10::KernelFunction& kernel, int takes_keys) {
+  const auto has_flags = [&](const c10::KernelFunction& kernel, int takes_keys) {
     const c10::OperatorKernel* functor = functor_of(kernel);
     DispatchKey key;
     std::memcpy(&key, reinterpret_cast<const char*>(functor) + offset - sizeof(key), sizeof(key));
     return key == DispatchKey::CPU && byte_at(functor, offset) == takes_keys &&
         byte_at(functor, offset + 1) == 0;
   };
-  keys_flag_offset = is(without, 0) && is(with, 1) ? offset : 0;
+  keys_flag_offset = has_flags(without, 0) && has_flags(with, 1) ? offset : 0;
   return keys_flag_offset != 0;
 }
 
@@ -121,7 +121,7 @@ bool learn_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& wi
 
 bool learn_kernels(
     const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys, PyObject* function) {
-  return learn_layout(plain, function) && learn_flags(plain, with_keys);
+  return probe_layout(plain, function) && probe_flags(plain, with_keys);
 }
 
 const c10::KernelFunction& autograd_fallback_kernel() {
@@ -129,7 +129,7 @@ const c10::KernelFunction& autograd_fallback_kernel() {
 }
 
 bool takes_just_arguments(const c10::KernelFunction& kernel) {
-  return is_python_kernel(kernel) && !takes_more(functor_of(kernel));
+  return is_python_kernel(kernel) && !takes_keys_or_operator(functor_of(kernel));
 }
 
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op) {
@@ -193,7 +193,7 @@ bool has_plain_keys(const at::TensorImpl& impl) {
       keys.has_all(DispatchKeySet(DispatchKey::Dense));
 }
 
-Reason tensors_reason(const Seen& seen) {
+Reason tensors_reason(const TensorSummary& seen) {
   if (C10_UNLIKELY(seen.tangent))
     return Reason::Tangent;
   const uint64_t keys = seen.keys.raw_repr();
@@ -216,7 +216,8 @@ std::vector<DispatchKey> plain_backend_keys() {
   return keys;
 }
 
-Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {
+Route find_route(
+    const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {
   Route route;
   // The dispatcher drops the keys at which an operator has nothing by this mask. Where it keeps one
   // mask for each backend, they are found and dropped one by one.
@@ -254,7 +255,7 @@ Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, Dispa
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
         // The function may be a kernel elsewhere, too, and be called with the arguments alone
         // there.
-        if (C10_UNLIKELY(!is_autocast && takes_more(functor_of(kernel))))
+        if (C10_UNLIKELY(!is_autocast && takes_keys_or_operator(functor_of(kernel))))
           route.reason = Reason::Kernel;
         route.kernel = function;
         return route;

@@ -31,7 +31,7 @@ extern PyTypeObject* tensor_type;
 extern PyTypeObject* parameter_type;
 
 // What the tensors of a call say together.
-struct Seen {
+struct TensorSummary {
   DispatchKeySet keys;
   bool requires_grad = false;
   bool tangent = false;
@@ -60,7 +60,7 @@ inline const torch::autograd::AutogradMeta* autograd_meta_of(const at::TensorImp
 // Adds a plain tensor to what was seen. Below autograd, neither gradients nor tangents decide about
 // a call, and most of the cost is to look for them.
 template <bool below_autograd>
-inline void see(PyObject* tensor, Seen& seen) {
+inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
   at::TensorImpl* impl = impl_of(tensor);
   seen.keys = seen.keys | impl->key_set();
   if constexpr (below_autograd)
@@ -159,12 +159,12 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
 bool has_plain_keys(const at::TensorImpl& impl);
 
 // Conditions of the tensors: dense and plain, and all of one backend.
-Reason tensors_reason(const Seen& seen);
+Reason tensors_reason(const TensorSummary& seen);
 
 // The keys of the backends whose tensors a native call takes, such as CPU and PrivateUse1.
 std::vector<DispatchKey> plain_backend_keys();
 
 // Follows the table from key to key, as the dispatcher and our own kernels would.
-Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys);
+Route find_route(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys);
 
 } // namespace torchop

@@ -29,7 +29,7 @@ bool refresh_plan(Entry& entry) {
   return THPObjectPtr(PyObject_CallNoArgs(entry.refresh)).get() != nullptr;
 }
 
-void refuse_gone(Entry& entry) {
+void raise_deregistered(Entry& entry) {
   THPObjectPtr module(PyImport_ImportModule("torchop._errors"));
   THPObjectPtr kind(module ? PyObject_GetAttrString(module.get(), "OperatorGoneError") : nullptr);
   if (!kind)
@@ -58,7 +58,7 @@ void explain_refusal(PyObject* callee) {
 
 namespace {
 
-__attribute__((noinline, cold)) PyObject* refuse_depth(const Entry& entry) {
+__attribute__((noinline, cold)) PyObject* raise_stack_overflow(const Entry& entry) {
   PyErr_Format(
       PyExc_RecursionError,
       "maximum recursion depth exceeded while calling %S: its kernel calls it again and again, and "
@@ -85,7 +85,7 @@ namespace {
 
 // Tells of a call that the dispatcher is about to get. False with an exception if the operator went
 // away meanwhile, because the observer runs Python.
-__attribute__((noinline, cold)) bool observe(
+__attribute__((noinline, cold)) bool call_observer(
     Entry& entry, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   WithoutDynamo frames;
   THPObjectPtr callee;
@@ -103,15 +103,15 @@ __attribute__((noinline, cold)) bool observe(
       PyObject_Vectorcall(callee.get(), all.data(), size_t(positional) + 1, keywords));
   if (!result)
     PyErr_WriteUnraisable(callee.get()); // the call itself is right
-  if (!is_gone(entry))
+  if (!is_deregistered(entry))
     return true;
-  refuse_gone(entry);
+  raise_deregistered(entry);
   return false;
 }
 
 // Nobody tells of the kernels of others, so a call that meets an unknown one has a new plan made.
 // Where that does not help, it is tried again after ever more calls.
-__attribute__((noinline, cold)) void doubt(Entry& entry, Reason reason) {
+__attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, Reason reason) {
   const uint64_t count = entry.counters[size_t(reason)];
   const bool is_about_kernels = reason == Reason::Kernel || reason == Reason::Operator;
   if (is_about_kernels && (count & (count - 1)) == 0)
@@ -119,13 +119,13 @@ __attribute__((noinline, cold)) void doubt(Entry& entry, Reason reason) {
 }
 
 // Raises that the operator is gone, because of the error that PyTorch raised for it.
-__attribute__((noinline, cold)) void refuse_ended(Entry& entry) {
+__attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry) {
   PyObject *type, *cause, *traceback, *error;
   PyErr_Fetch(&type, &cause, &traceback);
   PyErr_NormalizeException(&type, &cause, &traceback);
   Py_XDECREF(type);
   Py_XDECREF(traceback);
-  refuse_gone(entry);
+  raise_deregistered(entry);
   PyErr_Fetch(&type, &error, &traceback);
   PyErr_NormalizeException(&type, &error, &traceback);
   PyException_SetCause(error, cause);
@@ -148,16 +148,16 @@ __attribute__((noinline)) PyObject* dispatch_call(
     const bool is_counted = Py_TYPE(dispatch) == operator_type || entry.lifetime == nullptr;
     const DispatcherCall call(
         is_counted ? c10::ArrayRef<LifetimePointer>() : c10::ArrayRef(entry.lifetime));
-    if (C10_LIKELY(!is_gone(entry)))
+    if (C10_LIKELY(!is_deregistered(entry)))
       result = PyObject_Vectorcall(dispatch, args, nargsf, keywords);
   }
-  if (C10_LIKELY(result != nullptr || !is_gone(entry)))
+  if (C10_LIKELY(result != nullptr || !is_deregistered(entry)))
     return result;
   // If the operator ended meanwhile, PyTorch may have found no schema any more, or no kernel.
   if (PyErr_Occurred() == nullptr)
-    refuse_gone(entry);
+    raise_deregistered(entry);
   else if (PyErr_Occurred() == PyExc_RuntimeError)
-    refuse_ended(entry);
+    raise_deregistered_from_error(entry);
   return nullptr;
 }
 
@@ -176,14 +176,14 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
     PyObject* keywords) {
   Thread& here = this_thread();
   if (C10_UNLIKELY(is_stack_low(here)))
-    return refuse_depth(entry);
+    return raise_stack_overflow(entry);
   CurrentPlan plan(entry, here);
   if (!plan)
     return nullptr;
 #ifndef Py_GIL_DISABLED
-  if (C10_UNLIKELY(here.count == here.room) && !make_room(here))
+  if (C10_UNLIKELY(here.count == here.capacity) && !reserve_call(here))
     return PyErr_NoMemory();
-  Mark mark(here, reinterpret_cast<PyObject*>(&entry));
+  RunningCall mark(here, reinterpret_cast<PyObject*>(&entry));
 #endif
   Reason reason = Reason::Native;
   PyObject* result = nullptr;
@@ -197,7 +197,7 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   } catch (const abi::__forced_unwind&) {
     // The thread ends here, as a daemon's does that wants to go on when Python has gone: whoever
     // stops this ends the process. It has no right to touch an object any more.
-    plan.forget();
+    plan.abandon();
     throw;
 #endif
   } catch (...) {
@@ -205,16 +205,16 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   }
   const bool may_not_fit = reason == Reason::Binding || reason == Reason::ArgumentType;
   if (may_not_fit && next != nullptr &&
-      is_passed_by((*plan).parameters, args, PyVectorcall_NARGS(nargsf), keywords))
+      is_skipped_overload((*plan).parameters, args, PyVectorcall_NARGS(nargsf), keywords))
     return PyObject_Vectorcall(next, args, nargsf, keywords);
   entry.counters.count(reason, here);
   if (C10_LIKELY(reason == Reason::Native))
     return result;
   if (C10_UNLIKELY(observer != nullptr) && entry.counters[size_t(reason)] == 1 &&
-      !observe(entry, args, nargsf, keywords))
+      !call_observer(entry, args, nargsf, keywords))
     return nullptr;
   if ((*plan).is_foreign)
-    doubt(entry, reason);
+    recompile_for_unknown_kernel(entry, reason);
   return dispatch_call(entry, dispatch, args, nargsf, keywords);
 }
 
@@ -348,7 +348,7 @@ PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
       decision.route.through_version_counter ? Py_True : Py_False,
       decision.records_gradient || decision.notes_gradient ? Py_True : Py_False,
       decision.kernel ? decision.kernel->function : Py_None,
-      Py_ssize_t(values.refused()));
+      Py_ssize_t(values.rejected_parameter()));
   END_HANDLE_TH_ERRORS
 }
 

@@ -42,13 +42,13 @@ PyObject* call_entry(
 // more.
 __attribute__((noinline, cold)) bool refresh_plan(Entry& entry);
 
-inline bool is_gone(const Entry& entry) {
+inline bool is_deregistered(const Entry& entry) {
   return entry.lifetime != nullptr && !entry.lifetime->exists.load(std::memory_order_relaxed);
 }
 
 // Says that an operator went away without a word, with the library that somebody reset. What calls
 // the dispatcher would call freed memory.
-__attribute__((noinline, cold)) void refuse_gone(Entry& entry);
+__attribute__((noinline, cold)) void raise_deregistered(Entry& entry);
 
 // Asks what was called what to raise in place of PyTorch's RuntimeError. A handle names an argument
 // of the wrong type, and a packet says that an overload ended meanwhile.

@@ -28,7 +28,7 @@ Threads& threads() {
         [] { threads().mutex.unlock(); },
         [] {
           threads().all.clear();
-          if (thread.room != 0)
+          if (thread.capacity != 0)
             threads().all.push_back(&thread);
           threads().mutex.unlock();
         });
@@ -37,9 +37,9 @@ Threads& threads() {
   return *made;
 }
 
-bool is_followed(PyObject* plan) {
+bool is_in_use(PyObject* plan) {
   for (const Thread* each : threads().all) {
-    for (size_t call = 0; call < each->room; ++call) {
+    for (size_t call = 0; call < each->capacity; ++call) {
       if (each->plans[call].load() == plan)
         return true;
     }
@@ -55,33 +55,34 @@ struct Registered {
     delete[] thread.plans;
     thread.running = nullptr;
     thread.plans = nullptr;
-    thread.count = thread.room = 0;
+    thread.count = thread.capacity = 0;
   }
 };
 
 } // namespace
 
-bool make_room(Thread& here) {
+bool reserve_call(Thread& here) {
   static thread_local Registered until_thread_ends;
   (void)&until_thread_ends;
-  const size_t room = std::max<size_t>(16, 2 * here.room);
+  const size_t capacity = std::max<size_t>(16, 2 * here.capacity);
   const std::lock_guard<std::mutex> lock(threads().mutex);
-  auto* plans = new (std::nothrow) std::atomic<PyObject*>[room]();
-  void* running = plans == nullptr ? nullptr : std::realloc(here.running, room * sizeof(PyObject*));
+  auto* plans = new (std::nothrow) std::atomic<PyObject*>[capacity]();
+  void* running =
+      plans == nullptr ? nullptr : std::realloc(here.running, capacity * sizeof(PyObject*));
   if (running == nullptr) {
     delete[] plans;
     return false;
   }
-  for (size_t call = 0; call < here.room; ++call)
+  for (size_t call = 0; call < here.capacity; ++call)
     plans[call].store(here.plans[call].load());
-  if (here.room == 0) {
+  if (here.capacity == 0) {
     here.number = threads().count++;
     threads().all.push_back(&here);
   }
   delete[] here.plans;
   here.plans = plans;
   here.running = static_cast<PyObject**>(running);
-  here.room = room;
+  here.capacity = capacity;
   return true;
 }
 
@@ -105,7 +106,7 @@ void free_plans() {
   {
     const std::lock_guard<std::mutex> lock(threads().mutex);
     std::erase_if(threads().plans, [&](PyObject* plan) {
-      if (is_followed(plan))
+      if (is_in_use(plan))
         return false;
       unused.push_back(plan);
       return true;
@@ -132,8 +133,8 @@ PyObject* new_reference(const PlanPointer& plan) {
   return Py_XNewRef(plan.load());
 }
 
-void share(Thread& here, PyObject* callee) {
-  here.unseen = Thread::interval;
+void make_immortal(Thread& here, PyObject* callee) {
+  here.calls_until_check = Thread::interval;
   if (callee->ob_ref_local == UINT32_MAX || callee->ob_tid == _Py_ThreadId())
     return;
   // No other thread counts while this visits objects, of which the first is enough.
@@ -148,10 +149,10 @@ void share(Thread& here, PyObject* callee) {
       callee);
 }
 
-void wait_for_looks() {
+void wait_for_table_reads() {
   const std::lock_guard<std::mutex> lock(threads().mutex);
   for (const Thread* each : threads().all) {
-    while (each->looks.load()) // a look is short, and waits for nothing
+    while (each->reads_table.load()) // a look is short, and waits for nothing
       sched_yield();
   }
 }

@@ -30,7 +30,7 @@ using PlanPointer = std::atomic<PyObject*>;
 
 #ifdef Py_GIL_DISABLED
 
-inline constexpr bool has_lock = false;
+inline constexpr bool has_gil = false;
 
 // Gives up a reference to a plan that nobody can find any more: now, or when no call follows it.
 void release_plan(PyObject* plan);
@@ -45,34 +45,34 @@ inline std::atomic<size_t> plans_to_free = 0;
 void free_plans();
 
 // Announces that a thread looks into the dispatcher's table of an operator.
-class Look {
+class TableRead {
  public:
-  explicit Look(Thread& here) : thread_(here) {
-    thread_.looks.store(true);
+  explicit TableRead(Thread& here) : thread_(here) {
+    thread_.reads_table.store(true);
   }
-  ~Look() {
-    thread_.looks.store(false, std::memory_order_release);
+  ~TableRead() {
+    thread_.reads_table.store(false, std::memory_order_release);
   }
-  Look(const Look&) = delete;
-  Look& operator=(const Look&) = delete;
+  TableRead(const TableRead&) = delete;
+  TableRead& operator=(const TableRead&) = delete;
 
  private:
   Thread& thread_;
 };
 
 // Waits until no thread looks any more into a table of which it was just said that it goes.
-void wait_for_looks();
+void wait_for_table_reads();
 
 // Has Python count no references to an object any more if other threads than its own call it.
-__attribute__((noinline, cold)) void share(Thread& here, PyObject* callee);
+__attribute__((noinline, cold)) void make_immortal(Thread& here, PyObject* callee);
 
 // Says that an object is called. Threads that call one wait for each other to count the references
 // to it. So what they call often, of which this sees a few calls, is made immortal, as the
 // functions of modules are there.
 inline void note_call(PyObject* callee) {
   Thread& here = this_thread();
-  if (C10_UNLIKELY(--here.unseen == 0))
-    share(here, callee);
+  if (C10_UNLIKELY(--here.calls_until_check == 0))
+    make_immortal(here, callee);
 }
 
 // Calls by the reason for which they went to the dispatcher, in as many places as threads write.
@@ -126,7 +126,7 @@ class Counters {
 
 #else
 
-inline constexpr bool has_lock = true;
+inline constexpr bool has_gil = true;
 
 inline void release_plan(PyObject* plan) {
   Py_XDECREF(plan);

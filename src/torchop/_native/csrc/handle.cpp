@@ -38,7 +38,7 @@ PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
 }
 
 // Takes a slot from the class, whose users must not read or write it from now on. The memory stays.
-PyMemberDef* take_slot(PyTypeObject* type, const char* name) {
+PyMemberDef* remove_descriptor(PyTypeObject* type, const char* name) {
   THPObjectPtr found(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
   if (!found || Py_TYPE(found.get()) != &PyMemberDescr_Type) {
     PyErr_Format(PyExc_TypeError, "%s has no slot %s", type->tp_name, name);
@@ -61,8 +61,8 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
     return nullptr;
   }
   auto* python_class = reinterpret_cast<PyTypeObject*>(base);
-  PyMemberDef* call = take_slot(python_class, "_native_call");
-  PyMemberDef* entry = call == nullptr ? nullptr : take_slot(python_class, "_native_entry");
+  PyMemberDef* call = remove_descriptor(python_class, "_native_call");
+  PyMemberDef* entry = call == nullptr ? nullptr : remove_descriptor(python_class, "_native_entry");
   if (entry == nullptr)
     return nullptr;
   // Whoever visits, clears or frees a handle would take a function pointer for an object.
@@ -80,18 +80,20 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
       {0, nullptr},
   };
   // How a handle keeps its dictionary must not change with its type.
-  unsigned long kept = 0;
+  unsigned long inherited_flags = 0;
 #ifdef Py_TPFLAGS_MANAGED_DICT
-  kept |= Py_TPFLAGS_MANAGED_DICT;
+  inherited_flags |= Py_TPFLAGS_MANAGED_DICT;
 #endif
 #ifdef Py_TPFLAGS_MANAGED_WEAKREF
-  kept |= Py_TPFLAGS_MANAGED_WEAKREF;
+  inherited_flags |= Py_TPFLAGS_MANAGED_WEAKREF;
 #endif
   PyType_Spec spec = {
       "torchop.CustomOp",
       int(python_class->tp_basicsize),
       0,
-      unsigned(Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | (python_class->tp_flags & kept)),
+      unsigned(
+          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL |
+          (python_class->tp_flags & inherited_flags)),
       slots,
   };
   THPObjectPtr bases(PyTuple_Pack(1, base));

@@ -179,7 +179,7 @@ inline bool passes_unchanged(Base base, PyObject* value) {
 
 // An int whose `float()` is what C reads from it. A subclass may define `__float__`, which the
 // dispatcher calls.
-inline bool is_read_as_float(PyObject* value) {
+inline bool has_plain_float(PyObject* value) {
   return PyLong_Check(value) &&
       Py_TYPE(value)->tp_as_number->nb_float == PyLong_Type.tp_as_number->nb_float;
 }
@@ -215,7 +215,7 @@ __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* val
     converted = plain_int(value);
   else if (takes_floats && PyFloat_Check(value))
     converted = plain_float(value);
-  else if (base == Base::Float && is_read_as_float(value))
+  else if (base == Base::Float && has_plain_float(value))
     converted = plain_float(value);
   else if (base == Base::Str && PyUnicode_Check(value))
     converted = plain_str(value);

@@ -84,16 +84,16 @@ class Listener final : public c10::OpRegistrationListener {
  public:
   void onOperatorRegistered(const c10::OperatorHandle&) override {}
   void onOperatorDeregistered(const c10::OperatorHandle& op) override {
-    ++ended_operators;
+    ++deregistered_operators;
     const std::lock_guard<std::mutex> lock(lifetimes().mutex);
     if (auto found = lifetimes().all.extract(place_of(op)); !found.empty()) {
       found.mapped()->exists.store(false);
       // Leak `kept` here: its destructor would take the dispatcher lock, which PyTorch holds now.
-      if (found.mapped().use_count() == 1 && found.mapped()->kept.has_value())
+      if (found.mapped().use_count() == 1 && found.mapped()->registration.has_value())
         (void)new LifetimePointer(found.mapped());
     }
 #ifdef Py_GIL_DISABLED
-    wait_for_looks();
+    wait_for_table_reads();
 #endif
   }
 };
@@ -249,7 +249,7 @@ Change::Change(std::vector<LifetimePointer> lifetimes)
   for (const LifetimePointer& lifetime : lifetimes_)
     lifetime->changes.fetch_add(1);
 #ifdef Py_GIL_DISABLED
-  wait_for_looks();
+  wait_for_table_reads();
 #endif
   wait_for_calls(lifetimes_);
 }
@@ -285,8 +285,8 @@ PyObject* end_calls(PyObject*, PyObject* names) {
   wait_for_calls(found);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const LifetimePointer& lifetime : found) {
-    if (lifetime->inside.load() > inside_here(*lifetime) && !lifetime->kept.has_value())
-      lifetime->kept.emplace(dispatcher.registerName(lifetime->op.operator_name()));
+    if (lifetime->inside.load() > inside_here(*lifetime) && !lifetime->registration.has_value())
+      lifetime->registration.emplace(dispatcher.registerName(lifetime->op.operator_name()));
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

@@ -32,13 +32,13 @@ struct Lifetime {
   std::deque<std::atomic<size_t>> numbers = std::deque<std::atomic<size_t>>(1);
   std::atomic<std::atomic<size_t>*> awaited = &numbers.front();
   // Keeps the operator's memory in the dispatcher if it was deregistered while a call was inside.
-  std::optional<c10::RegistrationHandleRAII> kept;
+  std::optional<c10::RegistrationHandleRAII> registration;
 };
 
 using LifetimePointer = std::shared_ptr<Lifetime>;
 
 // The number of operators that were deregistered in this process, by anyone.
-inline std::atomic<size_t> ended_operators = 0;
+inline std::atomic<size_t> deregistered_operators = 0;
 
 // Returns the lifetime of a registered operator, and creates it on first use.
 LifetimePointer lifetime_of(const c10::OperatorHandle& op);

@@ -86,7 +86,7 @@ PyObject* is_evidently_fresh(PyObject*, PyObject* const* args, Py_ssize_t given)
   }
   return PyBool_FromLong(
       torchop::is_evidently_fresh(args[0], args[1], args[2]) &&
-      (given == 3 || look_alike(args[2], args[3])));
+      (given == 3 || have_same_metadata(args[2], args[3])));
 }
 
 PyObject* are_plain(PyObject*, PyObject* const* args, Py_ssize_t given) {

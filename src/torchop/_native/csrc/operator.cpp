@@ -44,12 +44,12 @@ Operator& operator_of(PyObject* self) {
 auto& owners = *new ska::flat_hash_map<PyObject*, size_t>();
 auto& owners_mutex = *new std::mutex();
 
-void remember_owner(PyObject* owner) {
+void add_owner(PyObject* owner) {
   const std::lock_guard<std::mutex> lock(owners_mutex);
   ++owners[owner];
 }
 
-void forget_owner(PyObject* owner) {
+void remove_owner(PyObject* owner) {
   const std::lock_guard<std::mutex> lock(owners_mutex);
   const auto found = owners.find(owner);
   if (--found->second == 0)
@@ -109,10 +109,10 @@ PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) 
   std::vector<LifetimePointer> counted;
   if (counts)
     counted = lifetimes_of(overloads, true);
-  remember_owner(owner);
+  add_owner(owner);
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr) {
-    forget_owner(owner);
+    remove_owner(owner);
     return nullptr;
   }
   Operator& op = operator_of(self);
@@ -139,7 +139,7 @@ int traverse_operator(PyObject* self, visitproc visit, void* arg) {
 void dealloc_operator(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  forget_owner(operator_of(self).owner);
+  remove_owner(operator_of(self).owner);
   Py_XDECREF(operator_of(self).entry);
   Py_XDECREF(operator_of(self).dispatch);
   Py_XDECREF(operator_of(self).next);
@@ -178,7 +178,7 @@ PyMemberDef operator_members[] = {
 
 bool has_operator(PyObject* owner) {
   // Without the interpreter's lock, calls would wait here for one another, so ask the dictionary.
-  return !has_lock || owners.find(owner) != owners.end();
+  return !has_gil || owners.find(owner) != owners.end();
 }
 
 bool has_entry(PyObject* op) {

@@ -23,12 +23,12 @@ namespace torchop {
 namespace {
 
 // OpOverload and OpOverloadPacket, and what their slots held.
-std::array<PyTypeObject*, 2> shortened;
-std::array<ternaryfunc, 2> before;
+std::array<PyTypeObject*, 2> patched_types;
+std::array<ternaryfunc, 2> original_calls;
 
 // Whoever comes through a slot sees what was written before it was.
 void after_replacement() {
-  if constexpr (!has_lock)
+  if constexpr (!has_gil)
     std::atomic_thread_fence(std::memory_order_acquire);
 }
 
@@ -36,39 +36,39 @@ void after_replacement() {
 PyObject* before_first_call = nullptr;
 
 // The objects for which that was done, and how many operators had ended by then.
-struct Called {
+struct PreparedObjects {
   ska::flat_hash_set<PyObject*> objects;
-  size_t ended = 0;
+  size_t deregistered = 0;
 };
 
 #ifdef Py_GIL_DISABLED
-thread_local Called called; // no other thread may read it
+thread_local PreparedObjects prepared; // no other thread may read it
 #else
-auto& called = *new Called();
+auto& prepared = *new PreparedObjects();
 #endif
 
 // PyTorch's own function does not count the calls of an operator of ours, so another thread that
 // ends the operator would not wait for those. Whether this was the first call of the object; -1
 // with an exception.
 int prepare_call(PyObject* self) {
-  const size_t ended = ended_operators.load();
+  const size_t deregistered = deregistered_operators.load();
   // An object may be that of another operator now, and another one may be where it was.
-  if (called.ended != ended)
-    called = {{}, ended};
+  if (prepared.deregistered != deregistered)
+    prepared = {{}, deregistered};
   // While Python ends, its modules are empty.
-  if (C10_LIKELY(called.objects.count(self) != 0) || !Py_IsInitialized())
+  if (C10_LIKELY(prepared.objects.count(self) != 0) || !Py_IsInitialized())
     return 0;
   WithoutDynamo frames;
   if (THPObjectPtr(PyObject_CallOneArg(before_first_call, self)).get() == nullptr)
     return -1;
   // Not before that: another thread may call the object meanwhile.
-  if (called.ended == ended)
-    called.objects.insert(self);
+  if (prepared.deregistered == deregistered)
+    prepared.objects.insert(self);
   return 1;
 }
 
 // The Operator that an object calls; nullptr if it calls something else.
-THPObjectPtr operator_in(PyObject* self) {
+THPObjectPtr replaced_function(PyObject* self) {
   if (!has_operator(self))
     return {};
   static PyObject* name = PyUnicode_InternFromString("_op");
@@ -80,16 +80,16 @@ THPObjectPtr operator_in(PyObject* self) {
 }
 
 // Whether it is known that PyTorch's function is all there is to call.
-bool is_of_others(PyObject* self) {
-  return !has_operator(self) && called.ended == ended_operators.load() &&
-      called.objects.count(self) != 0;
+bool is_stock(PyObject* self) {
+  return !has_operator(self) && prepared.deregistered == deregistered_operators.load() &&
+      prepared.objects.count(self) != 0;
 }
 
 template <size_t Index>
-__attribute__((noinline)) PyObject* call_ours_or_new(
+__attribute__((noinline)) PyObject* call_replaced_or_first(
     PyObject* self, PyObject* args, PyObject* keywords) {
   THPObjectPtr function;
-  while (C10_UNLIKELY(!(function = operator_in(self)))) {
+  while (C10_UNLIKELY(!(function = replaced_function(self)))) {
     const int was_first = prepare_call(self);
     if (was_first < 0)
       return nullptr;
@@ -101,7 +101,7 @@ __attribute__((noinline)) PyObject* call_ours_or_new(
   // 2.14, `__call__` may have something else to call where torch functions are skipped.
   if (C10_UNLIKELY(
           !function || !has_entry(function.get()) || is_traced() || skips_torch_functions()))
-    return before[Index](self, args, keywords);
+    return original_calls[Index](self, args, keywords);
   note_call(self);
   note_call(function.get());
   return PyVectorcall_Call(function.get(), args, keywords);
@@ -112,13 +112,13 @@ __attribute__((noinline)) PyObject* call_ours_or_new(
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   after_replacement();
-  if (C10_LIKELY(is_of_others(self)))
-    return before[Index](self, args, keywords);
-  return call_ours_or_new<Index>(self, args, keywords);
+  if (C10_LIKELY(is_stock(self)))
+    return original_calls[Index](self, args, keywords);
+  return call_replaced_or_first<Index>(self, args, keywords);
 }
 
 // What the slot of CustomOpDef held.
-ternaryfunc handle_before = nullptr;
+ternaryfunc original_handle_call = nullptr;
 
 constexpr std::array<ternaryfunc, 2> replacements{call_overload<0>, call_overload<1>};
 
@@ -126,14 +126,14 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   after_replacement();
   static PyObject* name = PyUnicode_InternFromString("_opoverload");
   THPObjectPtr overload(PyObject_GenericGetAttr(self, name));
-  for (size_t index = 0; overload && index < shortened.size(); ++index) {
+  for (size_t index = 0; overload && index < patched_types.size(); ++index) {
     // Not if somebody gave the class of overloads another `__call__` since.
-    if (Py_TYPE(overload.get()) == shortened[index] &&
-        shortened[index]->tp_call == replacements[index])
+    if (Py_TYPE(overload.get()) == patched_types[index] &&
+        patched_types[index]->tp_call == replacements[index])
       return replacements[index](overload.get(), args, keywords);
   }
   PyErr_Clear();
-  return handle_before(self, args, keywords);
+  return original_handle_call(self, args, keywords);
 }
 
 // Other threads may be calling objects of the class, by the old function or by the new one.
@@ -149,7 +149,7 @@ PyObject* shorten_handle_calls(PyObject*, PyObject* args) {
     return nullptr;
   auto* type = reinterpret_cast<PyTypeObject*>(object);
   if (type->tp_call != call_stock_handle) {
-    handle_before = type->tp_call;
+    original_handle_call = type->tp_call;
     replace(type->tp_call, call_stock_handle);
   }
   Py_RETURN_NONE;
@@ -162,13 +162,13 @@ PyObject* shorten_calls(PyObject*, PyObject* args) {
   auto* type = reinterpret_cast<PyTypeObject*>(object);
   if (before_first_call == nullptr)
     before_first_call = Py_NewRef(callback);
-  for (size_t index = 0; index < shortened.size(); ++index) {
-    if (shortened[index] == nullptr) {
-      before[index] = type->tp_call;
-      shortened[index] = reinterpret_cast<PyTypeObject*>(Py_NewRef(object));
+  for (size_t index = 0; index < patched_types.size(); ++index) {
+    if (patched_types[index] == nullptr) {
+      original_calls[index] = type->tp_call;
+      patched_types[index] = reinterpret_cast<PyTypeObject*>(Py_NewRef(object));
       replace(type->tp_call, replacements[index]);
     }
-    if (shortened[index] == type)
+    if (patched_types[index] == type)
       Py_RETURN_NONE;
   }
   PyErr_SetString(PyExc_RuntimeError, "calls of two classes were shortened before");

@@ -20,7 +20,7 @@ uint64_t version_of(PyObject* dictionary) {
 }
 
 // The keys are strings or None, so no Python runs here.
-bool holds(const Plan::Source& source) {
+bool is_current(const Plan::Source& source) {
   if (!PyDict_CheckExact(source.container))
     return (PySet_GET_SIZE(source.container) != 0 &&
             PySet_Contains(source.container, source.key) == 1) == (source.value == Py_True);
@@ -38,7 +38,7 @@ bool holds(const Plan::Source& source) {
 
 bool is_outdated(const Plan& plan) {
   for (const Plan::Source& source : plan.sources) {
-    if (C10_UNLIKELY(!holds(source)))
+    if (C10_UNLIKELY(!is_current(source)))
       return true;
   }
   return false;
@@ -50,7 +50,7 @@ Plan& plan_of(PyObject* self) {
   return *reinterpret_cast<Plan*>(self);
 }
 
-PyObject* given(PyObject* object) {
+PyObject* none_to_null(PyObject* object) {
   return object == Py_None ? nullptr : object;
 }
 
@@ -90,21 +90,21 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan) {
   }
   // A kernel gets lists of its own, as from the dispatcher, so a call with lists is never as given.
   if (keyword_only == 0 && !has_lists)
-    parameters.as_given = parameters.positional;
+    parameters.pass_through_count = parameters.positional;
   return true;
 }
 
 // Has the kernels called as the dispatcher would: without what equals a default.
-void leave_out_defaults(const c10::FunctionSchema& schema, Parameters& parameters) {
+void drop_defaults(const c10::FunctionSchema& schema, Parameters& parameters) {
   for (size_t index = 0; index < parameters.size(); ++index) {
     Parameter& parameter = parameters.all[index];
     if (parameter.default_value == nullptr)
       continue;
-    const auto& kept = schema.arguments()[index].default_value();
-    parameter.is_spelled =
-        parameter.kind.base == Base::Device && kept.has_value() && kept->isString();
-    parameters.are_defaults_spelled |= parameter.is_spelled;
-    parameters.leaves_out_defaults = true;
+    const auto& schema_default = schema.arguments()[index].default_value();
+    parameter.is_device_string = parameter.kind.base == Base::Device &&
+        schema_default.has_value() && schema_default->isString();
+    parameters.has_device_string_defaults |= parameter.is_device_string;
+    parameters.drops_defaults = true;
   }
 }
 
@@ -158,9 +158,9 @@ bool read_residuals(PyObject* given, Residuals& residuals) {
              &residuals.type,
              &PyDict_Type,
              &residuals.recording,
-             &residuals.records,
-             &residuals.named,
-             &residuals.handed,
+             &residuals.recording_state,
+             &residuals.residuals_class,
+             &residuals.make_request,
              &residuals.count,
              &residuals.setup,
              &residuals.guard,
@@ -240,10 +240,10 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   new (&plan.lifetime) LifetimePointer();
   new (&plan.fallback_operator) std::atomic<FallbackOperator*>(nullptr);
   plan.finish = finish;
-  plan.convert = given(convert);
+  plan.convert = none_to_null(convert);
   plan.is_foreign = is_foreign != 0;
   plan.unknown_parameter = -1;
-  plan.kept = PyTuple_Pack(
+  plan.owned_objects = PyTuple_Pack(
       11,
       parameters,
       keyword_names,
@@ -256,7 +256,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       convert,
       residuals,
       sources == nullptr ? Py_None : sources);
-  if (plan.kept == nullptr)
+  if (plan.owned_objects == nullptr)
     return nullptr;
   if (!read_parameters(parameters, keyword_names, plan) ||
       !read_returns(returns, returned, are_fresh != 0, plan.returns) ||
@@ -266,34 +266,39 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     Plan::Kernel& kernel = plan.kernels.emplace_back();
     PyObject* author = Py_None;
     if (!PyArg_ParseTuple(
-            PyTuple_GET_ITEM(kernels, index), "OO|O", &kernel.ours, &kernel.function, &author))
+            PyTuple_GET_ITEM(kernels, index),
+            "OO|O",
+            &kernel.dispatcher_kernel,
+            &kernel.function,
+            &author))
       return nullptr;
-    kernel.author = given(author);
+    kernel.author = none_to_null(author);
   }
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
   if (residuals != Py_None)
     Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording))); // plans come and go
-  plan.own = OwnKernels{given(autograd), given(version_counter), given(backend_select)};
+  plan.own = OwnKernels{
+      none_to_null(autograd), none_to_null(version_counter), none_to_null(backend_select)};
   if (gradient != Py_None) {
     PyObject *node_maker, *setup_context, *inputs = Py_None, *look = Py_None;
     if (!PyArg_ParseTuple(gradient, "OO|OO", &node_maker, &setup_context, &inputs, &look))
       return nullptr;
     plan.gradient.node_maker = node_maker;
-    plan.gradient.setup_context = given(setup_context);
+    plan.gradient.setup_context = none_to_null(setup_context);
     plan.gradient.as_dispatched = PyTuple_GET_SIZE(gradient) == 3;
     plan.gradient.may_return_inputs = are_fresh == 0 || !plan.returns.parameters.empty();
-    plan.gradient.inputs = given(inputs);
-    plan.gradient.look = given(look);
+    plan.gradient.inputs = none_to_null(inputs);
+    plan.gradient.look = none_to_null(look);
     plan.gradient.recording = plan.residuals.recording;
-    plan.gradient.passes_lists_by =
+    plan.gradient.skips_optional_lists =
         plan.gradient.as_dispatched && lists_may_hold_none(plan.parameters);
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (plan.op.has_value())
     plan.lifetime = lifetime_of(*plan.op);
   if (plan.op.has_value() && as_dispatched != 0)
-    leave_out_defaults(plan.op->schema(), plan.parameters);
+    drop_defaults(plan.op->schema(), plan.parameters);
   plan.always_dispatches =
       plan.unknown_parameter >= 0 || !plan.op.has_value() || plan.kernels.empty();
   return self.release();
@@ -302,7 +307,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
 
 int traverse_plan(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
-  Py_VISIT(plan_of(self).kept);
+  Py_VISIT(plan_of(self).owned_objects);
   return 0;
 }
 
@@ -321,8 +326,8 @@ void dealloc_plan(PyObject* self) {
   plan.op.~optional();
   plan.lifetime.~shared_ptr();
   delete plan.fallback_operator.load();
-  delete plan.residuals.usual_guard.load();
-  Py_XDECREF(plan.kept);
+  delete plan.residuals.first_guard.load();
+  Py_XDECREF(plan.owned_objects);
   type->tp_free(self);
   Py_DECREF(type);
 }

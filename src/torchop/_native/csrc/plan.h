@@ -32,7 +32,7 @@ struct Plan {
   OwnKernels own;
   // Which function to call where the dispatcher would run which kernel of ours.
   struct Kernel {
-    PyObject* ours;
+    PyObject* dispatcher_kernel;
     PyObject* function;
     PyObject* author = nullptr; // the author's own, which may return residuals
   };
@@ -58,7 +58,7 @@ struct Plan {
   PyObject* convert;
   // For calls that need it; made by the first.
   mutable std::atomic<FallbackOperator*> fallback_operator;
-  PyObject* kept; // a tuple that keeps alive what is borrowed above
+  PyObject* owned_objects; // a tuple that keeps alive what is borrowed above
 };
 
 extern PyTypeObject* plan_type;

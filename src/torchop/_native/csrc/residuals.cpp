@@ -12,7 +12,7 @@ namespace torchop {
 namespace {
 
 // Nobody else may have the memory of a residual, so no other tensor does unless it is the same.
-bool are_apart(
+bool have_own_memory(
     const Residuals& residuals, const Values& values, PyObject* result, PyObject* saved) {
   if (residuals.count == 0 || !PyTuple_CheckExact(saved) ||
       PyTuple_GET_SIZE(saved) != residuals.count)
@@ -31,16 +31,16 @@ bool are_apart(
 }
 
 // Whether an attribute of `ctx` may hold a tensor.
-bool keeps_tensors(PyObject* ctx) {
+bool has_tensor_attributes(PyObject* ctx) {
   PyObject** attributes = _PyObject_GetDictPtr(ctx); // makes no dictionary where none is
-  PyObject* kept;
+  PyObject* value;
   bool found = false;
   for (Py_ssize_t next = 0; attributes != nullptr && *attributes != nullptr &&
-       PyDict_Next(*attributes, &next, nullptr, &kept) != 0;) {
-    const bool is_sequence = PyTuple_Check(kept) || PyList_Check(kept);
-    const Py_ssize_t size = is_sequence ? PySequence_Fast_GET_SIZE(kept) : 1;
+       PyDict_Next(*attributes, &next, nullptr, &value) != 0;) {
+    const bool is_sequence = PyTuple_Check(value) || PyList_Check(value);
+    const Py_ssize_t size = is_sequence ? PySequence_Fast_GET_SIZE(value) : 1;
     for (Py_ssize_t item = 0; item < size; ++item)
-      found |= is_tensor(is_sequence ? PySequence_Fast_GET_ITEM(kept, item) : kept);
+      found |= is_tensor(is_sequence ? PySequence_Fast_GET_ITEM(value, item) : value);
   }
   return found;
 }
@@ -53,10 +53,10 @@ __attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residua
     PyTuple_SET_ITEM(places.get(), index++, checked(PyLong_FromSsize_t(place)).release());
   THPObjectPtr made = checked(PyObject_CallOneArg(residuals.guard, places.get()));
   found.guard = THPObjectPtr(Py_NewRef(made.get()));
-  auto kept = std::make_unique<Guard>(std::move(found));
+  auto first = std::make_unique<Guard>(std::move(found));
   Guard* none = nullptr;
-  if (residuals.usual_guard.compare_exchange_strong(none, kept.get()))
-    kept.release();
+  if (residuals.first_guard.compare_exchange_strong(none, first.get()))
+    first.release();
   return made;
 }
 
@@ -99,7 +99,7 @@ PyMethodDef functions_of_kernels[] = {
 
 } // namespace
 
-bool hand_over(
+bool setup_with_residuals(
     const Residuals& residuals,
     const Values& values,
     PyObject* ctx,
@@ -107,10 +107,10 @@ bool hand_over(
     PyObject* saved) {
   static PyObject* const name = PyUnicode_InternFromString("residuals");
   static PyObject* const names = PyTuple_Pack(1, name);
-  if (saved == nullptr || !are_apart(residuals, values, result, saved))
+  if (saved == nullptr || !have_own_memory(residuals, values, result, saved))
     return false;
   // As the class would make it, whose own function is one of Python.
-  auto* type = reinterpret_cast<PyTypeObject*>(residuals.named);
+  auto* type = reinterpret_cast<PyTypeObject*>(residuals.residuals_class);
   THPObjectPtr named = checked(type->tp_alloc(type, residuals.count));
   for (Py_ssize_t index = 0; index < residuals.count; ++index)
     PyTuple_SET_ITEM(named.get(), index, Py_NewRef(PyTuple_GET_ITEM(saved, index)));
@@ -142,12 +142,12 @@ THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save,
     all_are_saved &= found.places.size() > before;
   }
   // A tensor that is an attribute of `ctx` may be a residual too, or a view of one.
-  if (!all_are_saved || keeps_tensors(ctx)) {
+  if (!all_are_saved || has_tensor_attributes(ctx)) {
     PyObject* arguments[] = {ctx, saved};
     checked(PyObject_Vectorcall(residuals.mark, arguments, 2, nullptr));
     return {};
   }
-  Guard* usual = residuals.usual_guard.load(std::memory_order_acquire);
+  Guard* usual = residuals.first_guard.load(std::memory_order_acquire);
   if (C10_LIKELY(usual != nullptr && usual->places == found.places))
     return THPObjectPtr(Py_NewRef(usual->guard.get()));
   return make_guard(residuals, std::move(found));

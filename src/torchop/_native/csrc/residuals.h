@@ -26,16 +26,16 @@ struct Guard {
 struct Residuals {
   PyObject* type = nullptr;      // of what kernels return; nullptr for operators without residuals
   PyObject* recording = nullptr; // what is known of threads, by their numbers
-  PyObject* records;             // that of a thread whose kernel is to return residuals
-  PyObject* named;               // the class of what setup_context gets, a tuple
-  PyObject* handed; // handed(saved): what the `save` of the formula gets in other calls
-  Py_ssize_t count; // of residuals that are tensors; 0 if others may be among them
+  PyObject* recording_state;     // that of a thread whose kernel is to return residuals
+  PyObject* residuals_class;     // the class of what setup_context gets, a tuple
+  PyObject* make_request; // handed(saved): what the `save` of the formula gets in other calls
+  Py_ssize_t count;       // of residuals that are tensors; 0 if others may be among them
   // setup_context(ctx, inputs, output, residuals=...), as the author wrote it; it takes what there
   // is for keyword-only arguments before the output, if the operator has such.
   PyObject* setup;
   PyObject* guard; // guard(places): what guards those of the tensors that `ctx` saves
   // That of the first call, because the others mostly save their residuals at the same places.
-  mutable std::atomic<Guard*> usual_guard{nullptr};
+  mutable std::atomic<Guard*> first_guard{nullptr};
   PyObject* mark; // mark(ctx, saved): guards them too, whatever `ctx` has them for
 };
 
@@ -78,7 +78,7 @@ class Recording {
 
   // Tells the kernel that runs meanwhile to return residuals.
   void start(const Residuals& residuals) {
-    if (PyDict_SetItem(recording_, thread_.get(), residuals.records) < 0)
+    if (PyDict_SetItem(recording_, thread_.get(), residuals.recording_state) < 0)
       throw_python_error();
   }
 
@@ -119,7 +119,7 @@ PyObject* make_handover(PyObject*, PyObject* args);
 
 // Hands the residuals of a call to setup_context, with `result` as a caller gets it, where it is
 // plain what they are: so many tensors in memory of their own. False where Python has to look.
-bool hand_over(
+bool setup_with_residuals(
     const Residuals& residuals,
     const Values& values,
     PyObject* ctx,

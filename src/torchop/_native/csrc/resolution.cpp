@@ -13,7 +13,7 @@ namespace torchop {
 
 namespace {
 
-enum class Fit { Taken, Refused, Unknown };
+enum class Fit { Accepted, Rejected, Unknown };
 
 bool is_list(PyObject* value) {
   return PyList_CheckExact(value) || PyTuple_CheckExact(value) || THPSize_Check(value);
@@ -30,22 +30,22 @@ bool is_builtin(PyObject* value) {
 
 // Whether no number can be read from a tensor. That is not asked of an unusual one, whose size may
 // be unknown: no call with it is native.
-bool is_no_number(PyObject* tensor) {
-  Seen seen;
-  see<true>(tensor, seen);
+bool is_not_scalar(PyObject* tensor) {
+  TensorSummary seen;
+  add_tensor_to<true>(tensor, seen);
   return tensors_reason(seen) == Reason::Native && impl_of(tensor)->numel() > 1;
 }
 
 // How a built-in object fits a number or what PyTorch keeps as one.
 Fit fit_number(Base base, PyObject* value) {
   if (base == Base::Bool) // which takes None, too
-    return PyUnicode_CheckExact(value) || is_list(value) ? Fit::Refused : Fit::Taken;
+    return PyUnicode_CheckExact(value) || is_list(value) ? Fit::Rejected : Fit::Accepted;
   if (PyFloat_CheckExact(value))
-    return base == Base::Float || base == Base::Number ? Fit::Taken : Fit::Refused;
+    return base == Base::Float || base == Base::Number ? Fit::Accepted : Fit::Rejected;
   if (!is_integer(value))
-    return Fit::Refused;
+    return Fit::Rejected;
   const bool is_certain = base == Base::Int || base == Base::Float;
-  return is_certain && fits_in_64_bits(value) ? Fit::Taken : Fit::Unknown;
+  return is_certain && fits_in_64_bits(value) ? Fit::Accepted : Fit::Unknown;
 }
 
 // How a plain tensor or a built-in object fits a type that is no list.
@@ -53,12 +53,12 @@ Fit fit_builtin(Base base, PyObject* value) {
   const bool is_tensor = is_plain_tensor(value);
   switch (base) {
     case Base::Tensor:
-      return is_tensor || value == Py_None ? Fit::Taken : Fit::Refused;
+      return is_tensor || value == Py_None ? Fit::Accepted : Fit::Rejected;
     case Base::Str:
     case Base::Device:
-      return PyUnicode_CheckExact(value) ? Fit::Unknown : Fit::Refused;
+      return PyUnicode_CheckExact(value) ? Fit::Unknown : Fit::Rejected;
     case Base::Number: // which reads none from a tensor
-      return is_tensor ? Fit::Refused : fit_number(base, value);
+      return is_tensor ? Fit::Rejected : fit_number(base, value);
     case Base::Int:
     case Base::Float:
     case Base::Bool:
@@ -66,7 +66,7 @@ Fit fit_builtin(Base base, PyObject* value) {
     case Base::Layout:
     case Base::MemoryFormat:
       if (is_tensor)
-        return is_no_number(value) ? Fit::Refused : Fit::Unknown;
+        return is_not_scalar(value) ? Fit::Rejected : Fit::Unknown;
       return fit_number(base, value);
     default:
       return Fit::Unknown;
@@ -75,21 +75,22 @@ Fit fit_builtin(Base base, PyObject* value) {
 
 Fit fit_one(Base base, PyObject* value) {
   if (passes_unchanged(base, value))
-    return Fit::Taken;
+    return Fit::Accepted;
   return is_plain_tensor(value) || is_builtin(value) ? fit_builtin(base, value) : Fit::Unknown;
 }
 
 Fit fit_item(const Kind& kind, PyObject* item) {
   // None passes for a tensor, but not for one in a list.
   if (item == Py_None && kind.holds_tensors() && !kind.items_are_optional)
-    return Fit::Refused;
+    return Fit::Rejected;
   return fit_one(kind.base, item);
 }
 
 Fit fit_items(const Kind& kind, PyObject* list) {
-  Fit fit = Fit::Taken;
+  Fit fit = Fit::Accepted;
   Py_BEGIN_CRITICAL_SECTION(list); // another thread may write into it
-  for (Py_ssize_t index = 0; fit == Fit::Taken && index < PySequence_Fast_GET_SIZE(list); ++index) {
+  for (Py_ssize_t index = 0; fit == Fit::Accepted && index < PySequence_Fast_GET_SIZE(list);
+       ++index) {
     THPObjectPtr item(Py_NewRef(PySequence_Fast_GET_ITEM(list, index)));
     fit = fit_item(kind, item.get());
   }
@@ -100,22 +101,22 @@ Fit fit_items(const Kind& kind, PyObject* list) {
 // How something that is no list fits one.
 Fit fit_as_list(const Kind& kind, PyObject* value) {
   if (value == Py_None)
-    return Fit::Refused;
+    return Fit::Rejected;
   // These PyTorch reads as sequences, which a tensor is not; the others it iterates over.
   const bool is_read_as_sequence = kind.base == Base::Int || kind.base == Base::Float ||
       kind.base == Base::Bool || (kind.holds_tensors() && !kind.items_are_optional);
   if (is_plain_tensor(value) || PyUnicode_CheckExact(value))
-    return is_read_as_sequence ? Fit::Refused : Fit::Unknown;
+    return is_read_as_sequence ? Fit::Rejected : Fit::Unknown;
   // A list of so many numbers takes one, for all of them.
   const bool may_be_repeated = kind.base == Base::Int
       ? is_integer(value)
       : kind.base == Base::Float && PyFloat_CheckExact(value);
-  return may_be_repeated || !is_builtin(value) ? Fit::Unknown : Fit::Refused;
+  return may_be_repeated || !is_builtin(value) ? Fit::Unknown : Fit::Rejected;
 }
 
 Fit fit_of(const Kind& kind, PyObject* value) {
   if (value == Py_None && kind.is_optional)
-    return Fit::Taken;
+    return Fit::Accepted;
   if (!kind.is_list)
     return fit_one(kind.base, value);
   return is_list(value) ? fit_items(kind, value) : fit_as_list(kind, value);
@@ -133,7 +134,7 @@ PyObject* keyword_value(PyObject* keywords, PyObject* const* values, PyObject* n
 
 } // namespace
 
-bool is_passed_by(
+bool is_skipped_overload(
     const Parameters& parameters, PyObject* const* args, size_t count, PyObject* keywords) {
   const size_t named = keywords == nullptr ? 0 : size_t(PyTuple_GET_SIZE(keywords));
   if (count + named > parameters.size())
@@ -153,8 +154,8 @@ bool is_passed_by(
     if (value == nullptr) {
       if (parameter.default_value == nullptr)
         return true;
-    } else if (const Fit fit = fit_of(parameter.kind, value); fit != Fit::Taken) {
-      return fit == Fit::Refused;
+    } else if (const Fit fit = fit_of(parameter.kind, value); fit != Fit::Accepted) {
+      return fit == Fit::Rejected;
     }
   }
   return found < named;

@@ -52,7 +52,7 @@ C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
 } // namespace detail
 
 // Whether it is plain that two tensors have the same sizes, dtype, layout and device.
-inline bool look_alike(PyObject* one, PyObject* other) {
+inline bool have_same_metadata(PyObject* one, PyObject* other) {
   if (!is_plain_tensor(one) || !is_plain_tensor(other))
     return false;
   try {
@@ -91,14 +91,14 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
 namespace detail {
 
 // The same where there are lists. The dispatcher returns new ones: those that nobody else has.
-__attribute__((noinline)) inline bool is_as_promised_with_lists(
+__attribute__((noinline)) inline bool is_valid_result_with_lists(
     PyObject* result, const Returns& returns) {
   const bool is_tuple = returns.count > 1;
   if (is_tuple &&
       (!PyTuple_CheckExact(result) || Py_REFCNT(result) != 1 ||
        PyTuple_GET_SIZE(result) != Py_ssize_t(returns.count)))
     return false;
-  auto is_promised = [&](PyObject* tensor) {
+  auto is_valid_tensor = [&](PyObject* tensor) {
     return is_plain_tensor(tensor) &&
         (!returns.are_fresh || (has_own_storage(tensor) && Py_REFCNT(tensor) == 1));
   };
@@ -106,12 +106,12 @@ __attribute__((noinline)) inline bool is_as_promised_with_lists(
   for (size_t index = 0; promised && index < returns.count; ++index) {
     PyObject* value = is_tuple ? PyTuple_GET_ITEM(result, index) : result;
     if (!returns.are_lists[index]) {
-      promised = value == Py_None ? returns.are_optional[index] : is_promised(value);
+      promised = value == Py_None ? returns.are_optional[index] : is_valid_tensor(value);
       continue;
     }
     promised = PyList_CheckExact(value) && Py_REFCNT(value) == 1;
     for (Py_ssize_t item = 0; promised && item < PyList_GET_SIZE(value); ++item)
-      promised = is_promised(PyList_GET_ITEM(value, item));
+      promised = is_valid_tensor(PyList_GET_ITEM(value, item));
   }
   return promised;
 }
@@ -119,14 +119,14 @@ __attribute__((noinline)) inline bool is_as_promised_with_lists(
 } // namespace detail
 
 // Whether a result needs neither conversion nor an error.
-C10_ALWAYS_INLINE bool is_as_promised(
+C10_ALWAYS_INLINE bool is_valid_result(
     PyObject* result, const Returns& returns, const Values& values) {
   if (returns.count == 0)
     return result == Py_None;
   if (!returns.are_tensors)
     return false;
   if (C10_UNLIKELY(returns.has_lists))
-    return returns.parameters.empty() && detail::is_as_promised_with_lists(result, returns);
+    return returns.parameters.empty() && detail::is_valid_result_with_lists(result, returns);
   if (returns.count == 1) {
     if (!returns.parameters.empty())
       return result == values[returns.parameters[0]];

@@ -13,7 +13,7 @@
 
 namespace torchop {
 
-constexpr size_t most_words_of_key = 4096;
+constexpr size_t max_key_words = 4096;
 
 // What is read of the arguments of a call, as numbers: two calls have the same only if no function
 // can tell their arguments apart by shapes, strides, dtypes, devices and plain values.
@@ -34,7 +34,7 @@ class CallKey {
       if (!add_value(PyTuple_GET_ITEM(keywords, index)) || !add_value(args[count + size_t(index)]))
         return false;
     }
-    return words_.size() <= most_words_of_key;
+    return words_.size() <= max_key_words;
   }
 
   void set_subject(uint64_t subject) {
@@ -202,8 +202,8 @@ class SeenCalls {
     ++count_;
   }
 
-  bool has_room(const CallKey& key) const {
-    return count_ < most_keys && words_.size() + key.size() <= most_words;
+  bool has_capacity(const CallKey& key) const {
+    return count_ < max_keys && words_.size() + key.size() <= max_words;
   }
 
   size_t count() const {
@@ -225,8 +225,8 @@ class SeenCalls {
     PyObject* function = nullptr; // nullptr for a free place
   };
 
-  static constexpr size_t most_keys = 4096;
-  static constexpr size_t most_words = size_t{1} << 18; // of all keys: 2 MiB
+  static constexpr size_t max_keys = 4096;
+  static constexpr size_t max_words = size_t{1} << 18; // of all keys: 2 MiB
 
   size_t mask() const {
     return slots_.size() - 1; // their number is a power of two

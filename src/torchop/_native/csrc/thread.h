@@ -20,16 +20,16 @@ struct Thread {
   // that is switched to inside a kernel overwrites that, and calls then end in any order.
   PyObject** running = nullptr;
   size_t count = 0;
-  size_t room = 0;
+  size_t capacity = 0;
 #ifdef Py_GIL_DISABLED
   // The plans that these calls follow, for other threads, which must not free them. Nobody but this
   // thread writes them.
   std::atomic<PyObject*>* plans = nullptr;
-  std::atomic<bool> looks = false; // into a table of the dispatcher
-  size_t number = 0;               // of the thread, among those that make calls
+  std::atomic<bool> reads_table = false; // into a table of the dispatcher
+  size_t number = 0;                     // of the thread, among those that make calls
   // How many objects are called until one is looked at: a prime, so that all of a call have a turn.
   static constexpr uint32_t interval = 65521;
-  uint32_t unseen = interval;
+  uint32_t calls_until_check = interval;
 #endif
 
   // The lowest address of the stack, and how much of it is left to whoever is called. Before the
@@ -43,21 +43,21 @@ inline thread_local Thread thread;
 // What a thread carries under a name, and others in which PyTorch runs a part of its work, such as
 // its backward on an accelerator; borrowed, nullptr if there is nothing. Names of at most 15
 // characters need no memory.
-inline PyObject* carried(const char* name) {
+inline PyObject* get_obj_in_tls(const char* name) {
   using at::impl::ThreadLocalPythonObjects;
   return ThreadLocalPythonObjects::contains(name)
       ? ThreadLocalPythonObjects::get(name)->ptr(getPyInterpreter())
       : nullptr;
 }
 
-using Carried = std::shared_ptr<c10::SafePyObject>;
+using SafeObject = std::shared_ptr<c10::SafePyObject>;
 
 // Takes the object.
-inline Carried to_carry(PyObject* object) {
+inline SafeObject make_safe_object(PyObject* object) {
   return std::make_shared<c10::SafePyObject>(object, getPyInterpreter());
 }
 
-inline void carry(const char* name, Carried object) {
+inline void stash_obj_in_tls(const char* name, SafeObject object) {
   at::impl::ThreadLocalPythonObjects::set(name, std::move(object));
 }
 
@@ -72,7 +72,7 @@ inline Thread& this_thread() {
 #ifdef Py_GIL_DISABLED
 
 // Makes room for another call; false if there is no memory.
-__attribute__((noinline, cold)) bool make_room(Thread& here);
+__attribute__((noinline, cold)) bool reserve_call(Thread& here);
 
 // Takes a call out that is not the last: a greenlet was switched to inside a kernel.
 __attribute__((noinline, cold)) void end_earlier_call(
@@ -81,40 +81,40 @@ __attribute__((noinline, cold)) void end_earlier_call(
 #else
 
 // Makes room for another call; false if there is no memory.
-__attribute__((noinline, cold)) inline bool make_room(Thread& here) {
+__attribute__((noinline, cold)) inline bool reserve_call(Thread& here) {
   struct Freed {
     ~Freed() {
       std::free(thread.running);
       thread.running = nullptr;
-      thread.count = thread.room = 0;
+      thread.count = thread.capacity = 0;
     }
   };
   static thread_local Freed when_thread_ends;
   (void)&when_thread_ends;
-  const size_t room = std::max<size_t>(16, 2 * here.room);
-  void* memory = std::realloc(here.running, room * sizeof(PyObject*));
+  const size_t capacity = std::max<size_t>(16, 2 * here.capacity);
+  void* memory = std::realloc(here.running, capacity * sizeof(PyObject*));
   if (memory == nullptr)
     return false;
   here.running = static_cast<PyObject**>(memory);
-  here.room = room;
+  here.capacity = capacity;
   return true;
 }
 
 // Marks an operator as being called. Whoever wants to destroy it asks, as it does not find a frame
 // of torch.ops on the stack. There must be room.
-class Mark {
+class RunningCall {
  public:
-  Mark(Thread& here, PyObject* entry) : thread_(here), entry_(entry) {
+  RunningCall(Thread& here, PyObject* entry) : thread_(here), entry_(entry) {
     here.running[here.count++] = entry;
   }
-  ~Mark() {
+  ~RunningCall() {
     if (C10_LIKELY(thread_.count != 0 && thread_.running[thread_.count - 1] == entry_))
       --thread_.count;
     else
       remove();
   }
-  Mark(const Mark&) = delete;
-  Mark& operator=(const Mark&) = delete;
+  RunningCall(const RunningCall&) = delete;
+  RunningCall& operator=(const RunningCall&) = delete;
 
  private:
   // Calls of one operator are all alike, so it is the same which of them is taken out.
