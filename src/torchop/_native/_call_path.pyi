@@ -1,4 +1,4 @@
-"""The C++ extension as Python sees it."""
+"""Types of the C++ extension `_call_path`, whose sources are in `csrc`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
@@ -11,35 +11,40 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._schema.naming import OpName
 
 class Plan:
-    """The plan of an operator, compiled for native calls."""
+    """A call plan compiled to C++: the kernels, gradient and checks of one operator.
+
+    It is immutable. Registrations replace it, see `Entry.plan`.
+    """
 
     def __new__(
         cls,
         name: str,
         overload: str,
-        # (name, type, is_mutated) or (name, type, is_mutated, default), with PyTorch's spelling of
-        # types; keyword-only ones last.
+        # (name, type, is_mutated) or (name, type, is_mutated, default) in schema order. Types as
+        # PyTorch prints them, such as "Optional[List[int]]".
         parameters: tuple[tuple[Any, ...], ...],
         keyword_names: tuple[str, ...],
-        # (kernel in the dispatcher's table, function to call). For an operator with residuals also
-        # the author's function, which returns them; None if the kernel is not made from one.
+        # (kernel in the dispatcher's table, function that native calls run instead). Operators with
+        # residuals add the author's function, which returns them; None if it is unknown.
         kernels: tuple[
             tuple[Callable[..., Any], Callable[..., Any]]
             | tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any] | None],
             ...,
         ],
-        # The dispatcher kernels for Autograd, ADInplaceOrView and BackendSelect.
+        # The kernels at Autograd, ADInplaceOrView and BackendSelect, whose work native calls do.
         own_kernels: tuple[
             Callable[..., Any] | None, Callable[..., Any] | None, Callable[..., Any] | None
         ],
         returns: tuple[str, ...],
         returned_parameters: tuple[int, ...],
         are_fresh: bool,
-        # A function that makes a node without a history, and setup_context(ctx, inputs,
-        # keyword_only_inputs, output). For a function of torch.library also inputs(args), which
-        # returns its flat inputs, and a function from a result to the description of lists in
-        # `ctx`; None without lists. For a derived formula also look(inputs, keyword_only_inputs),
-        # called before the kernel; its result is one more argument of setup_context.
+        # (make_node, setup_context[, inputs[, look]]), or None if the dispatcher must record
+        # gradients. make_node() returns a node without edges, and its ctx. The others are:
+        # - setup_context(ctx, inputs, keyword_only_inputs, output).
+        # - inputs(args), for a formula of torch.library. Returns the flat inputs, and a function
+        #   from the result to `ctx._pt_metadata`. None if no argument is a list.
+        # - look(inputs, keyword_only_inputs), for a derived formula. Runs before the kernel; its
+        #   result is the last argument of setup_context.
         gradient: tuple[Callable[[], Any], Callable[..., Any] | None]
         | tuple[
             Callable[[], Any],
@@ -49,45 +54,52 @@ class Plan:
         | tuple[Callable[[], Any], Callable[..., Any], None, Callable[..., Any]]
         | None,
         finish: Callable[[tuple[Any, ...], dict[str, Any], Any], Any],
-        # Where values above were read, if they can change without a notice: (dict, key, value), or
-        # (set, key, whether it has the key).
+        # Values that were used to compile the plan, if they can change without a notification:
+        # (dict, key, value) or (set, key, is_member). A change makes the plan outdated.
         sources: tuple[tuple[dict[Any, Any] | set[Any], str | None, Any], ...] = ...,
-        # Whether kernels can change without a notice, so that an unknown kernel outdates the plan.
+        # True if other packages may register kernels without a notification. A call that finds an
+        # unknown kernel then makes the plan outdated.
         is_foreign: bool = ...,
-        # Whether kernels get no argument that equals its default, as from the dispatcher.
+        # True if kernels must not receive arguments that equal their default, like in calls from
+        # the dispatcher.
         as_dispatched: bool = ...,
-        # Converts unusual results of calls that enter the dispatcher in C++, where PyTorch
-        # dispatches other calls in Python.
+        # For operators that `OpOverload` dispatches in Python: converts a result of `finish` in a
+        # call that enters the C++ dispatcher.
         convert: Callable[[Any], Any] | None = ...,
-        # See `Declared.in_plan`.
+        # The result of `Declared.in_plan`; None for operators without residuals.
         residuals: tuple[Any, ...] | None = ...,
     ) -> Plan: ...
     @property
-    def unknown_parameter(self) -> int | None: ...  # of a type that only the dispatcher converts
+    def unknown_parameter(self) -> int | None: ...  # index of a type that native calls lack
 
 class Entry:
-    """The entry of the native calls of an operator."""
+    """The entry point of all calls of an operator, with its current plan."""
 
-    plan: Plan | None
-    dispatch: Callable[..., Any] | None  # calls the dispatcher; set before the first plan
-    def __new__(cls, name: OpName, refresh: Callable[[], None]) -> Entry: ...  # sets `plan`
+    plan: Plan | None  # None makes the next call compile a plan
+    dispatch: Callable[..., Any] | None  # calls the dispatcher; set before `plan`
+    def __new__(
+        cls, name: OpName, refresh: Callable[[], None]
+    ) -> Entry: ...  # refresh() must set `plan`
     @property
     def name(self) -> OpName: ...
     @property
     def counters(self) -> tuple[int, ...]: ...
+    # Returns (reason, (passes Autograd, passes ADInplaceOrView, records a gradient), kernel, index
+    # of the argument that the reason is about) without running the call.
     def explain(
         self, *args: Any, **kwargs: Any
     ) -> tuple[int, tuple[bool, bool, bool], Callable[..., Any] | None, int]: ...
 
-# Called with the `refresh` of an entry, and the arguments of a call, before the dispatcher gets the
-# first call for a reason.
+# Sets observer(refresh, *args, **kwargs), which is called before the first call of an entry that
+# falls back to the dispatcher for a given reason. `refresh` is the entry's.
 def set_observer(observer: Callable[..., object] | None, /) -> None: ...
 
 class Operator:
-    """Replaces the C++ function of an object of torch.ops.
+    """Replaces the C++ function in the `_op` of an OpOverload or OpOverloadPacket.
 
-    Without an entry, it calls that function and counts the call as one of all `overloads`, given by
-    name. If one of them was deregistered, it calls `next` instead.
+    With an entry, calls are native, and calls of a packet try the overload of `next` if PyTorch
+    would skip this one. Without an entry, calls go to `dispatch`, and `overloads` (qualified names)
+    cannot be deregistered meanwhile. If one of them was deregistered before, calls go to `next`.
     """
 
     entry: Entry | None
@@ -95,7 +107,7 @@ class Operator:
     next: Callable[..., Any] | None
     def __new__(
         cls,
-        owner: object,  # of torch.ops
+        owner: object,  # the OpOverload or OpOverloadPacket
         entry: Entry | None,
         dispatch: Callable[..., Any],
         next: Callable[..., Any] | None = ...,
@@ -104,20 +116,19 @@ class Operator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 class Choice:
-    """Calls one of several kernels, chosen by `select`."""
+    """A kernel that calls the kernel of the selected provider."""
 
     def __new__(
         cls,
-        # What its value starts with is one object for the same open blocks.
+        # The first item of its value is the combined settings of the open blocks, compared by `is`.
         blocks: ContextVar[tuple[Any, ...]],
-        # Given that object, and whether only deterministic kernels are allowed: what has a
-        # `function` for all calls, or None, and then `answer(args, kwargs)`, which returns the
-        # function for a call, and whether it is the one for all that are like it.
+        # select(settings, is_deterministic) returns an object with the attribute `function`, the
+        # kernel of all calls. If it is None, `answer(args, kwargs)` returns the kernel of a call.
         select: Callable[[Any, bool], Any],
-        asks_for_determinism: bool,  # whether a kernel is not deterministic
+        asks_for_determinism: bool,  # True if a kernel is nondeterministic
     ) -> Choice: ...
     @property
-    def count(self) -> int: ...  # of the calls that it has a function for
+    def count(self) -> int: ...  # of cached calls
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 def learn_kernels(plain: str, with_keys: str, kernel: Callable[..., Any]) -> bool: ...
@@ -132,43 +143,50 @@ def is_evidently_fresh(
 ) -> bool: ...
 def are_plain(gradients: Any, count: int, ctx: Any) -> bool: ...
 
-# What is to be `apply` of the nodes of a function, and what reads their saved tensors. The formula
-# is that of `definition.compiled(rule)`. `failed(error, ctx, *grads)` raises a better error, or
-# adds to this one. `checked(ctx, result)` is for all that is not plain. The next three return the
-# saved tensors of a `ctx`: where a gradient is recorded; where none is, which is a descriptor; and
-# outside of these calls.
+# Returns the functions for `apply` and `saved_tensors` of a node class. `apply` runs the formula of
+# `definition.compiled(rule)`. The callbacks are:
+# - failed(error, ctx, *grads) raises a better error, or adds a note to this one.
+# - checked(ctx, result) checks and converts a result that C++ does not accept.
+# - guarded(ctx) returns the saved tensors if the backward itself is recorded.
+# - raw is the descriptor of PyTorch's `saved_tensors`, for a backward that is not recorded.
+# - saved_tensors(ctx) returns them outside of a formula.
 def make_backward(
     definition: Definition,
     rule: type[CompiledRule[Any]],
-    hold_tensors: tuple[bool, ...],  # which arguments do
+    hold_tensors: tuple[bool, ...],  # by argument
     failed: Callable[..., None],
     checked: Callable[[Any, Any], tuple[Any, ...]],
     guarded: Callable[[Any], tuple[Any, ...]],
     raw: Any,
     saved_tensors: Callable[[Any], tuple[Any, ...]],
-    contiguous: CodeType,  # of formulas from `with_contiguous_grads`
+    contiguous: CodeType,  # code of the wrapper in `with_contiguous_grads`
     /,
 ) -> tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]]]: ...
 
 # See `replay._packed_if_plain`.
 def pack_plain(values: Sequence[Any], latest: Tensor | None, count: int, /) -> Tensor | None: ...
 
-# Whether a node comes from applying a function, and what that function does with its `ctx`;
-# otherwise a node comes from calling its class.
+# 1 if nodes are made by applying a function whose forward calls `take_node` (PyTorch 2.11 and
+# 2.12), 0 if they are made by calling the node class.
 nodes_come_from_apply: int
-# The dispatch keys of the devices whose tensors a native call takes, such as "CPU".
+# The dispatch keys of the devices that native calls support, such as "CPU".
 backends: tuple[str, ...]
 
-# Returns None if another kernel is at the key, else a function to call at deregistration.
+# Makes the dispatcher skip `kernel` at a key when it has nothing to do. Returns a function that
+# undoes this, or None if another kernel is at the key.
 def bypass(name: str, overload: str, key: str, kernel: Any) -> Callable[[], None] | None: ...
 def take_node(ctx: Any, /) -> object: ...
 
-# `_records` and `_returned` of `_rules/residuals/handover.py`.
+# Returns C++ versions of `_records` and `_returned` in `_rules/residuals/handover.py`.
 def make_handover(
     returned: type, recording: dict[int, tuple[Any, bool]], /
 ) -> tuple[Callable[[], bool], Callable[[Any, tuple[Any, ...]], Any]]: ...
 def switch_off(blocks: int, /) -> None: ...  # opens this many blocks; closes them if negative
 def make_entering(lock: Any, /) -> Callable[[], bool]: ...
-def hold_calls(names: Iterable[str], /) -> object: ...  # while the result lives
+
+# Keeps calls of operators out of the dispatcher during the lifetime of the result.
+def hold_calls(names: Iterable[str], /) -> object: ...
+
+# Makes new calls of operators raise, and waits for calls in the dispatcher.
 def end_calls(names: Iterable[str], /) -> None: ...
-def running() -> list[Entry]: ...  # of the native calls that this thread is in
+def running() -> list[Entry]: ...  # entries of the calls that this thread is running

@@ -1,4 +1,4 @@
-// arguments.h: from the arguments of a call to one value for each parameter.
+// arguments.h: bind the arguments of a call to the parameters of the schema, and check them.
 #pragma once
 
 #include <Python.h>
@@ -19,36 +19,41 @@
 
 namespace torchop {
 
-// One parameter of an operator. The objects are kept alive by the plan.
+// A parameter of the schema. The plan owns the objects.
 struct Parameter {
   PyObject* name = nullptr;          // interned
-  PyObject* default_value = nullptr; // nullptr if the caller must pass it
-  bool is_device_string = false;     // the dispatcher has a str for it, which no device equals
+  PyObject* default_value = nullptr; // nullptr if the parameter is required
+  // A device argument whose default the schema stores as a string, such as "cpu". See `is_default`.
+  bool is_device_string = false;
   Kind kind;
 };
 
-// The parameters of an operator, the keyword-only ones last.
+// All parameters, keyword-only ones last.
 struct Parameters {
+  // No call has this number of arguments.
   static constexpr size_t no_count = ~size_t{0};
 
   std::vector<Parameter> all;
   size_t positional = 0;
-  // With so many positional arguments, and no others, nothing is to be added or replaced.
+  // A call with this number of positional arguments, and no keywords, binds without changes: the
+  // kernel receives the caller's array.
   size_t pass_through_count = no_count;
-  size_t leading_tensors = 0; // the first parameters, up to one that is not just a Tensor
+  size_t leading_tensors = 0; // the first parameters that are of type Tensor
   bool has_tensor_lists = false;
-  // Whether a kernel is to get what the dispatcher would pass: not what equals its default, at the
-  // end of the positional arguments and anywhere among the others. Its own default stands in.
+  // Drop arguments that equal their default before calling the kernel: at the end of the positional
+  // arguments, and any keyword-only argument. The dispatcher does so for Python kernels
+  // (parseIValuesToPyArgsKwargs), whose own defaults then apply.
   bool drops_defaults = false;
-  bool has_device_string_defaults = false; // one of those is
-  PyObject* keyword_names = nullptr; // of the keyword-only ones, if there are any; kept by the plan
+  bool has_device_string_defaults = false; // some `is_device_string`
+  // Names of the keyword-only parameters, for vectorcall; nullptr if there are none.
+  PyObject* keyword_names = nullptr;
 
   size_t size() const {
     return all.size();
   }
 };
 
-// Calls a kernel as PyObject_Vectorcall would, for what most kernels are.
+// PyObject_Vectorcall, with a shortcut for Python functions.
 inline PyObject* call_kernel(
     PyObject* function, PyObject* const* values, size_t nargsf, PyObject* names) {
   if (C10_LIKELY(PyFunction_Check(function)))
@@ -57,12 +62,14 @@ inline PyObject* call_kernel(
   return PyObject_Vectorcall(function, values, nargsf, names);
 }
 
-// The values of a call, one for each parameter, in the order in which the kernel takes them.
+// The arguments of one call, one value per parameter in schema order. Values are borrowed from the
+// caller's array, except converted values and copied lists, which this object owns.
 class Values {
  public:
   explicit Values(const Parameters& parameters) : parameters_(parameters) {}
   ~Values() {
-    // As a THPObjectPtr asks: a thread that is ended when Python has gone comes by here too.
+    // Like ~THPObjectPtr: during finalization, a terminated daemon thread unwinds through here
+    // without the GIL.
     if (!copies_.empty() && C10_LIKELY(Py_IsInitialized())) {
       for (PyObject* copy : copies_)
         Py_DECREF(copy);
@@ -71,20 +78,23 @@ class Values {
   Values(const Values&) = delete;
   Values& operator=(const Values&) = delete;
 
-  // Finds the value of each parameter, defaults included.
+  // Assigns a value to each parameter, including defaults. Returns Reason::Binding if the arguments
+  // do not match; the dispatcher then raises the error. `args` must outlive this object.
   C10_ALWAYS_INLINE Reason bind(PyObject* const* args, size_t nargsf, PyObject* keywords) {
     const size_t count = PyVectorcall_NARGS(nargsf);
     if (C10_LIKELY(count == parameters_.pass_through_count && keywords == nullptr)) {
-      values_ = args; // nothing to add or to replace: the kernel gets the caller's own array
-      // With the place before it, if the caller lends that: a method then needs no copy of all.
+      values_ = args;
+      // The callee may overwrite args[-1] if the caller allowed that. Calls of bound methods use it
+      // to avoid a copy.
       flags_ = nargsf & PY_VECTORCALL_ARGUMENTS_OFFSET;
       return Reason::Native;
     }
     return complete(args, count, keywords);
   }
 
-  // Checks each value against its kind, and says what the tensors are. Lists are copied, as the
-  // dispatcher does: the kernel may write into its own.
+  // Checks the type of each value, converts numbers and strings, and merges the dispatch keys of
+  // the tensors into `result`. Lists are copied like in the dispatcher, so that a kernel cannot
+  // modify the caller's list. `below_autograd` skips requires_grad and tangents. Call after `bind`.
   Reason inspect(TensorSummary& result, bool below_autograd) {
     return below_autograd ? inspect_values<true>(result) : inspect_values<false>(result);
   }
@@ -93,7 +103,7 @@ class Values {
     return values_[index];
   }
 
-  // How many positional values the dispatcher passes.
+  // Returns the number of positional arguments that remain after trailing defaults were dropped.
   size_t count_passed() const {
     size_t count = parameters_.positional;
     while (count > 0 && is_default(count - 1))
@@ -101,7 +111,8 @@ class Values {
     return count;
   }
 
-  // Whether the dispatcher would pass a default as it is spelled.
+  // Returns whether a device default would be passed. The dispatcher would pass the string of the
+  // schema, but the value here is a torch.device. Sets `rejected_parameter`.
   __attribute__((noinline, cold)) bool passes_device_string_default() {
     for (size_t index = 0; index < count_passed(); ++index) {
       const Parameter& parameter = parameters_.all[index];
@@ -113,14 +124,16 @@ class Values {
     return false;
   }
 
-  // Calls a function with the values, as the dispatcher calls a kernel.
+  // Calls a kernel with the values. Copies the lists for the kernel if they are read after it:
+  // tensor lists for the aliasing check of the results, and with `all_are_read_later` all lists,
+  // for autograd.
   C10_ALWAYS_INLINE PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
     if (C10_LIKELY(copies_.empty() || !(all_are_read_later || parameters_.has_tensor_lists)))
       return call(function, values_, flags_);
     return pass_copies_to(function);
   }
 
-  // Calls `visit(tensor)` for every tensor among the values.
+  // Calls `visit(PyObject* tensor)` for each tensor in the arguments. Call after `inspect`.
   template <class Visitor>
   void each_tensor(Visitor&& visit) const {
     for (size_t index = 0; index < parameters_.size(); ++index) {
@@ -129,7 +142,7 @@ class Values {
     }
   }
 
-  // The same, for those of one parameter.
+  // Calls `visit(PyObject* tensor)` for each tensor in one argument, skipping None.
   template <class Visitor>
   void each_tensor_of(size_t index, Visitor&& visit) const {
     PyObject* value = values_[index];
@@ -149,12 +162,12 @@ class Values {
     return parameters_;
   }
 
-  // The parameter whose value is not of its very type, if a look said so.
+  // Returns the index of the argument that `inspect` or `passes_device_string_default` rejected.
   size_t rejected_parameter() const {
     return rejected_;
   }
 
-  // The positional values as a tuple, and the keyword-only ones as a dictionary.
+  // The positional values as a new tuple. Returns nullptr with an exception on failure.
   THPObjectPtr positional() const {
     THPObjectPtr result(PyTuple_New(static_cast<Py_ssize_t>(parameters_.positional)));
     for (size_t index = 0; result && index < parameters_.positional; ++index)
@@ -181,9 +194,9 @@ class Values {
   }
 
   PyObject* call_without_defaults(PyObject* function, PyObject* const* values, size_t flags) const {
-    // Of the positional ones, only those at the end can be left out; of the named ones, any.
+    // Positional arguments can only be dropped from the end, keyword-only ones anywhere.
     const size_t count = count_passed(), positional = parameters_.positional;
-    size_t named = 0; // how many keyword-only ones the dispatcher passes
+    size_t named = 0; // number of keyword-only arguments to pass
     for (size_t index = positional; index < parameters_.size(); ++index)
       named += !is_default(index);
     if (named == 0)
@@ -193,7 +206,7 @@ class Values {
     THPObjectPtr names(PyTuple_New(Py_ssize_t(named)));
     if (!names)
       return nullptr;
-    c10::SmallVector<PyObject*, inline_size> passed{nullptr}; // with a free place before the first
+    c10::SmallVector<PyObject*, inline_size> passed{nullptr}; // [0] is free for the callee
     passed.append(values, values + count);
     for (size_t index = positional; index < parameters_.size(); ++index) {
       if (is_default(index))
@@ -206,7 +219,8 @@ class Values {
     return call_kernel(function, passed.data() + 1, nargsf, names.get());
   }
 
-  // Whether the dispatcher takes a value for the default.
+  // Returns whether the dispatcher would drop a value as equal to the default. A device never
+  // equals the string that the schema stores.
   bool is_default(size_t index) const {
     const Parameter& parameter = parameters_.all[index];
     PyObject* value = values_[index];
@@ -229,7 +243,7 @@ class Values {
     return true;
   }
 
-  // Of values that came through the checks, so no Python of anybody's runs here.
+  // Compares values that passed `inspect`, so `==` runs no user code.
   static bool are_equal(PyObject* value, PyObject* other) {
     if (Py_TYPE(value) != Py_TYPE(other) || is_plain_tensor(value))
       return false;
@@ -239,8 +253,8 @@ class Values {
     return equal != 0;
   }
 
-  // A kernel may write anything into its lists, and whoever comes after it is to see what was
-  // passed: the check of results the tensors, and setup_context all of it.
+  // Copies the lists once more, for the kernel. Later readers must see the lists without changes by
+  // the kernel: the check for aliasing results, and `setup_context`.
   __attribute__((noinline)) PyObject* pass_copies_to(PyObject* function) const {
     std::vector<THPObjectPtr> lists;
     std::vector<PyObject*> values(parameters_.size() + 1);
@@ -253,7 +267,7 @@ class Values {
     return call(function, values.data() + 1, PY_VECTORCALL_ARGUMENTS_OFFSET);
   }
 
-  // Puts the values together; out of line, because most calls need nothing of it.
+  // The general case of `bind`. Out of line, because most calls take the fast path.
   __attribute__((noinline)) Reason
   complete(PyObject* const* args, size_t count, PyObject* keywords) {
     const size_t size = parameters_.size();
@@ -274,7 +288,8 @@ class Values {
     return Reason::Native;
   }
 
-  // Makes room for values of our own, with a free place before the first: a callee may use that.
+  // Allocates an array of `size` values that this object may modify, and makes it `values_`. The
+  // slot before the first is free, for PY_VECTORCALL_ARGUMENTS_OFFSET.
   PyObject** reserve(size_t size) {
     PyObject** buffer = inline_buffer_.data();
     if (C10_UNLIKELY(size >= inline_size)) {
@@ -286,9 +301,10 @@ class Values {
     return buffer_;
   }
 
-  // No name comes twice; those of the arguments that came by position are not looked at.
+  // Stores keyword arguments, starting at parameter `first`. Returns false for an unknown name, or
+  // one that was also passed positionally.
   bool place_keywords(PyObject* const* given, PyObject* keywords, size_t first) {
-    size_t guess = first; // keywords mostly come in the order of the parameters
+    size_t guess = first; // callers mostly pass keywords in schema order
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keywords); ++k) {
       PyObject* name = PyTuple_GET_ITEM(keywords, k);
       if (C10_UNLIKELY(guess >= parameters_.size() || parameters_.all[guess].name != name))
@@ -300,14 +316,14 @@ class Values {
     return true;
   }
 
-  // The place of a parameter, or the number of parameters.
+  // Returns the index of a parameter, or the number of parameters if not found.
   size_t find(PyObject* name, size_t first) const {
     const size_t size = parameters_.size();
     for (size_t index = first; index < size; ++index) {
       if (parameters_.all[index].name == name)
         return index;
     }
-    // Names that the program made, such as the keys of a dictionary that was read from a file.
+    // Names that are not interned, such as keys of a dict from a file.
     for (size_t index = first; index < size; ++index) {
       if (PyUnicode_Compare(parameters_.all[index].name, name) == 0)
         return index;
@@ -315,9 +331,10 @@ class Values {
     return size;
   }
 
+  // The implementation of `inspect`.
   template <bool below_autograd>
   Reason inspect_values(TensorSummary& result) {
-    TensorSummary seen; // a local variable stays in registers
+    TensorSummary seen; // not `result`, so that it stays in registers
     size_t index = 0;
     while (index < parameters_.leading_tensors && is_plain_tensor(values_[index]))
       add_tensor_to<below_autograd>(values_[index++], seen);
@@ -341,13 +358,16 @@ class Values {
       }
     }
     result = seen;
-    // Keys that only such a tensor has would be missing where the dispatcher looks.
+    // The dispatcher does not read the keys of tensors in arguments of type Tensor[]? (see
+    // makeBitsetForDispatchArgs in ATen/core/dispatch/DispatchKeyExtractor.h). If only these have a
+    // key, the dispatcher selects another kernel than this summary does.
     if (C10_UNLIKELY(!seen.keys.has_all(optional_list_keys_)))
       return Reason::ArgumentType;
     return Reason::Native;
   }
 
-  // Puts what the dispatcher makes of a value in its place; false if only the dispatcher can tell.
+  // Replaces a value by the int, float or str that the dispatcher would convert it to. Returns
+  // false if the conversion is not supported, so that the call must fall back.
   __attribute__((noinline)) bool convert(size_t index) {
     PyObject* converted = converted_to(parameters_.all[index].kind.base, values_[index]);
     if (converted == nullptr)
@@ -365,10 +385,10 @@ class Values {
   Reason inspect_list(size_t index, TensorSummary& seen) {
     const Kind& kind = parameters_.all[index].kind;
     PyObject* value = values_[index];
-    // What a tensor gives as its shape is a tuple of a class of its own.
+    // torch.Size is accepted, because `tensor.shape` is commonly passed.
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !THPSize_Check(value))
       return reject(index, Reason::ArgumentType);
-    // The dispatcher does not look for keys into an optional list.
+    // Type Tensor[]?, see the end of `inspect_values`.
     const bool is_overlooked = kind.holds_tensors() && kind.is_optional;
     const DispatchKeySet keys = seen.keys;
     PyObject* list = copy_of(value);
@@ -401,15 +421,15 @@ class Values {
     return reason;
   }
 
-  // Of what is not the plain tensor that is expected.
+  // The reason for a value that is not a plain tensor where one is expected.
   static Reason reason_of(PyObject* value) {
     return is_tensor(value) ? Reason::TensorSubclass : Reason::ArgumentType;
   }
 
-  // A new list of what is in a list or a tuple.
+  // Returns a new list with the items of a list or tuple, or throws.
   static PyObject* copy_of(PyObject* sequence) {
     PyObject* list;
-    // Another thread may write into the list that was passed.
+    // Without the GIL, another thread may modify the list.
     Py_BEGIN_CRITICAL_SECTION(sequence);
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(sequence);
     list = PyList_New(size);
@@ -423,13 +443,13 @@ class Values {
 
   const Parameters& parameters_;
   PyObject* const* values_ = nullptr;
-  PyObject** buffer_ = nullptr; // `values_`, where it is not the caller's array
+  PyObject** buffer_ = nullptr; // `values_` if it is not the caller's array, else nullptr
   size_t flags_ = 0;
   size_t rejected_ = 0;
-  DispatchKeySet optional_list_keys_; // of tensors in optional lists
+  DispatchKeySet optional_list_keys_; // keys of tensors in optional lists
   std::array<PyObject*, inline_size + 1> inline_buffer_;
   std::unique_ptr<PyObject*[]> heap_buffer_;
-  c10::SmallVector<PyObject*, 4> copies_; // owned
+  c10::SmallVector<PyObject*, 4> copies_; // owned references to converted values and copied lists
 };
 
 } // namespace torchop

@@ -26,7 +26,7 @@ struct Gradient {
   // True if the node's inputs are the arguments that the dispatcher passes (without trailing
   // arguments equal to their default) and one object more, as in torch._library.autograd.
   bool as_dispatched = false;
-  // True if a kernel may return one of its arguments, because no check rejects that.
+  // True if the result may be one of the arguments. Otherwise `is_valid_result` has rejected that.
   bool may_return_inputs = false;
   // For operators with tensor lists: inputs(args) returns the flat list of inputs and a function
   // metadata(result) that computes `ctx._pt_metadata`. nullptr without lists.

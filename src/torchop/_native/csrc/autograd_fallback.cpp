@@ -1,4 +1,4 @@
-// autograd_fallback.cpp: calls of operators that have nothing registered for autograd.
+// autograd_fallback.cpp: call PyTorch's autograd fallback around a native call.
 #include "autograd_fallback.h"
 
 #include <ATen/core/List.h>
@@ -12,17 +12,18 @@ namespace torchop {
 
 namespace {
 
-// A key at which nothing but the kernel below can be, and which comes after autograd.
+// The key of the kernel below. It has a lower priority than Autograd, and no other kernel of this
+// operator is there.
 constexpr DispatchKey fallback_kernel_key = DispatchKey::BackendSelect;
 
-// What a native call computes; its address is an argument of the operator.
+// The call to run. The operator receives its address as an int argument.
 struct Computation {
   c10::function_ref<PyObject*()> compute;
   THPObjectPtr result;
 };
 
-// A result as the fallback looks at it: what is neither a tensor nor a list of them it passes by,
-// and so a list that may hold None.
+// Converts a result for the fallback, which only reads tensors and Tensor[] lists. Others become
+// None.
 c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
   if (value == nullptr)
     return {};
@@ -38,8 +39,8 @@ c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
   return tensors;
 }
 
-// One of `count` results, or nullptr. A kernel that returned too few has the last ones; and if it
-// is one, there is no tuple.
+// Returns one of `count` results (borrowed), or nullptr if it is missing. If a kernel returned too
+// few, they count as the last ones, as on the dispatcher's stack.
 PyObject* result_at(PyObject* results, size_t index, size_t count) {
   if (!PyTuple_Check(results))
     return index + 1 == count ? results : nullptr;
@@ -47,8 +48,10 @@ PyObject* result_at(PyObject* results, size_t index, size_t count) {
   return place < 0 ? nullptr : PyTuple_GET_ITEM(results, place);
 }
 
+// The boxed kernel of the fallback operator.
 void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-  // Safe as an address, because the fallback calls this before `call` returns.
+  // The address is valid, because the fallback calls this kernel before `FallbackOperator::call`
+  // returns.
   auto& computation = *reinterpret_cast<Computation*>(torch::jit::pop(*stack).toInt());
   torch::jit::drop(*stack, 1);
   computation.result = THPObjectPtr(computation.compute());
@@ -73,11 +76,12 @@ c10::FunctionSchema fallback_schema(const c10::OperatorHandle& op) {
 
 FallbackOperator::FallbackOperator(const c10::OperatorHandle& op)
     : definition_(c10::OperatorName(op.operator_name())), handle_(op) {
-  // A handle can only be had of the dispatcher, which would let everybody find this operator.
+  // Handles can only be obtained from the dispatcher, where this operator must not be registered.
+  // So `handle_` starts as a copy of the real one.
   const_cast<Definition*&>(member_of(OperatorDefinition{}, handle_)) = &definition_;
   definition_.op.registerSchema(fallback_schema(op), "registered by torchop");
   auto& dispatcher = c10::Dispatcher::singleton();
-  // It reads the dispatcher's fallbacks.
+  // registerKernel requires the dispatcher's lock, because it reads the dispatcher's fallbacks.
   std::lock_guard<std::mutex> lock(member_of(DispatcherGuard{}, dispatcher)->mutex);
   definition_.op.registerKernel(
       dispatcher,
@@ -93,7 +97,7 @@ PyObject* FallbackOperator::call(
   c10::List<at::Tensor> tensors;
   for (size_t index = 0; index < values.parameters().size(); ++index) {
     const Kind& kind = values.parameters().all[index].kind;
-    // The fallback does not look into a list that may hold None.
+    // The fallback ignores Tensor?[] arguments.
     if (kind.holds_tensors() && !kind.items_are_optional)
       values.each_tensor_of(
           index, [&](PyObject* tensor) { tensors.push_back(THPVariable_Unpack(tensor)); });

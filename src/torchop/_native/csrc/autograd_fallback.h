@@ -1,4 +1,4 @@
-// autograd_fallback.h: calls of operators that have nothing registered for autograd.
+// autograd_fallback.h: native calls of operators without a kernel at Autograd.
 #pragma once
 
 #include <Python.h>
@@ -11,19 +11,21 @@
 
 namespace torchop {
 
-// An operator outside the dispatcher, to call PyTorch's fallback for autograd with.
+// A private copy of an operator, to call PyTorch's autograd fallback with.
 //
-// The fallback notes in the graph that an operator has no gradient: where an input requires grad,
-// results warn in backward, or raise. Which do, and in which words, is its own affair and changes
-// with releases, so it is called and not imitated. It asks an operator for its name and for what it
-// returns, and has the dispatcher run it. To spare the dispatcher's way to the kernel, and the
-// conversion of all arguments, it gets this operator instead: with the same name and the same
-// returns, a list of the tensors of the call for arguments, and a kernel that runs the native call.
+// The fallback (basicAutogradNotImplementedFallback in
+// torch/csrc/autograd/autograd_not_implemented_fallback.cpp) marks results of an operator without a
+// gradient, so that backward warns or raises. The marks and messages change between releases, so
+// this code calls the fallback and does not imitate it. With the real operator, the fallback would
+// redispatch to the kernel, and convert all arguments for that. This copy has the same name and
+// returns, which the fallback reads. It takes only a list of the input tensors, its kernel runs the
+// native call, and it is not registered with the dispatcher.
 class FallbackOperator {
  public:
   explicit FallbackOperator(const c10::OperatorHandle& op);
 
-  // Runs `compute` inside the fallback. Returns what that returned, or nullptr with an exception.
+  // Runs `compute` inside the fallback and returns its result (new reference). If a Python
+  // exception is raised, returns nullptr or throws python_error.
   __attribute__((noinline)) PyObject* call(
       const Values& values, c10::function_ref<PyObject*()> compute) const;
 
@@ -32,7 +34,7 @@ class FallbackOperator {
       OperatorDefinition{}, std::declval<const c10::OperatorHandle&>()))>>;
 
   Definition definition_;
-  c10::OperatorHandle handle_; // of `definition_`
+  c10::OperatorHandle handle_; // points to `definition_`
 };
 
 } // namespace torchop

@@ -1,7 +1,8 @@
-// backward.cpp: the backward of a node without a frame of ours around the formula.
+// backward.cpp: run an operator's backward formula for the autograd engine, without a Python frame
+// around it.
 //
-// What most formulas return is recognized here. About anything else, and about errors, a function
-// of Python says what it is.
+// Results that need no check or conversion are returned directly. Python functions (see
+// `make_backward` in `_call_path.pyi`) check all others, and improve error messages.
 #include "backward.h"
 
 #include <algorithm>
@@ -17,20 +18,23 @@ namespace torchop {
 
 namespace {
 
-// The nodes whose backward runs in this thread, with their saved tensors, once a formula has read
-// them: selective checkpointing returns each of them only once. They are not on the C stack, which
-// a greenlet may overwrite, and end in any order.
+// The saved tensors of a node whose formula is running in this thread. Selective checkpointing
+// (torch/utils/checkpoint.py) lets a saved tensor be unpacked only once, so the first result is
+// cached until the formula returns. On the heap, because a greenlet switch inside a formula
+// overwrites the C stack. Greenlets may also end their formulas in any order.
 struct Unpacked {
   PyObject* ctx;
   THPObjectPtr tensors;
 };
 thread_local std::vector<Unpacked> unpacked;
 
+// Returns the innermost running formula of a node, or `unpacked.rend()`.
 auto find_unpacked(PyObject* ctx) {
   return std::find_if(
       unpacked.rbegin(), unpacked.rend(), [&](const Unpacked& each) { return each.ctx == ctx; });
 }
 
+// Marks the formula of a node as running.
 class Unpacking {
  public:
   explicit Unpacking(PyObject* ctx) : ctx_(ctx) {
@@ -38,7 +42,8 @@ class Unpacking {
   }
   ~Unpacking() {
     const auto found = find_unpacked(ctx_);
-    const THPObjectPtr tensors = std::move(found->tensors); // until it is out of the list
+    // Freed after the erase, because that may run Python.
+    const THPObjectPtr tensors = std::move(found->tensors);
     unpacked.erase(std::next(found).base());
   }
   Unpacking(const Unpacking&) = delete;
@@ -48,6 +53,7 @@ class Unpacking {
   PyObject* ctx_;
 };
 
+// The arguments of `make_backward`, in order.
 enum class Part {
   Definition,
   Rule,
@@ -65,7 +71,8 @@ PyObject* part(PyObject* parts, Part which) {
   return PyTuple_GET_ITEM(parts, Py_ssize_t(which));
 }
 
-// As `Definition.compiled` returns it.
+// Returns `definition.compiled(rule)`, the formula in the current plan. Compiles a plan only if
+// there is none, because the property `plan` is a Python function.
 THPObjectPtr formula_of(PyObject* parts) {
   static PyObject* const names[] = {
       PyUnicode_InternFromString("_plan"),
@@ -79,7 +86,8 @@ THPObjectPtr formula_of(PyObject* parts) {
   return checked(PyObject_GetItem(compiled.get(), part(parts, Part::Rule)));
 }
 
-// Has Python raise a better error, or add a note to the one there is.
+// Passes the current exception to the Python function `failed`, which raises a better one or
+// returns. Then the original exception, perhaps with a note, is restored.
 __attribute__((noinline, cold)) void explain_error(
     PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   if (!PyErr_ExceptionMatches(PyExc_Exception))
@@ -100,7 +108,8 @@ __attribute__((noinline, cold)) void explain_error(
   Py_XDECREF(traceback);
 }
 
-// Whether gradients need no other look: None for what is no tensor, and the rest fits.
+// Returns whether the gradients are tensors that fit the inputs, and None for all arguments that
+// hold no tensors.
 bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   const Py_ssize_t count = PyTuple_GET_SIZE(hold_tensors);
   if (!are_plain_gradients(gradients, count))
@@ -112,6 +121,7 @@ bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   return plain && fit_inputs(gradients, ctx);
 }
 
+// Returns whether `with_contiguous_grads` would pass a gradient on without a copy.
 bool is_contiguous(PyObject* gradient) {
   if (gradient == Py_None)
     return true;
@@ -122,8 +132,8 @@ bool is_contiguous(PyObject* gradient) {
       !tensor.is_neg();
 }
 
-// Return the author's function in place of `backward` if that would only make gradients contiguous
-// that are contiguous already. `backward` makes copies of others, in Python.
+// Returns the author's function instead of the wrapper of `with_contiguous_grads` if all gradients
+// are contiguous. The wrapper is recognized by its code object.
 THPObjectPtr without_copies(
     THPObjectPtr backward, PyObject* code, PyObject* const* gradients, Py_ssize_t count) {
   static PyObject* const name = PyUnicode_InternFromString("__wrapped__");
@@ -134,7 +144,7 @@ THPObjectPtr without_copies(
   return checked(PyObject_GetAttr(backward.get(), name));
 }
 
-// apply(ctx, *grads)
+// apply(ctx, *grads) calls the formula of a node.
 PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   static PyObject* const name = PyUnicode_InternFromString("backward");
@@ -142,7 +152,7 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "apply expects the ctx of a node, and gradients");
     return nullptr;
   }
-  WithoutDynamo frames; // the formula is not the user's program
+  WithoutDynamo frames; // Dynamo must not trace the formula as user code
   THPObjectPtr formula = formula_of(parts);
   THPObjectPtr backward = without_copies(
       checked(PyObject_GetAttr(formula.get(), name)),
@@ -152,7 +162,8 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   THPObjectPtr gradients;
   {
     Unpacking unpacking(args[0]);
-    // None, which cannot be called, if there is no formula: `failed` says so.
+    // Without a formula, `backward` is None and the call raises a TypeError, which `failed`
+    // replaces.
     gradients = THPObjectPtr(PyObject_Vectorcall(backward.get(), args, size_t(count), nullptr));
   }
   if (C10_UNLIKELY(!gradients)) {
@@ -168,7 +179,7 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// What a formula reads as `ctx.saved_tensors`.
+// Returns `ctx.saved_tensors`, unpacked once per run of the formula.
 PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
   HANDLE_TH_ERRORS
   auto found = find_unpacked(ctx);
@@ -176,14 +187,16 @@ PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
     return PyObject_CallOneArg(part(parts, Part::SavedTensors), ctx);
   if (!found->tensors) {
     PyObject* raw = part(parts, Part::Raw);
-    // Hooks may run, and backwards of other nodes in them.
+    // Unpacking may run saved-tensor hooks, which may run other backward passes and move elements
+    // of `unpacked`.
     THPObjectPtr tensors = checked(
         c10::GradMode::is_enabled()
             ? PyObject_CallOneArg(part(parts, Part::Guarded), ctx)
             : Py_TYPE(raw)->tp_descr_get(raw, ctx, reinterpret_cast<PyObject*>(Py_TYPE(ctx))));
     found = find_unpacked(ctx);
     if (found == unpacked.rend())
-      return tensors.release(); // a hook let another greenlet end the formula
+      // A hook switched to another greenlet, in which the formula returned.
+      return tensors.release();
     found->tensors = std::move(tensors);
   }
   return Py_NewRef(found->tensors.get());

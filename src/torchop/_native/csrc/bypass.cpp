@@ -150,7 +150,7 @@ class WithoutWarning {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
-// A registered bypass. `lifetime` is the operator whose table contains it.
+// A bypass in the table of the operator `lifetime`. `kernel` is empty after its removal.
 struct Registration {
   LifetimePointer lifetime;
   std::optional<c10::RegistrationHandleRAII> kernel;

@@ -1,4 +1,4 @@
-// call.cpp: how a call goes, decided and done as a plan says.
+// call.cpp: decide whether a call is native (`decide`), and run native calls (`try_call`).
 #include "call.h"
 
 #include <algorithm>
@@ -15,6 +15,8 @@ namespace torchop {
 
 namespace {
 
+// Returns the plan's entry for a kernel of the dispatcher's table, or nullptr if the plan has none.
+// A plan has few kernels, so a linear search is fastest.
 const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   for (const Plan::Kernel& kernel : plan.kernels) {
     if (kernel.dispatcher_kernel == dispatcher_kernel)
@@ -23,8 +25,8 @@ const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   return nullptr;
 }
 
-// Whether a write certainly changes several elements at once, as into an expanded tensor. PyTorch's
-// own operators refuse that too, and let pass what only a search for common addresses would find.
+// Returns whether several elements of the tensor share memory, as in an expanded tensor. Like
+// at::has_internal_overlap, which PyTorch's operators use, detects only stride 0.
 bool overlaps_itself(const at::TensorImpl& impl) {
   if (C10_LIKELY(impl.is_non_overlapping_and_dense_default()))
     return false;
@@ -35,7 +37,9 @@ bool overlaps_itself(const at::TensorImpl& impl) {
   return overlaps;
 }
 
-// Whether a tensor may be written. The Python rules know when it may not, and how to say it.
+// Returns whether a kernel may write to the tensor: it must not overlap itself, and the version
+// counter and autograd must allow the write. Otherwise the call falls back to the dispatcher, whose
+// Python kernels raise the right error.
 C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keeps_history) {
   at::TensorImpl& impl = *impl_of(tensor);
   return !overlaps_itself(impl) &&
@@ -44,8 +48,9 @@ C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keep
       !(keeps_history && impl.requires_grad());
 }
 
-// Of the two conventional forms, no other argument may be a part of the memory that is written. An
-// input may be all of it.
+// For in-place and out= operators: returns whether no other argument shares the memory of the
+// mutated argument, except an input that is the same tensor. Other overlaps make the result depend
+// on the kernel's order of reads and writes, so the Python rules check them.
 bool has_no_alias(size_t written, const Plan& plan, const Values& values) {
   PyObject* tensor = values[written];
   bool alone = true;
@@ -62,11 +67,12 @@ bool has_no_alias(size_t written, const Plan& plan, const Values& values) {
   return alone;
 }
 
-// `grad` is whether a tensor of the call requires grad, and that counts.
+// `grad` means that grad mode is enabled and an input requires grad.
 __attribute__((noinline)) bool mutation_is_plain(
     const Plan& plan, const Values& values, const Route& route, bool grad) {
   bool plain = true;
-  // What custom_op of torch.library mutates keeps the history that it has, whatever that is worth.
+  // torch.library.custom_op does not rebase the history of mutated arguments, so its operators may
+  // mutate tensors that require grad.
   const bool keeps_history = grad && route.through_autograd && !plan.is_foreign;
   for (size_t index : plan.mutated) {
     values.each_tensor_of(
@@ -77,7 +83,7 @@ __attribute__((noinline)) bool mutation_is_plain(
   return plain;
 }
 
-// Asks the rule for unusual results.
+// Checks and converts a result that `is_valid_result` rejected. Steals `made`.
 __attribute__((noinline, cold)) PyObject* finish(
     const Plan& plan, const Values& values, PyObject* made) {
   THPObjectPtr result(made);
@@ -88,7 +94,8 @@ __attribute__((noinline, cold)) PyObject* finish(
       plan.finish, args.get(), keywords.get(), result.get(), nullptr);
 }
 
-// `saved` becomes what the kernel returned beside the result.
+// Calls the kernel and returns its checked result, or nullptr with an exception. Stores residuals
+// in `saved`, if the kernel returned some. Sets `is_unusual` if Python converted the result.
 C10_ALWAYS_INLINE PyObject* run(
     const Plan& plan,
     const Values& values,
@@ -111,7 +118,7 @@ __attribute__((noinline, cold)) PyObject* convert(const Plan& plan, PyObject* ma
   return result ? PyObject_CallOneArg(plan.convert, result.get()) : nullptr;
 }
 
-// Makes it for the first call that needs it.
+// Returns the plan's fallback operator, and creates it on first use.
 __attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) {
   FallbackOperator* found = plan.fallback_operator.load(std::memory_order_acquire);
   if (C10_LIKELY(found != nullptr))
@@ -122,7 +129,8 @@ __attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) 
   return *found; // another thread was first
 }
 
-// Before the kernel, as `torch.library` does it: one that raises may have written all the same.
+// Bumps the versions before the kernel runs, like `torch.library`, because a kernel that raises may
+// have written already.
 void count_versions(const Plan& plan, const Values& values, const Route& route) {
   if (!route.through_version_counter)
     return;
@@ -139,8 +147,9 @@ Decision decide(
     decision.reason = reason;
     return decision;
   };
-  // Each condition relies on those before it. This one comes first because such a plan may have no
-  // operator, of which the rest reads the table; the arguments have to be bound to look at them.
+  // Each check relies on the earlier ones. A plan that always dispatches may have no operator, so
+  // this check comes before any use of the table. Arguments can be inspected only after they are
+  // bound.
   if (C10_UNLIKELY(plan.always_dispatches))
     return stop(Reason::Operator);
   if (C10_UNLIKELY(is_disabled()))
@@ -160,13 +169,13 @@ Decision decide(
   if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
 
-  // The set of keys as the dispatcher computes it: of the tensors, and of the state of the thread.
+  // The key set as the dispatcher computes it, in DispatchKeyExtractor.
   const DispatchKeySet keys = (seen.keys | local.included_) - local.excluded_;
   {
 #ifdef Py_GIL_DISABLED
     TableRead read(this_thread());
     if (C10_UNLIKELY(!plan.lifetime->exists.load() || plan.lifetime->changes.load() != 0))
-      return stop(Reason::Operator); // since the call began
+      return stop(Reason::Operator); // a change started after the call entered
 #endif
     decision.route = find_route(table_of(*plan.op), plan.own, keys);
   }
@@ -207,23 +216,26 @@ PyObject* try_call(
   reason = decision.reason;
   if (C10_UNLIKELY(reason != Reason::Native))
     return nullptr;
-  WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
+  WithoutDynamo frames; // Dynamo must not trace the kernel and setup_context as user code
   bool is_unusual = false;
   PyObject* function = decision.kernel->function;
   THPObjectPtr saved;
-  // Where the thread records already, the function in Python knows for which kernel that is.
+  // If an enclosing call of this thread records already, only the Python wrapper can tell which
+  // kernel the request is for.
   const bool calls_author =
       decision.kernel->author != nullptr && !thread_records(plan.residuals.recording);
   if (calls_author)
     function = decision.kernel->author;
   note_call(function);
-  // This call may be made by the kernel of an operator with residuals, whose own call is recorded.
+  // The kernel of an operator with residuals may call this operator. Residuals are requested from
+  // that kernel only.
   std::optional<Recording> suspended;
   if (plan.residuals.type == nullptr && thread_records(all_recordings))
     suspended.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient) {
-    // The node comes first: where an input refuses to be differentiated, nothing was written.
+    // `record` makes the node before it runs the kernel, because connecting an input may raise.
+    // Nothing was written then.
     const Residuals* residuals =
         calls_author && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
     result = record(plan.gradient, values, residuals, saved, [&] {
@@ -239,15 +251,15 @@ PyObject* try_call(
     });
   } else {
     count_versions(plan, values, decision.route);
-    // Where nothing of ours stands at Autograd, the dispatcher excludes nothing from the kernel: it
-    // may call operators that are recorded.
+    // If the operator has no kernel at Autograd, the dispatcher does not exclude the Autograd keys
+    // while the kernel runs, and records the operators that it calls.
     std::optional<at::AutoDispatchBelowAutograd> below;
     if (decision.route.through_autograd)
       below.emplace();
     result = run(plan, values, function, is_unusual, saved);
   }
   if (C10_UNLIKELY(is_unusual && plan.convert != nullptr)) {
-    // PyTorch dispatches no keywords in Python.
+    // OpOverload dispatches calls with keyword arguments in C++ only.
     if (enters_cpp || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0))
       return convert(plan, result);
   }

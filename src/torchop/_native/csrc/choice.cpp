@@ -1,9 +1,9 @@
-// choice.cpp: which of the kernels of an operator runs a call, from a table of calls that were
-// seen.
+// choice.cpp: select the provider's kernel for a call, with a cache of earlier selections.
 //
-// Python decides, once for each key: what the open blocks of torchop.priority come to, whether only
-// deterministic kernels are allowed, and what a function may read of the arguments. Whatever else
-// changes a decision makes a new plan, which has a new table.
+// Python makes the selection. It depends on the open `torchop.priority` blocks, on
+// `torch.use_deterministic_algorithms`, and on argument metadata that a provider's `supports` may
+// read (shapes, strides, dtypes, devices, plain values). These form the cache key. A change of
+// anything else, such as the set of providers, compiles a new plan with a new Choice.
 #include "choice.h"
 
 #include <structmember.h>
@@ -23,28 +23,32 @@ namespace torchop {
 
 namespace {
 
+// Each combination of open blocks adds a selection. The limit bounds programs that open blocks with
+// ever new settings.
 constexpr size_t max_selections = 64;
 
-// What is left of the kernels by an order, and by whether only deterministic ones are allowed.
+// A Python `Selection`: the providers that may run under some settings, in order. All references
+// are owned.
 struct Selection {
-  PyObject* settings; // what the open blocks come to: the same blocks have the same object
+  PyObject* settings; // combined settings of the open blocks; interned, so compared by address
   bool is_deterministic;
-  PyObject* object;   // its `answer` tells the function of a call
-  PyObject* function; // of all calls; nullptr where it depends on the arguments
+  PyObject* object;   // `object.answer(args, kwargs)` returns the kernel of a call
+  PyObject* function; // kernel of all calls; nullptr if it depends on the arguments
 };
 
+// Emptied when it is full. Guarded by the critical section of `call_choice`.
 struct Cache {
   std::vector<Selection> selections;
-  SeenCalls table; // the subject of a key is the place of its selection
+  SeenCalls table; // the subject of a key is an index into `selections`
 };
 
 struct Choice {
   PyObject_HEAD
 
       vectorcallfunc call;
-  PyObject* blocks; // the ContextVar of the open blocks; what they come to is the first of a tuple
-  PyObject* select; // select(settings, is_deterministic) makes a selection
-  bool asks_for_determinism; // whether it matters
+  PyObject* blocks;          // ContextVar of a tuple (combined settings, open blocks)
+  PyObject* select;          // select(settings, is_deterministic) returns a `Selection`
+  bool asks_for_determinism; // true if some provider is nondeterministic
   Cache cache;
 };
 
@@ -61,8 +65,8 @@ void release(Cache& cache) {
   cache.table.each_function([](PyObject* function) { Py_DECREF(function); });
 }
 
-// Begins again. What goes may run Python, which may call the operator: the tables are whole by
-// then.
+// Empties the cache. Swapped out first, because dropping references may run Python that calls this
+// Choice.
 void clear_cache(Choice& choice) {
   Cache before;
   std::swap(before, choice.cache);
@@ -81,14 +85,14 @@ size_t index_of(const Choice& choice, PyObject* settings, bool is_deterministic)
   return no_index;
 }
 
-// Has Python make a selection, and keeps it. Returns its place, or throws.
+// Makes a selection in Python and caches it. Returns its index, or throws. May empty the cache.
 size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) {
   THPObjectPtr object = checked(PyObject_CallFunctionObjArgs(
       choice.select, settings, is_deterministic ? Py_True : Py_False, nullptr));
   THPObjectPtr function = checked(PyObject_GetAttrString(object.get(), "function"));
   if (choice.cache.selections.size() >= max_selections)
     clear_cache(choice);
-  // Python ran, so another thread may have come first.
+  // `select` runs Python, so another thread may have added the same selection.
   if (const size_t position = index_of(choice, settings, is_deterministic); position != no_index)
     return position;
   choice.cache.selections.push_back(
@@ -100,7 +104,7 @@ size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) 
   return choice.cache.selections.size() - 1;
 }
 
-// Asks Python about a call of which no table knows. Returns a new reference, or throws.
+// Selects a kernel that is not in the cache. Returns a new reference, or throws.
 __attribute__((noinline, cold)) PyObject* select_in_python(
     Choice& choice,
     PyObject* settings,
@@ -113,7 +117,7 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
     position = add_selection(choice, settings, is_deterministic);
   if (PyObject* function = choice.cache.selections[position].function; function != nullptr)
     return Py_NewRef(function);
-  CallKey key; // of now, because whoever is asked may write into a list
+  CallKey key; // computed first, because `supports` may change a list argument
   const bool is_known = key.read(args, count, keywords);
   THPObjectPtr object(Py_NewRef(choice.cache.selections[position].object));
   THPObjectPtr positional = checked(PyTuple_New(Py_ssize_t(count)));
@@ -128,8 +132,8 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
   THPObjectPtr name = checked(PyUnicode_InternFromString("answer"));
   THPObjectPtr function = checked(
       PyObject_CallMethodObjArgs(object.get(), name.get(), positional.get(), named.get(), nullptr));
-  // Python ran: everything may have begun again since, and another thread may have asked the same.
-  // Whatever selection is there by then, for the same settings, would say the same.
+  // `answer` ran Python, which may have emptied or filled the cache. An index found now has the
+  // same settings, so the result is valid for it.
   position = index_of(choice, settings, is_deterministic);
   if (is_known && position != no_index) {
     key.set_subject(position);
@@ -144,8 +148,9 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
   return function.release();
 }
 
-// What blocks are open, as a new reference; or throws. A thread that runs a backward has those of
-// where it began: PyTorch carries the context there.
+// Returns the value of the ContextVar (new reference), or throws. In a backward pass, the engine's
+// thread has an empty context, so the context of the thread that called `backward()` is used.
+// torch/autograd/graph.py and the engine propagate it through ThreadLocalPythonObjects.
 C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   PyObject* blocks;
   if (C10_UNLIKELY(PyContextVar_Get(choice.blocks, nullptr, &blocks) < 0))
@@ -154,7 +159,7 @@ C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   if (C10_LIKELY(is_open || torch::autograd::get_current_graph_task_id() == -1))
     return blocks;
   THPObjectPtr own(blocks);
-  PyObject* context = get_obj_in_tls("context"); // None after another backward inside of this one
+  PyObject* context = get_obj_in_tls("context"); // None if a nested backward has replaced it
   if (context == nullptr || !PyContext_CheckExact(context))
     return own.release();
   const int is_there = PySequence_Contains(context, choice.blocks);
@@ -164,14 +169,15 @@ C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
                        : checked(PyObject_GetItem(context, choice.blocks)).release();
 }
 
-// The function for a call, as a new reference; or throws.
+// Returns the kernel for a call (new reference), or throws.
 C10_ALWAYS_INLINE PyObject* find(
     Choice& choice, PyObject* const* args, size_t count, PyObject* keywords) {
   PyObject* blocks = open_blocks(choice);
   PyObject* settings = PyTuple_GET_ITEM(blocks, 0);
   const bool is_deterministic =
       choice.asks_for_determinism && at::globalContext().deterministicAlgorithms();
-  // The context holds on to the blocks, and nothing runs that could change it.
+  // Borrowed from here on: the context owns the tuple, and no Python code runs before
+  // `select_in_python`.
   Py_DECREF(blocks);
   const size_t position = index_of(choice, settings, is_deterministic);
   if (C10_LIKELY(position != no_index)) {
@@ -191,7 +197,8 @@ C10_ALWAYS_INLINE PyObject* find(
 
 PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   PyObject* function = nullptr;
-  // Whenever Python runs, another thread may come in between, as with the interpreter's lock.
+  // Guards the cache, like the GIL would: released whenever Python blocks, so the cache is
+  // rechecked after each call into Python.
   Py_BEGIN_CRITICAL_SECTION(self);
   try {
     function = find(choice_of(self), args, PyVectorcall_NARGS(nargsf), keywords);
@@ -202,7 +209,8 @@ PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   if (function == nullptr)
     return nullptr;
   PyObject* result = call_kernel(function, args, nargsf, keywords);
-  // Not in a destructor: a thread that ends in the kernel because Python has gone passes this by.
+  // Not in a destructor: if the kernel's thread is terminated during finalization, unwinding must
+  // not touch objects.
   Py_DECREF(function);
   return result;
 }
@@ -251,7 +259,7 @@ int traverse_choice(PyObject* self, visitproc visit, void* arg) {
   return stop;
 }
 
-// There is no tp_clear, as for the plan that it is in.
+// No tp_clear, for the same reason as for Plan, which owns the Choice.
 void dealloc_choice(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);

@@ -1,4 +1,4 @@
-// current_plan.h: the plan that a call follows, for as long as the call lasts.
+// current_plan.h: the plan that a call uses, kept valid for the duration of the call.
 #pragma once
 
 #include "entry.h"
@@ -6,14 +6,16 @@
 
 namespace torchop {
 
+// Returns whether calls may use a plan; false for nullptr.
 inline bool is_usable(PyObject* plan) {
   return plan != nullptr && !is_outdated(*reinterpret_cast<const Plan*>(plan));
 }
 
 #ifdef Py_GIL_DISABLED
 
-// Holds on to the plan that a call follows, and marks the operator as being called; false with an
-// exception if there is no plan any more.
+// Publishes the plan of a call in `thread.plans`, so that it is not freed, and marks the operator
+// as running. Compiles a plan if needed. False with an exception set if the operator was
+// deregistered or compiling failed.
 class CurrentPlan {
  public:
   CurrentPlan(Entry& entry, Thread& here) : entry_(entry), thread_(here) {
@@ -36,7 +38,8 @@ class CurrentPlan {
     if (plan == nullptr)
       return;
     end();
-    // Others would wait for one another, for as long as a long call follows a plan that waits.
+    // Frees replaced plans that this call may have kept alive. Not after every call: while one long
+    // call uses a replaced plan, all others would contend for the mutex.
     if (C10_UNLIKELY(plans_to_free.load(std::memory_order_relaxed) != 0) && may_touch_objects_ &&
         (announced_another_ || plan != entry_.plan.load()))
       free_plans();
@@ -44,6 +47,7 @@ class CurrentPlan {
   CurrentPlan(const CurrentPlan&) = delete;
   CurrentPlan& operator=(const CurrentPlan&) = delete;
 
+  // The thread is being terminated: the destructor must not touch Python objects.
   void abandon() {
     may_touch_objects_ = false;
   }
@@ -56,8 +60,8 @@ class CurrentPlan {
   }
 
  private:
-  // Announces the plan, and looks whether it still was the plan then: whoever replaced it before
-  // may not have seen this.
+  // Publishes the current plan, then checks that it is still current. If a registration replaced it
+  // in between, the registration may not have seen it in `thread.plans`, so try again.
   PyObject* announce() {
     const size_t call = thread_.count++;
     thread_.running[call] = reinterpret_cast<PyObject*>(&entry_);
@@ -87,16 +91,17 @@ class CurrentPlan {
   Thread& thread_;
   PyObject* plan_ = nullptr;
   bool may_touch_objects_ = true;
-  bool announced_another_ = false; // which may wait for this call
+  bool announced_another_ = false; // a replaced plan may wait for this call
 };
 
 #else
 
-// Holds on to the plan that a call follows; false with an exception if there is none any more.
+// Owns a reference to the plan of a call. Compiles a plan if needed. False with an exception set if
+// the operator was deregistered or compiling failed.
 class CurrentPlan {
  public:
-  // No Python runs between the look at the entry and the end: in another thread it might end the
-  // operator, whose table the plan points to.
+  // No Python code runs between the last check and taking the reference. It could release the GIL,
+  // and another thread could deregister the operator, whose table the plan uses.
   CurrentPlan(Entry& entry, Thread&) {
     while (C10_UNLIKELY(!is_usable(entry.plan.load(std::memory_order_relaxed)))) {
       if (!refresh_plan(entry))
@@ -107,13 +112,14 @@ class CurrentPlan {
     else
       plan_ = new_reference(entry.plan);
   }
-  // A THPObjectPtr would ask first, out of line, whether there still is an interpreter.
+  // Not a THPObjectPtr, whose destructor calls Py_IsInitialized out of line.
   ~CurrentPlan() {
     Py_XDECREF(plan_);
   }
   CurrentPlan(const CurrentPlan&) = delete;
   CurrentPlan& operator=(const CurrentPlan&) = delete;
 
+  // The thread is being terminated: the destructor must not touch Python objects.
   void abandon() {
     plan_ = nullptr;
   }

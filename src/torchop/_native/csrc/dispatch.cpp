@@ -1,4 +1,4 @@
-// dispatch.cpp: reading the dispatcher's tables.
+// dispatch.cpp: read the dispatcher's tables, including kernels registered from Python.
 #include "dispatch.h"
 
 #include <cstring>
@@ -17,16 +17,17 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
   return member_of(Functor{}, member_of(Boxed{}, kernel)).get();
 }
 
-// PyTorch keeps a Python kernel in an object of a class that no header declares. An object of that
-// class is recognized by its virtual table, and holds the function at a fixed place.
+// PythonKernelHolder (torch/csrc/utils/python_dispatch.cpp) stores the Python function of a kernel.
+// No header declares the class, so its objects are recognized by their vtable, and the function is
+// read at the offset that `learn_kernels` found.
 const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
 
-// Behind the function, which takes two words, and the key: whether the kernel takes the keys of the
-// call, and whether it takes the operator.
+// The offset of the flags `with_keyset_` and `with_op_`, after the function (a SafePyObject, two
+// words) and the key. 0 if unknown.
 size_t keys_flag_offset = 0;
 
-// Without a gradient to record it just goes on to the next key.
+// basicAutogradNotImplementedFallback. It redispatches if no input requires grad.
 c10::KernelFunction autograd_fallback;
 const void* autograd_fallback_function = nullptr;
 
@@ -44,7 +45,7 @@ unsigned char byte_at(const c10::OperatorKernel* functor, size_t offset) {
   return reinterpret_cast<const unsigned char*>(functor)[offset];
 }
 
-// Whether a Python kernel takes its keys, or the operator, beside the arguments.
+// Returns whether `with_keyset_` or `with_op_` is set.
 bool takes_keys_or_operator(const c10::OperatorKernel* functor) {
   uint16_t flags;
   std::memcpy(&flags, reinterpret_cast<const char*>(functor) + keys_flag_offset, sizeof(flags));
@@ -75,7 +76,7 @@ PyObject* python_function(const c10::KernelFunction& kernel) {
 
 namespace {
 
-// How PyTorch keeps Python kernels, from an operator whose only kernel is `function`, at CPU.
+// Finds the vtable of PythonKernelHolder and the offset of its function, in the CPU kernel of `op`.
 bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   holder_vtable = autograd_fallback_function = nullptr;
   const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
@@ -88,7 +89,8 @@ bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
     autograd_fallback = fallback;
     autograd_fallback_function = boxed_function(fallback);
   }
-  // Behind the virtual table and the reference counts; the object is larger than this.
+  // After the vtable pointer and the reference counts. The object is larger than this, so all reads
+  // are in bounds.
   constexpr size_t last = 4 * sizeof(void*);
   for (size_t offset = sizeof(void*); offset <= last; offset += sizeof(void*)) {
     if (word_at(functor, offset) == function) {
@@ -100,7 +102,7 @@ bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   return false;
 }
 
-// Where PyTorch keeps what a Python kernel takes beside the arguments.
+// Finds the offset of the flags by the kernels' known values of key and flags.
 bool probe_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys) {
   const DispatchKeySet cpu(DispatchKey::CPU);
   const c10::KernelFunction& without = table_of(plain).lookup(cpu);
@@ -140,15 +142,15 @@ namespace {
 
 constexpr uint64_t backends = (uint64_t{1} << c10::num_backends) - 1;
 
-// Whether dense tensors of a backend mean to the dispatcher what those of the CPU do: it only looks
-// into the table, at keys for autograd and data that are the backend's own.
+// Returns whether the dispatcher treats dense tensors of a backend like CPU tensors: the call only
+// goes through the backend's own autograd and dense keys.
 bool is_plain(c10::BackendComponent backend) {
   switch (backend) {
-    case c10::BackendComponent::MetaBit: // there is no data: the fake kernel answers
-    case c10::BackendComponent::XLABit:  // these two note what is called, and compute it later
+    case c10::BackendComponent::MetaBit: // no data; the fake kernel computes metadata
+    case c10::BackendComponent::XLABit:  // lazy backends, which record calls and compute later
     case c10::BackendComponent::LazyBit:
-    case c10::BackendComponent::PrivateUse2Bit: // no device has these, so what they mean is up to
-    case c10::BackendComponent::PrivateUse3Bit: // whoever makes such tensors
+    case c10::BackendComponent::PrivateUse2Bit: // unused by PyTorch, so their meaning is unknown
+    case c10::BackendComponent::PrivateUse3Bit:
       return false;
     default:
       return c10::getAutogradRelatedKeySetFromBackend(backend).has_all(
@@ -156,7 +158,7 @@ bool is_plain(c10::BackendComponent backend) {
   }
 }
 
-// Calls `visit(backend)` for each of them.
+// Calls `visit(BackendComponent)` for each supported backend.
 template <class Visitor>
 void each_plain_backend(Visitor&& visit) {
   for (uint8_t number = 1; number <= c10::num_backends; ++number) {
@@ -172,16 +174,15 @@ const uint64_t plain_backends = [] {
   return keys.raw_repr();
 }();
 
-// A dense tensor has the functionality keys of its backend, of autograd and of autocast, and
-// nothing else: not Python, Sparse, Quantized, NestedTensor, Conjugate, Negative, ZeroTensor,
-// functorch's.
+// All keys that a dense tensor of a supported backend may have. Excludes Python, Sparse, Quantized,
+// NestedTensor, Conjugate, Negative, ZeroTensor and the functorch keys.
 const uint64_t plain_keys = [] {
   DispatchKeySet keys(DispatchKey::Dense);
   each_plain_backend([&](auto backend) {
     keys = keys | c10::getAutogradRelatedKeySetFromBackend(backend) |
         c10::getAutocastRelatedKeySetFromBackend(backend);
   });
-  return keys.raw_repr() | backends; // of which there must be one, as is asked later
+  return keys.raw_repr() | backends; // `tensors_reason` checks the backend bits separately
 }();
 
 } // namespace
@@ -219,8 +220,8 @@ std::vector<DispatchKey> plain_backend_keys() {
 Route find_route(
     const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {
   Route route;
-  // The dispatcher drops the keys at which an operator has nothing by this mask. Where it keeps one
-  // mask for each backend, they are found and dropped one by one.
+  // Like DispatchKeyExtractor, masks out keys with a fallthrough kernel. Operators with one mask
+  // per backend are rare, so the loop below finds their fallthroughs instead.
   const c10::DispatchKeyExtractor& extractor = entry.dispatchKeyExtractor();
   if (C10_LIKELY(!member_of(PerBackend{}, extractor)))
     keys = keys & member_of(NonFallthrough{}, extractor);
@@ -230,7 +231,7 @@ Route find_route(
       if (C10_UNLIKELY(kernel.isFallthrough())) {
         const DispatchKey key = keys.highestPriorityTypeId();
         if (key == DispatchKey::Undefined)
-          return route; // nothing is left to fall through to
+          return route; // no kernel is left
         keys = keys.remove(key);
         continue;
       }
@@ -244,7 +245,7 @@ Route find_route(
       } else if (function == own.autograd) {
         route.through_autograd = true;
         keys = keys & c10::after_autograd_keyset;
-      } else if (function == own.version_counter) { // the call counts versions instead
+      } else if (function == own.version_counter) { // `count_versions` in call.cpp replaces it
         route.through_version_counter = true;
         keys = keys & c10::after_ADInplaceOrView_keyset;
       } else if (function == own.backend_select) {
@@ -253,8 +254,8 @@ Route find_route(
         const bool is_autocast = keys.has_any(c10::autocast_dispatch_keyset) &&
             c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
-        // The function may be a kernel elsewhere, too, and be called with the arguments alone
-        // there.
+        // The plan calls a function with the arguments only, but the same function may also be
+        // registered here with `with_keyset=True`.
         if (C10_UNLIKELY(!is_autocast && takes_keys_or_operator(functor_of(kernel))))
           route.reason = Reason::Kernel;
         route.kernel = function;
@@ -262,7 +263,7 @@ Route find_route(
       }
     }
   } catch (const c10::Error&) {
-    return route; // no kernel: the dispatcher has the words for it
+    return route; // no kernel for these keys: the dispatcher raises the error
   }
 }
 

@@ -1,4 +1,5 @@
-// entry.cpp: from a call to the plan of the operator, or to the dispatcher.
+// entry.cpp: the native entry point, which finds the plan of a call, runs it, and falls back to the
+// dispatcher.
 #include "entry.h"
 
 #include <cxxabi.h>
@@ -34,7 +35,8 @@ void raise_deregistered(Entry& entry) {
   THPObjectPtr kind(module ? PyObject_GetAttrString(module.get(), "OperatorGoneError") : nullptr);
   if (!kind)
     return;
-  // Whoever ends an operator tells why, once that is done; whoever resets a library tells nothing.
+  // `torchop` records why it deregistered an operator, and `refresh` raises that reason. Destroying
+  // a torch.library.Library records nothing, so the message below is all that is known.
   if (!refresh_plan(entry) && PyErr_ExceptionMatches(kind.get()))
     return;
   PyErr_Clear();
@@ -51,7 +53,7 @@ void explain_refusal(PyObject* callee) {
   PyErr_Fetch(&type, &error, &traceback);
   PyErr_NormalizeException(&type, &error, &traceback);
   THPObjectPtr explained(PyObject_CallMethod(callee, "_explain_refusal", "O", error));
-  PyErr_Restore(type, error, traceback); // also in place of what the method may have raised
+  PyErr_Restore(type, error, traceback); // also drops an exception that the method raised
   if (explained && explained.get() != Py_None)
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(explained.get())), explained.get());
 }
@@ -67,7 +69,8 @@ __attribute__((noinline, cold)) PyObject* raise_stack_overflow(const Entry& entr
   return nullptr;
 }
 
-// Guards the observer, which may be replaced while it is called.
+// Guards the reference in `observer` while a caller takes its own. Not held during the call of the
+// observer, which may replace itself.
 std::mutex observer_mutex;
 
 } // namespace
@@ -83,8 +86,8 @@ void exchange_observer(PyObject* given) {
 
 namespace {
 
-// Tells of a call that the dispatcher is about to get. False with an exception if the operator went
-// away meanwhile, because the observer runs Python.
+// Calls the observer before the call falls back to the dispatcher. The observer runs Python, which
+// may deregister the operator: then returns false with OperatorGoneError set.
 __attribute__((noinline, cold)) bool call_observer(
     Entry& entry, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   WithoutDynamo frames;
@@ -94,7 +97,7 @@ __attribute__((noinline, cold)) bool call_observer(
     callee = THPObjectPtr(Py_XNewRef(observer));
   }
   if (entry.refresh == nullptr || !callee)
-    return true; // the entry was collected
+    return true; // the garbage collector cleared the entry, or another thread removed the observer
   const Py_ssize_t positional = PyVectorcall_NARGS(nargsf);
   const Py_ssize_t count = positional + (keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords));
   std::vector<PyObject*> all{entry.refresh};
@@ -102,15 +105,17 @@ __attribute__((noinline, cold)) bool call_observer(
   THPObjectPtr result(
       PyObject_Vectorcall(callee.get(), all.data(), size_t(positional) + 1, keywords));
   if (!result)
-    PyErr_WriteUnraisable(callee.get()); // the call itself is right
+    PyErr_WriteUnraisable(callee.get()); // a failure to log must not fail the call
   if (!is_deregistered(entry))
     return true;
   raise_deregistered(entry);
   return false;
 }
 
-// Nobody tells of the kernels of others, so a call that meets an unknown one has a new plan made.
-// Where that does not help, it is tried again after ever more calls.
+// Clears the plan if the call found a kernel that the plan does not know. PyTorch has no
+// notification for kernels that other packages register. If a new plan does not know the kernel
+// either, compiling again for each call would be slow, so it happens only when the counter is a
+// power of two.
 __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, Reason reason) {
   const uint64_t count = entry.counters[size_t(reason)];
   const bool is_about_kernels = reason == Reason::Kernel || reason == Reason::Operator;
@@ -118,7 +123,7 @@ __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, 
     release_plan(entry.plan.exchange(nullptr));
 }
 
-// Raises that the operator is gone, because of the error that PyTorch raised for it.
+// Replaces the RuntimeError of the dispatcher by OperatorGoneError, and makes it the `__cause__`.
 __attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry) {
   PyObject *type, *cause, *traceback, *error;
   PyErr_Fetch(&type, &cause, &traceback);
@@ -132,19 +137,21 @@ __attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry)
   PyErr_Restore(type, error, traceback);
 }
 
-// Has the dispatcher make a call.
+// Calls the dispatcher. Out of line, and not part of the flattened `call_entry`.
 __attribute__((noinline)) PyObject* dispatch_call(
     Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   THPObjectPtr callee;
   if (dispatch == nullptr) {
     Py_BEGIN_CRITICAL_SECTION(reinterpret_cast<PyObject*>(&entry));
+    // A new reference, because another thread may replace `entry.dispatch` during the call.
     callee = THPObjectPtr(Py_NewRef(entry.dispatch));
     Py_END_CRITICAL_SECTION();
     dispatch = callee.get();
   }
   PyObject* result = nullptr;
   {
-    // What a packet calls counts itself, and all overloads that it reads.
+    // The counting Operator of a packet counts the call itself, for all overloads that the packet
+    // tries.
     const bool is_counted = Py_TYPE(dispatch) == operator_type || entry.lifetime == nullptr;
     const DispatcherCall call(
         is_counted ? c10::ArrayRef<LifetimePointer>() : c10::ArrayRef(entry.lifetime));
@@ -153,7 +160,8 @@ __attribute__((noinline)) PyObject* dispatch_call(
   }
   if (C10_LIKELY(result != nullptr || !is_deregistered(entry)))
     return result;
-  // If the operator ended meanwhile, PyTorch may have found no schema any more, or no kernel.
+  // Deregistering during the call frees the schema and the kernels, so the dispatcher may have
+  // failed with an internal assert.
   if (PyErr_Occurred() == nullptr)
     raise_deregistered(entry);
   else if (PyErr_Occurred() == PyExc_RuntimeError)
@@ -163,10 +171,12 @@ __attribute__((noinline)) PyObject* dispatch_call(
 
 } // namespace
 
-// All of a native call is one function (flatten) but for what few calls need (noinline): after a
-// kernel has run, the processor no longer knows where to return to, and each frame costs again.
+// Flattened, because every frame between the kernel and the interpreter costs extra: the calls in
+// the kernel have evicted the return addresses from the processor's return stack buffer. Functions
+// that few calls need are `noinline`, and so stay out.
 //
-// A forced unwind has no object, and the sanitizer would not let its handler refer to that.
+// `no_sanitize("null")`: a forced unwind has no exception object, so UBSan would report that the
+// handler below binds a reference to null.
 __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
     Entry& entry,
     PyObject* dispatch,
@@ -187,16 +197,19 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
 #endif
   Reason reason = Reason::Native;
   PyObject* result = nullptr;
-  // No C++ exception may leave: the interpreter calls this as a C function. PyTorch's macro would
-  // also collect warnings, which nothing here gives, and costs more for that than the rest.
+  // The interpreter calls this function from C, so no C++ exception may propagate. HANDLE_TH_ERRORS
+  // would also construct a PyWarningHandler. No code here issues C++ warnings, and the handler
+  // takes longer than the rest of this function.
   try {
-    // What an overload called before may dispatch in Python; its packet's function does not.
+    // True for calls of a packet. `OpOverload._op` may dispatch in Python, while the packet's
+    // function always enters the C++ dispatcher.
     const bool enters_cpp = dispatch != nullptr && dispatch != entry.dispatch;
     result = try_call(*plan, args, nargsf, keywords, enters_cpp, reason);
 #ifdef __GLIBCXX__
   } catch (const abi::__forced_unwind&) {
-    // The thread ends here, as a daemon's does that wants to go on when Python has gone: whoever
-    // stops this ends the process. It has no right to touch an object any more.
+    // pthread_exit unwinds the stack. CPython calls it when a daemon thread acquires the GIL after
+    // finalization, so no object may be touched. The unwinding must continue: swallowing it aborts
+    // the process.
     plan.abandon();
     throw;
 #endif
@@ -292,8 +305,8 @@ PyObject* get_dispatch(PyObject* self, void*) {
 
 int set_dispatch(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
-  // Now, because the function is of the operator that is there now: until the first plan is made,
-  // another one may have its name.
+  // Bound to the operator registered now, because `value` calls this one. Another operator may have
+  // the same name by the time of the first plan.
   THPObjectPtr name(PyObject_Str(entry_of(self).name));
   THPObjectPtr names(name ? PyTuple_Pack(1, name.get()) : nullptr);
   if (!names)
@@ -327,9 +340,10 @@ PyObject* get_counters(PyObject* self, void*) {
   return result;
 }
 
-// explain(*args, **kwargs): the reason; whether autograd, the version counter and the recording of
-// a gradient, or the note that there is none, are on the way; the kernel; and the parameter that a
-// reason about one argument is about
+// explain(*args, **kwargs) decides about a call without running it. Returns a tuple: the reason;
+// three booleans (the call passes torchop's Autograd kernel, it passes torchop's ADInplaceOrView
+// kernel, it records a gradient or runs the autograd fallback); the kernel, or None; and the index
+// of the argument that the reason is about.
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);

@@ -1,4 +1,5 @@
-// entry.h: where calls of an operator come in, whichever object was called.
+// entry.h: the entry point of all calls of an operator, made through its handle or through
+// torch.ops.
 #pragma once
 
 #include <Python.h>
@@ -9,27 +10,31 @@
 
 namespace torchop {
 
-// One per operator. Its plan is swapped by registrations, and a call in progress keeps the plan it
-// began with alive.
+// The native call state of one operator. Handles and objects of torch.ops share it, so it outlives
+// each plan: a registration clears `plan`, and the next call compiles a new one.
 struct Entry {
   PyObject_HEAD
 
-      PyObject* name; // an OpName
+      PyObject* name; // OpName, owned
   PlanPointer plan;   // nullptr after a registration, until the next call
-  PyObject* refresh;  // refresh() compiles and installs a plan; raises if the operator is gone
-  PyObject* dispatch; // what calls the dispatcher; nullptr before the first plan
-  LifetimePointer lifetime; // of the operator of the first plan; its functions call that one
-  Counters counters;        // of calls, by the reason for which they went to the dispatcher
+  // Compiles and installs a plan when called, or raises if the operator was deregistered. Owned.
+  PyObject* refresh;
+  PyObject* dispatch;       // calls the dispatcher; nullptr before the first plan; owned
+  LifetimePointer lifetime; // of the operator that `dispatch` calls
+  Counters counters;        // number of calls by reason
 };
 
 extern PyTypeObject* entry_type;
-// Called with the first call that the dispatcher gets for a reason; nullptr if nobody reads the
-// log.
+// Called before an operator's first call that falls back to the dispatcher for a given reason.
+// nullptr if logging is disabled. Owned; read it only under the lock in entry.cpp.
 extern std::atomic<PyObject*> observer;
-void exchange_observer(PyObject* given); // nullptr for none
+// Replaces the observer, and adds a reference to the new one. nullptr removes the observer.
+void exchange_observer(PyObject* given);
 
-// Calls an operator: natively, or by `dispatch` (the entry's, if it is nullptr) with unchanged
-// arguments. If they cannot be bound to its parameters, `next`, an Operator, is called instead.
+// Runs a call natively or through the dispatcher. Dispatcher calls go to `dispatch`, or to
+// `entry.dispatch` if it is nullptr, with the caller's arguments. `next` is the Operator of the
+// packet's next overload, or nullptr. It is called if the arguments do not match this overload's
+// schema (see resolution.h).
 PyObject* call_entry(
     Entry& entry,
     PyObject* dispatch,
@@ -38,20 +43,22 @@ PyObject* call_entry(
     size_t nargsf,
     PyObject* keywords);
 
-// Has a plan compiled, which a registration outdated; false with an exception if there is none any
-// more.
+// Compiles a plan. Returns false with an exception set if the operator was deregistered. Runs
+// Python, so `entry.plan` may be outdated again on return.
 __attribute__((noinline, cold)) bool refresh_plan(Entry& entry);
 
+// True if the operator was deregistered. Its table in the dispatcher is then freed memory.
 inline bool is_deregistered(const Entry& entry) {
   return entry.lifetime != nullptr && !entry.lifetime->exists.load(std::memory_order_relaxed);
 }
 
-// Says that an operator went away without a word, with the library that somebody reset. What calls
-// the dispatcher would call freed memory.
+// Raises OperatorGoneError, with the reason if torchop deregistered the operator. Call this instead
+// of the dispatcher, which would read freed memory.
 __attribute__((noinline, cold)) void raise_deregistered(Entry& entry);
 
-// Asks what was called what to raise in place of PyTorch's RuntimeError. A handle names an argument
-// of the wrong type, and a packet says that an overload ended meanwhile.
+// If a RuntimeError is set, replaces it by the result of `callee._explain_refusal(error)`, unless
+// that is None. A handle returns an ArgumentError that names the argument of the wrong type. A
+// packet returns an OperatorGoneError if an overload was deregistered during the call.
 __attribute__((noinline, cold)) void explain_refusal(PyObject* callee);
 
 bool add_entry_type(PyObject* module);

@@ -1,4 +1,4 @@
-// errors.h: throw Python errors as C++ exceptions.
+// errors.h: propagate Python exceptions through C++ code.
 #pragma once
 
 #include <Python.h>
@@ -8,13 +8,13 @@
 
 namespace torchop {
 
-// Throws the Python error that is set. Out of line: an inlined throw takes more code and more
-// compile time than most of its callers.
+// Throws the current Python exception. Out of line, because an inlined throw expression is larger
+// than most callers.
 [[noreturn]] __attribute__((noinline, cold)) inline void throw_python_error() {
   throw python_error();
 }
 
-// Takes ownership of a new reference, and throws if it is nullptr.
+// Takes ownership of a new reference. Throws the current Python exception if it is nullptr.
 inline THPObjectPtr checked(PyObject* object) {
   if (object == nullptr)
     throw_python_error();

@@ -1,20 +1,22 @@
-// frames.h: keeps Dynamo out of kernels.
+// frames.h: keep Dynamo from tracing kernels.
 //
-// A kernel that runs below a compiled frame would otherwise be traced as if it were the user's
-// program. The dispatcher kernels carry a mark in their code object; the user's function is not
-// ours to mark, since it may be compiled by its own name.
+// Below a frame that Dynamo compiled, its eval-frame callback would trace the kernel like user
+// code. torchop's dispatcher kernels are marked in their code objects. The user's function cannot
+// be marked, because users may compile it themselves.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// torch._C._dynamo.eval_frame.set_eval_frame, found when the extension is loaded.
+// torch._C._dynamo.eval_frame.set_eval_frame; owned, set when the extension is loaded.
 inline PyObject* set_eval_frame = nullptr;
 
-// The only one that PyTorch runs in.
+// The main interpreter. PyTorch does not support others.
 inline PyInterpreterState* interpreter = nullptr;
 
+// Suspends Dynamo's callback in this thread for the lifetime of the object. Costs one comparison if
+// Dynamo was never used.
 class WithoutDynamo {
  public:
   WithoutDynamo() {
@@ -36,11 +38,11 @@ class WithoutDynamo {
 
   __attribute__((noinline, cold)) void resume() {
     if (!Py_IsInitialized())
-      return; // the thread is being ended, and may not run Python
+      return; // finalization: the thread is being terminated and must not run Python
     PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback); // the kernel's exception, if it raised one
+    PyErr_Fetch(&type, &value, &traceback); // the exception of the kernel, if it raised one
     Py_XDECREF(PyObject_CallOneArg(set_eval_frame, previous_));
-    PyErr_Restore(type, value, traceback); // also in place of what this may have raised
+    PyErr_Restore(type, value, traceback); // drops an exception of the call above
     Py_DECREF(previous_);
   }
 

@@ -1,4 +1,4 @@
-// free_threads.cpp: the threads that make calls, and what has to outlive their calls.
+// free_threads.cpp: the registry of threads that make native calls, and freeing of replaced plans.
 #include "free_threads.h"
 
 #ifdef Py_GIL_DISABLED
@@ -14,14 +14,17 @@ namespace torchop {
 namespace {
 
 struct Threads {
-  std::mutex mutex; // while it is held, no Python runs and nothing else is waited for
+  // Guards all members, and the arrays of each Thread. No Python code may run while it is held.
+  std::mutex mutex;
+  // Threads that have made native calls and are still running.
   std::vector<Thread*> all;
-  std::vector<PyObject*> plans; // which nobody finds any more, and a call may follow
-  size_t count = 0;             // of those there ever were
+  std::vector<PyObject*> plans; // replaced plans that a call may use; owned
+  size_t count = 0;             // number of threads so far
 };
 
 Threads& threads() {
-  // A child has the thread that forked it, and no other; its copy of the mutex must be free.
+  // A forked child has only the forking thread. Holding the mutex across fork leaves the child's
+  // copy consistent.
   static auto* made = [] {
     pthread_atfork(
         [] { threads().mutex.lock(); },
@@ -37,6 +40,7 @@ Threads& threads() {
   return *made;
 }
 
+// Returns whether a running call of any thread uses a plan. Requires the mutex.
 bool is_in_use(PyObject* plan) {
   for (const Thread* each : threads().all) {
     for (size_t call = 0; call < each->capacity; ++call) {
@@ -47,6 +51,7 @@ bool is_in_use(PyObject* plan) {
   return false;
 }
 
+// Unregisters the thread when it ends.
 struct Registered {
   ~Registered() {
     const std::lock_guard<std::mutex> lock(threads().mutex);
@@ -114,7 +119,7 @@ void free_plans() {
     plans_to_free.store(threads().plans.size());
   }
   for (PyObject* plan : unused)
-    Py_DECREF(plan); // which may run Python
+    Py_DECREF(plan); // may run Python, so the mutex is released
 }
 
 void release_plan(PyObject* plan) {
@@ -128,7 +133,8 @@ void release_plan(PyObject* plan) {
 }
 
 PyObject* new_reference(const PlanPointer& plan) {
-  // What is replaced from here on is freed by somebody who gets the mutex later.
+  // A plan that is replaced from now on is freed under the mutex, so this one lives until the
+  // reference is counted.
   const std::lock_guard<std::mutex> lock(threads().mutex);
   return Py_XNewRef(plan.load());
 }
@@ -137,7 +143,8 @@ void make_immortal(Thread& here, PyObject* callee) {
   here.calls_until_check = Thread::interval;
   if (callee->ob_ref_local == UINT32_MAX || callee->ob_tid == _Py_ThreadId())
     return;
-  // No other thread counts while this visits objects, of which the first is enough.
+  // GC_VisitObjects stops all other threads, so none of them counts references while the fields are
+  // set. The callback stops at the first object.
   PyUnstable_GC_VisitObjects(
       [](PyObject*, void* argument) {
         auto* object = static_cast<PyObject*>(argument);
@@ -152,7 +159,7 @@ void make_immortal(Thread& here, PyObject* callee) {
 void wait_for_table_reads() {
   const std::lock_guard<std::mutex> lock(threads().mutex);
   for (const Thread* each : threads().all) {
-    while (each->reads_table.load()) // a look is short, and waits for nothing
+    while (each->reads_table.load()) // reads are short and never block
       sched_yield();
   }
 }

@@ -1,10 +1,10 @@
-// free_threads.h: what calls need where Python has no lock and many threads run at once.
+// free_threads.h: synchronization of native calls with registrations, with and without the GIL.
 //
-// With the lock, whoever reads a pointer has the object behind it until Python runs again, and most
-// of this is empty. Without it, a call announces in memory of its own what it is about to use, and
-// looks again whether that still holds; whoever replaces it waits, or leaves freeing it to the last
-// call. No counter is shared by all calls, which would wait for one another's processor to write
-// it.
+// With the GIL, a borrowed pointer is valid until Python code runs, and most of this file is empty.
+// Without it, a call publishes in its Thread the plan that it uses, and then checks that the plan
+// is still current (like hazard pointers). A registration replaces the plan first, and frees the
+// old one when no Thread has it. Calls never write shared memory: a shared reference count would
+// make them contend for its cache line.
 #pragma once
 
 #include <Python.h>
@@ -18,33 +18,35 @@
 #include "reasons.h"
 #include "thread.h"
 
-#ifndef Py_BEGIN_CRITICAL_SECTION // before 3.13
+#ifndef Py_BEGIN_CRITICAL_SECTION // not defined before Python 3.13
 #define Py_BEGIN_CRITICAL_SECTION(object) {
 #define Py_END_CRITICAL_SECTION() }
 #endif
 
 namespace torchop {
 
-// The plan of an operator, which calls read and registrations replace.
+// A plan (owned reference). Calls read it; registrations replace it and call `release_plan` with
+// the old one.
 using PlanPointer = std::atomic<PyObject*>;
 
 #ifdef Py_GIL_DISABLED
 
 inline constexpr bool has_gil = false;
 
-// Gives up a reference to a plan that nobody can find any more: now, or when no call follows it.
+// Drops a reference to a replaced plan, once no call uses it. May run Python.
 void release_plan(PyObject* plan);
 
-// A new reference to a plan; nullptr if there is none.
+// Returns a new reference to a plan, or nullptr. Blocks `free_plans` meanwhile.
 PyObject* new_reference(const PlanPointer& plan);
 
-// How many plans wait for the last call that follows them.
+// The number of replaced plans that running calls may use.
 inline std::atomic<size_t> plans_to_free = 0;
 
-// Frees those that no call follows any more.
+// Frees replaced plans that no call uses any more. May run Python.
 void free_plans();
 
-// Announces that a thread looks into the dispatcher's table of an operator.
+// Announces that this thread reads a dispatcher table, for the lifetime of the object. Must be
+// short and must not block, because `wait_for_table_reads` spins.
 class TableRead {
  public:
   explicit TableRead(Thread& here) : thread_(here) {
@@ -60,22 +62,24 @@ class TableRead {
   Thread& thread_;
 };
 
-// Waits until no thread looks any more into a table of which it was just said that it goes.
+// Waits until no thread reads a table that was marked as changing before (Lifetime::exists or
+// ::changes). Readers check these after announcing themselves, so later ones stay out.
 void wait_for_table_reads();
 
-// Has Python count no references to an object any more if other threads than its own call it.
+// Makes an object immortal if other threads call it, so that its references are no longer counted.
 __attribute__((noinline, cold)) void make_immortal(Thread& here, PyObject* callee);
 
-// Says that an object is called. Threads that call one wait for each other to count the references
-// to it. So what they call often, of which this sees a few calls, is made immortal, as the
-// functions of modules are there.
+// Reports a call of an object. Threads that call the same object contend for its reference count.
+// CPython 3.13 makes module-level functions immortal for this reason; this function does the same
+// for kernels and handles, if a sampled call finds them used by several threads.
 inline void note_call(PyObject* callee) {
   Thread& here = this_thread();
   if (C10_UNLIKELY(--here.calls_until_check == 0))
     make_immortal(here, callee);
 }
 
-// Calls by the reason for which they went to the dispatcher, in as many places as threads write.
+// Counts calls by reason. Each thread increments one of several parts, so that threads do not
+// contend for a cache line.
 class Counters {
  public:
   static constexpr size_t size() {
@@ -94,7 +98,7 @@ class Counters {
     std::atomic<Part*>& place = parts_[here.number % parts_.size()];
     Part* part = place.load(std::memory_order_acquire);
     if (C10_UNLIKELY(part == nullptr) && (part = make_part(place)) == nullptr)
-      return; // there is no memory for it, and the call is right without
+      return; // not counted if out of memory
     part->counts[size_t(reason)].fetch_add(1, std::memory_order_relaxed);
   }
 

@@ -19,9 +19,10 @@ inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   return plain;
 }
 
-// Returns whether plain gradients have the shapes, devices and realness of the inputs of the node
-// `ctx`. Also returns false for gradients that autograd would convert, for example by a sum.
-// Returns true if torchop does not know this PyTorch's nodes, because then only autograd can check.
+// Returns whether plain gradients have the shapes and devices of the inputs of the node `ctx`, and
+// are complex for complex inputs only. Returns false also for gradients that autograd would
+// convert, for example by a sum. Returns true if torchop does not support the nodes of this PyTorch
+// release, because then only autograd can check.
 bool fit_inputs(PyObject* gradients, PyObject* ctx);
 
 } // namespace torchop

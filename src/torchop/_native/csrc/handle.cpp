@@ -1,12 +1,13 @@
-// handle.cpp: a type that handles change to, for calls without a Python frame.
+// handle.cpp: the native handle type, whose calls need no Python frame.
 //
-// The type is a subclass, made here, of the Python class of handles. A subclass written in Python
-// would take back the slot for calls, and so would an assignment to `__call__`. A handle exists,
-// and is held by users, before the extension is built, so it must be able to change its type where
-// it stands: the Python class reserves two `__slots__`, in which this type keeps a function pointer
-// and the entry of the operator. The interpreter changes the type, as it does for an assignment to
-// `__class__`: without its lock, it stops all threads for that. A change costs a handle a
-// dictionary of its own, so those that are made later have this type from the start.
+// Users hold handles before the extension is compiled, so existing handles must become native in
+// place. For this, the Python class reserves two `__slots__`, where the native type stores its
+// vectorcall function and the Entry. Assigning to `__class__` makes a handle native; without the
+// GIL, CPython stops all threads for it. The assignment also gives the handle a dict of its own
+// instead of a key-sharing one, so new handles are created with the native type.
+//
+// The native type must be created in C. A Python subclass, or an assignment to `__call__`, would
+// reset tp_call to `slot_tp_call`, which calls the Python method.
 #include "handle.h"
 
 #include <structmember.h>
@@ -18,9 +19,9 @@ namespace torchop {
 
 namespace {
 
-PyTypeObject* base_type = nullptr; // CustomOp
+PyTypeObject* base_type = nullptr; // torchop.CustomOp
 PyTypeObject* handle_type = nullptr;
-Py_ssize_t call_offset = 0; // of the slot that holds the pointer
+Py_ssize_t call_offset = 0; // offset of the slot for the vectorcall function
 Py_ssize_t entry_offset = 0;
 
 PyObject*& slot(PyObject* handle, Py_ssize_t offset) {
@@ -37,7 +38,8 @@ PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   return result;
 }
 
-// Takes a slot from the class, whose users must not read or write it from now on. The memory stays.
+// Deletes the descriptor of a slot, so that Python code cannot access the slot. Objects keep its
+// memory. Returns the slot's definition (borrowed from the type), or nullptr with an exception.
 PyMemberDef* remove_descriptor(PyTypeObject* type, const char* name) {
   THPObjectPtr found(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
   if (!found || Py_TYPE(found.get()) != &PyMemberDescr_Type) {
@@ -47,7 +49,7 @@ PyMemberDef* remove_descriptor(PyTypeObject* type, const char* name) {
   if (PyDict_DelItemString(type->tp_dict, name) < 0)
     return nullptr;
   PyType_Modified(type);
-  return reinterpret_cast<PyMemberDescrObject*>(found.get())->d_member; // it is in the type
+  return reinterpret_cast<PyMemberDescrObject*>(found.get())->d_member; // owned by the type
 }
 
 } // namespace
@@ -65,7 +67,8 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   PyMemberDef* entry = call == nullptr ? nullptr : remove_descriptor(python_class, "_native_entry");
   if (entry == nullptr)
     return nullptr;
-  // Whoever visits, clears or frees a handle would take a function pointer for an object.
+  // The slot holds a function pointer, so traverse, clear and dealloc of the base type must not
+  // treat it as an object.
   call->type = T_PYSSIZET;
   call_offset = call->offset;
   entry_offset = entry->offset;
@@ -79,7 +82,8 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
       {Py_tp_members, members},
       {0, nullptr},
   };
-  // How a handle keeps its dictionary must not change with its type.
+  // Assigning `__class__` requires the same layout, including how instances store their dict and
+  // weak references.
   unsigned long inherited_flags = 0;
 #ifdef Py_TPFLAGS_MANAGED_DICT
   inherited_flags |= Py_TPFLAGS_MANAGED_DICT;
@@ -101,7 +105,7 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   if (!type)
     return nullptr;
   auto* made = reinterpret_cast<PyTypeObject*>(type.get());
-  // Past the slot for calls, which an ordinary assignment of `__call__` would point elsewhere.
+  // Bypasses type.__setattr__, which would reset tp_call when `__call__` is set.
   if (PyDict_Update(made->tp_dict, traceable) < 0)
     return nullptr;
   PyType_Modified(made);

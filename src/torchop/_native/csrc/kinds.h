@@ -1,9 +1,9 @@
-// kinds.h: which values a schema type takes as they are.
+// kinds.h: schema types, and the conversions of arguments to them.
 //
-// The dispatcher converts arguments: a tuple becomes a list, an int a float, a string a device.
-// Here a value either is what the kernel would receive, or a number or a string of which the kernel
-// receives the plain value, such as an IntEnum, or the call goes to the dispatcher, which converts
-// the value or says what is wrong with it.
+// The dispatcher converts arguments: a tuple to a list, an int to a float, a string to a device.
+// Native calls pass an argument unchanged if the dispatcher would, and convert numbers and strings
+// like the dispatcher (an int to a float, an IntEnum to an int). Calls with other arguments fall
+// back to the dispatcher, which converts them or raises the right error.
 #pragma once
 
 #include <Python.h>
@@ -21,6 +21,7 @@
 
 namespace torchop {
 
+// The element type of a parameter.
 enum class Base : uint8_t {
   Tensor,
   Int,
@@ -34,8 +35,10 @@ enum class Base : uint8_t {
   Number,
   Generator,
   NoneType,
-  Object, // of a class that is registered as opaque, if the caller keeps to that: nobody asks
-  Any,    // what a value is decides what becomes of it
+  // An instance of a class that is registered as an opaque type. The dispatcher does not check the
+  // class, so neither do native calls.
+  Object,
+  Any, // the conversion depends on the value
 };
 
 struct Kind {
@@ -49,7 +52,8 @@ struct Kind {
   }
 };
 
-// Reads PyTorch's spelling of a type, such as "Optional[List[int]]"; false if it is none of ours.
+// Parses a type as printed by PyTorch, such as "Optional[List[int]]". Returns false if native calls
+// do not support it.
 inline bool parse_kind(std::string_view text, Kind& kind) {
   constexpr std::string_view optional = "Optional[", list = "List[";
   auto strip = [&](std::string_view prefix) {
@@ -92,13 +96,13 @@ inline bool parse_kind(std::string_view text, Kind& kind) {
   return false;
 }
 
-// The dispatcher leaves out a float that equals its default, and 0.0 equals -0.0.
+// -0.0 equals a default of 0.0, so the dispatcher drops it, and the kernel receives 0.0.
 inline bool is_negative_zero(PyObject* value) {
   const double number = PyFloat_AS_DOUBLE(value);
   return number == 0.0 && std::signbit(number);
 }
 
-// Surrogates without their partner have no UTF-8, in which C++ takes a string.
+// C++ strings are UTF-8, which cannot represent lone surrogates.
 inline bool is_utf8(PyObject* text) {
   if (PyUnicode_IS_ASCII(text) || PyUnicode_AsUTF8(text) != nullptr)
     return true;
@@ -112,10 +116,10 @@ inline bool fits_in_64_bits(PyObject* integer) {
   return overflow == 0;
 }
 
-// Whether PyTorch passes an object on without a look into it. It calls `__torch_function__` if
-// there is one, and it looks for tensors in containers. A tensor has the first, and says so by
-// `__class__`, as may anything else. To ask for these must run no Python of the object's class,
-// since the dispatcher may ask again.
+// Returns whether PyTorch passes an object on without inspecting it. It checks for
+// `__torch_function__`, for tensors in containers, and (with isinstance, so through `__class__`)
+// for tensors. The checks here must not run Python code of the object's class, because the
+// dispatcher would run it a second time.
 inline bool is_plain_object(PyObject* value) {
   static PyObject* const function = PyUnicode_InternFromString("__torch_function__");
   static PyObject* const declared = PyUnicode_InternFromString("__class__");
@@ -126,7 +130,7 @@ inline bool is_plain_object(PyObject* value) {
       _PyType_Lookup(type, function) != nullptr ||
       _PyType_Lookup(type, declared) != _PyType_Lookup(&PyBaseObject_Type, declared))
     return false;
-  PyObject* own = nullptr; // an attribute of the object itself
+  PyObject* own = nullptr; // the object's own attribute
   const int found = PyObject_GetOptionalAttr(value, function, &own);
   if (C10_LIKELY(found == 0))
     return true;
@@ -135,10 +139,11 @@ inline bool is_plain_object(PyObject* value) {
   return false;
 }
 
-// Whether a kernel would receive this very value. Tensors are looked at elsewhere.
+// Returns whether the kernel would receive this very object. Not for tensors, see
+// `Values::inspect`.
 inline bool passes_unchanged(Base base, PyObject* value) {
   switch (base) {
-    // Of the very type: of a subclass, such as an IntEnum, PyTorch passes on the value alone.
+    // Exact types only: for a subclass such as IntEnum, the kernel receives a plain int.
     case Base::Int:
       return PyLong_CheckExact(value) && fits_in_64_bits(value);
     case Base::Float:
@@ -159,15 +164,15 @@ inline bool passes_unchanged(Base base, PyObject* value) {
       return PyBool_Check(value) || (PyLong_CheckExact(value) && fits_in_64_bits(value)) ||
           (PyFloat_CheckExact(value) && !is_negative_zero(value));
     case Base::Generator:
-      // It carries dispatch keys of its own.
+      // A generator has dispatch keys of its own, which TensorSummary does not include.
       return false;
     case Base::NoneType:
       return value == Py_None;
     case Base::Object:
       return is_plain_object(value);
     case Base::Any:
-      // A dtype becomes an int, and an object a copy of it. A list stays one, if all in it are
-      // alike.
+      // Other values change: a dtype becomes an int, an object a copy. A list keeps its type only
+      // if all items have the same type.
       return value == Py_None || PyComplex_CheckExact(value) || PyFloat_CheckExact(value) ||
           passes_unchanged(Base::Bool, value) || passes_unchanged(Base::Int, value) ||
           passes_unchanged(Base::Str, value) || passes_unchanged(Base::Device, value);
@@ -177,15 +182,16 @@ inline bool passes_unchanged(Base base, PyObject* value) {
   return false;
 }
 
-// An int whose `float()` is what C reads from it. A subclass may define `__float__`, which the
-// dispatcher calls.
+// Returns whether a value is an int that inherits `int.__float__`. The dispatcher calls an
+// overridden `__float__`, but `plain_float` would not.
 inline bool has_plain_float(PyObject* value) {
   return PyLong_Check(value) &&
       Py_TYPE(value)->tp_as_number->nb_float == PyLong_Type.tp_as_number->nb_float;
 }
 
-// The conversions below read values in C, as the dispatcher does, so that no method of a subclass
-// runs. They return nullptr for a value that only the dispatcher can read or refuse.
+// Conversions in C, like the dispatcher's, so that no overridden method of a subclass runs. Return
+// a new reference, or nullptr (perhaps with an exception) if the dispatcher must convert the value
+// or raise.
 inline PyObject* plain_int(PyObject* value) {
   return fits_in_64_bits(value) ? PyLong_FromLongLong(PyLong_AsLongLong(value)) : nullptr;
 }
@@ -201,11 +207,11 @@ inline PyObject* plain_str(PyObject* value) {
   return is_utf8(value) ? PyUnicode_FromObject(value) : nullptr;
 }
 
-// Makes the int, float or str that a kernel would receive for a value of another type: for an int
-// or a bool where a float is expected, for a bool where an int is, and for an instance of a
-// subclass, such as an IntEnum. Returns nullptr, without an exception, for any other conversion.
+// Converts a value to the int, float or str that the kernel would receive: int and bool to float,
+// bool to int, and instances of subclasses such as IntEnum. Returns a new reference, or nullptr
+// without an exception if the call must fall back to the dispatcher.
 __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* value) {
-  // A class with `__torch_function__` decides about the whole call.
+  // `__torch_function__` of a subclass may intercept the call.
   if (!PyLong_CheckExact(value) && !PyBool_Check(value) && !is_plain_object(value))
     return nullptr;
   PyObject* converted = nullptr;
@@ -220,7 +226,7 @@ __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* val
   else if (base == Base::Str && PyUnicode_Check(value))
     converted = plain_str(value);
   if (converted == nullptr)
-    PyErr_Clear(); // it is too large, or out of memory: the dispatcher raises the error
+    PyErr_Clear(); // overflow or out of memory: the dispatcher raises the error
   return converted;
 }
 

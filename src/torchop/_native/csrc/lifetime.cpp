@@ -88,7 +88,8 @@ class Listener final : public c10::OpRegistrationListener {
     const std::lock_guard<std::mutex> lock(lifetimes().mutex);
     if (auto found = lifetimes().all.extract(place_of(op)); !found.empty()) {
       found.mapped()->exists.store(false);
-      // Leak `kept` here: its destructor would take the dispatcher lock, which PyTorch holds now.
+      // Leak `registration` here: its destructor would take the dispatcher lock, which PyTorch
+      // holds now.
       if (found.mapped().use_count() == 1 && found.mapped()->registration.has_value())
         (void)new LifetimePointer(found.mapped());
     }

@@ -1,4 +1,5 @@
-// members.h: members of PyTorch's classes that have no accessor, or one that is not inlined.
+// members.h: access to private members of PyTorch classes, where accessors are missing or not
+// inline.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -6,8 +7,9 @@
 
 namespace torchop {
 
-// The standard exempts explicit instantiations from access checks. If a member is renamed, this
-// does not compile, which is what we want to happen.
+// Uses explicit template instantiation, whose arguments are exempt from access checks
+// ([temp.spec]). If PyTorch renames a member, the compilation fails. Add a tag struct, a
+// declaration and an instantiation per member.
 template <auto Member, class Tag>
 struct Expose {
   friend auto& member_of(Tag, const typename Tag::Class& object) {
@@ -57,7 +59,7 @@ struct PerBackend {
 auto& member_of(PerBackend, const c10::DispatchKeyExtractor& object);
 template struct Expose<&c10::DispatchKeyExtractor::requiresBitsetPerBackend_, PerBackend>;
 
-// Its accessor is a call, and there would be one for each tensor.
+// TensorImpl::autograd_meta() is not inline, and would be called once per tensor argument.
 struct AutogradMetaOf {
   using Class = c10::TensorImpl;
 };

@@ -1,8 +1,10 @@
-// operator.cpp: what torch.ops calls.
+// operator.cpp: calls of objects of torch.ops.
 //
-// A packet calls the first of its overloads whose schema the arguments fit, in the order in which
-// they were defined. That is the first here whose plan takes the arguments as they are, if PyTorch
-// would pass all overloads before it by.
+// An Operator replaces the `_op` of an OpOverload or OpOverloadPacket. PyTorch resolves a packet by
+// trying its overloads in the order of their definition, and calls the first whose schema matches
+// the arguments. Here, the Operator of a packet is a chain of one Operator per overload, linked by
+// `next`. A call moves on to `next` only if PyTorch would certainly skip the overload (see
+// resolution.h). Otherwise it falls back to PyTorch's function, which resolves it from the start.
 #include "operator.h"
 
 #include <c10/util/flat_hash_map.h>
@@ -27,11 +29,15 @@ struct Operator {
   PyObject_HEAD
 
       vectorcallfunc call;
-  PyObject* owner;    // the object of torch.ops that it was made for: just where that is
-  PyObject* entry;    // nullptr for one that counts calls of PyTorch's function
-  PyObject* dispatch; // the C++ function whose place this object took
-  PyObject* next;     // for a packet, the Operator of the next overload; nullptr if there is none
-  // Of all overloads that PyTorch reads then. If one has ended, it calls `next`.
+  PyObject* owner;    // object of torch.ops, compared by address only; not owned
+  PyObject* entry;    // Entry, or nullptr to only count calls; owned
+  PyObject* dispatch; // the replaced C++ function; owned
+  // For a packet: the Operator of its next overload, or nullptr. Without `entry`: called after one
+  // of `overloads` was deregistered. Owned.
+  PyObject* next;
+  // Without `entry`: all overloads that PyTorch's function may try. They count as inside the
+  // dispatcher during the call. If one was deregistered, the call goes to `next`. Owned; nullptr
+  // with `entry`.
   std::vector<LifetimePointer>* overloads;
 };
 
@@ -39,8 +45,9 @@ Operator& operator_of(PyObject* self) {
   return *reinterpret_cast<Operator*>(self);
 }
 
-// How many there are for each object. Nothing destroys it: the last of them may go when Python
-// does.
+// The number of Operators per owner. Without the GIL, `owners_mutex` guards it; with the GIL,
+// `has_operator` reads it unlocked. Never destroyed, because Operators may be freed during static
+// destruction.
 auto& owners = *new ska::flat_hash_map<PyObject*, size_t>();
 auto& owners_mutex = *new std::mutex();
 
@@ -60,6 +67,9 @@ bool all_exist(const std::vector<LifetimePointer>& overloads) {
   return std::ranges::all_of(overloads, [](const auto& each) { return each->exists.load(); });
 }
 
+// Calls PyTorch's function, counted as a call of all overloads, so that deregistering waits for it.
+// PyTorch would otherwise read the freed schema of an overload. `op.next` raises OperatorGoneError,
+// or calls the operator that has the name now.
 PyObject* call_counted(
     const Operator& op, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   {
@@ -135,7 +145,8 @@ int traverse_operator(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// There is no tp_clear: it is called through its members, and those can be cleared themselves.
+// No tp_clear, because a running call uses these members. The objects in a cycle with an Operator
+// clear themselves.
 void dealloc_operator(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
@@ -148,15 +159,17 @@ void dealloc_operator(PyObject* self) {
   Py_DECREF(type);
 }
 
-// PyTorch hashes an operator by its function, and reads the function's name and module. One that
-// just counts may have a newer function, and keeps the hash of the first.
+// `OpOverload.__hash__` hashes `_op`, so an Operator must keep the hash of the function that it
+// replaced. Without an entry, `dispatch` may be a newer function than the hashed one, and `next`
+// has the original hash.
 Py_hash_t hash_operator(PyObject* self) {
   const Operator& op = operator_of(self);
   return PyObject_Hash(op.entry == nullptr ? op.next : op.dispatch);
 }
 
 PyObject* operator_attribute(PyObject* self, PyObject* name) {
-  // The type has a module of its own, in which nobody looks for the operator.
+  // Forwarded, because the generic lookup finds `__module__` of the type. When torch/_ops.py
+  // refreshes a packet, it passes the module of `_op` to `_get_packet`.
   if (PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
     return PyObject_GetAttr(operator_of(self).dispatch, name);
   PyObject* found = PyObject_GenericGetAttr(self, name);
@@ -177,7 +190,7 @@ PyMemberDef operator_members[] = {
 } // namespace
 
 bool has_operator(PyObject* owner) {
-  // Without the interpreter's lock, calls would wait here for one another, so ask the dictionary.
+  // Without the GIL, every call would contend for `owners_mutex`.
   return !has_gil || owners.find(owner) != owners.end();
 }
 

@@ -1,4 +1,5 @@
-// operator.h: what torch.ops calls.
+// operator.h: the type Operator, which replaces the C++ function in `OpOverload._op` and
+// `OpOverloadPacket._op`.
 #pragma once
 
 #include <Python.h>
@@ -7,13 +8,16 @@ namespace torchop {
 
 extern PyTypeObject* operator_type;
 
-// Whether an Operator was made for an object of torch.ops. To ask its dictionary takes longer.
+// Returns false only if `owner._op` is certainly no Operator. `owner` is an object of torch.ops. A
+// hash lookup by address is cheaper than reading the attribute. Always returns true without the
+// GIL.
 bool has_operator(PyObject* owner);
 
-// Whether an Operator calls natively, and not PyTorch's function alone.
+// Returns whether an Operator has native calls. Without an entry, it only counts calls of PyTorch's
+// function.
 bool has_entry(PyObject* op);
 
-// Operator, which stands where an object of torch.ops keeps its C++ function.
+// Registers the type Operator with the module.
 bool add_operator_type(PyObject* module);
 
 } // namespace torchop

@@ -1,9 +1,9 @@
-// overloads.cpp: calls of the objects of torch.ops, without a Python frame.
+// overloads.cpp: call objects of torch.ops without the Python frame of `OpOverload.__call__`.
 //
-// `OpOverload.__call__` does nothing but call `self._op`, and takes longer for it than all of a
-// native call. A subclass would not do: PyTorch asks for exactly that class. So the slot for calls
-// of the class itself is ours, and hands over whatever is not an operator of ours. `__call__` stays
-// what it is. If anybody assigns to it, the interpreter fills the slot anew, and we are out.
+// `OpOverload.__call__` only calls `self._op`, but takes longer than a whole native call. PyTorch
+// checks for the exact class in many places, so a subclass would break it. This file therefore
+// overwrites the tp_call slot of the class. The attribute `__call__` is unchanged. Assigning to it
+// makes CPython refill the slot, which undoes the replacement.
 #include "overloads.h"
 
 #include <array>
@@ -22,69 +22,76 @@ namespace torchop {
 
 namespace {
 
-// OpOverload and OpOverloadPacket, and what their slots held.
+// The types whose tp_call was replaced (OpOverload and OpOverloadPacket), and the original slots.
+// Never reset.
 std::array<PyTypeObject*, 2> patched_types;
 std::array<ternaryfunc, 2> original_calls;
 
-// Whoever comes through a slot sees what was written before it was.
+// Pairs with the release store in `replace`: a thread that calls the new slot also sees the globals
+// that were written before it.
 void after_replacement() {
   if constexpr (!has_gil)
     std::atomic_thread_fence(std::memory_order_acquire);
 }
 
-// What is called with an object of torch.ops before it is called for the first time.
+// See `shorten_calls`; owned, never freed.
 PyObject* before_first_call = nullptr;
 
-// The objects for which that was done, and how many operators had ended by then.
+// The objects for which `before_first_call` ran, by address. Discarded when any operator is
+// deregistered, because an address may then belong to another object, or the object to another
+// operator.
 struct PreparedObjects {
   ska::flat_hash_set<PyObject*> objects;
   size_t deregistered = 0;
 };
 
 #ifdef Py_GIL_DISABLED
-thread_local PreparedObjects prepared; // no other thread may read it
+thread_local PreparedObjects prepared; // per thread, so it needs no lock
 #else
 auto& prepared = *new PreparedObjects();
 #endif
 
-// PyTorch's own function does not count the calls of an operator of ours, so another thread that
-// ends the operator would not wait for those. Whether this was the first call of the object; -1
-// with an exception.
+// Runs `before_first_call` unless it ran for this object. The callback makes PyTorch's function
+// count its calls (see operator.cpp): deregistering waits only for counted calls. Returns 1 if it
+// ran, 0 if not, -1 with an exception.
 int prepare_call(PyObject* self) {
   const size_t deregistered = deregistered_operators.load();
-  // An object may be that of another operator now, and another one may be where it was.
   if (prepared.deregistered != deregistered)
     prepared = {{}, deregistered};
-  // While Python ends, its modules are empty.
+  // During finalization, the callback would find its modules cleared.
   if (C10_LIKELY(prepared.objects.count(self) != 0) || !Py_IsInitialized())
     return 0;
   WithoutDynamo frames;
   if (THPObjectPtr(PyObject_CallOneArg(before_first_call, self)).get() == nullptr)
     return -1;
-  // Not before that: another thread may call the object meanwhile.
+  // Inserted after the callback, because another thread that finds the object calls it without
+  // waiting for the callback.
   if (prepared.deregistered == deregistered)
     prepared.objects.insert(self);
   return 1;
 }
 
-// The Operator that an object calls; nullptr if it calls something else.
+// Returns the Operator in `self._op` (new reference), or nullptr if another function is there.
 THPObjectPtr replaced_function(PyObject* self) {
   if (!has_operator(self))
     return {};
   static PyObject* name = PyUnicode_InternFromString("_op");
-  THPObjectPtr function(PyObject_GenericGetAttr(self, name)); // it is in the dictionary
+  // PyTorch stores `_op` in the instance dict, so this lookup runs no descriptor.
+  THPObjectPtr function(PyObject_GenericGetAttr(self, name));
   if (C10_LIKELY(function && Py_TYPE(function.get()) == operator_type))
     return function;
   PyErr_Clear();
   return {};
 }
 
-// Whether it is known that PyTorch's function is all there is to call.
+// Returns whether the object certainly calls PyTorch's function and `before_first_call` has run for
+// it.
 bool is_stock(PyObject* self) {
   return !has_operator(self) && prepared.deregistered == deregistered_operators.load() &&
       prepared.objects.count(self) != 0;
 }
 
+// Calls the object's Operator directly, or the original tp_call.
 template <size_t Index>
 __attribute__((noinline)) PyObject* call_replaced_or_first(
     PyObject* self, PyObject* args, PyObject* keywords) {
@@ -96,9 +103,11 @@ __attribute__((noinline)) PyObject* call_replaced_or_first(
     if (was_first == 0)
       break;
   }
-  // By its frame, Python finds that a call runs which has no entry. TorchScript traces a function
-  // twice, and compares the frames, while the first call may become native in between. And since
-  // 2.14, `__call__` may have something else to call where torch functions are skipped.
+  // The original `__call__` is needed in three cases. (1) The call is only counted: torchop finds
+  // running calls without an entry by their Python frame. (2) TorchScript traces a function twice
+  // and compares the Python frames, so a call must not become native between the two runs. (3)
+  // Since PyTorch 2.14, `OpOverload.__call__` may call another C++ function if torch functions are
+  // skipped.
   if (C10_UNLIKELY(
           !function || !has_entry(function.get()) || is_traced() || skips_torch_functions()))
     return original_calls[Index](self, args, keywords);
@@ -107,8 +116,9 @@ __attribute__((noinline)) PyObject* call_replaced_or_first(
   return PyVectorcall_Call(function.get(), args, keywords);
 }
 
-// One function for each class: a slot gets no more than the object, which may be of a subclass. The
-// calls of others are handed over by a jump: to return through a frame here costs as much again.
+// One instantiation per class, because tp_call receives only the object, whose type may be a
+// subclass. The call of `original_calls` is a tail call: another frame on the return path would
+// double the overhead for operators without native calls.
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   after_replacement();
@@ -117,7 +127,7 @@ PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   return call_replaced_or_first<Index>(self, args, keywords);
 }
 
-// What the slot of CustomOpDef held.
+// The original tp_call of CustomOpDef.
 ternaryfunc original_handle_call = nullptr;
 
 constexpr std::array<ternaryfunc, 2> replacements{call_overload<0>, call_overload<1>};
@@ -127,7 +137,8 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   static PyObject* name = PyUnicode_InternFromString("_opoverload");
   THPObjectPtr overload(PyObject_GenericGetAttr(self, name));
   for (size_t index = 0; overload && index < patched_types.size(); ++index) {
-    // Not if somebody gave the class of overloads another `__call__` since.
+    // If `__call__` of the class was assigned after shorten_calls, the slot has another function.
+    // Then fall through to the original `__call__`, which uses the assigned one.
     if (Py_TYPE(overload.get()) == patched_types[index] &&
         patched_types[index]->tp_call == replacements[index])
       return replacements[index](overload.get(), args, keywords);
@@ -136,7 +147,7 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   return original_handle_call(self, args, keywords);
 }
 
-// Other threads may be calling objects of the class, by the old function or by the new one.
+// Other threads may read the slot at the same time. Both values are valid for them.
 void replace(ternaryfunc& slot, ternaryfunc function) {
   __atomic_store_n(&slot, function, __ATOMIC_RELEASE);
 }

@@ -1,4 +1,4 @@
-// plan.cpp: the type of plans, which are made from Python, and whether one still holds.
+// plan.cpp: the Python type Plan. Parses the arguments of its constructor, see `_call_path.pyi`.
 #include "plan.h"
 
 #include "types.h"
@@ -9,8 +9,8 @@ PyTypeObject* plan_type = nullptr;
 
 namespace {
 
-// Until it changes, the number of a dictionary tells that nothing in it has. Later releases of
-// Python have none.
+// Returns CPython's version tag of a dict, which every change replaces by a new one. Python 3.12
+// deprecated the tag, so there the entry is looked up in every call.
 uint64_t version_of(PyObject* dictionary) {
 #if PY_VERSION_HEX < 0x030C0000
   return reinterpret_cast<PyDictObject*>(dictionary)->ma_version_tag;
@@ -19,7 +19,7 @@ uint64_t version_of(PyObject* dictionary) {
 #endif
 }
 
-// The keys are strings or None, so no Python runs here.
+// Runs no Python code, because `read_sources` accepts only strings and None as keys.
 bool is_current(const Plan::Source& source) {
   if (!PyDict_CheckExact(source.container))
     return (PySet_GET_SIZE(source.container) != 0 &&
@@ -54,7 +54,8 @@ PyObject* none_to_null(PyObject* object) {
   return object == Py_None ? nullptr : object;
 }
 
-// (name, type, is_mutated) or (name, type, is_mutated, default)
+// Parses (name, type, is_mutated) or (name, type, is_mutated, default). Sets `is_known` to false if
+// only the dispatcher can convert the type.
 bool read_parameter(PyObject* item, Parameter& parameter, int& is_mutated, bool& is_known) {
   const char* type;
   if (!PyArg_ParseTuple(
@@ -88,13 +89,15 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan) {
     if (is_mutated != 0)
       plan.mutated.push_back(size_t(index));
   }
-  // A kernel gets lists of its own, as from the dispatcher, so a call with lists is never as given.
+  // Lists are copied for the kernel, as the dispatcher does, so a call with lists never passes the
+  // caller's array.
   if (keyword_only == 0 && !has_lists)
     parameters.pass_through_count = parameters.positional;
   return true;
 }
 
-// Has the kernels called as the dispatcher would: without what equals a default.
+// Makes calls drop arguments that equal their default, as parseIValuesToPyArgsKwargs
+// (torch/csrc/autograd/python_variable.h) does when the dispatcher calls a Python kernel.
 void drop_defaults(const c10::FunctionSchema& schema, Parameters& parameters) {
   for (size_t index = 0; index < parameters.size(); ++index) {
     Parameter& parameter = parameters.all[index];
@@ -225,8 +228,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
     return nullptr;
-  // The interpreter allocated it, so nothing is constructed yet. All is, before anything can fail:
-  // the deallocator destroys all.
+  // tp_alloc only zeroes memory. Construct all members before the first early return, because
+  // dealloc_plan destroys all of them.
   Plan& plan = plan_of(self.get());
   new (&plan.parameters) Parameters();
   new (&plan.returns) Returns();
@@ -277,7 +280,9 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
   if (residuals != Py_None)
-    Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording))); // plans come and go
+    // Owned separately, because the plan may be freed while calls of other operators use
+    // `all_recordings`.
+    Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording)));
   plan.own = OwnKernels{
       none_to_null(autograd), none_to_null(version_counter), none_to_null(backend_select)};
   if (gradient != Py_None) {
@@ -311,8 +316,8 @@ int traverse_plan(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// There is no tp_clear: a plan that is being called must stay whole. Every cycle through a plan
-// goes through the entry that holds it too, which can be cleared.
+// No tp_clear, because a running call uses the plan's members. The garbage collector breaks cycles
+// at the Entry, which every cycle through a plan contains.
 void dealloc_plan(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);

@@ -1,4 +1,5 @@
-// plan.h: a call plan compiled for native calls.
+// plan.h: the call plan of an operator in C++, compiled from its Python rules and read by every
+// native call.
 #pragma once
 
 #include <Python.h>
@@ -20,8 +21,9 @@
 
 namespace torchop {
 
-// What an operator does, as its rules were when the plan was compiled. It is never changed: a
-// registration makes another one, and a call holds on to the plan it began with.
+// A snapshot of an operator's kernels and rules, immutable except for the caches marked `mutable`.
+// A registration replaces the plan of the entry, and each call holds a reference to the plan that
+// it started with. All `PyObject*` members are borrowed from `owned_objects`.
 struct Plan {
   PyObject_HEAD
 
@@ -30,40 +32,52 @@ struct Plan {
   Gradient gradient;
   std::vector<size_t> mutated;
   OwnKernels own;
-  // Which function to call where the dispatcher would run which kernel of ours.
+  // Maps a kernel in the dispatcher's table to the function that a native call runs instead. The
+  // dispatcher kernel is a wrapper of torchop or torch.library, whose checks native calls do in
+  // C++.
   struct Kernel {
     PyObject* dispatcher_kernel;
     PyObject* function;
-    PyObject* author = nullptr; // the author's own, which may return residuals
+    // For operators with residuals: the author's function, which returns residuals beside the
+    // result. nullptr if the kernel must be called through its wrapper.
+    PyObject* author = nullptr;
   };
   std::vector<Kernel> kernels;
   Residuals residuals;
-  // What the functions above were read from, where nobody tells of a change: what a dictionary
-  // holds under a key, or whether a set has it.
+  // A dict entry or set member that the plan was compiled from and that can change without
+  // notification, for example the kernels that `torch.library.CustomOpDef` stores. A dict must have
+  // `value` at `key`. A set must contain `key` if and only if `value` is True.
   struct Source {
     PyObject* container;
     PyObject* key;
     PyObject* value;
-    mutable uint64_t version = 0; // of a dictionary that was seen to hold the value; 0 is of none
+    // The version tag of the dict when it last had the value; 0 if unknown. Unused without the GIL.
+    mutable uint64_t version = 0;
   };
   std::vector<Source> sources;
-  bool is_foreign; // somebody else registers kernels, and calls find out
+  bool is_foreign; // other packages may register kernels; see recompile_for_unknown_kernel
+  // Empty if no operator of this name was registered when the plan was compiled. Its table may be
+  // read only while `lifetime->exists`.
   std::optional<c10::OperatorHandle> op;
-  LifetimePointer lifetime; // of the operator
+  LifetimePointer lifetime;
+  // True if no call can be native: the operator was missing, has no known kernel, or has an unknown
+  // type.
   bool always_dispatches;
-  Py_ssize_t unknown_parameter; // the first of a type that only the dispatcher converts, or -1
-  PyObject* finish;             // finish(args, kwargs, result): the rule for unusual results
-  // convert(result): what calls that enter PyTorch's dispatcher in C++ make of these at last, where
-  // others are dispatched in Python, and return what the kernel does; else nullptr.
+  // Index of the first parameter of a type that only the dispatcher converts, or -1.
+  Py_ssize_t unknown_parameter;
+  PyObject* finish; // finish(args, kwargs, result) checks and converts other results
+  // convert(result) applies the dispatcher's conversion to a result of `finish`. Set only for
+  // operators that `OpOverload` dispatches in Python, where results are not converted. Calls that
+  // enter the C++ dispatcher apply it. Otherwise nullptr.
   PyObject* convert;
-  // For calls that need it; made by the first.
+  // Created by the first call that runs inside the autograd fallback; owned.
   mutable std::atomic<FallbackOperator*> fallback_operator;
-  PyObject* owned_objects; // a tuple that keeps alive what is borrowed above
+  PyObject* owned_objects; // a tuple of all objects that the members above borrow
 };
 
 extern PyTypeObject* plan_type;
 
-// Whether what a plan was compiled from has changed without anybody telling.
+// Returns whether a `Plan::Source` has changed. Runs no Python code.
 bool is_outdated(const Plan& plan);
 
 bool add_plan_type(PyObject* module);

@@ -1,4 +1,4 @@
-// reasons.h: why a call goes to the dispatcher; the order is that of `Reason` in reasons.py.
+// reasons.h: why a call falls back to the dispatcher. Same order as `Reason` in reasons.py.
 #pragma once
 
 #include <cstdint>
@@ -6,24 +6,24 @@
 namespace torchop {
 
 enum class Reason : uint8_t {
-  Native,         // it does not
-  SwitchedOff,    // torchop.native.disabled()
-  Operator,       // the plan says that this operator always goes there
-  Binding,        // the arguments do not fit the parameters
-  ArgumentType,   // the dispatcher converts an argument, or refuses it
+  Native,         // the call does not fall back
+  SwitchedOff,    // inside torchop.native.disabled()
+  Operator,       // the operator's plan supports no native calls
+  Binding,        // the arguments do not match the parameters
+  ArgumentType,   // the dispatcher must convert an argument or reject it
   TensorSubclass, // a tensor that is neither Tensor nor Parameter
-  Tangent,        // forward-mode differentiation
-  Keys,           // a tensor that is not dense, or not plain: sparse, quantized, meta, conjugated
-  Backends,       // no tensor, or tensors of several backends
-  Mode,           // a mode, a transform of torch.func, a trace
-  Profiler,       // somebody observes calls
-  FunctionMode,   // a TorchFunctionMode, torch.device(...) contexts among them
-  Autocast,       // the operator has an autocast rule, and autocast is on
-  Kernel,         // a kernel that is not ours would run
-  Mutation,       // of an inference tensor, or of one that requires grad
-  Anomaly,        // anomaly detection records where a node was made
-  Gradient,       // this operator's gradient is not wired here
-  Capture,        // of a graph on the device, which the formula has to know
+  Tangent,        // a tensor has a forward-mode tangent
+  Keys,     // a tensor is not plain and dense, for example sparse, quantized, meta or conjugated
+  Backends, // no tensors, or tensors of several backends
+  Mode,     // a dispatch mode, a torch.func transform or a trace is active
+  Profiler, // a profiler or another RecordFunction callback is active
+  FunctionMode, // a TorchFunctionMode is active, including `with torch.device(...)`
+  Autocast,     // autocast is enabled and the operator has an autocast rule
+  Kernel,       // the dispatcher would run a kernel that the plan does not know
+  Mutation,     // mutates an inference tensor, an overlapping tensor, or one that requires grad
+  Anomaly,      // anomaly detection must record a stack trace for the node
+  Gradient,     // native calls cannot record this operator's gradient
+  Capture,      // a device graph is being captured, and the derived formula must handle that
   Count,
 };
 

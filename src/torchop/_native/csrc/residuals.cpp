@@ -1,5 +1,4 @@
-// residuals.cpp: what kernels call for residuals, and whether these are tensors in memory of their
-// own.
+// residuals.cpp: hand residuals to setup_context, and check that they have their own memory.
 #include "residuals.h"
 
 #include <memory>
@@ -11,7 +10,9 @@ namespace torchop {
 
 namespace {
 
-// Nobody else may have the memory of a residual, so no other tensor does unless it is the same.
+// Returns whether the residuals are distinct plain tensors, and share no memory with each other,
+// inputs or results. A storage with a single owner belongs to one tensor object, so comparing
+// objects is enough.
 bool have_own_memory(
     const Residuals& residuals, const Values& values, PyObject* result, PyObject* saved) {
   if (residuals.count == 0 || !PyTuple_CheckExact(saved) ||
@@ -30,9 +31,9 @@ bool have_own_memory(
   return apart;
 }
 
-// Whether an attribute of `ctx` may hold a tensor.
+// Returns whether an attribute of `ctx` is a tensor, or a list or tuple that contains one.
 bool has_tensor_attributes(PyObject* ctx) {
-  PyObject** attributes = _PyObject_GetDictPtr(ctx); // makes no dictionary where none is
+  PyObject** attributes = _PyObject_GetDictPtr(ctx); // does not create the dict
   PyObject* value;
   bool found = false;
   for (Py_ssize_t next = 0; attributes != nullptr && *attributes != nullptr &&
@@ -45,7 +46,7 @@ bool has_tensor_attributes(PyObject* ctx) {
   return found;
 }
 
-// A guard that `guard` of `Residuals` makes; that of the first call is kept.
+// Calls `Residuals::guard`, and stores the first result in `first_guard`.
 __attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residuals, Guard found) {
   THPObjectPtr places = checked(PyTuple_New(Py_ssize_t(found.places.size())));
   Py_ssize_t index = 0;
@@ -60,7 +61,7 @@ __attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residua
   return made;
 }
 
-// What `__slots__` of a class names.
+// Returns the offset of a slot that the class declares in `__slots__`.
 Py_ssize_t find_slot(PyObject* type, const char* name) {
   THPObjectPtr slot = checked(PyObject_GetAttrString(type, name));
   TORCH_CHECK(Py_IS_TYPE(slot.get(), &PyMemberDescr_Type), name, " is no slot");
@@ -109,7 +110,7 @@ bool setup_with_residuals(
   static PyObject* const names = PyTuple_Pack(1, name);
   if (saved == nullptr || !have_own_memory(residuals, values, result, saved))
     return false;
-  // As the class would make it, whose own function is one of Python.
+  // tp_alloc instead of a call: the `__new__` of a NamedTuple is a Python function.
   auto* type = reinterpret_cast<PyTypeObject*>(residuals.residuals_class);
   THPObjectPtr named = checked(type->tp_alloc(type, residuals.count));
   for (Py_ssize_t index = 0; index < residuals.count; ++index)
@@ -134,14 +135,15 @@ THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save,
   Guard found;
   bool all_are_saved = true;
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(saved); ++index) {
-    const size_t before = found.places.size(); // one may be saved twice
+    const size_t before = found.places.size(); // a residual may be saved several times
     for (Py_ssize_t place = 0; are_saved && place < PyTuple_GET_SIZE(to_save); ++place) {
       if (PyTuple_GET_ITEM(saved, index) == PyTuple_GET_ITEM(to_save, place))
         found.places.push_back(place);
     }
     all_are_saved &= found.places.size() > before;
   }
-  // A tensor that is an attribute of `ctx` may be a residual too, or a view of one.
+  // An attribute of `ctx` may be a residual or a view of one, which a guard of saved tensors would
+  // miss.
   if (!all_are_saved || has_tensor_attributes(ctx)) {
     PyObject* arguments[] = {ctx, saved};
     checked(PyObject_Vectorcall(residuals.mark, arguments, 2, nullptr));

@@ -1,8 +1,10 @@
-// residuals.h: what kernels return for the backward alone, from the kernel to the node.
+// residuals.h: pass residuals (kernel outputs that only the backward uses) from the kernel to the
+// autograd node.
 //
-// A kernel that is called here is the author's own function: it returns an object with the result
-// and the residuals. Where it is called, the thread is in `recording` exactly if a gradient is
-// recorded. Calls for which that is not enough run the function that Python made of the kernel.
+// A native call runs the author's function, which returns an object of type `Residuals::type` with
+// the result and the residuals. Before that, `Recording` stores in the dict `recording` whether the
+// call records a gradient, for `torchop.records_gradient()`. In cases that this file does not
+// support, the call runs the wrapper from `handing_over` (handover.py) instead.
 #pragma once
 
 #include <Python.h>
@@ -16,30 +18,38 @@
 
 namespace torchop {
 
-// What guards the residuals among saved tensors, which are at these places.
+// A Python function that is applied to the saved tensors when a backward is itself recorded. It
+// replaces the residuals by tensors whose gradient raises: they are constants for autograd, so a
+// second derivative would be silently wrong. It depends only on the places of the residuals among
+// the saved tensors.
 struct Guard {
   c10::SmallVector<Py_ssize_t, 8> places;
   THPObjectPtr guard;
 };
 
-// Those of an operator; the plan keeps the objects alive. See `handover` and `declared`.
+// How an operator handles residuals. The plan owns the objects; see `Declared.in_plan` in
+// declared.py.
 struct Residuals {
-  PyObject* type = nullptr;      // of what kernels return; nullptr for operators without residuals
-  PyObject* recording = nullptr; // what is known of threads, by their numbers
-  PyObject* recording_state;     // that of a thread whose kernel is to return residuals
-  PyObject* residuals_class;     // the class of what setup_context gets, a tuple
-  PyObject* make_request; // handed(saved): what the `save` of the formula gets in other calls
-  Py_ssize_t count;       // of residuals that are tensors; 0 if others may be among them
-  // setup_context(ctx, inputs, output, residuals=...), as the author wrote it; it takes what there
-  // is for keyword-only arguments before the output, if the operator has such.
+  // Class of the kernel's return value; nullptr for operators without residuals.
+  PyObject* type = nullptr;
+  PyObject* recording = nullptr; // recording state by thread id, see `_recording` in handover.py
+  PyObject* recording_state;     // the state that requests residuals from the kernel: (None, True)
+  PyObject* residuals_class;     // NamedTuple class of the argument `residuals` of setup_context
+  // make_request(saved) wraps residuals for the formula's Python `save`, if setup_with_residuals
+  // rejects them.
+  PyObject* make_request;
+  Py_ssize_t count; // number of residuals if all are tensors, else 0
+  // The author's setup_context(ctx, inputs, [keyword_only_inputs,] output, residuals=...). None if
+  // it must be called through Python.
   PyObject* setup;
-  PyObject* guard; // guard(places): what guards those of the tensors that `ctx` saves
-  // That of the first call, because the others mostly save their residuals at the same places.
+  PyObject* guard; // guard(places) makes a guard
+  // The guard of the first call. Later calls mostly save their residuals at the same places.
   mutable std::atomic<Guard*> first_guard{nullptr};
-  PyObject* mark; // mark(ctx, saved): guards them too, whatever `ctx` has them for
+  PyObject* mark; // mark(ctx, saved) finds the residuals in `ctx` and guards them
 };
 
-// Whether a kernel is on the way, or runs, that a call of this thread wants residuals of.
+// Returns whether this thread is inside a call that records a gradient with residuals: a kernel
+// further up the stack, or the next one, was requested to return them.
 inline bool thread_records(PyObject* recording) {
   if (recording == nullptr || C10_LIKELY(PyDict_GET_SIZE(recording) == 0))
     return false;
@@ -47,14 +57,16 @@ inline bool thread_records(PyObject* recording) {
   return PyDict_Contains(recording, thread.get()) == 1;
 }
 
-// The `recording` of all operators with residuals, for the calls of others; nullptr until there is
-// one. It is owned, because those others may outlive every plan that has it.
+// The `recording` dict, which all operators share. Operators without residuals use it, and may
+// outlive the plans that have it, so this reference is owned. nullptr until an operator has
+// residuals.
 inline std::atomic<PyObject*> all_recordings = nullptr;
 
-// Leaves what is known of this thread as it was before, also if no kernel took what it was told.
+// Saves the recording state of this thread, and restores it on destruction, even if the kernel
+// raised or ignored the request. Requires the GIL.
 class Recording {
  public:
-  // `recording` may be nullptr: then there is nothing to be known.
+  // Does nothing if `recording` is nullptr.
   explicit Recording(PyObject* recording) : recording_(recording) {
     if (recording_ == nullptr)
       return;
@@ -64,9 +76,9 @@ class Recording {
   }
   ~Recording() {
     if (recording_ == nullptr || !Py_IsInitialized())
-      return; // or the thread is being ended, and may not run Python
+      return; // finalization: the thread is being terminated and must not run Python
     PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback); // the kernel's exception, if it raised one
+    PyErr_Fetch(&type, &value, &traceback); // the exception of the kernel, if it raised one
     const int failed = before_ ? PyDict_SetItem(recording_, thread_.get(), before_.get())
                                : PyDict_DelItem(recording_, thread_.get());
     if (failed < 0)
@@ -76,13 +88,13 @@ class Recording {
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
 
-  // Tells the kernel that runs meanwhile to return residuals.
+  // Requests residuals from the next kernel.
   void start(const Residuals& residuals) {
     if (PyDict_SetItem(recording_, thread_.get(), residuals.recording_state) < 0)
       throw_python_error();
   }
 
-  // Tells the kernel of another operator, which runs meanwhile, that its call records nothing.
+  // Makes `records_gradient()` False in the kernel of another operator. Requires a saved state.
   void stop() {
     THPObjectPtr none = checked(PyTuple_Pack(2, PyTuple_GET_ITEM(before_.get(), 0), Py_False));
     if (PyDict_SetItem(recording_, thread_.get(), none.get()) < 0)
@@ -94,31 +106,33 @@ class Recording {
   THPObjectPtr thread_, before_;
 };
 
-// Where what kernels return has the result, and the residuals: slots of its type.
+// Offsets of the slots `output` and `saved` in objects of `Residuals::type`.
 inline std::atomic<Py_ssize_t> output_slot, saved_slot;
 
 inline PyObject*& slot_of(PyObject* object, Py_ssize_t slot) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot);
 }
 
-// Takes what a kernel returned apart, if it returned residuals: leaves the result in `made`.
+// If `made` has residuals, replaces it by the result and returns the tuple of residuals. Otherwise
+// returns nullptr and leaves `made` unchanged. Owns and replaces the reference in `made`.
 inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) {
   if (residuals.type == nullptr || Py_TYPE(made) != reinterpret_cast<PyTypeObject*>(residuals.type))
     return {};
   PyObject *output = slot_of(made, output_slot), *saved = slot_of(made, saved_slot);
   if (C10_UNLIKELY(output == nullptr || saved == nullptr))
-    return {}; // whoever made it did not call `residuals`
+    return {}; // not made by `torchop.residuals`
   THPObjectPtr both(made), taken(Py_NewRef(saved));
   made = Py_NewRef(output);
   return taken;
 }
 
-// make_handover(type, recording): two functions that kernels call, as `handover` has them in
-// Python: `records`, and `returned`, which makes an object of the type.
+// make_handover(type, recording) returns C++ versions of `_records` and `_returned` of handover.py,
+// which kernels call through `torchop.records_gradient` and `torchop.residuals`.
 PyObject* make_handover(PyObject*, PyObject* args);
 
-// Hands the residuals of a call to setup_context, with `result` as a caller gets it, where it is
-// plain what they are: so many tensors in memory of their own. False where Python has to look.
+// Calls the author's setup_context with the residuals, if they need no checks in Python: the
+// declared number of tensors, in memory of their own. Otherwise returns false, and has called
+// nothing. Throws if setup_context raises.
 bool setup_with_residuals(
     const Residuals& residuals,
     const Values& values,
@@ -126,8 +140,8 @@ bool setup_with_residuals(
     PyObject* result,
     PyObject* saved);
 
-// What tells the backward which of the tensors that setup_context saved are residuals. Where it did
-// not save all, or has tensors elsewhere, Python looks and tells `ctx` itself: then it is nullptr.
+// Returns the guard for the residuals that setup_context saved. If it did not save all of them, or
+// stored tensors as attributes of `ctx`, calls `Residuals::mark` and returns nullptr.
 THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved);
 
 } // namespace torchop

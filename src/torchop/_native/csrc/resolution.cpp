@@ -1,10 +1,11 @@
-// resolution.cpp: whether an overload of a packet is passed by.
+// resolution.cpp: decide whether PyTorch would skip an overload of a packet for some arguments.
 //
-// PyTorch tries the overloads in turn. It converts the arguments to the types of the schema, first
-// those by position and then the others in the order of the schema, until one does not fit. Its
-// conversions are generous: a tensor of one element is a number, and any number is a bool. Some of
-// them raise an error that ends the call, such as that of a string which names no device. So all
-// arguments before the one that is refused have to be such that PyTorch takes them.
+// PyTorch tries the overloads in order (getOpWithStack in torch/csrc/jit/python/pybind_utils.cpp).
+// For each, it converts the positional arguments and then the others in schema order, until one
+// does not match. Two properties make this hard to predict. Conversions accept a lot: a one-element
+// tensor converts to a number, and any number to a bool. And some conversions raise an error that
+// ends the call, such as a string that names no device. An overload is therefore skipped only if
+// all arguments before the first mismatch certainly convert.
 #include "resolution.h"
 
 #include "free_threads.h"
@@ -13,6 +14,8 @@ namespace torchop {
 
 namespace {
 
+// The effect of PyTorch's conversion to a schema type: success, a mismatch that makes it try the
+// next overload, or neither for certain (including errors that end the call).
 enum class Fit { Accepted, Rejected, Unknown };
 
 bool is_list(PyObject* value) {
@@ -28,17 +31,19 @@ bool is_builtin(PyObject* value) {
       PyUnicode_CheckExact(value) || is_list(value);
 }
 
-// Whether no number can be read from a tensor. That is not asked of an unusual one, whose size may
-// be unknown: no call with it is native.
+// Returns whether a tensor certainly does not convert to a number. Returns false for unusual
+// tensors (see `tensors_reason`), whose numel may be symbolic; calls with them are not native
+// anyway.
 bool is_not_scalar(PyObject* tensor) {
   TensorSummary seen;
   add_tensor_to<true>(tensor, seen);
   return tensors_reason(seen) == Reason::Native && impl_of(tensor)->numel() > 1;
 }
 
-// How a built-in object fits a number or what PyTorch keeps as one.
+// Conversion of a built-in object to a number, or to a type that the schema represents by a number,
+// such as a dtype.
 Fit fit_number(Base base, PyObject* value) {
-  if (base == Base::Bool) // which takes None, too
+  if (base == Base::Bool) // py::cast<bool> also accepts None
     return PyUnicode_CheckExact(value) || is_list(value) ? Fit::Rejected : Fit::Accepted;
   if (PyFloat_CheckExact(value))
     return base == Base::Float || base == Base::Number ? Fit::Accepted : Fit::Rejected;
@@ -48,7 +53,7 @@ Fit fit_number(Base base, PyObject* value) {
   return is_certain && fits_in_64_bits(value) ? Fit::Accepted : Fit::Unknown;
 }
 
-// How a plain tensor or a built-in object fits a type that is no list.
+// Conversion of a plain tensor or a built-in object to a type that is not a list.
 Fit fit_builtin(Base base, PyObject* value) {
   const bool is_tensor = is_plain_tensor(value);
   switch (base) {
@@ -57,7 +62,7 @@ Fit fit_builtin(Base base, PyObject* value) {
     case Base::Str:
     case Base::Device:
       return PyUnicode_CheckExact(value) ? Fit::Unknown : Fit::Rejected;
-    case Base::Number: // which reads none from a tensor
+    case Base::Number: // unlike int and float, a Scalar does not accept tensors
       return is_tensor ? Fit::Rejected : fit_number(base, value);
     case Base::Int:
     case Base::Float:
@@ -80,7 +85,7 @@ Fit fit_one(Base base, PyObject* value) {
 }
 
 Fit fit_item(const Kind& kind, PyObject* item) {
-  // None passes for a tensor, but not for one in a list.
+  // None converts to an undefined tensor, but not inside a list.
   if (item == Py_None && kind.holds_tensors() && !kind.items_are_optional)
     return Fit::Rejected;
   return fit_one(kind.base, item);
@@ -88,7 +93,7 @@ Fit fit_item(const Kind& kind, PyObject* item) {
 
 Fit fit_items(const Kind& kind, PyObject* list) {
   Fit fit = Fit::Accepted;
-  Py_BEGIN_CRITICAL_SECTION(list); // another thread may write into it
+  Py_BEGIN_CRITICAL_SECTION(list); // another thread may modify the list
   for (Py_ssize_t index = 0; fit == Fit::Accepted && index < PySequence_Fast_GET_SIZE(list);
        ++index) {
     THPObjectPtr item(Py_NewRef(PySequence_Fast_GET_ITEM(list, index)));
@@ -98,16 +103,17 @@ Fit fit_items(const Kind& kind, PyObject* list) {
   return fit;
 }
 
-// How something that is no list fits one.
+// Conversion of a value that is not a list to a list type.
 Fit fit_as_list(const Kind& kind, PyObject* value) {
   if (value == Py_None)
     return Fit::Rejected;
-  // These PyTorch reads as sequences, which a tensor is not; the others it iterates over.
+  // pybind11 casts to these element types accept only sequences. Other lists accept any iterable,
+  // such as a tensor or a string.
   const bool is_read_as_sequence = kind.base == Base::Int || kind.base == Base::Float ||
       kind.base == Base::Bool || (kind.holds_tensors() && !kind.items_are_optional);
   if (is_plain_tensor(value) || PyUnicode_CheckExact(value))
     return is_read_as_sequence ? Fit::Rejected : Fit::Unknown;
-  // A list of so many numbers takes one, for all of them.
+  // A fixed-size list such as int[2] accepts one number, which is repeated.
   const bool may_be_repeated = kind.base == Base::Int
       ? is_integer(value)
       : kind.base == Base::Float && PyFloat_CheckExact(value);

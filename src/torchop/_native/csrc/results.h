@@ -1,7 +1,7 @@
-// results.h: whether a result is what the schema says, in memory of its own.
+// results.h: fast checks of a kernel's result against the schema and the aliasing contract.
 //
-// The common results are recognized here. About any other, the caller asks the operator's Python
-// rule, which converts it or raises.
+// The checks accept common results. For others, the caller runs the operator's Python rule, which
+// converts the result or raises.
 #pragma once
 
 #include <Python.h>
@@ -13,34 +13,35 @@
 
 namespace torchop {
 
-// What an operator returns.
+// The results that the schema declares.
 struct Returns {
   size_t count = 0;
-  bool are_tensors = true; // or None, where they are optional, or lists of tensors
+  bool are_tensors = true; // Tensor, Tensor? or Tensor[] only
   bool has_lists = false;
   std::vector<bool> are_optional, are_lists;
-  bool are_fresh = true; // not aliases of inputs or of each other
-  // For in-place operators and those with out=: the parameters that are returned, in order.
+  bool are_fresh = true; // results must not alias inputs or each other
+  // For in-place and out= operators: indices of the parameters that the kernel must return.
+  // Otherwise empty.
   std::vector<size_t> parameters;
 };
 
 namespace detail {
 
-// Of a tensor that has one, as every dense tensor has.
+// Returns the identity of a tensor's storage. The tensor must have one; all dense tensors do.
 inline const void* storage_of(PyObject* tensor) {
   return impl_of(tensor)->unsafe_storage().unsafeGetStorageImpl();
 }
 
-// Whether no other tensor has this memory. That is common, and spares the comparison with all.
+// Returns whether no other tensor shares the storage.
 inline bool has_own_storage(PyObject* tensor) {
   return impl_of(tensor)->has_storage() && impl_of(tensor)->unsafe_storage().use_count() == 1;
 }
 
 C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
   if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
-    return false; // identity decides, and Python knows how
-  // An input is an object that its caller has too, and a view has memory that another tensor has.
-  // Both are counted, so most results need no comparison.
+    return false; // without a storage, only Python can compare
+  // An input has another reference, and a view shares its storage. Most results have neither, and
+  // then need no comparison with the inputs.
   if (C10_LIKELY(Py_REFCNT(tensor) == 1 && has_own_storage(tensor)))
     return true;
   const void* storage = storage_of(tensor);
@@ -51,7 +52,8 @@ C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
 
 } // namespace detail
 
-// Whether it is plain that two tensors have the same sizes, dtype, layout and device.
+// Returns whether two plain tensors have the same sizes, dtype, layout and device. False if that
+// cannot be compared without running Python.
 inline bool have_same_metadata(PyObject* one, PyObject* other) {
   if (!is_plain_tensor(one) || !is_plain_tensor(other))
     return false;
@@ -60,11 +62,12 @@ inline bool have_same_metadata(PyObject* one, PyObject* other) {
     return first.sizes() == second.sizes() && first.dtype() == second.dtype() &&
         first.layout() == second.layout() && first.device() == second.device();
   } catch (const c10::Error&) {
-    return false; // sizes that are symbols, or of nested tensors
+    return false; // symbolic sizes or nested tensors
   }
 }
 
-// Whether a result is one tensor of which it is plain that it is fresh, whatever the operator.
+// Returns whether a result is a single plain tensor that shares no storage with the arguments, or
+// with tensors in their lists and tuples.
 inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* result) {
   if (!is_plain_tensor(result) || !impl_of(result)->has_storage())
     return false;
@@ -90,7 +93,8 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
 
 namespace detail {
 
-// The same where there are lists. The dispatcher returns new ones: those that nobody else has.
+// `is_valid_result` for schemas with lists. Lists must have no other reference, because the
+// dispatcher returns new lists.
 __attribute__((noinline)) inline bool is_valid_result_with_lists(
     PyObject* result, const Returns& returns) {
   const bool is_tuple = returns.count > 1;
@@ -118,7 +122,8 @@ __attribute__((noinline)) inline bool is_valid_result_with_lists(
 
 } // namespace detail
 
-// Whether a result needs neither conversion nor an error.
+// Returns whether a result can be returned to the caller unchanged. May return false for valid
+// results that the Python rule must check.
 C10_ALWAYS_INLINE bool is_valid_result(
     PyObject* result, const Returns& returns, const Values& values) {
   if (returns.count == 0)

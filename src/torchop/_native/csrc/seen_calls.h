@@ -1,4 +1,5 @@
-// seen_calls.h: a table of functions, by what a function could read of the arguments of a call.
+// seen_calls.h: a cache from the metadata of a call (shapes, strides, dtypes, devices, plain
+// values) to a function.
 #pragma once
 
 #include <cstring>
@@ -13,16 +14,18 @@
 
 namespace torchop {
 
+// Calls with a longer key (32 KiB) are not cached.
 constexpr size_t max_key_words = 4096;
 
-// What is read of the arguments of a call, as numbers: two calls have the same only if no function
-// can tell their arguments apart by shapes, strides, dtypes, devices and plain values.
+// The cache key of a call. Equal keys mean that a function which reads only metadata and plain
+// values cannot distinguish the calls. Contains no pointers and no tensor data.
 class CallKey {
  public:
-  // The first number says what the rest is about, and is set by whoever looks the key up.
+  // words_[0] is the subject, see `set_subject`.
   CallKey() : words_{0} {}
 
-  // False where an argument is such that it is not known what a function could read of it.
+  // Appends the arguments of a call, in the vectorcall layout. Returns false if an argument has an
+  // unsupported type, because then equal keys would prove nothing.
   bool read(PyObject* const* args, size_t count, PyObject* keywords) {
     add(count);
     for (size_t index = 0; index < count; ++index) {
@@ -37,6 +40,8 @@ class CallKey {
     return words_.size() <= max_key_words;
   }
 
+  // Sets a number that distinguishes keys of the same arguments in one table, such as the settings
+  // of the call.
   void set_subject(uint64_t subject) {
     words_[0] = subject;
   }
@@ -58,7 +63,9 @@ class CallKey {
   }
 
  private:
-  // What the numbers that follow are, in the lowest byte of a word.
+  // Type of the following words, in the lowest byte of a word. The upper bytes have the length or
+  // the value. Tags make the encoding prefix-free: different argument lists never produce the same
+  // words.
   enum class Tag : uint8_t {
     None,
     True,
@@ -86,14 +93,15 @@ class CallKey {
 
   void add_bytes(const void* bytes, size_t size) {
     const size_t start = words_.size();
-    words_.resize(start + (size + sizeof(uint64_t) - 1) / sizeof(uint64_t)); // with zeros
+    words_.resize(start + (size + sizeof(uint64_t) - 1) / sizeof(uint64_t)); // zero padding
     if (size != 0)
       std::memcpy(words_.data() + start, bytes, size);
   }
 
   bool add_number(Tag tag, double number) {
     add_tag(tag);
-    add_bytes(&number, sizeof(number)); // not its value: 0.0 equals -0.0, and nan nothing
+    // Bitwise, because 0.0 equals -0.0, and nan does not equal itself.
+    add_bytes(&number, sizeof(number));
     return true;
   }
 
@@ -118,7 +126,7 @@ class CallKey {
   }
 
   bool add_tensor(const at::TensorImpl& impl) {
-    // Such a tensor has sizes and strides that are numbers, and reading them runs no Python.
+    // Excludes tensors whose sizes are symbolic, or computed by Python code.
     if (C10_UNLIKELY(!has_plain_keys(impl) || impl.has_symbolic_sizes_strides()))
       return false;
     const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();
@@ -175,12 +183,12 @@ class CallKey {
   c10::SmallVector<uint64_t, 40> words_;
 };
 
-// The functions of the calls that were seen, by key. An open hash table, whose keys lie in one
-// array. It is bounded: with one more, it begins again. So it never grows with calls of ever new
-// sizes, and the ones that are common come back at once.
+// An open-addressing hash table with owned references to the functions. All keys share one array.
+// The caller must empty a full table (see `has_capacity`): programs with ever new shapes must not
+// grow it, and common calls return to it quickly. Not thread-safe.
 class SeenCalls {
  public:
-  PyObject* find(const CallKey& key, uint64_t hash) const { // borrowed
+  PyObject* find(const CallKey& key, uint64_t hash) const { // borrowed; nullptr if missing
     for (size_t place = hash & mask(); !slots_.empty(); place = (place + 1) & mask()) {
       const Slot& slot = slots_[place];
       if (slot.function == nullptr)
@@ -192,7 +200,7 @@ class SeenCalls {
     return nullptr;
   }
 
-  // Adds a key that is not there. The caller has made sure that there is room.
+  // Adds a missing key, and a reference to `function`. Requires `has_capacity(key)`.
   void add(const CallKey& key, uint64_t hash, PyObject* function) {
     if (2 * (count_ + 1) > slots_.size())
       grow();
@@ -221,15 +229,15 @@ class SeenCalls {
  private:
   struct Slot {
     uint64_t hash = 0;
-    uint32_t start = 0, size = 0; // of the key, among the words
-    PyObject* function = nullptr; // nullptr for a free place
+    uint32_t start = 0, size = 0; // position of the key in `words_`
+    PyObject* function = nullptr; // owned; nullptr if the slot is empty
   };
 
   static constexpr size_t max_keys = 4096;
-  static constexpr size_t max_words = size_t{1} << 18; // of all keys: 2 MiB
+  static constexpr size_t max_words = size_t{1} << 18; // 2 MiB for all keys
 
   size_t mask() const {
-    return slots_.size() - 1; // their number is a power of two
+    return slots_.size() - 1; // a power of two minus one
   }
 
   void put(const Slot& slot) {

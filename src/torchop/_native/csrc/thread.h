@@ -1,4 +1,5 @@
-// thread.h: what native calls know of the thread that they are in.
+// thread.h: per-thread state of native calls: running calls, stack limits, and objects that PyTorch
+// propagates.
 #pragma once
 
 #include <Python.h>
@@ -15,34 +16,37 @@
 
 namespace torchop {
 
+// The state of one thread. Written by that thread only. Without the GIL, other threads read `plans`
+// and `reads_table`.
 struct Thread {
-  // The entries of the native calls that have not returned. They are not on the C stack: a greenlet
-  // that is switched to inside a kernel overwrites that, and calls then end in any order.
+  // A stack of the entries (borrowed) of running native calls. On the heap, because a greenlet
+  // switch inside a kernel overwrites the C stack. Greenlets may also end calls in any order.
   PyObject** running = nullptr;
+  // Number of running calls, and allocated size of the arrays.
   size_t count = 0;
   size_t capacity = 0;
 #ifdef Py_GIL_DISABLED
-  // The plans that these calls follow, for other threads, which must not free them. Nobody but this
-  // thread writes them.
+  // The plans of these calls. Registrations read them, and do not free a plan that is in use.
   std::atomic<PyObject*>* plans = nullptr;
-  std::atomic<bool> reads_table = false; // into a table of the dispatcher
-  size_t number = 0;                     // of the thread, among those that make calls
-  // How many objects are called until one is looked at: a prime, so that all of a call have a turn.
+  std::atomic<bool> reads_table = false; // this thread is reading a dispatcher table, see TableRead
+  size_t number = 0;                     // index of the thread, for Counters
+  // `note_call` samples one in this many calls. Prime, so that a program which repeats a fixed
+  // sequence of callees has each of them sampled.
   static constexpr uint32_t interval = 65521;
   uint32_t calls_until_check = interval;
 #endif
 
-  // The lowest address of the stack, and how much of it is left to whoever is called. Before the
-  // first call, all of memory is, so that call looks closer.
+  // The lowest address of the stack, and the number of bytes above it to leave free. The initial
+  // values make the first call measure the stack.
   uintptr_t stack_end = 0;
   uintptr_t stack_reserve = ~uintptr_t{0};
 };
 
 inline thread_local Thread thread;
 
-// What a thread carries under a name, and others in which PyTorch runs a part of its work, such as
-// its backward on an accelerator; borrowed, nullptr if there is nothing. Names of at most 15
-// characters need no memory.
+// Returns an object that was stored under a name in ThreadLocalPythonObjects (borrowed), or
+// nullptr. PyTorch propagates these objects to threads that work for this one, such as the engine's
+// threads for accelerators. A key of at most 15 characters avoids an allocation.
 inline PyObject* get_obj_in_tls(const char* name) {
   using at::impl::ThreadLocalPythonObjects;
   return ThreadLocalPythonObjects::contains(name)
@@ -52,7 +56,7 @@ inline PyObject* get_obj_in_tls(const char* name) {
 
 using SafeObject = std::shared_ptr<c10::SafePyObject>;
 
-// Takes the object.
+// Wraps an object for `stash_obj_in_tls`. Steals the reference.
 inline SafeObject make_safe_object(PyObject* object) {
   return std::make_shared<c10::SafePyObject>(object, getPyInterpreter());
 }
@@ -61,8 +65,9 @@ inline void stash_obj_in_tls(const char* name, SafeObject object) {
   at::impl::ThreadLocalPythonObjects::set(name, std::move(object));
 }
 
-// To be looked up once in a function: that is a call, and the compiler, which takes it for none,
-// would look again at every use.
+// Returns the thread's state. Call it once per function: with `-fPIC`, each access of a
+// thread_local variable calls __tls_get_addr. The asm keeps the compiler from recomputing the
+// address.
 inline Thread& this_thread() {
   Thread* here = &thread;
   asm("" : "+r"(here));
@@ -71,16 +76,16 @@ inline Thread& this_thread() {
 
 #ifdef Py_GIL_DISABLED
 
-// Makes room for another call; false if there is no memory.
+// Grows the arrays for another running call. Returns false without an exception if out of memory.
 __attribute__((noinline, cold)) bool reserve_call(Thread& here);
 
-// Takes a call out that is not the last: a greenlet was switched to inside a kernel.
+// Removes a call that is not the last one, because a greenlet switch reordered the calls.
 __attribute__((noinline, cold)) void end_earlier_call(
     Thread& here, PyObject* entry, PyObject* plan);
 
 #else
 
-// Makes room for another call; false if there is no memory.
+// Grows the array for another running call. Returns false without an exception if out of memory.
 __attribute__((noinline, cold)) inline bool reserve_call(Thread& here) {
   struct Freed {
     ~Freed() {
@@ -100,8 +105,9 @@ __attribute__((noinline, cold)) inline bool reserve_call(Thread& here) {
   return true;
 }
 
-// Marks an operator as being called. Whoever wants to destroy it asks, as it does not find a frame
-// of torch.ops on the stack. There must be room.
+// Marks an operator as running in this thread for the lifetime of the object. Deregistering an
+// operator checks this: native calls have no Python frame that it could find. Requires count <
+// capacity.
 class RunningCall {
  public:
   RunningCall(Thread& here, PyObject* entry) : thread_(here), entry_(entry) {
@@ -117,7 +123,8 @@ class RunningCall {
   RunningCall& operator=(const RunningCall&) = delete;
 
  private:
-  // Calls of one operator are all alike, so it is the same which of them is taken out.
+  // Removes a call that is not the last one, because a greenlet switch reordered the calls. Any
+  // call of this entry will do, because they are indistinguishable.
   __attribute__((noinline, cold)) void remove() {
     PyObject** end = thread_.running + thread_.count;
     PyObject** call = std::find(thread_.running, end, entry_);
@@ -133,9 +140,10 @@ class RunningCall {
 
 #endif
 
-// Finds out where the stack of this thread ends. Where that cannot be told, it never does.
+// Sets the stack limits of this thread. If they are unknown, disables the check.
 inline void measure_stack(Thread& here) {
-  // What a kernel calls is not measured: PyTorch, NumPy, the import of a module.
+  // Left for C code that kernels call and that does not check the stack: PyTorch, NumPy, module
+  // imports.
   constexpr uintptr_t reserve = 512 * 1024;
   uintptr_t end = 0, size = 0;
 #if defined(__linux__)
@@ -157,11 +165,11 @@ inline void measure_stack(Thread& here) {
   here.stack_reserve = std::min(reserve, size / 4);
 }
 
-// Whether so little is left of the stack that a call might overflow it. The interpreter counts the
-// frames of Python alone, and whoever raises its limit gets no error but the end of the process.
+// Returns whether the stack may overflow in this call. CPython limits the number of Python frames
+// only, and programs that raise the recursion limit would crash instead of raising RecursionError.
 inline bool is_stack_low(Thread& here) {
   const auto address = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
-  // One comparison: a stack of somebody else's, below or above this one, is never low.
+  // Unsigned, so the stack of another thread (such as a greenlet's) also compares as large enough.
   if (C10_LIKELY(address - here.stack_end >= here.stack_reserve))
     return false;
   if (here.stack_end == 0 && here.stack_reserve != 0)

@@ -1,11 +1,12 @@
-// types.h: adds the types of the extension to its module.
+// types.h: create the extension's Python types.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// Makes a type, which lives as long as the process. False with an exception if that fails.
+// Creates a heap type and adds it to the module. `made` owns a reference forever. Returns false
+// with an exception on failure.
 inline bool add_type(PyObject* module, PyType_Spec& spec, PyTypeObject*& made) {
   made = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   return made != nullptr && PyModule_AddType(module, made) == 0;
