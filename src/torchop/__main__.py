@@ -1,4 +1,4 @@
-"""`python -m torchop`: the command line, if what it needs is installed."""
+"""`python -m torchop`: run the command line, or report a missing dependency."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torchop import __version__
 
 
 def main() -> None:
-    """Runs the command line; exits with 2 if what the extra `cli` adds is not installed.
+    """Run the command line. Exits with 2 if the extra `cli` is not installed.
 
-    A file that cannot be read or written, such as a standard output on a full disk, is no fault of
-    the program, so it ends with a line that says so, and the exit code 1.
+    An OSError, such as a full disk under the standard output, is reported in one line without a
+    traceback. The exit code is then 1.
     """
-    if not faulthandler.is_enabled():  # says where a module was that crashes while it is imported
+    if not faulthandler.is_enabled():  # prints a traceback if an imported module crashes
         faulthandler.enable(sys.__stderr__ or sys.stderr)
     try:
         from torchop import cli  # click and rich may be missing
@@ -32,7 +32,7 @@ def main() -> None:
     try:
         cli.main()
     except OSError as error:
-        # What is still buffered would fail again when Python flushes it at its end.
+        # Otherwise Python would flush the buffer at exit, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"torchop: {error}", file=sys.stderr)
         sys.exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import click
-import rich  # noqa: F401  # so that it is missing here, where __main__ expects that
+import rich  # noqa: F401  # raises ModuleNotFoundError here, where __main__ catches it
 
 import torchop
 from torchop._native.extension import api

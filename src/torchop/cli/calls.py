@@ -22,7 +22,7 @@ from torchop._inspect import call_record
 from torchop._rules.providers import kernels_of_call
 from torchop._rules.providers.measurements import Measured
 from torchop._rules.user.examples import make_examples, operator_of_examples
-from torchop.cli.child_process import answers_of, errors_told, first_line, preload
+from torchop.cli.child_process import answers_of, first_line, preload, report_errors
 from torchop.cli.measure import Call
 from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import Operator
@@ -154,7 +154,7 @@ def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -
         for call in calls_of(op, text):
             args, kwargs = requiring_grad(call) if grad else call
             shown = described((args, kwargs))
-            with errors_told(f"{op}{shown}"):
+            with report_errors(f"{op}{shown}"):
                 explanation = torchop.explain(op, *args, **kwargs)
             explained.append({"op": op, "call": shown, **explanation._asdict()})
             if not as_json:
@@ -231,7 +231,7 @@ def calls_of(op: str, text: str | None) -> list[Call]:
     if text is not None:
         return [_evaluated(text)]
     called = operator_of_examples(op, "examples")
-    with errors_told(f"the examples of {op}"):
+    with report_errors(f"the examples of {op}"):
         try:
             return [called.flat_arguments(*example) for example in make_examples(op)]
         except MissingRuleError:
@@ -243,7 +243,7 @@ def calls_of(op: str, text: str | None) -> list[Call]:
 def _evaluated(text: str, **sizes: int) -> Call:
     # Evaluates code from the command line, like `python -c`.
     names = {"torch": torch, "capture": lambda *args, **kwargs: (args, kwargs), **sizes}
-    with errors_told(f"--call {text!r}"):
+    with report_errors(f"--call {text!r}"):
         call: Call = eval(f"capture({text})", names)
     return call
 
@@ -259,7 +259,7 @@ def described(call: Call) -> str:
 
 def _costs(op: str, text: str | None) -> Iterator[Any]:
     """Yield the call as text, for messages, and then the costs."""
-    with errors_told(op):
+    with report_errors(op):
         if Operator(op, "bench").effect is not None:
             raise click.ClickException(f"{op} has an effect, so measuring would repeat it")
         call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
@@ -276,7 +276,7 @@ def _comparisons(
 ) -> Iterator[Any]:
     """Yield each call as text, for messages, and then its comparison."""
     operator = Operator(op, "bench")
-    with errors_told(op):
+    with report_errors(op):
         if text is not None and sizes is not None:
             calls = [_evaluated(text, **{sizes[0]: size}) for size in sizes[1]]
         else:

@@ -64,7 +64,7 @@ def _outcomes(path: Path) -> Mapping[str, str]:
         return {report["op"]: _outcome(report["results"]) for report in reports}
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise click.ClickException(
-            f"--checked {path}: that is not a report of `check --json` ({type(error).__name__})"
+            f"--checked {path}: not a report of `check --json` ({type(error).__name__})"
         ) from None
 
 

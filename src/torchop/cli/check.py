@@ -21,7 +21,7 @@ import click
 from torchop import MissingRuleError
 from torchop._accelerate import patterns
 from torchop._compat import on_demand
-from torchop.cli.child_process import answers_of, errors_told, preload
+from torchop.cli.child_process import answers_of, preload, report_errors
 from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import OpName, short_text
 from torchop.testing import CheckReport, Result
@@ -250,7 +250,7 @@ def _messages(
     examples, reference = examples_of(request, op), reference_of(request, op)
     expected: Mapping[str, str] | None = None
     if request.expected is not None:
-        with errors_told(f"--expected {request.expected}"):
+        with report_errors(f"--expected {request.expected}"):
             expected = expected_for(op, _mapping(request.expected, "checks to reasons"))
     try:
         checks = plan_checks(
@@ -284,7 +284,7 @@ def examples_of(request: Request, op: str) -> tuple[Any, ...]:
     """The examples that --examples has of an operator; none without it."""
     if request.examples is None:
         return ()
-    with errors_told(f"--examples {request.examples}"):
+    with report_errors(f"--examples {request.examples}"):
         by_pattern = _mapping(request.examples, "operators to examples")
         return tuple(patterns.value_for(OpName.parse(op), by_pattern) or ())
 
@@ -293,7 +293,7 @@ def reference_of(request: Request, op: str) -> Any:
     """The function that --reference has for an operator; None without one."""
     if request.reference is None:
         return None
-    with errors_told(f"--reference {request.reference}"):
+    with report_errors(f"--reference {request.reference}"):
         by_pattern = _mapping(request.reference, "operators to functions")
         return patterns.value_for(OpName.parse(op), by_pattern)
 

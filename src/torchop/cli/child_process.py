@@ -1,4 +1,4 @@
-"""The processes in which commands try operators, and the modules that register these."""
+"""Run commands on operators in child processes, and import modules that register operators."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import click
 from torchop.extend import short_repr, short_text
 from torchop.testing import _processes
 
-START_LIMIT = 600.0  # seconds, for the imports of all the modules
+START_LIMIT = 600.0  # seconds for all imports
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Has the server import modules, if it was not started before."""
+    """Make the forkserver import modules, unless it is already running."""
     multiprocessing.set_forkserver_preload([__name__, *sorted(set(modules))])
 
 
@@ -34,18 +34,19 @@ def answers_of(
     output: Path | None = None,
     method: Literal["forkserver", "fork"] = "forkserver",
 ) -> contextlib.AbstractContextManager[Iterator[Any]]:
-    """What a generator function yields in another process, once that has imported modules.
+    """Yield the values of a generator function that runs in a child process.
 
     Args:
-        limit: the seconds until it has to yield again, after the first time.
-        modules: what the process imports first.
-        method: whether the process is a fork of the program; others can use accelerators.
-
-    The others are those of `testing._processes.answers`.
+        function: the generator function.
+        args: its arguments.
+        limit: the seconds until each value after the first.
+        modules: modules to import in the child process first.
+        output: see `testing._processes.answers`.
+        method: "fork" copies this process, and cannot use accelerators; "forkserver" can.
 
     Raises:
-        ChildError: no process can be started; it ended, or has yielded nothing for too long.
-        click.ClickException: a module cannot be imported, or the function raised it.
+        ChildError: the process could not be started, exited, or exceeded the limit.
+        click.ClickException: a module cannot be imported, or the function raised this.
     """
     limits = itertools.chain([START_LIMIT], itertools.repeat(limit))
     started = tuple(modules), function, args
@@ -61,40 +62,40 @@ def _after_imports(
 
 
 def import_all(modules: Iterable[str]) -> None:
-    """Imports modules; raises click.ClickException for one that cannot be."""
+    """Import modules, or raise click.ClickException."""
     for module in modules:
         path = Path(module.removesuffix(".py"))
         if not module.strip(".") or module != path.name:
             names = [path.name] if path.is_absolute() else path.parts
             name = ".".join(part for part in names if part.isidentifier() and part != "src")
             raise click.ClickException(
-                f"{short_repr(module)} is not the name of a module; write the name by which it is "
-                f"imported, such as {name or 'mypkg'}"
+                f"{short_repr(module)} is not the name of a module. Pass the name to import, such "
+                f"as {name or 'mypkg'}"
             )
         try:
-            with _exit_is_told(module):
+            with _report_exit(module):
                 importlib.import_module(module)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # also SystemExit, and what pytest skips a module with
+        except BaseException as error:  # including SystemExit and the exception of pytest.skip
             problem = f"{short_text(module)} cannot be imported: {first_line(error)}"
             raise click.ClickException(problem + _raised_at(error)) from None
 
 
 @contextlib.contextmanager
-def _exit_is_told(module: str) -> Iterator[None]:
-    """Has `os._exit` say where a module calls it: no exception and no `atexit` would tell."""
+def _report_exit(module: str) -> Iterator[None]:
+    """Report calls of `os._exit` in the block, which otherwise exits without any message."""
     leave, process = os._exit, os.getpid()
 
-    def tell(status: int = 0) -> NoReturn:
-        if os.getpid() != process:  # one that the module forked
+    def report(status: int = 0) -> NoReturn:
+        if os.getpid() != process:  # in a process that the module forked
             leave(status)
         place = sys._getframe(1)
         problem = f"it calls os._exit({status}) ({place.f_code.co_filename}:{place.f_lineno})"
         click.echo(f"Error: {short_text(module)} cannot be imported: {problem}", err=True)
-        leave(1)  # 0 would say that the command did its work
+        leave(1)  # never 0, because the command did not finish
 
-    os._exit = tell
+    os._exit = report
     try:
         yield
     finally:
@@ -102,18 +103,18 @@ def _exit_is_told(module: str) -> Iterator[None]:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Where a module raised it, in brackets; empty if none of its lines ran."""
+    """Return the file and line in a module that raised, in parentheses; empty if none of it ran."""
     lines = [
         f" ({frame.f_code.co_filename}:{line})"
         for frame, line in traceback.walk_tb(error.__traceback__)
         if not frame.f_code.co_filename.startswith("<frozen ")
     ]
-    return lines[-1] if len(lines) > 2 else ""  # the first two are those that import it
+    return lines[-1] if len(lines) > 2 else ""  # the first two are in this file and importlib
 
 
 @contextlib.contextmanager
-def errors_told(what: str) -> Iterator[None]:
-    """Ends the command where something in the block raises, and says what that was about."""
+def report_errors(what: str) -> Iterator[None]:
+    """Convert an exception in the block to a click.ClickException that starts with `what`."""
     try:
         yield
     except click.ClickException:
@@ -123,7 +124,7 @@ def errors_told(what: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an exception, and the first line of what it says, made short."""
+    """Return the type of an exception and the first line of its message, shortened."""
     text = str(error).strip().partition("\n")[0]
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

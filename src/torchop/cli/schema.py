@@ -99,7 +99,7 @@ def _read(path: Path) -> dict[str, Schema]:
         values = json.loads(path.read_text(encoding="utf-8"))
         texts: Mapping[str, Any] = values["schemas"]
         if values["format"] != _FORMAT or not isinstance(texts, dict):
-            raise ValueError("its format is of another version")
+            raise ValueError("unknown format version")
         return {op: _parsed(op, text) for op, text in texts.items()}
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise click.ClickException(

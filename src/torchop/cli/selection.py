@@ -1,4 +1,4 @@
-"""The operators that a command is about: those of packages, and those that match patterns."""
+"""Select the operators of a command by package or pattern, and print tables."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from torchop.testing._extras import installing
 
 
 class Selection(NamedTuple):
-    """Operators, and the modules that another process imports to have them."""
+    """Selected operators, and the modules that a child process must import to register them."""
 
     modules: tuple[str, ...]
     operators: tuple[str, ...]
 
 
 def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds arguments to a command that say which operators; it gets a `Selection`."""
+    """Add arguments that select operators to a command, which receives a `Selection`."""
 
     @functools.wraps(command)
     def selected(names: tuple[str, ...], imports: tuple[str, ...], **options: Any) -> Any:
@@ -50,19 +50,19 @@ def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require(package: str, what: str) -> None:
-    """Raises click.ClickException if something needs a package that is not installed."""
+    """Raise click.ClickException if `package`, which `what` needs, is not installed."""
     if importlib.util.find_spec(package) is None:
         raise click.ClickException(f"{what} needs {package}: {installing('cli')}")
 
 
 def console() -> Console:
-    """Where a command prints; a file or a program does not want lines broken."""
+    """Return a console that does not wrap lines if the output is not a terminal."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=10_000)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table; what is too long for a column goes on in its next line, such as a path."""
+    """Print a table. Long cells, such as paths, wrap within their column."""
     folded = [Column(name, overflow="fold") for name in columns]
     table = Table(*folded, box=None, pad_edge=False)
     for row in rows:
@@ -71,17 +71,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An option for a file that a command writes at its end.
-
-    Finding out then that it cannot be written would be too late.
-    """
+    """Make an option for an output file that is checked before the command runs."""
 
     def checked(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
         if path is None:
             return None
-        path = path.absolute()  # a program that the command runs may go elsewhere
+        path = path.absolute()  # the command may run a program that changes the directory
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise click.BadParameter(f"nothing can be written to {path}")
+            raise click.BadParameter(f"{path} cannot be written to")
         return path
 
     kind = click.Path(dir_okay=False, path_type=Path)
@@ -89,24 +86,24 @@ def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Call
 
 
 def short_place(place: str) -> str:
-    """A place, relative to the present folder if it is inside."""
+    """Return a place relative to the working directory, if it is inside."""
     file, separator, line = place.rpartition(":")
     relative = os.path.relpath(file) if os.path.isabs(file) else file
     return f"{file if relative.startswith('..') else relative}{separator}{line}"
 
 
 def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
-    """Imports packages, and finds their operators.
+    """Import packages and find their operators.
 
     Args:
-        names: of packages, and patterns of operators, which have `::`. For a pattern, the package
-            is imported that is called as the namespace, if there is one.
-        imports: more modules to import.
+        names: packages, and patterns of operators, which contain `::`. For a pattern, import the
+            package with the name of the namespace, if there is one.
+        imports: other modules to import.
 
     Raises:
-        click.ClickException: a module cannot be imported, or there is no such operator.
+        click.ClickException: a module cannot be imported, or no operator matches.
     """
-    # First, because importing it registers operators that are no package's.
+    # Import Dynamo first, because it registers operators, which no package must claim.
     on_demand.import_dynamo()
     before = set(patterns.all_names())
     modules = list(imports)
@@ -126,7 +123,7 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
     is_importable = namespace.isidentifier() and (
         namespace in sys.modules or importlib.util.find_spec(namespace) is not None
     )
-    # One that is imported in part registers what that part does.
+    # If the user named modules, they register the operators, perhaps without the whole package.
     if is_importable and namespace not in modules and not modules:
         import_all([namespace])
         modules.append(namespace)
@@ -139,10 +136,11 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
 
 
 def _registered(package: str, before: set[OpName]) -> set[OpName]:
-    """The operators of a package: those that it registers, as far as that can be known."""
+    """Import a package, and return the operators that it registers, as far as that is known."""
     import_all([package])
     operators = {name for name in patterns.all_names() if patterns.is_match(name, "*")}
-    # What C++ defines has no module: it is the package's if importing that brought it.
+    # Operators defined in C++ have no module. They belong to the package if importing it registered
+    # them.
     registered = {
         name
         for name in operators
@@ -150,7 +148,7 @@ def _registered(package: str, before: set[OpName]) -> set[OpName]:
     }
     if not registered:
         raise click.ClickException(
-            f"{package} registers no operator that can be recognized as its own; name them with a "
-            f"pattern and what to import: 'namespace::*' --import {package}"
+            f"{package} registers no operator that can be recognized as its own. Pass a pattern "
+            f"and the module to import: 'namespace::*' --import {package}"
         )
     return registered
