@@ -370,7 +370,7 @@ def test_a_process_without_acceleration_changes_nothing():
     """
     ran = run_forked(code, TORCHOP_NATIVE="0")
     assert ran.returncode == 0, ran.stderr
-    assert "the native call path is not there" in ran.stdout
+    assert "the native call path is not loaded" in ran.stdout
 
 
 def test_the_end_of_a_library_is_noticed_while_the_collector_is_frozen(namespace, library):

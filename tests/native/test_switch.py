@@ -132,7 +132,7 @@ def test_operator_of_the_low_level_is_native_afterwards(switching):
         assert torch.ops.switched_low.op(T).tolist() == [1, 1]
         if not calls:
             reason = torchop.explain("switched_low::op", T).reason
-            assert reason == "the native call path is not there (building)"
+            assert reason == "the native call path is not loaded (building)"
             finish_build()
         assert torchop.native.counters("switched_low::op").get("native", 0) == calls
     assert [x.tolist() for x in overload(T)] == [[0, 0]]
@@ -312,6 +312,6 @@ def test_gradients_of_a_pytorch_with_other_nodes_are_logged(monkeypatch, caplog)
     (message,) = caplog.messages
     assert message == (
         "Calls that record a gradient go through the dispatcher: the autograd nodes of PyTorch "
-        f"{torch.__version__} have the new field more, so this version of torchop does not know "
-        "how to fill them."
+        f"{torch.__version__} have the new field more, which this version of torchop does not "
+        "support."
     )

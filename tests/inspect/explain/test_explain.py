@@ -144,5 +144,5 @@ def test_without_the_extension():
         TORCHOP_NATIVE="0",
     )
     assert assert_clean(done) == (
-        "the native call path is not there (TORCHOP_NATIVE=0 turns it off)\n"
+        "the native call path is not loaded (TORCHOP_NATIVE=0 turns it off)\n"
     )

@@ -28,7 +28,7 @@ def test_gradient_on_a_pytorch_with_other_nodes(op, monkeypatch):
     monkeypatch.setattr(recipe, "node_fields", lambda: fields)
     op.register_autograd(lambda ctx, grad: (grad, None))
     explanation = check(op, Reason.GRADIENT, needing_grad())
-    assert " have the new field more, so this version of torchop" in explanation.reason
+    assert " have the new field more, which this version of torchop" in explanation.reason
     check(op, Reason.NATIVE, T)
 
 

@@ -55,7 +55,7 @@ def test_failure_is_an_error(source: Path, compiler: Callable[[str], Path]) -> N
 
 def test_folder_that_cannot_be_made(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(NativeUnavailableError, match="file cannot be made: File exists"):
+    with pytest.raises(NativeUnavailableError, match="file cannot be created: File exists"):
         api.build(tmp_path / "file", source=source)
 
 

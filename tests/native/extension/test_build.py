@@ -117,7 +117,7 @@ def test_stop_ends_the_wait_for_another_process(
     with open(f"{target}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         build.stop()
-        with pytest.raises(NativeUnavailableError, match="the program ended first"):
+        with pytest.raises(NativeUnavailableError, match="the program exited first"):
             build.run_in_cache()
     assert runs(copying_compiler) == 0
 

@@ -198,14 +198,14 @@ def test_relative_home_is_none(
 
 def test_file_in_the_way(cache_folder: Path) -> None:
     cache_folder.write_text("")
-    with pytest.raises(NativeUnavailableError, match=f"cannot be made: File exists. {REMEDY}"):
+    with pytest.raises(NativeUnavailableError, match=f"cannot be created: File exists. {REMEDY}"):
         files.make_cache_folder()
 
 
 def test_file_in_the_way_of_a_parent(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_folder.write_text("")
     monkeypatch.setenv("TORCHOP_CACHE_DIR", str(cache_folder / "below"))
-    with pytest.raises(NativeUnavailableError, match=f"cannot be made: .*{REMEDY}"):
+    with pytest.raises(NativeUnavailableError, match=f"cannot be created: .*{REMEDY}"):
         files.make_cache_folder()
 
 

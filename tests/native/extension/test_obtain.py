@@ -144,7 +144,7 @@ def test_python_without_the_lock_keeps_it_off(
     assert (status.state, status.reason) == ("off", reason)
     assert not extension.wait(receiver, None)
     monkeypatch.setattr(api, "extension", extension)
-    assert why_missing() == f"the native call path is not there ({reason})"
+    assert why_missing() == f"the native call path is not loaded ({reason})"
 
 
 @pytest.mark.usefixtures("needs_no_lock", "in_cache", "no_child", "without_lock")
@@ -271,7 +271,7 @@ def test_require_raises_with_the_message_of_the_compiler(
 
 def test_cache_that_cannot_be_made_is_a_warning(extension: Extension, cache_folder: Path) -> None:
     cache_folder.write_text("")
-    with pytest.warns(NativeBuildWarning, match=f"{WARNING}the cache folder .* cannot be made"):
+    with pytest.warns(NativeBuildWarning, match=f"{WARNING}the cache folder .* cannot be created"):
         extension.obtain(Receiver())
 
 

@@ -150,8 +150,8 @@ def test_release_with_other_nodes_is_refused_with_the_fields(
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     declare(monkeypatch, tmp_path, f"{OTHERS.replace('cdata', '')} hooks")
     assert unknown_nodes() == (
-        "the autograd nodes of PyTorch 2.11.0 have the new field hooks, no field cdata, so this "
-        "version of torchop does not know how to fill them"
+        "the autograd nodes of PyTorch 2.11.0 have the new field hooks, no field cdata, which this "
+        "version of torchop does not support"
     )
     assert "-DTORCHOP_KNOWS_NODES=0" in compile_flags()
 

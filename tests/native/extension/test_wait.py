@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("cache_folder")
 
 FAILED = (
     r"^torchop\.native\.wait: the native call path is not available, so calls take longer\. "
-    r"Fix the problem, run `python -m torchop build`, and start this program again; or set "
-    r"TORCHOP_NATIVE=0, with which `wait` returns False instead\. The problem: "
+    r"Fix the problem, run `python -m torchop build`, and restart this program. Or set "
+    r"TORCHOP_NATIVE=0, which makes `wait` return False\. The problem: "
 )
 
 

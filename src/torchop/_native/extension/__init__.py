@@ -1,1 +1,1 @@
-"""Getting the native call path compiled."""
+"""Compile and load the C++ extension with the native call path."""

@@ -1,7 +1,7 @@
-"""The extension of a process: what TORCHOP_NATIVE asks for, finding it, and compiling it.
+"""Obtain the extension in this process: find a compiled file, or compile it in the background.
 
-Nothing waits for the compiler, unless the user asks for that with TORCHOP_NATIVE=require or
-`torchop.native.wait`. Until the extension is loaded, operators work through PyTorch's dispatcher.
+Programs never wait for the compiler, except with TORCHOP_NATIVE=require and in
+`torchop.native.wait`. Until the extension is loaded, operators run through PyTorch's dispatcher.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ OnReady = Callable[[ModuleType], None]
 
 
 def mode() -> Mode:
-    """What TORCHOP_NATIVE asks for; "auto" if it is not set."""
+    """Return the value of TORCHOP_NATIVE, by default "auto"."""
     value = os.environ.get("TORCHOP_NATIVE") or "auto"
     if value not in get_args(Mode):
         raise ValueError(
             f"the environment variable TORCHOP_NATIVE is {short_repr(value)}, and must be one of: "
-            "auto (use the native call path when it is there, and compile it in the background "
-            "when it is not), 0 (never), require (wait for it, and fail without it), prebuilt (use "
-            "it when it is there, and never compile it)."
+            "auto (use a compiled native call path, or compile it in the background), 0 (turn it "
+            "off), require (compile it if needed, and raise if that fails), prebuilt (use a "
+            "compiled one, and never compile)."
         )
     return cast(Mode, value)
 
 
 class Status(NamedTuple):
-    """How far a process got with the native call path.
+    """The state of the native call path in this process.
 
     Attributes:
-        mode: what TORCHOP_NATIVE says: `"auto"`, `"0"`, `"require"` or `"prebuilt"`.
-        state: `"off"`, `"idle"` (no operator was called yet), `"building"`, `"found"` (it is being
-            loaded), `"ready"` (it is in use) or `"failed"`.
-        path: the extension that is loaded, or being loaded or built.
-        reason: why it failed, or why it is off, unless TORCHOP_NATIVE=0 says so.
-        seconds: how long building took, or has taken so far.
-        key: what the extension was compiled for: PyTorch, Python, platform and sources.
+        mode: the value of TORCHOP_NATIVE: `"auto"`, `"0"`, `"require"` or `"prebuilt"`.
+        state: `"off"`, `"idle"` (no operator was called yet), `"building"`, `"found"` (being
+            loaded), `"ready"` (in use) or `"failed"`.
+        path: the extension that is in use, being loaded or being built.
+        reason: why it failed, or why it is off unless TORCHOP_NATIVE=0.
+        seconds: the duration of the build so far.
+        key: the configuration the extension is compiled for: PyTorch, Python, platform and sources.
 
     Example:
         >>> import torchop
@@ -80,17 +80,14 @@ class Status(NamedTuple):
 
 
 class Extension:
-    """The extension of this process.
-
-    The process has one; tests make more, of sources of their own.
-    """
+    """The extension of this process. Tests create further instances, from their own sources."""
 
     def __init__(self, source: Path | None = None) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._is_asked_for = False
-        self._is_settled = threading.Event()  # when it is known whether it can be loaded
-        self._waiters = 0  # callers of `wait`, which raises the failure
+        self._is_requested = False
+        self._is_settled = threading.Event()  # set after loading has succeeded or failed
+        self._waiters = 0  # running calls of `wait`, which raise a failure instead of warning
         self._state: State = "idle"
         self._path: Path | None = None
         self._reason: str | None = None
@@ -101,20 +98,20 @@ class Extension:
         self._build_seconds: float | None = None
 
     def obtain(self, on_ready: OnReady) -> None:
-        """Load the extension, or start to compile it; calls after the first do nothing.
+        """Load the extension, or start to compile it. Calls after the first do nothing.
 
-        A compiled file is loaded, and passed to `on_ready`, before this returns. Otherwise the
-        extension is compiled in a thread, which then calls `on_ready`; with TORCHOP_NATIVE=require,
-        before this returns. With TORCHOP_NATIVE=prebuilt nothing is compiled, and with
-        TORCHOP_NATIVE=0 nothing happens. Nor does anything happen on a Python that runs without its
-        lock, unless it is required, because loading would turn the lock on.
+        If a compiled file exists, loads it and calls `on_ready` before returning. Otherwise
+        compiles the extension in a thread, which then calls `on_ready`. TORCHOP_NATIVE=require
+        compiles it before returning, TORCHOP_NATIVE=prebuilt never compiles, and TORCHOP_NATIVE=0
+        does nothing. On a Python without the GIL that the extension does not support, only
+        TORCHOP_NATIVE=require loads it, because loading would turn the GIL on.
 
-        A failure is one warning, unless TORCHOP_NATIVE=require or a caller of `wait` asks for an
-        exception. An exception in `on_ready` is such a failure.
+        A failure, including an exception in `on_ready`, is one warning. It is an exception with
+        TORCHOP_NATIVE=require or while `wait` is running.
         """
         wanted = mode()
         with self._lock:
-            if self._is_asked_for:
+            if self._is_requested:
                 if self._state == "failed" and wanted == "require":
                     raise _required(self._reason)
                 return
@@ -124,16 +121,16 @@ class Extension:
                 self._reason = None if wanted == "0" else problem
                 return
             self._is_settled.clear()
-            self._is_asked_for = True
+            self._is_requested = True
         try:
             self._load_or_build(wanted, on_ready)
         except BaseException as error:
-            # After Ctrl-C, or in a call deep in a recursion, the next call tries again.
+            # After Ctrl-C or a RecursionError, the next call tries again.
             is_passed_on = not isinstance(error, Exception) or isinstance(error, RecursionError)
             try:
                 self._fail(error)
             finally:
-                self._is_asked_for = not is_passed_on
+                self._is_requested = not is_passed_on
             if is_passed_on:
                 raise
             if wanted == "require":
@@ -145,7 +142,7 @@ class Extension:
                 _errors.warn_at(
                     _errors.users_place(),
                     f"TORCHOP_NATIVE=require turns the GIL on for this process: {problem}. Set "
-                    "TORCHOP_NATIVE=auto to work without the GIL and without native calls.",
+                    "TORCHOP_NATIVE=auto to run without the GIL and without native calls.",
                     NativeBuildWarning,
                 )
 
@@ -153,51 +150,51 @@ class Extension:
         """Obtain the extension, wait for it, and return whether it is loaded.
 
         Raises:
-            NativeUnavailableError: it cannot be compiled or loaded.
+            NativeUnavailableError: compiling or loading failed.
         """
         with self._lock:
             self._waiters += 1
         try:
             self.obtain(on_ready)
-            if self._is_asked_for:
+            if self._is_requested:
                 self._is_settled.wait(timeout)
         finally:
             with self._lock:
                 self._waiters -= 1
-        # Last: if the build fails after the timeout, the failure is a warning.
+        # After leaving `_waiters`: a build that fails after the timeout only warns.
         if self._state == "failed":
             raise NativeUnavailableError(
                 "torchop.native.wait: the native call path is not available, so calls take longer. "
-                "Fix the problem, run `python -m torchop build`, and start this program again; or "
-                "set TORCHOP_NATIVE=0, with which `wait` returns False instead. The problem: "
+                "Fix the problem, run `python -m torchop build`, and restart this program. Or set "
+                "TORCHOP_NATIVE=0, which makes `wait` return False. The problem: "
                 f"{self._reason}"
             )
         return self._state == "ready"
 
     def status(self) -> Status:
-        """Describe the extension of this process."""
+        """Return the state of the extension."""
         seconds = self._build_seconds
         if self._state == "building":
             seconds = time.monotonic() - self._build_started
         return Status(mode(), self._state, self._path, self._reason, seconds, self._key)
 
     def after_fork(self) -> None:
-        """Start over in a forked child, in which the thread that compiles does not exist."""
+        """Reset the state in a forked child, which does not have the thread that compiles."""
         self._lock = threading.Lock()
         self._is_settled = threading.Event()
         self._waiters = 0
         self._build = self._thread = None
         if self._state in ("found", "building"):
-            self._is_asked_for = False
+            self._is_requested = False
             self._state = "idle"
         else:
             self._is_settled.set()
 
     def stop(self) -> None:
-        """Stop a compilation in the background, because the interpreter ends.
+        """Stop a compilation in the background before the interpreter exits.
 
-        The interpreter would end the thread wherever it is. In the dynamic linker, or while it
-        writes to stderr, that aborts the process. The timeout is for a thread that hangs.
+        Otherwise the interpreter would kill the thread. If the thread is in the dynamic linker or
+        writing to stderr, that aborts the process. The timeout is for a thread that hangs.
         """
         if self._build is not None and self._thread is not None:
             self._build.stop()
@@ -235,7 +232,7 @@ class Extension:
                 )
             self._start_build(recipe, wanted, on_ready)
         if chosen is not None:
-            text = f"{chosen}. Another folder has it, or it is compiled."
+            text = f"{chosen}. Using another folder, or compiling it."
             _errors.warn_at(_errors.users_place(), text, NativeBuildWarning)
 
     def _start_build(self, recipe: Recipe, wanted: Mode, on_ready: OnReady) -> None:
@@ -285,7 +282,7 @@ class Extension:
         self._reason = printable(
             str(error) if explains_itself else f"{type(error).__name__}: {error}"
         )
-        self._state = "failed"  # after the reason, which other threads read when they see this
+        self._state = "failed"  # last, because other threads then read the reason
         self._is_settled.set()
 
     def _warn_of_failure(self, place: _errors.Place) -> None:
@@ -294,7 +291,7 @@ class Extension:
                 place,
                 "torchop's native call path is not available. Operators work without it, but calls "
                 "take longer. Fix the problem and run `python -m torchop build`, or set "
-                "TORCHOP_NATIVE=0 to work without it and without this warning. The problem: "
+                "TORCHOP_NATIVE=0 to turn it off without this warning. The problem: "
                 f"{self._reason}",
                 NativeBuildWarning,
             )
@@ -307,7 +304,7 @@ if hasattr(os, "register_at_fork"):  # there is no forking on Windows
 
 
 def status() -> Status:
-    """How far this process got with the native call path.
+    """Return the state of the native call path in this process.
 
     Example:
         >>> import torchop
@@ -318,22 +315,22 @@ def status() -> Status:
 
 
 def why_missing() -> str:
-    """Why calls go through the dispatcher, where the extension is not there."""
+    """Return why calls go through the dispatcher when the extension is not loaded."""
     state = status()
     fallback = "TORCHOP_NATIVE=0 turns it off" if state.state == "off" else state.state
-    return f"the native call path is not there ({state.reason or fallback})"
+    return f"the native call path is not loaded ({state.reason or fallback})"
 
 
 def build(out: Path | None = None, *, force: bool = False, source: Path | None = None) -> Path:
-    """Compile the extension, wait for the compiler, and return the file.
+    """Compile the extension, and return the file.
 
     Args:
-        out: the folder of the file; the user's cache if this is None.
-        force: whether to compile it again if the file exists.
-        source: the folder of the sources; those of torchop if this is None.
+        out: the folder for the file; by default the user's cache.
+        force: whether to recompile if the file exists.
+        source: the folder of the sources; by default torchop's.
 
     Raises:
-        NativeUnavailableError: it cannot be compiled.
+        NativeUnavailableError: compiling failed.
     """
     recipe = make_recipe(source)
     if out is None:
@@ -344,7 +341,7 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise NativeUnavailableError(
-                f"the folder {folder} cannot be made: {error.strerror}"
+                f"the folder {folder} cannot be created: {error.strerror}"
             ) from None
     file = folder / recipe.file_name
     if force or not file.exists():
@@ -359,13 +356,13 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
 
 
 def _writes_notices() -> bool:
-    """Whether this is the process, of those that a program consists of, that informs the user."""
+    """Return whether this is the main process of a program, which prints messages."""
     is_first = os.environ.get("LOCAL_RANK") in (None, "", "0")
     return is_first and multiprocessing.parent_process() is None
 
 
 def _write(line: str) -> None:
-    # A program may have closed its stderr, or have none, as with pythonw.
+    # stderr may be closed, or missing as with pythonw.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
@@ -373,6 +370,6 @@ def _write(line: str) -> None:
 
 def _required(reason: str | None) -> NativeUnavailableError:
     return NativeUnavailableError(
-        "TORCHOP_NATIVE=require asks for torchop's native call path, which is not available. "
-        f"Fix the problem, or set TORCHOP_NATIVE=auto to work without it. The problem: {reason}"
+        "TORCHOP_NATIVE=require is set, but torchop's native call path is not available. "
+        f"Fix the problem, or set TORCHOP_NATIVE=auto to run without it. The problem: {reason}"
     )

@@ -1,4 +1,4 @@
-"""Compile the extension: once for all processes that need it, under a lock of the cache folder."""
+"""Compile the extension once for all processes of a machine, under a lock in the cache folder."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ except ImportError:  # Windows, where nothing is compiled
 
 _LINES_OF_A_MESSAGE = 20
 _BYTES_OF_A_MESSAGE = 8192
-# Held while a compiler starts, and by a fork. A child that is forked meanwhile would inherit the
-# pipe on which `subprocess.Popen` waits for exec, so Popen would wait for the end of that child,
-# which waits for the lock of the target.
+# Prevents forks while `subprocess.Popen` starts the compiler. A forked child would inherit the pipe
+# that Popen reads until exec. Popen would wait for the child to exit, and the child may wait for
+# the file lock that this process holds.
 _starting = threading.Lock()
 if hasattr(os, "register_at_fork"):  # there is no forking on Windows
     os.register_at_fork(
@@ -40,11 +40,11 @@ if hasattr(os, "register_at_fork"):  # there is no forking on Windows
         after_in_parent=_starting.release,
         after_in_child=_starting.release,
     )
-_NICENESS = "10"  # of a compiler in the background: the user's program comes first
+_NICENESS = "10"  # for a compiler in the background, so that the user's program runs first
 
 
 class Build:
-    """One compilation, which another thread may stop."""
+    """One compilation, which another thread can stop."""
 
     def __init__(self, recipe: Recipe, target: Path, *, background: bool = False) -> None:
         self._recipe = recipe
@@ -59,7 +59,7 @@ class Build:
         return self._stopped.is_set()
 
     def run_in_cache(self, *, force: bool = False) -> None:
-        """Compile the file, unless it is there once this process holds the lock.
+        """Take the lock and compile the file, unless it exists by then.
 
         Raises:
             NativeUnavailableError: the compiler failed, or `stop` was called.
@@ -68,13 +68,13 @@ class Build:
             if self.target.exists() and not force:
                 return  # another process compiled it
             if is_alone:
-                # Killed processes left these, because the process at work would hold the lock.
+                # These folders are left over from killed processes: a running one holds the lock.
                 for folder in self.target.parent.glob(f"{self.target.name}.*.build"):
                     shutil.rmtree(folder, ignore_errors=True)
             self.run()
 
     def run(self) -> None:
-        """Compile the file, and replace one of the same name.
+        """Compile the file, and atomically replace an existing one.
 
         Raises:
             NativeUnavailableError: the compiler failed, or `stop` was called.
@@ -88,8 +88,8 @@ class Build:
                 f"the folder {target.parent} cannot be written to: {error.strerror}"
             ) from None
         try:
-            # All sources as one: most of the time goes into PyTorch's headers, which would
-            # otherwise be read once for each source.
+            # One translation unit for all sources, because compiling PyTorch's headers takes most
+            # of the time.
             whole, linked = Path(folder, "call_path.cpp"), Path(folder, target.name)
             sources = sorted(self._recipe.source.absolute().glob("*.cpp"))
             whole.write_text("".join(f'#include "{source}"\n' for source in sources), "utf-8")
@@ -104,14 +104,14 @@ class Build:
             ]
             self._compile(arguments, Path(folder))
             with linked.open("rb") as file:
-                # Otherwise a power failure could leave the name on a file without contents.
+                # Otherwise a power failure could leave an empty file under the final name.
                 os.fsync(file.fileno())
             os.replace(linked, target)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def stop(self) -> None:
-        """Stop the compiler, or the wait for the lock; `run` then raises."""
+        """Stop the compiler or the wait for the lock; `run` then raises."""
         self._stopped.set()
         self._kill()
 
@@ -119,18 +119,19 @@ class Build:
         process = self._process
         if process is not None and process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and the programs that the compiler started
+                os.killpg(process.pid, signal.SIGKILL)  # including the compiler's children
 
     def _compile(self, arguments: list[str], folder: Path) -> None:
         is_nice = self._background and shutil.which("nice") is not None
         nice = ["nice", "-n", _NICENESS] if is_nice else []
-        # Not a pipe, which a server that the compiler starts, as some caches do, would keep open.
+        # Not a pipe: compiler caches such as ccache may start a server that keeps the pipe open.
         with open(folder / "output", "w+b") as output:
             try:
                 with _starting:
                     process = self._process = subprocess.Popen(
                         [*nice, *self._compiler, *arguments],
-                        # Not the user's folder, which an empty entry in PATH or CPATH would mean.
+                        # An empty entry in PATH or CPATH means the working directory, which must
+                        # not be the user's.
                         cwd=folder,
                         env={**os.environ, "TMPDIR": str(folder)},
                         stdin=subprocess.DEVNULL,
@@ -143,7 +144,7 @@ class Build:
                     f"the compiler {self._compiler[0]} cannot be run: {error.strerror}"
                 ) from None
             try:
-                if self.is_stopped:  # before `stop` could see the process
+                if self.is_stopped:  # `stop` was called before `_process` was set
                     self._kill()
                 code = process.wait()
             finally:
@@ -155,9 +156,7 @@ class Build:
                 end = "\n".join(text.splitlines()[-_LINES_OF_A_MESSAGE:])
                 problem = f"failed with exit code {code}"
                 if code < 0:
-                    problem = (
-                        f"was ended by signal {-code} (signal 9 usually means that memory ran out)"
-                    )
+                    problem = f"was killed by signal {-code} (signal 9 usually means out of memory)"
                 raise NativeUnavailableError(
                     f"the compiler {self._compiler[0]} {problem}:\n"
                     f"{printable(end) or '(it printed nothing)'}"
@@ -165,10 +164,10 @@ class Build:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Hold the lock of the target, and yield whether the file system has locks.
+        """Hold the lock of the target; yield False if the file system does not support locks.
 
-        The operating system releases the lock when the process dies. The lock file stays: if it
-        were removed, two processes could lock two files of the same name.
+        The operating system releases the lock if the process dies. The lock file is never removed;
+        otherwise two processes could lock two files of the same name.
         """
         try:
             opened = open(f"{self.target}.lock", "w")  # noqa: SIM115  # closed below
@@ -183,22 +182,22 @@ class Build:
                     break
                 except BlockingIOError:
                     if self.is_stopped:
-                        raise NativeUnavailableError("the program ended first") from None
+                        raise NativeUnavailableError("the program exited first") from None
                     time.sleep(0.1)
                 except OSError:
-                    # Some network drives have no locks. Compiling twice wastes time, and does no
-                    # harm: each process puts its file in place in one step.
+                    # Some network drives do not support locks. Compiling twice only wastes time,
+                    # because each process replaces the file atomically.
                     yield False
                     return
             try:
                 yield True
             finally:
-                # A child that was forked meanwhile has the descriptor too, and would keep the lock.
+                # Closing the file is not enough: a forked child shares the descriptor and the lock.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def printable(text: str) -> str:
-    """Return the end of a text, with escapes for characters that would control a terminal."""
+    """Return the end of a text, with control characters escaped."""
     return "".join(
         character
         if character.isprintable() or character in "\n\t"

@@ -1,8 +1,8 @@
-"""Files of compiled extensions: the folders to search, the user's cache, and loading a file.
+"""Find and load compiled extensions, and check that the user's cache is private.
 
-Whoever can write into the cache, or rename a folder above it, runs code in every program of the
-user. So the cache is used only if it belongs to the user, and nobody else can write to it or to a
-folder above it. The other folders are as trusted as the installed package.
+Anybody who can write to the cache, or rename a folder above it, could run code in the user's
+programs. So the cache is used only if it belongs to the user, and if nobody else can write to it or
+to the folders above it. The other folders are trusted like the installed package.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torchop._native.extension.recipe import STEM, Recipe, names_in
 
 MODULE = "torchop._native._call_path"
 PREBUILT = Path(__file__).parents[1] / "prebuilt"
-# What the wheel torchop-native installs. It is looked for beside torchop and beside PyTorch, and
-# not through the import system, which may search the working directory, where anybody's files are.
+# The package of the wheel torchop-native. Searched in the folders that contain torchop and PyTorch.
+# The import system may also search the working directory, which may contain other users' files.
 WHEEL_PACKAGE = "torchop_native"
 WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
 
@@ -38,23 +38,22 @@ class UnusableFileError(ImportError):
 class Place(NamedTuple):
     """A folder to search, and the extension in it."""
 
-    name: str  # as users know it
-    folder: Path | None  # None if the cache has none
-    file: Path | None  # the extension, if it is there and may be loaded
-    problem: str | None  # why there is no folder, or why it is not trusted
+    name: str  # for messages
+    folder: Path | None  # None if the user has no cache folder
+    file: Path | None  # the extension, if it exists and is trusted
+    problem: str | None  # why the folder is missing or not trusted
 
     def miss(self) -> str:
-        """Say why there is no file to load."""
+        """Describe why there is no file to load."""
         if self.problem is not None:
             return f"{self.name}: {self.problem}"
         return f"{self.name} ({self.folder}) has {keys_in(self.folder) or 'no extension'}"
 
 
 def places(recipe: Recipe) -> list[Place]:
-    """List the folders in their order: `TORCHOP_NATIVE_DIR`, the package, the wheel, the cache.
+    """Return the folders in search order: `TORCHOP_NATIVE_DIR`, the package, the wheel, the cache.
 
-    A file in them counts only if its key equals that of `recipe`. The wheel is listed only if it is
-    installed.
+    Only a file with the key of `recipe` counts. The wheel is included only if it is installed.
     """
     trusted = [("package", PREBUILT)]
     wheels = (folder / WHEEL_PACKAGE for folder in dict.fromkeys(WHEEL_FOLDERS))
@@ -84,7 +83,7 @@ def _in_cache(recipe: Recipe) -> Place:
 
 
 def keys_in(folder: Path | None) -> str:
-    """List the keys of the first extensions in a folder, as a text."""
+    """Return the keys of the first extensions in a folder, as text."""
     names = [] if folder is None else names_in(folder)
     keys = [
         name[len(STEM) : -len(".so")]
@@ -96,17 +95,17 @@ def keys_in(folder: Path | None) -> str:
 
 
 def make_cache_folder() -> Path:
-    """Makes the folder if there is none, for the user alone."""
+    """Create the cache folder if needed, private to the user, and return it."""
     path = cache_folder()
     check_folders_above(path)
     try:
         for folder in [*reversed(path.parents), path]:
-            # Also those above, whatever the umask: what is made here is nobody else's to write.
+            # Folders created above the cache must be private too, independent of the umask.
             if not folder.is_dir():
                 folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise NativeUnavailableError(
-            f"the cache folder {path} cannot be made: {error.strerror}. {REMEDY}"
+            f"the cache folder {path} cannot be created: {error.strerror}. {REMEDY}"
         ) from None
     check_private(path)
     if not os.access(path, os.W_OK | os.X_OK):
@@ -115,14 +114,14 @@ def make_cache_folder() -> Path:
 
 
 def check_folders_above(path: Path) -> None:
-    """Checks that nobody else can rename a folder above the cache, and so replace the cache."""
+    """Raise if another user could replace the cache by renaming a folder above it."""
     if not hasattr(os, "geteuid"):
         return
-    for folder in reversed(path.parents):  # from the root: each is safe when the next is looked at
+    for folder in reversed(path.parents):  # from the root, so that checked folders stay in place
         try:
             info = folder.lstat()
         except FileNotFoundError:
-            return  # it will be made, and then it is the user's
+            return  # `make_cache_folder` will create it for the user
         except OSError as error:
             raise NativeUnavailableError(
                 f"the folder {folder}, above the cache, cannot be checked: {error.strerror}. "
@@ -139,15 +138,15 @@ def check_folders_above(path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Check that the cache is a folder of the user, to which nobody else can write."""
-    # lstat: a link could be pointed somewhere else between the check and the use.
+    """Raise unless the cache is a folder that only the user can write to."""
+    # Not `stat`, because a symbolic link could be changed between the check and the use.
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise NativeUnavailableError(
             f"{path} is not a folder (a symbolic link?), so its target may change. {REMEDY}"
         )
     if not hasattr(os, "geteuid"):
-        return  # Windows, where modes say nothing, and a profile is private
+        return  # on Windows, modes mean nothing, and the user's profile is private
     if info.st_uid != os.geteuid():
         _refuse(f"{path} belongs to another user (number {info.st_uid})")
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -157,18 +156,18 @@ def check_private(path: Path) -> None:
 
 def _refuse(problem: str, remedy: str = "") -> NoReturn:
     raise NativeUnavailableError(
-        f"{problem}, who could put code there, and you would run it. {REMEDY}{remedy}"
+        f"{problem}, who could add code that your programs would run. {REMEDY}{remedy}"
     )
 
 
 @functools.cache
 def _is_users_own_group(number: int) -> bool:
-    """Whether a group has the user's name and no other member, as Fedora and Debian make them.
+    """Return whether a group has the user's name and no other members, as on Fedora and Debian.
 
-    Their users make folders that the group may write to; that lets in nobody.
+    Folders of these users are often writable by this group, which gives nobody else access.
     """
-    import grp  # needed for few folders, and not on every platform
-    import pwd  # the same
+    import grp  # rarely needed, and missing on some platforms
+    import pwd
 
     try:
         group, user = grp.getgrgid(number), pwd.getpwuid(os.geteuid())
@@ -178,11 +177,11 @@ def _is_users_own_group(number: int) -> bool:
 
 
 def load(file: Path) -> ModuleType:
-    """Load the extension from a file, or return the module if it is loaded already.
+    """Load the extension from a file, or return the module if it is already loaded.
 
     Raises:
-        UnusableFileError: the dynamic linker cannot load the file. An exception that the extension
-            raises, which may reject this PyTorch, is raised unchanged.
+        UnusableFileError: the dynamic linker cannot load the file. Exceptions of the extension
+            itself, which may reject this PyTorch, are not converted.
     """
     loaded = sys.modules.get(MODULE)
     if loaded is not None and loaded.__file__ == str(file):
@@ -193,7 +192,7 @@ def load(file: Path) -> ModuleType:
     try:
         module = importlib.util.module_from_spec(spec)
     except ImportError as error:
-        if error.path is None:  # raised by the extension, and not by the import system
+        if error.path is None:  # raised by the extension itself
             raise
         raise UnusableFileError(str(error)) from None
     spec.loader.exec_module(module)

@@ -1,7 +1,7 @@
-"""The sources, the flags and the compiler of the extension, and the key of its file.
+"""The sources, flags and compiler of the extension, and the key in its file name.
 
-The file is named after the key alone, and the key holds everything that decides whether a process
-can load it: the PyTorch build, the C++ and Python ABIs, the platform, the sources and the flags.
+The key covers everything that decides whether a process can load the file: the PyTorch build, the
+C++ and Python ABIs, the platform, the sources and the flags.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torchop._errors import NativeUnavailableError, short_repr
 
 CSRC = Path(__file__).parents[1] / "csrc"
 STEM = "_call_path-"
-# The fields of `THPFunction` (torch/csrc/autograd/python_function.h) in PyTorch 2.11 to 2.15: those
-# that the extension fills or reads, and those that it may ignore. A release with any other field
-# sends gradients to the dispatcher, because a new field may have to be filled.
+# The fields of `THPFunction` (torch/csrc/autograd/python_function.h) in PyTorch 2.11 to 2.15:
+# fields that the extension uses, and fields that it may ignore. If a release has any other field,
+# the dispatcher records gradients, because the extension may need to initialize the new field.
 _USED_FIELDS = (
     "needs_input_grad to_save non_differentiable dirty_tensors pure_view output_info input_info "
     "saved_variables is_variable_input saved_for_forward cdata"
@@ -36,13 +36,13 @@ _OTHER_FIELDS = (
     "clear_saved_tensors_on_access saved_tensors_accessed_and_cleared output_grad_dtypes"
 )
 _COMPILERS = ("c++", "g++", "clang++")
-# Whether the extension says that it needs the global interpreter lock: on every Python on which it
-# was not tried without, because later ones count references in other ways.
+# Whether the extension declares that it needs the GIL. It runs without the GIL only on tested
+# releases of Python, because free-threaded reference counting changes between releases.
 NEEDS_LOCK = sys.version_info[:2] not in ((3, 13), (3, 14))
 
 
 class Recipe(NamedTuple):
-    """The sources of the extension, and the key of the file that they compile to here."""
+    """The sources of the extension, and the key of the compiled file."""
 
     source: Path
     key: str
@@ -55,12 +55,12 @@ class Recipe(NamedTuple):
 def make_recipe(source: Path | None = None) -> Recipe:
     """Return the recipe for this PyTorch and this Python.
 
-    The key is readable, so that a listing of the cache shows why a file is not the one wanted. It
-    holds no folder and no compiler, so a file that was compiled elsewhere can be used. Flags in
-    `$CXX` are part of the key: what they change, such as the processor, may not suit others.
+    The key is readable, so that a listing of the cache shows which configurations exist. It
+    contains no folder and no compiler, so a file compiled elsewhere can be used. It contains the
+    flags in `$CXX`, because they may select a processor, for example.
     """
     source = source or CSRC
-    # Not Path.glob, which compiles a regular expression for it.
+    # Not Path.glob, which would compile a regular expression at each start of a program.
     names = [name for name in names_in(source) if name.endswith((".cpp", ".h"))]
     if not any(name.endswith(".cpp") for name in names):
         raise NativeUnavailableError(
@@ -71,12 +71,12 @@ def make_recipe(source: Path | None = None) -> Recipe:
         with open(os.path.join(source, name), "rb", buffering=0) as file:
             text = file.read()
         for part in (name.encode(), text):
-            # With its length, so that a line that moves from one file to the next changes the hash.
+            # Include the length, so that moving a line between files changes the hash.
             contents.update(len(part).to_bytes(8, "little"))
             contents.update(part)
     flags = [*compile_flags(), *link_flags(), *_flags_of_user()]
     contents.update("\0".join(flags).encode("utf-8", "surrogateescape"))
-    # Two builds of PyTorch's sources may have one version, and differ in what the headers declare.
+    # Include the commit, because source builds of the same version may have different headers.
     commit = (torch.version.git_version or "unknown")[:12]
     parts = [
         f"torch{torch.__version__}",
@@ -89,7 +89,7 @@ def make_recipe(source: Path | None = None) -> Recipe:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of the files in a folder; none if it cannot be read."""
+    """Return the file names in a folder; empty if it cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -97,63 +97,61 @@ def names_in(folder: Path) -> list[str]:
 
 
 def lock_problem() -> str | None:
-    """Why this process should not load the extension unasked; None if it may.
+    """Return why this process should not load the extension by default; None if it may.
 
-    Python turns the global interpreter lock on, for the whole process, for an extension that does
-    not declare that it can do without. It is on all the same with PYTHON_GIL=1, or for another one.
+    Python turns the GIL on for the whole process when it loads an extension that requires it.
+    Loading is harmless if the GIL is already on, through PYTHON_GIL=1 or another extension.
     """
     may_load = not NEEDS_LOCK or getattr(sys, "_is_gil_enabled", lambda: True)()  # since 3.13
     return None if may_load else "this Python runs without the GIL, which native calls still need"
 
 
 def compile_flags() -> list[str]:
-    """The flags of the compiler that do not depend on where things are installed."""
+    """Return the compiler flags that do not depend on installation paths."""
     flags = [
-        # Required by the headers of torch 2.13. Those of 2.11 need C++17 and compile with C++20.
+        # PyTorch 2.13 requires C++20; the headers of 2.11 also compile with it.
         "-std=c++20",
         "-O2",
         "-fPIC",
         "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        # Otherwise ATen/ExpandUtils.h, which the headers of autograd include, includes every
-        # operator of PyTorch through ATen/Functions.h.
+        # Otherwise the autograd headers include every operator of PyTorch, through
+        # ATen/ExpandUtils.h and ATen/Functions.h.
         "-DAT_PER_OPERATOR_HEADERS",
-        # `python_error` takes the GIL. By default that instantiates pybind11's registry of types,
-        # which the extension does not use.
+        # Keeps the GIL handling of `python_error` from instantiating pybind11's type registry.
         "-DPYBIND11_SIMPLE_GIL_MANAGEMENT",
         f"-DTORCHOP_KNOWS_NODES={int(unknown_nodes() is None)}",
         f"-DTORCHOP_NEEDS_GIL={int(NEEDS_LOCK)}",
     ]
     if not torch.version.debug:
-        # PyTorch's headers compile debugging checks in without it, some of which call functions
-        # that a release of PyTorch does not have.
+        # Debug checks in PyTorch's headers call functions that release builds do not export.
         flags.append("-DNDEBUG")
     return flags
 
 
 def unknown_nodes() -> str | None:
-    """Return why calls that record a gradient use the dispatcher; None if they are native.
+    """Return why the dispatcher must record gradients; None if native calls can.
 
-    They are native if the struct of the nodes has exactly the fields that the extension fills or
-    may ignore. The key of the extension contains the answer through `compile_flags`.
+    Native calls fill the struct of autograd nodes, so its fields must be known. The key of the
+    extension includes the result through `compile_flags`.
     """
     fields = node_fields()
     if fields is None:
-        return None  # a prebuilt file has the flags of a machine that had the header
+        return None  # no header: only a prebuilt file can be used, which was built with one
     used = set(_USED_FIELDS.split())
     added, missing = sorted(fields - used - set(_OTHER_FIELDS.split())), sorted(used - fields)
     if not added and not missing:
         return None
     changes = [f"the new field {name}" for name in added] + [f"no field {name}" for name in missing]
     return (
-        f"the autograd nodes of PyTorch {torch.__version__} have {', '.join(changes)}, so this "
-        "version of torchop does not know how to fill them"
+        f"the autograd nodes of PyTorch {torch.__version__} have {', '.join(changes)}, which this "
+        "version of torchop does not support"
     )
 
 
 @functools.cache
 def node_fields() -> frozenset[str] | None:
-    """The fields of nodes that are Python objects, by PyTorch's header; None if that is missing."""
+    """Return the fields of `THPFunction` in PyTorch's header; None if the header is missing."""
     file = os.path.join(_headers(), "torch", "csrc", "autograd", "python_function.h")
     try:
         with open(file, encoding="utf-8") as header:
@@ -171,9 +169,9 @@ def _headers() -> Path:
 
 
 def link_flags() -> list[str]:
-    """The flags of the linker that do not depend on where things are installed.
+    """Return the linker flags that do not depend on installation paths.
 
-    There is no run path: PyTorch is loaded before the extension is, and has to be this very one.
+    Sets no run path: the extension must use the PyTorch that is already loaded.
     """
     shared = (
         ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
@@ -182,15 +180,15 @@ def link_flags() -> list[str]:
 
 
 def include_flags() -> list[str]:
-    """Where PyTorch's and Python's headers are, as system headers: their warnings are not ours."""
-    import sysconfig  # half a millisecond, which only programs that compile should take
+    """Return flags for the headers of PyTorch and Python, as system headers to silence warnings."""
+    import sysconfig  # takes 0.5 ms, so import it only to compile
 
     headers = _headers()
     python = Path(sysconfig.get_paths()["include"])
     if not (python / "Python.h").is_file():
         raise NativeUnavailableError(
-            f"the headers of Python are not installed: there is no {python / 'Python.h'}. They "
-            "come with a package such as python3-dev or python3-devel"
+            f"the headers of Python are not installed: there is no {python / 'Python.h'}. Install "
+            "a package such as python3-dev or python3-devel"
         )
     if not headers.is_dir():
         raise NativeUnavailableError(
@@ -201,16 +199,16 @@ def include_flags() -> list[str]:
 
 
 def library_flags() -> list[str]:
-    """Where PyTorch's libraries are, and the C++ library that they use.
+    """Return flags for PyTorch's libraries, and for the C++ library that PyTorch loaded.
 
-    Some compilers link that from an archive. The extension would then have one of its own, whose
-    streams and exceptions are not those of PyTorch, and calls between the two crash.
+    By default, some compilers link the C++ library statically. The extension would then have its
+    own copy of streams and exceptions, and calls between it and PyTorch would crash.
     """
     return [f"-L{Path(torch.__file__).parent / 'lib'}", *_cpp_library()]
 
 
 def _cpp_library() -> list[str]:
-    """The C++ library that PyTorch has loaded, where the system tells it."""
+    """Return the path of the loaded C++ library, if the system provides it."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
             found = re.search(r" (/.*/libstdc\+\+\.so[.0-9]*)$", maps.read(), re.MULTILINE)
@@ -220,17 +218,17 @@ def _cpp_library() -> list[str]:
 
 
 def find_compiler() -> list[str]:
-    """Return the command of the C++ compiler: `$CXX`, or the first of the usual ones.
+    """Return the command of the C++ compiler: `$CXX`, or the first that is installed.
 
-    `$CXX` may hold more than one word, as in `ccache g++`. The working directory is not searched,
-    even if the PATH contains it, because other users' files may be there.
+    `$CXX` may contain arguments, as in `ccache g++`. The working directory is never searched, even
+    if it is in the PATH, because it may contain other users' files.
 
     Raises:
-        NativeUnavailableError: there is no compiler, or `$CXX` names none.
+        NativeUnavailableError: there is no compiler, or `$CXX` is not installed.
     """
     if sys.platform == "win32":
-        # Microsoft's compiler made PyTorch there, and what g++ makes does not link with that.
-        raise NativeUnavailableError("it can be compiled on Linux and macOS only")
+        # PyTorch for Windows is built with MSVC, which the build does not support.
+        raise NativeUnavailableError("it can only be compiled on Linux and macOS")
     words = _words_of_cxx()
     if words:
         path = _which(words[0])
@@ -253,7 +251,7 @@ def _words_of_cxx() -> list[str]:
     text = os.environ.get("CXX", "").strip()
     if not text:
         return []
-    import shlex  # half a millisecond, which few programs need
+    import shlex  # takes 0.5 ms, and is rarely needed
 
     try:
         return shlex.split(text)
@@ -268,15 +266,15 @@ def _flags_of_user() -> list[str]:
 
 
 def _which(program: str) -> str | None:
-    """The path of a program; a relative folder in the PATH is not searched."""
+    """Return the path of a program, ignoring relative folders in the PATH."""
     folders = filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep))
     path_of_program = shutil.which(program, path=os.pathsep.join(folders))
     return path_of_program and os.path.abspath(path_of_program)
 
 
 def _python_and_platform() -> str:
-    # Such as "cpython-311-x86_64-linux-gnu". The import system knows it already; to ask sysconfig
-    # would cost every program several milliseconds.
+    # Such as "cpython-311-x86_64-linux-gnu". Not from sysconfig, which would add several
+    # milliseconds to each start of a program.
     tag = importlib.machinery.EXTENSION_SUFFIXES[0].lstrip(".").rpartition(".")[0]
-    machine = platform.machine()  # macOS leaves it out
+    machine = platform.machine()  # not part of the tag on macOS
     return tag if machine in tag else f"{tag}-{machine}"
