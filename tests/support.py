@@ -191,6 +191,6 @@ def close_operators(namespace: dict[str, Any]) -> None:
     """Frees the names of operators, so that the next page can use them too."""
     for value in namespace.values():
         if isinstance(value, torchop.CustomOp):
-            value._definition.end("the page that defined it is over")
+            value._definition.deregister("the page that defined it is over")
         elif isinstance(value, torchop.Library):
             value.close()

@@ -247,7 +247,7 @@ def test_the_same_registration_again_is_the_same_operator(namespace: str) -> Non
     with pytest.raises(torchop.OperatorGoneError):
         first(torch.ones(1))
     # Of an operator that ended in the meantime, nothing is returned.
-    second._definition.end("over")
+    second._definition.deregister("over")
     assert register()(torch.ones(1)).tolist() == [2]
 
 

@@ -200,7 +200,7 @@ def device_type_that_is_none(n: str) -> None:
     scale_of(n, device_types="gpu")
 
 
-@mistake(torchop.RedefinitionWarning, cause="is defined again", fix="Give one of them another name")
+@mistake(torchop.RedefinitionWarning, cause="is defined again", fix="Rename one of them")
 def defined_twice(n: str) -> None:
     scale_of(n)
 

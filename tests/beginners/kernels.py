@@ -45,7 +45,7 @@ def kernel_returns_an_array(n: str) -> None:
     returning(n, Tensor, lambda x: x.numpy() * 2)
 
 
-@mistake(TypeError, cause="must return None", fix="Leave out the return")
+@mistake(TypeError, cause="must return None", fix="Remove the return statement")
 def kernel_returns_what_it_writes(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args=("x",))
     def f(x: Tensor) -> None:

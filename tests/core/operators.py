@@ -32,7 +32,7 @@ def inlined(namespace: str) -> Any:
     return op
 
 
-def with_companions(namespace: str) -> Callable[[Tensor], Tensor]:
+def with_helpers(namespace: str) -> Callable[[Tensor], Tensor]:
     def op(x: Tensor) -> list[Tensor]:
         return [x + 1]
 

@@ -162,7 +162,7 @@ def test_sparse_input_may_not_be_returned_either(namespace):
 
 @pytest.mark.parametrize(
     ("shape", "words"),
-    [((2, 3), "'x' of shape [2, 3]."), ((0, 3), "'x' of shape [0, 3], which is empty.")],
+    [((2, 3), "'x' of shape [2, 3]."), ((0, 3), "'x' of shape [0, 3] (empty).")],
 )
 def test_an_alias_error_names_the_shapes_of_the_call(namespace, shape, words):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())

@@ -20,7 +20,7 @@ from tests.core.operators import (
     names,
     of_a_class,
     plain,
-    with_companions,
+    with_helpers,
 )
 from torchop._compat import libraries, operators, registries, torch_ops
 from torchop._core import define, registry
@@ -42,7 +42,7 @@ class InjectedError(Exception):
 STEPS: dict[str, tuple[Any, str]] = {
     "warn": (registry, "warn"),
     "check the name": (registry, "check_free"),
-    "end the older one": (define, "end_older"),
+    "end the older one": (define, "deregister_existing"),
     "make a library": (define, "OwnLibrary"),
     "make the definition": (define, "Definition"),
     "follow the library": (libraries, "on_close"),
@@ -61,7 +61,7 @@ STEPS: dict[str, tuple[Any, str]] = {
 }
 
 
-KINDS = {f.__name__: f for f in (plain, inlined, with_companions, of_a_class, family)}
+KINDS = {f.__name__: f for f in (plain, inlined, with_helpers, of_a_class, family)}
 
 
 class Injection(NamedTuple):
@@ -153,7 +153,7 @@ def test_a_redefinition_that_raises_leaves_the_older_one_or_a_free_name(
 def test_every_step_is_one_of_a_redefinition(namespace):
     # Or nothing would raise in the tests above.
     def again() -> None:
-        for make in (plain, inlined, plain, with_companions):
+        for make in (plain, inlined, plain, with_helpers):
             make(namespace)
 
     with warnings.catch_warnings():

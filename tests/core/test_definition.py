@@ -42,7 +42,7 @@ def test_definition_knows_its_operator(namespace):
     assert definition.is_ours
     assert definition.handle is op
     assert definition.overload is op.overload
-    assert definition.reason_gone is None
+    assert definition.deregistration_reason is None
     assert definition.callers_library is None
     assert definition.declaration.site.file == __file__
     assert definition.declaration.site.module == __name__
@@ -91,9 +91,9 @@ def test_operator_of_others_gets_a_kernel_when_a_rule_needs_it(namespace):
 
 def test_closing_ends_the_operator_once_and_keeps_the_first_reason(namespace):
     op = define(namespace)
-    op._definition.end("the first reason")
-    op._definition.end("another reason")
-    assert op._definition.reason_gone == "the first reason"
+    op._definition.deregister("the first reason")
+    op._definition.deregister("another reason")
+    assert op._definition.deregistration_reason == "the first reason"
     with pytest.raises(torchop.OperatorGoneError, match="the first reason"):
         op(T)
     assert torch._C._get_operation_overload(f"{namespace}::op", "") is None

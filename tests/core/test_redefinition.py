@@ -193,7 +193,9 @@ def test_where_it_exists_is_told_in_whole(namespace):
     found = {"torch": torch}
     exec(compile(source, "/a folder/file.py", "exec"), found)
     found["library"].define(f"op{SCHEMA}")
-    with pytest.raises(RuntimeError, match=r"registered at /a folder/file\.py:1\. Give one of th"):
+    with pytest.raises(
+        RuntimeError, match=r"registered at /a folder/file\.py:1\. Rename one of th"
+    ):
         torchop.custom_op(f"{namespace}::op", second, mutates_args=())
     found["library"]._destroy()
 

@@ -172,7 +172,7 @@ def test_a_handle_is_loaded_from_a_pickle_by_importing_its_module(
     import ops_of_a_class  # type: ignore[import-not-found]
 
     pickled = pickle.dumps(ops_of_a_class.double)
-    ops_of_a_class.double._definition.end("gone")
+    ops_of_a_class.double._definition.deregister("gone")
     del sys.modules["ops_of_a_class"]
     assert torch.equal(pickle.loads(pickled)(torch.ones(1)), torch.tensor([2.0]))
 

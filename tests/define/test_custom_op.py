@@ -277,7 +277,7 @@ def test_an_integer_that_is_too_large_is_told_so(namespace, parameter, number):
         mutates_args=(),
         schema=f"(Tensor x, {parameter}) -> Tensor",
     )
-    with pytest.raises(torchop.ArgumentError, match=r" It does not fit into 64 bits\.$"):
+    with pytest.raises(torchop.ArgumentError, match=r" It does not fit in 64 bits\.$"):
         op(T, number)
     with pytest.raises(torchop.ArgumentError, match=r"found type 'str'.*-> Tensor\.$"):
         op(T, "two")
@@ -290,7 +290,7 @@ def test_none_in_a_list_of_tensors_is_named(namespace):
 
     for xs in ([None], [torch.ones(1), None], [None, torch.ones(1)]):
         with pytest.raises(
-            torchop.ArgumentError, match=r"Leave None out of xs, or .*Tensor\?\[\]"
+            torchop.ArgumentError, match=r"Remove None from xs, or .*Tensor\?\[\]"
         ) as e:
             op(xs)
         assert "C++" not in str(e.value)

@@ -297,7 +297,7 @@ def test_notebooks_show_what_is_registered(namespace):
     assert shown.startswith(f"<p><code>{namespace}::op(Tensor x, float factor=2., *, bool")
     assert "-&gt; Tensor</code></p><ul><li>Smaller &lt;b&gt;and&lt;/b&gt; larger.</li>" in shown
     assert "<li>kernels for cpu</li>" in shown
-    op._definition.end("for the test")
+    op._definition.deregister("for the test")
     assert op._repr_html_() == f"<p><code>&lt;torchop.CustomOp {namespace}::op, gone&gt;</code></p>"
 
 
@@ -417,7 +417,7 @@ def test_pickle_imports_the_module_that_defines_the_operator(tmp_path, namespace
 def test_pickle_of_an_operator_that_its_module_does_not_define_says_so(namespace):
     op = define(namespace)
     written = pickle.dumps(op)
-    op._definition.end("for the test")
+    op._definition.deregister("for the test")
     with pytest.raises(torchop.OperatorNotFoundError, match=f"importing '{__name__}' did not"):
         pickle.loads(written)
 

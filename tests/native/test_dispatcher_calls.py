@@ -231,7 +231,7 @@ def test_an_operator_ends_while_a_call_stays_in_the_dispatcher():
 
         warnings.simplefilter("ignore", torchop.RedefinitionWarning)
         dispatched = Refused("kept")
-        dispatched.op._definition.end("it was closed")
+        dispatched.op._definition.deregister("it was closed")
         dispatched.released.set()
         dispatched.call.join(60)
         assert not dispatched.results

@@ -54,7 +54,7 @@ def is_match(name: OpName, pattern: str) -> bool:
 
 def _is_helper(name: OpName) -> bool:
     definition = own_definition(None, name)
-    return definition is not None and definition.declaration.is_companion
+    return definition is not None and definition.declaration.is_helper
 
 
 def value_for(name: OpName, by_pattern: Mapping[str, Value]) -> Value | None:

@@ -88,7 +88,7 @@ def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | N
 _NODES_FILE = os.path.join("torch", "_dynamo", "utils.py")
 
 
-def torchscript_asks() -> bool:
+def torchscript_is_inspecting() -> bool:
     """Return whether TorchScript called `inspect.signature`, and so our caller."""
     for frame, _ in traceback.walk_stack(sys._getframe(2)):
         if frame.f_globals.get("__name__") != inspect.__name__:

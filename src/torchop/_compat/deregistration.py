@@ -27,7 +27,7 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 Name: TypeAlias = tuple[str, str, str]
 
 
-def _retire_overload(
+def _invalidate_overload(
     namespace: str, name: str, overload: str, reason: Callable[[], str]
 ) -> Iterator[Any]:
     """Make an overload and the packet raise, before the operator is deregistered.
@@ -37,26 +37,28 @@ def _retire_overload(
     """
     packet = torch_ops.existing_packet(namespace, name)
     # Keep the raising overload in the packet. Otherwise a forgotten packet would create a new
-    # overload that still calls the operator and is never retired.
+    # overload that still calls the operator and is never invalidated.
     existing = None if packet is None else vars(packet).get(overload or "default")
     cached = _cached.get((namespace, name, overload), [])
     if existing is not None and existing not in cached:
         cached = _cached[namespace, name, overload] = [*cached, existing]
     for each in cached:
-        if not torch_ops.is_retired(each):
-            _retire(each, reason)
+        if not torch_ops.is_deregistered(each):
+            _invalidate(each, reason)
             yield each
-    if packet is not None and not torch_ops.is_retired(packet):
-        raising_packet = torch_ops.GonePacket(hash(packet), reason, f"{namespace}::{name}")
+    if packet is not None and not torch_ops.is_deregistered(packet):
+        raising_packet = torch_ops.RaisingPacketFunction(
+            hash(packet), reason, f"{namespace}::{name}"
+        )
         raising_packet.__module__ = packet._op.__module__
         torch_ops.replace_function(packet, raising_packet)
 
 
-def _retire(existing: Any, reason: Callable[[], str]) -> None:
-    raising = torch_ops.Gone(hash(existing), reason)
+def _invalidate(existing: Any, reason: Callable[[], str]) -> None:
+    raising = torch_ops.RaisingFunction(hash(existing), reason)
     if vars(existing).get("_pyobj_dispatcher") is not None:
         existing._pyobj_dispatcher = None
-    # `_op` last, because `is_retired` checks it.
+    # `_op` last, because `is_deregistered` checks it.
     for attribute in ("_op_dk", "_cpp_dispatch_handle", "_handle", "_op"):
         if attribute in vars(existing) or attribute == "_handle":
             vars(existing)[attribute] = raising
@@ -101,7 +103,7 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
     for attribute in attributes.keys() - vars(current).keys():
         del attributes[attribute]
     vars(current._overloadpacket)[overload or "default"] = first
-    # Another thread may have looked it up meanwhile; it must be retired together with the first.
+    # Another thread may have looked up `current`; it must be invalidated together with `first`.
     cached[1:] = [current]
 
 
@@ -123,19 +125,19 @@ def count_calls(op: OpOverload | OpOverloadPacket) -> None:
             found, *_ = torch._C._get_operation_overload(qualname, op._schema.overload_name)
             op._op = torch_ops.counted(op, found, operator)
         else:
-            _retire(op, lambda: f"{op} was deregistered.")
+            _invalidate(op, lambda: f"{op} was deregistered.")
     elif names:
         torch_ops.refresh(op, operator)
     else:
-        torch_ops.replace_function(op, torch_ops.gone_packet(op))
+        torch_ops.replace_function(op, torch_ops.raising_packet_function(op))
 
 
 @contextlib.contextmanager
-def kept_packet(namespace: str, name: str) -> Iterator[None]:
+def preserve_packet(namespace: str, name: str) -> Iterator[None]:
     """Keep a packet in `torch.ops` while the operator is replaced.
 
     Otherwise a thread that looks up the name would create a second packet. Each packet would create
-    an overload, and only one of them could be retired later.
+    an overload, and only one of them could be invalidated later.
     """
     _replaced.add(f"{namespace}::{name}")
     try:
@@ -145,7 +147,7 @@ def kept_packet(namespace: str, name: str) -> Iterator[None]:
         _clear_packet(namespace, name)
 
 
-def retire(names: Collection[Name], reason: Callable[[str], str]) -> None:
+def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
     """Make new calls of operators raise, before the operators are deregistered.
 
     `reason` returns the error message for an operator's name. If native calls are available, this
@@ -155,16 +157,18 @@ def retire(names: Collection[Name], reason: Callable[[str], str]) -> None:
         with contextlib.suppress(AttributeError):
             # Otherwise the first look-up would create an overload that does not raise.
             torch_ops.lookup_overload(*name)
-    retire_existing(names, reason)
+    invalidate_existing(names, reason)
 
 
-def retire_existing(names: Collection[Name], reason: Callable[[str], str]) -> None:
-    """Like `retire`, for operators whose overload has been looked up."""
-    retired: list[Any] = []
+def invalidate_existing(names: Collection[Name], reason: Callable[[str], str]) -> None:
+    """Like `invalidate`, for operators whose overload has been looked up."""
+    invalidated: list[Any] = []
     for name in names:
-        retired += _retire_overload(*name, functools.partial(reason, operators.joined(*name)))
-    if retired:
-        forget_objects(retired)
+        invalidated += _invalidate_overload(
+            *name, functools.partial(reason, operators.joined(*name))
+        )
+    if invalidated:
+        forget_objects(invalidated)
     _hooks.extension.end_calls([operators.joined(*name) for name in names])
 
 
@@ -220,7 +224,7 @@ def _clear_packet(namespace: str, name: str) -> None:
         if name in packets._dir:
             packets._dir.remove(name)
         delattr(packets, name)
-    elif torch_ops.is_retired(packet):
+    elif torch_ops.is_deregistered(packet):
         torch_ops.refresh(packet, _hooks.extension.Operator)
 
 

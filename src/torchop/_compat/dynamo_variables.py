@@ -24,8 +24,8 @@ def trace_as_overload(handle_type: type, flatten: FlattenCall | None = None) -> 
     releases of PyTorch without this table of Dynamo are only slower.
 
     Args:
-        handle_type: a handle's class. Its `overload` is constant while `_definition.reason_gone` is
-            None, and compiles to the same code while `_definition.revision` is the same.
+        handle_type: a handle's class. Its `overload` is constant while the operator is registered,
+            and compiles to the same code while `_definition.revision` is the same.
         flatten: returns the overload's arguments; by default, the arguments of the call.
     """
     if not _handle_types:
@@ -65,7 +65,7 @@ def _handle_builder() -> Any:
     class HandleVariable(UserDefinedObjectVariable):
         def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             handle: Any = self.value
-            if self.source is None or handle._definition.reason_gone is not None:
+            if self.source is None or handle._definition.deregistration_reason is not None:
                 return super().call_function(tx, args, kwargs)  # traces the error of `__call__`
             flatten = _handle_types[type(handle)]
             if flatten is not None:
@@ -74,7 +74,7 @@ def _handle_builder() -> Any:
                     return super().call_function(tx, args, kwargs)
                 args, kwargs = flat
             install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
-            for name in ("reason_gone", "revision"):  # the graph bakes in both values
+            for name in ("deregistration_reason", "revision"):  # the graph bakes in both values
                 part = AttrSource(AttrSource(self.source, "_definition"), name)
                 install_guard(part.make_guard(GuardBuilder.CONSTANT_MATCH))
             return VariableTracker.build(tx, handle.overload).call_function(tx, args, kwargs)

@@ -81,7 +81,7 @@ def implement(
     logs.registration.debug("%s::%s has a kernel at %s", library.ns, name, key)
 
 
-def implement_for_now(
+def implement_temporarily(
     library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]
 ) -> Callable[[], None]:
     """Register a Python kernel, and return a function that removes it.
@@ -167,7 +167,7 @@ class _Contents(NamedTuple):
         if defined is None or implemented is None:
             return  # destroyed before
         names = [operators.parts(qualname) for qualname in defined]
-        deregistration.retire_existing(names, gone_with_library)
+        deregistration.invalidate_existing(names, library_closed_reason)
         for place, handle in enumerate(self.handles):
             if not isinstance(handle, _Once):  # PyTorch's handles fail when destroyed twice
                 self.handles[place] = cast(Any, _Once(handle.destroy))
@@ -187,7 +187,7 @@ class _Contents(NamedTuple):
     @staticmethod
     def _forget(names: list[Any], defined: set[str], implemented: set[str]) -> None:
         # PyTorch would remove the names when it finalizes the library. By then other libraries may
-        # have defined the operators again, and `kept_packet` keeps their packets in `torch.ops`.
+        # have redefined the operators, and `preserve_packet` keeps their packets in `torch.ops`.
         torch.library._defs.difference_update(defined)
         torch.library._impls.difference_update(implemented)
         if not _is_exiting:
@@ -215,7 +215,7 @@ def end(library: torch.library.Library) -> None:
     library._registration_handles[0].destroy()
 
 
-def gone_with_library(name: str) -> str:
+def library_closed_reason(name: str) -> str:
     """Return the error message for an operator whose library was closed."""
     return f"The operator {name} was deregistered: the library that defined it was closed."
 

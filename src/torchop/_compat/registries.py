@@ -86,36 +86,36 @@ def fake_functions(qualname: str) -> list[Callable[..., Any]]:
     return [] if entry is None else [kernel.func for kernel in entry.fake_impl.kernels]
 
 
-class Offer(functools.partial[Any]):
+class DefaultRule(functools.partial[Any]):
     """A default rule of torchop; any other registration replaces it."""
 
 
 def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
     """Register a rule for a mode or Tensor subclass, unless it is registered already."""
-    withdraw_offers(qualname, cls)
+    remove_default_rules(qualname, cls)
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     if rules.find(cls) is not function:
         rules.register(cls, function)
 
 
-def offer_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
+def register_default_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
     """Register a default rule for a mode, unless the mode has a rule."""
     if torch_dispatch_rule(qualname, cls) is None:
-        register_torch_dispatch(qualname, cls, Offer(function))
+        register_torch_dispatch(qualname, cls, DefaultRule(function))
 
 
-def withdraw_offers(qualname: str, *classes: type) -> None:
+def remove_default_rules(qualname: str, *classes: type) -> None:
     """Remove an operator's default rules for `classes`, or for all classes."""
     rules = _rules_registry.find(qualname).torch_dispatch_rules._data
     for cls in classes or tuple(rules):
-        if isinstance(rules.get(cls), Offer):
+        if isinstance(rules.get(cls), DefaultRule):
             del rules[cls]
 
 
-def withdraw_offer(qualname: str, cls: type, function: Callable[..., Any]) -> None:
+def remove_default_rule(qualname: str, cls: type, function: Callable[..., Any]) -> None:
     """Remove a default rule if it still is this function."""
     rule = torch_dispatch_rule(qualname, cls)
-    if isinstance(rule, Offer) and rule.func is function:
+    if isinstance(rule, DefaultRule) and rule.func is function:
         withdraw_torch_dispatch(qualname, cls, rule)
 
 

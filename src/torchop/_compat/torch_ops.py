@@ -36,7 +36,7 @@ def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
     """Return an operator's OpOverload if `torch.ops` holds one already."""
     packet = existing_packet(namespace, name)
     existing = None if packet is None else vars(packet).get(overload or "default")
-    return None if existing is None or is_retired(existing) else existing
+    return None if existing is None or is_deregistered(existing) else existing
 
 
 def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
@@ -45,10 +45,10 @@ def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None
         op = lookup_overload(namespace, name, overload)
     except AttributeError:
         return None
-    return None if is_retired(op) else op
+    return None if is_deregistered(op) else op
 
 
-def overloads_beside(overload: OpOverload) -> list[str]:
+def other_overloads(overload: OpOverload) -> list[str]:
     """Return the names of the other overloads in a packet."""
     names = overload._overloadpacket.overloads()
     return ["" if n == "default" else n for n in names if n != overload._overloadname]
@@ -59,7 +59,7 @@ def refresh_packet(namespace: str, name: str, operator: Any) -> None:
     if packet is not None:
         attributes = vars(packet)
         for name, value in list(attributes.items()):
-            if isinstance(value, OpOverload) and is_retired(value):
+            if isinstance(value, OpOverload) and is_deregistered(value):
                 del attributes[name]
         refresh(packet, operator)
 
@@ -90,23 +90,29 @@ def counted(op: OpOverload | OpOverloadPacket, function: Any, operator: Any) -> 
     """
     if isinstance(op, OpOverload):
         return operator(
-            op, None, function, Gone(hash(op), lambda: f"{op} was deregistered."), [op._name]
+            op,
+            None,
+            function,
+            RaisingFunction(hash(op), lambda: f"{op} was deregistered."),
+            [op._name],
         )
     name = op._qualified_op_name
     overloads = [f"{name}.{each}".removesuffix(".default") for each in op.overloads()]
-    return operator(op, None, function, gone_packet(op), overloads)
+    return operator(op, None, function, raising_packet_function(op), overloads)
 
 
-def gone_packet(packet: OpOverloadPacket) -> GonePacket:
+def raising_packet_function(packet: OpOverloadPacket) -> RaisingPacketFunction:
     """Return the replacement for a packet's function after an overload was deregistered."""
     name = packet._qualified_op_name
-    return GonePacket(hash(packet), lambda: f"An overload of {name} was deregistered.", name)
+    return RaisingPacketFunction(
+        hash(packet), lambda: f"An overload of {name} was deregistered.", name
+    )
 
 
 def replace_function(packet: OpOverloadPacket, function: Any) -> None:
     """Replace a packet's function, also in TorchScript's table of functions by identity."""
     torch.jit._builtins._get_builtin_table().pop(id(packet._op), None)
-    if not isinstance(function, Gone):
+    if not isinstance(function, RaisingFunction):
         torch.jit._builtins._register_builtin(function, packet._qualified_op_name)
     packet._op = function
 
@@ -118,12 +124,12 @@ def existing_packet(namespace: str, name: str) -> Any | None:
     return None if operators is None else vars(operators).get(name)
 
 
-def is_retired(op: OpOverload | OpOverloadPacket) -> bool:
+def is_deregistered(op: OpOverload | OpOverloadPacket) -> bool:
     """Return whether the operator of an overload or packet was deregistered, or is about to be."""
-    return isinstance(vars(op).get("_op"), Gone)
+    return isinstance(vars(op).get("_op"), RaisingFunction)
 
 
-class Gone:
+class RaisingFunction:
     """Replaces the function of a deregistered operator, and raises when called."""
 
     def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
@@ -147,7 +153,7 @@ class Gone:
         return self
 
 
-class GonePacket(Gone):
+class RaisingPacketFunction(RaisingFunction):
     """Replaces a packet's function, and forwards to the operator that has its name now, if any."""
 
     def __init__(self, original_hash: int, reason: Callable[[], str], qualname: str) -> None:

@@ -1,1 +1,1 @@
-"""What an operator is: its definition, its rules, its lifetime."""
+"""The definition of an operator: its schema, rules, call plan and lifetime."""

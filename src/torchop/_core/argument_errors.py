@@ -1,4 +1,4 @@
-"""Turns what PyTorch's dispatcher says of wrong arguments into errors that also name the fix."""
+"""Convert the dispatcher's errors about wrong arguments to errors that also name the fix."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torchop._schema.naming import OpName
 
 
 def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
-    """What to raise if the dispatcher raised `error` because of the arguments; else None."""
+    """Return the error to raise if the dispatcher rejected the arguments; otherwise None."""
     if type(error) is not RuntimeError:
         return None
     if dtensor.is_mixed(error):
         return ArgumentError(
-            f"{name}: some tensors of the call are DTensors, and others are plain. Make all of "
-            "them DTensors, such as by torch.distributed.tensor.distribute_tensor(tensor, mesh, "
-            "[Replicate()]); or call it on local tensors: inside of "
-            "torch.distributed.tensor.experimental.local_map, or on tensor.to_local()."
+            f"{name}: the call mixes DTensors and plain tensors. Convert all of them to DTensors, "
+            "such as with torch.distributed.tensor.distribute_tensor(tensor, mesh, [Replicate()]). "
+            "Or call the operator on local tensors, inside "
+            "torch.distributed.tensor.experimental.local_map or with tensor.to_local()."
         )
     text = str(error)
     if (counted := _COUNT.match(text)) and counted["name"] == name.packet:
@@ -38,7 +38,7 @@ def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
     )
 
 
-# What the dispatcher says of a call with too many or too few arguments, or a keyword that is none.
+# The dispatcher's messages about too many or too few arguments, and about unknown keywords.
 _COUNT = re.compile(
     r"(?P<sentence>(?P<name>\S+)\(\) (?P<problem>takes|expected at most|is missing).*?)\.? +"
     r"Declaration: (?P<schema>.*)"
@@ -63,7 +63,7 @@ _VALUE = re.compile(
 
 
 def _fix_of_argument(sentence: str, value: str) -> str:
-    """What to pass instead of a value of the wrong type, if that is obvious."""
+    """Return advice for a value of the wrong type; empty if there is none."""
     match = _VALUE.match(sentence)
     if match is None:
         return ""
@@ -73,7 +73,7 @@ def _fix_of_argument(sentence: str, value: str) -> str:
         return f" Pass a list, even for one: {name}=[...]."
     if expected == "List[Tensor]" and re.search(r"[\[( ]None[,)\]]", value):
         return (
-            f" Leave None out of {name}, or let the schema say Tensor?[] (annotated as "
+            f" Remove None from {name}, or declare it as Tensor?[] (annotated as "
             "list[Tensor | None])."
         )
     if expected.startswith("Tensor"):
@@ -82,7 +82,7 @@ def _fix_of_argument(sentence: str, value: str) -> str:
         if got in ("int", "float", "bool", "complex", "list", "tuple"):
             return f" Convert it to a tensor: {name}=torch.tensor(...)."
     if expected.rstrip("]") == got == "int":
-        return " It does not fit into 64 bits."
+        return " It does not fit in 64 bits."
     if got == "Tensor" and expected.rstrip("]") in ("int", "float", "bool", "number"):
         return f" Pass a number: {name}=tensor.item()."
     return ""

@@ -1,4 +1,4 @@
-"""Blocks of a thread or task that can also decorate functions."""
+"""A base class for context managers that can also decorate functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Block(contextlib.ContextDecorator):
-    """A context manager and a decorator, which refuses functions whose body runs after the call."""
+    """A context manager and decorator that rejects generator and coroutine functions.
+
+    Their body runs after the call, when the block has exited.
+    """
 
     def __call__(self, function: _Function) -> _Function:
         kinds = (

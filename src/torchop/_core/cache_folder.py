@@ -1,4 +1,4 @@
-"""Where the user's cache is: the compiled extension, and measurements of kernels."""
+"""Location of the user's cache, which holds the compiled extension and kernel measurements."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ REMEDY = "Set TORCHOP_CACHE_DIR to a folder that only you can write to"
 
 
 def cache_folder() -> Path:
-    """Where the cache is, or would be: `TORCHOP_CACHE_DIR`, or `torchop` in the user's caches.
+    """Return the cache folder: `TORCHOP_CACHE_DIR`, or `torchop` in the user's cache directory.
 
-    There is no symbolic link above it: links are followed here, once, so that the folders that are
-    checked are those that are used.
+    Resolves symbolic links above the folder, so that permission checks cover the folders that are
+    used.
     """
     path = os.environ.get("TORCHOP_CACHE_DIR")
     folder = Path(path).absolute() if path else _caches_of_user() / "torchop"
@@ -24,17 +24,15 @@ def cache_folder() -> Path:
 
 def _caches_of_user() -> Path:
     path = os.environ.get("XDG_CACHE_HOME")
-    # The standard of the XDG says to ignore a relative one.
+    # The XDG specification requires that relative paths are ignored.
     if path and Path(path).is_absolute():
         return Path(path)
     try:
         home = Path.home()
     except RuntimeError:
         home = Path()
-    if not home.is_absolute():  # the working directory may hold anybody's files
-        raise NativeUnavailableError(
-            f"there is no home folder, so there is no place for a cache. {REMEDY}"
-        )
+    if not home.is_absolute():  # the working directory may contain other users' files
+        raise NativeUnavailableError(f"there is no home folder for a cache. {REMEDY}")
     if sys.platform == "darwin":
         return home / "Library" / "Caches"
     if sys.platform == "win32":

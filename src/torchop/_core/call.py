@@ -1,4 +1,4 @@
-"""The arguments of a call: which there are, the tensors among them, and how each is changed."""
+"""Arguments of a call: name them, find tensors in them, and replace them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 
-# The arguments by position, and by name.
+# Positional arguments and keyword arguments.
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def values_by_name(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments that a call passes, by name.
+    """Return the arguments that a call passes, by name.
 
     Args:
         schema: a `Schema` of the operator.
-        args: the arguments by position.
-        kwargs: those by keyword.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
 
     Example:
         >>> from torchop.extend import Operator, values_by_name
@@ -37,7 +37,7 @@ def values_by_name(
 def passed(
     places: Iterable[tuple[int, str]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Some arguments of a call, of `Schema.places`, without those that the call left out."""
+    """Return the arguments of `places` (from `Schema.mutated_places` etc.) that a call passes."""
     return [
         (name, args[index] if index < len(args) else kwargs[name])
         for index, name in places
@@ -48,16 +48,15 @@ def passed(
 def mutated_tensors(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Tensor]]:
-    """Returns the tensors that a call writes into, those inside lists included.
+    """Return the tensors that a call writes into, including tensors in lists.
 
     Args:
         schema: a `Schema` of the operator.
-        args: the arguments by position.
-        kwargs: those by keyword.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
 
     Returns:
-        Pairs of the argument's name and the tensor, in the order of the schema, however the call
-        spelled them.
+        Pairs of argument name and tensor, in the order of the schema.
 
     Example:
         >>> import torch
@@ -73,20 +72,20 @@ def mutated_tensors(
 def returned_arguments(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """What an in-place operator, or one with `out=`, has to return for a call."""
+    """Return the arguments that an in-place or out= operator must return."""
     if schema.form is Form.INPLACE:
         return (args[0],)
     return tuple(kwargs[name] for name in schema.mutated)
 
 
 def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same, as the call returns it: one tensor, or a tuple of several."""
+    """Return the result of an in-place or out= operator: one argument, or a tuple of several."""
     returned = returned_arguments(schema, args, kwargs)
     return returned if len(returned) > 1 else returned[0]
 
 
 def tensors_in(values: Iterable[Any], kind: Any = Tensor) -> Iterator[Any]:
-    """The tensors among arguments or results, or what stands for them; those in lists included."""
+    """Yield the tensors (or instances of `kind`) among values, including those in lists."""
     for value in values:
         if isinstance(value, kind):
             yield value
@@ -97,15 +96,15 @@ def tensors_in(values: Iterable[Any], kind: Any = Tensor) -> Iterator[Any]:
 def named_inputs(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields the tensors of a call, those inside lists included.
+    """Yield the tensors of a call, including tensors in lists.
 
     Args:
         schema: a `Schema` of the operator.
-        args: the arguments by position.
-        kwargs: those by keyword.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
 
     Returns:
-        For each tensor the argument's name, what messages call the place, and the tensor.
+        For each tensor: the argument's name, a description for messages, and the tensor.
 
     Example:
         >>> import torch
@@ -120,20 +119,20 @@ def named_inputs(
 def named_tensors(
     values: Iterable[tuple[str, Any]], noun: str = "input"
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """The same as `named_inputs`, for some arguments of a call and their names."""
+    """Like `named_inputs`, for pairs of argument name and value."""
     for name, value in values:
         for place, tensor in _places(name, value):
             yield name, f"{noun} '{place}'", tensor
 
 
 def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a result, those inside lists included.
+    """Yield the tensors of a result, including tensors in lists.
 
     Args:
-        result: what a call returned.
+        result: the result of a call.
 
     Returns:
-        For each tensor what messages call the place, and the tensor.
+        For each tensor: a description for messages, and the tensor.
 
     Example:
         >>> import torch
@@ -147,7 +146,7 @@ def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one argument or result, each with its place there."""
+    """Yield the tensors in one value, each with an expression such as `name[0]`."""
     if isinstance(value, Tensor):
         yield str(name), value
     elif isinstance(value, (list, tuple)):
@@ -157,7 +156,7 @@ def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """A value with `change(item)` for what is of a class: itself, or the items of a list."""
+    """Apply `change` to a value of type `kind`, or to the items of that type in a list."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)) and any(isinstance(item, kind) for item in value):
@@ -168,7 +167,7 @@ def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 def replace_all(
     args: Iterable[Any], kwargs: Mapping[str, Any], kind: Any, change: Callable[[Any], Any]
 ) -> Call:
-    """The same for each argument of a call."""
+    """Apply `replaced` to each argument of a call."""
     positional = tuple([replaced(value, kind, change) for value in args])
     return positional, {name: replaced(value, kind, change) for name, value in kwargs.items()}
 
@@ -179,7 +178,7 @@ def map_arguments(
     kwargs: Mapping[str, Any],
     change: Callable[[Argument, Any], Any],
 ) -> Call:
-    """The arguments of a call, each replaced by `change(argument, value)`."""
+    """Replace each argument of a call by `change(argument, value)`."""
     positional = tuple(change(a, value) for a, value in zip(schema.positional, args, strict=False))
     keywords = {a.name: change(a, kwargs[a.name]) for a in schema.keyword_only if a.name in kwargs}
     return positional, keywords
@@ -191,7 +190,7 @@ def map_tensors(
     kwargs: Mapping[str, Any],
     change: Callable[[Argument, Tensor], Any],
 ) -> Call:
-    """The same, for each tensor among them, those inside lists included."""
+    """Replace each tensor of a call, including tensors in lists, by `change(argument, tensor)`."""
 
     def changed(argument: Argument, value: Any) -> Any:
         return replaced(value, Tensor, functools.partial(change, argument))

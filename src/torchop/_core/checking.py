@@ -1,4 +1,4 @@
-"""checking: finds kernels that write into arguments which their schemas do not mark as mutated."""
+"""Context manager `checking`: detect kernels that write into arguments not declared as mutated."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from torchop._core.lock import registration_lock
 from torchop._core.snapshot import BACKWARD, KERNEL, SETUP_CONTEXT, Snapshot, Words
 from torchop._schema.schema import Schema
 
-# This costs nothing while nobody uses it, because the plan then contains the plain kernel. The
-# first block in the process makes all plans stale, so they are compiled again with a checking
-# kernel. The end of the last block does the same.
+# Without an open block, plans contain the plain kernels, so calls have no overhead. Entering the
+# first block in the process invalidates all plans, and they are compiled again with checking
+# kernels. Exiting the last block does the reverse.
 
 
 class checking(Block):  # noqa: N801  (called like a function)
-    """Checks in each call that an operator only mutates the arguments that its schema names.
+    """Check in each call that an operator only mutates the arguments that its schema declares.
 
-    It compares the inputs of a kernel before and after it runs, bit for bit, except those that the
-    schema declares as mutated; of these, the storage, shape and strides must stay. An `out=`
-    argument may be resized. Because it also compares the memory around them, their shape,
-    strides and storage, and PyTorch's count of in-place writes, it finds writes of PyTorch, of
-    NumPy and of C extensions.
+    Compares the inputs of a kernel before and after it runs, bit for bit, except inputs that the
+    schema declares as mutated. Mutated inputs must still have their storage, shape and strides,
+    except an `out=` argument, which may be resized. The comparison also covers the memory around
+    the inputs, their metadata, and PyTorch's version counters. It therefore finds writes by
+    PyTorch, NumPy and C extensions.
 
-    It checks the calls of this thread and of its backward, also from compiled code and from other
-    kernels, and every kernel that was registered with torchop. It also checks that `backward` does
-    not write into its incoming gradients, nor `setup_context` into inputs and outputs. A compiled
-    graph has run both when it was compiled, so it must be compiled in the block.
+    Checks all kernels registered with torchop, in calls of this thread and of its backward,
+    including calls from compiled code and from other kernels. Also checks that `backward` does not
+    write into its incoming gradients, nor `setup_context` into inputs and outputs. Compiled graphs
+    run these two functions only while they are compiled, so compile in the block.
 
-    On a GPU, backward runs in threads of PyTorch's own, and before PyTorch 2.12 no block reaches
-    these. Blocks may be nested, and you can decorate a function. A block is slow, because it copies
-    the inputs of each call; calls outside of blocks cost nothing extra. Some inputs cannot be
-    compared: tensors without data, MKL-DNN tensors, tensors for whose copy the device has no room,
-    and all tensors while a graph is captured on their device. Other threads should not write into
-    the same memory meanwhile.
+    On a GPU, backward runs in threads of PyTorch. Before PyTorch 2.12, blocks do not reach these
+    threads. Blocks can be nested, and can decorate functions. Calls in a block are slow, because
+    their inputs are copied; calls outside of blocks have no overhead. Some inputs cannot be
+    compared: tensors without data, MKL-DNN tensors, tensors that the device has no memory to copy,
+    and all tensors while a graph is captured on their device. Other threads must not write into the
+    same memory meanwhile.
 
     Raises:
-        UndeclaredMutationError: in the block, by the call of an operator.
+        UndeclaredMutationError: raised by the call of an operator in the block.
 
     Example:
         >>> import torch, torchop
@@ -55,7 +55,7 @@ class checking(Block):  # noqa: N801  (called like a function)
         Traceback (most recent call last):
         torchop.UndeclaredMutationError: docs::normalize: Argument x is not defined as mutable ...
 
-    The idea is the check of `torch.library.opcheck`, for the calls of a whole program.
+    Applies the check of `torch.library.opcheck` to all calls of a program.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class checking(Block):  # noqa: N801  (called like a function)
     def __exit__(self, *exception: object) -> None:
         if not self._entered:
             raise RuntimeError("checking() was exited, but it was not entered")
-        self._entered.pop().remove(self)  # of the thread that entered, whichever leaves
+        self._entered.pop().remove(self)  # the entering thread's list, even in another thread
         with registration_lock:
             _switch(_blocks - 1)
 
@@ -89,7 +89,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-# The list of the thread, which its backward finds in the threads that PyTorch runs it in.
+# The thread's `open_blocks`. PyTorch copies the context to threads that run its backward.
 _blocks_of_caller: ContextVar[list[checking]] = ContextVar("torchop_checking")
 _blocks = 0  # open in all threads
 _plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
@@ -105,23 +105,20 @@ def _switch(blocks: int) -> None:
 
 
 def is_open() -> bool:
-    """Whether a block is open of this thread, or of the one whose backward it runs."""
+    """Return whether this thread, or the thread whose backward it runs, has an open block."""
     if not _blocks or _thread.open_blocks:
         return bool(_blocks)
     return bool(autograd.context_of_backward().get(_blocks_of_caller, ()))
 
 
-def follow(plan: _Plan) -> None:
-    """Has a plan, of kernels from `checked`, compiled again when checking begins or ends.
-
-    What holds the plan is not kept alive here.
-    """
+def recompile_for_checking(plan: _Plan) -> None:
+    """Invalidate this plan whenever checking starts or stops. Holds the plan weakly."""
     with registration_lock:
         _plans.add(plan)
 
 
-def is_watching() -> bool:
-    """Whether a block is open in any thread. The registration lock must be held."""
+def is_active() -> bool:
+    """Return whether any thread has an open block. Requires `registration_lock`."""
     return bool(_blocks)
 
 
@@ -133,17 +130,17 @@ def checked(
     leading: int = 0,
     words: Words = KERNEL,
 ) -> Callable[..., Any]:
-    """Returns the kernel for a plan: one that looks, while a block is open somewhere.
+    """Return a kernel that checks its calls if a block is open in any thread, else `kernel`.
 
-    The kernel takes `leading` arguments before those of the operator. The registration lock must be
-    held until the plan is in place.
+    The first `leading` arguments of the kernel are not the operator's. The caller must hold
+    `registration_lock` until the plan is stored.
     """
     if not _blocks:
         return kernel
 
     @compilers.never_traced
     @functools.wraps(kernel)
-    def looking(*args: Any, **kwargs: Any) -> Any:
+    def checking_kernel(*args: Any, **kwargs: Any) -> Any:
         if not is_open():
             return kernel(*args, **kwargs)
         snapshot = Snapshot(schema, args[leading:], kwargs, words)
@@ -151,19 +148,19 @@ def checked(
         snapshot.check(name)
         return result
 
-    return looking
+    return checking_kernel
 
 
 def checked_backward(
     name: object, backward: Callable[..., Any] | None
 ) -> Callable[..., Any] | None:
-    """Return the backward formula for a plan, which checks its gradients as `checked` does."""
+    """Return the backward formula for a plan, checking gradients if a block is open."""
     if backward is None or not _blocks:
         return backward
 
     @compilers.never_traced
     @functools.wraps(backward)
-    def looking(ctx: Any, *grads: Any) -> Any:
+    def checking_kernel(ctx: Any, *grads: Any) -> Any:
         if not is_open():
             return backward(ctx, *grads)
         snapshot = Snapshot.of_formula(named_outputs(grads), BACKWARD)
@@ -171,19 +168,19 @@ def checked_backward(
         snapshot.check(name)
         return result
 
-    return looking
+    return checking_kernel
 
 
 def checked_save(
     name: object, schema: Schema, save: Callable[..., None] | None
 ) -> Callable[..., None] | None:
-    """Return the `save` of a formula for a plan, which checks the inputs and the output."""
+    """Return the `save` of a formula for a plan, checking inputs and output if a block is open."""
     if save is None or not _blocks:
         return save
 
     @compilers.never_traced
     @functools.wraps(save)
-    def looking(ctx: Any, inputs: Any, keywords: Any, output: Any, *seen: Any) -> None:
+    def checking_kernel(ctx: Any, inputs: Any, keywords: Any, output: Any, *seen: Any) -> None:
         if not is_open():
             save(ctx, inputs, keywords, output, *seen)
             return
@@ -192,4 +189,4 @@ def checked_save(
         save(ctx, inputs, keywords, output, *seen)
         snapshot.check(name)
 
-    return looking
+    return checking_kernel

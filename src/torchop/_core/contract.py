@@ -1,4 +1,4 @@
-"""The contract of results: the number and types of the schema, in fresh memory."""
+"""Check that a kernel returns the number and types of the schema, in fresh memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torchop._schema.schema import Schema
 
 
 class ResultCheck:
-    """Checks results against the return kinds of a schema, and brings them into its form.
+    """Check results against the schema's return types, and convert several results to a tuple.
 
-    PyTorch's own conversion reads past the end of a result that is too long, and reports the rest
+    PyTorch's conversion reads past the end of a result that is too long, and reports other mistakes
     as a failed C++ cast.
     """
 
@@ -31,19 +31,19 @@ class ResultCheck:
     def __init__(self, returns: Sequence[str]) -> None:
         self._returns = kinds = returns
         if len(returns) > 1:
-            # A kernel may leave one of several tensors undefined: C++ kernels do, and it reaches
-            # us as None. A single None is a forgotten `return`.
+            # A C++ kernel may leave one of several tensors undefined, which Python sees as None. A
+            # single None is a missing `return`.
             kinds = ["Optional[Tensor]" if kind == "Tensor" else kind for kind in returns]
         self._checks = [_CHECKS.get(kind, lambda value: True) for kind in kinds]
 
     def __call__(self, result: Any, name: object, what: str = "kernel") -> Any:
-        """Returns what a kernel returned, as a tuple if it is several; or raises ResultError."""
+        """Return the result, as a tuple if the schema has several, or raise ResultError."""
         checks = self._checks
         if len(checks) == 1:
             if checks[0](result):
                 return result
             if self._returns[0] == "List[Tensor]" and isinstance(result, (Iterator, ValuesView)):
-                return self(list(result), name, what)  # which PyTorch reads, too
+                return self(list(result), name, what)  # PyTorch accepts iterators too
         elif not checks:
             if result is None:
                 return None
@@ -61,7 +61,7 @@ class ResultCheck:
 
 @functools.cache
 def result_check(returns: tuple[str, ...]) -> ResultCheck:
-    """The check for these return kinds; most operators share one."""
+    """Return the check for some return types; most operators share one."""
     return ResultCheck(returns)
 
 
@@ -70,26 +70,26 @@ def _tensors(value: Any) -> bool:
 
 
 def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callable[[Any], bool]:
-    """Whether the dispatcher takes a value for a number: it reads those of NumPy, and tensors."""
+    """Make a check for numbers. The dispatcher also takes NumPy numbers and one-element tensors."""
 
     def check(value: Any) -> bool:
         if isinstance(value, Tensor):
             return value.layout is torch.strided and value.numel() == 1
         try:
             return isinstance(value, classes) or bool(read(value))
-        except Exception:  # whatever its methods raise
+        except Exception:  # the conversion methods of a class may raise anything
             return False
 
     return check
 
 
-# `float` also reads strings, which have no such method.
+# `float` also converts strings, which have no `__float__`.
 _float = _scalar(
     (float, torch.SymFloat, torch.SymInt),
     lambda value: hasattr(value, "__float__") and isinstance(float(value), float),
 )
 _index = _scalar((torch.SymInt,), lambda value: -(2**63) <= operator.index(value) < 2**63)
-# These have a truth value, but None is a forgotten `return`.
+# Strings and None have a truth value, but the dispatcher rejects them.
 _boolean = _scalar(
     (bool, torch.SymBool),
     lambda value: (
@@ -108,7 +108,7 @@ def _string(value: Any) -> bool:
         return False
     try:
         return str.encode(value) is not None
-    except UnicodeEncodeError:  # a surrogate without its partner, which C++ cannot take
+    except UnicodeEncodeError:  # C++ strings cannot hold a lone surrogate
         return False
 
 
@@ -133,7 +133,7 @@ def _spell_returns(returns: Sequence[str]) -> str:
 
 
 def spell_result(result: Any) -> str:
-    """How a message shows what a function returned."""
+    """Describe a result for a message, such as "a tuple of 2 (torch.Tensor, int)"."""
     if isinstance(result, (tuple, list)):
         kinds = ", ".join(_type_name(item) for item in result[:8]) + ", ..." * (len(result) > 8)
         return f"a {type(result).__name__} of {len(result)} ({kinds})"
@@ -141,11 +141,11 @@ def spell_result(result: Any) -> str:
 
 
 def _fix_of_result(returns: Sequence[str], result: Any) -> str:
-    """How to correct a function whose result does not match the schema, if that is obvious."""
+    """Return advice for a result that does not match the schema; empty if there is none."""
     if result is None:
         return " Is a return statement missing?"
     if not returns:
-        return " Leave out the return, or annotate what it returns."
+        return " Remove the return statement, or add a return annotation."
     if type(result).__module__ == "numpy" and "Tensor" in returns[0]:
         return " Convert it to a tensor: torch.from_numpy(...)."
     if returns[0] == "Tensor" and isinstance(result, (tuple, list)) and len(returns) == 1:
@@ -165,7 +165,7 @@ def _type_name(value: Any) -> str:
 def check_returned_arguments(
     name: object, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> None:
-    """Refuses a result of such an operator that is not the very tensors it was given."""
+    """Raise unless an in-place or out= operator returned the arguments that it wrote into."""
     expected = returned_arguments(schema, args, kwargs)
     returned = result if isinstance(result, tuple) else (result,)
     if list(map(id, returned)) != list(map(id, expected)):
@@ -181,12 +181,12 @@ def check_returned_arguments(
 def alias_error(
     name: str, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> AliasError:
-    """Builds the error for outputs that are known to share memory, naming which with which."""
+    """Return the error for outputs that share memory, naming the tensors that share it."""
     tensors = list(named_inputs(schema, args, kwargs))
     maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
     outputs = {id(tensor) for argument, _, tensor in tensors if argument in maybe_out}
     mutated = {id(tensor) for argument, _, tensor in tensors if argument in schema.mutated}
-    # Of several inputs that are the same, the first is named.
+    # Reversed, so that messages name the first of several identical inputs.
     inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
     owner = {storage_of(tensor): where for _, where, tensor in reversed(tensors)}
     fault = "two outputs share memory, or an output and an input do"
@@ -200,8 +200,8 @@ def alias_error(
                 return AliasError(
                     f"{name}: {fault}, and the operator mutates it. An output may not alias "
                     "an input unless the schema says so. Return None, or add a tag: "
-                    "torch.Tag.inplace for an operator that mutates its first argument alone and "
-                    "returns it, torch.Tag.out for one with out=."
+                    "torch.Tag.inplace if the operator mutates only its first argument and returns "
+                    "it, torch.Tag.out if it mutates an out= argument."
                 )
             break
         if storage in owner:
@@ -211,35 +211,35 @@ def alias_error(
     return AliasError(
         f"{name}: {fault}{_shapes(tensors)}. Every output of an operator must be a fresh tensor: "
         "it may not alias an input or another output, because compilers rely on it. Return a copy, "
-        ".clone(). An operator that writes into an argument names it in mutates_args and returns "
+        ".clone(). If the operator writes into an argument, name it in mutates_args and return "
         "None."
     )
 
 
 def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
-    """Words for the shapes of a call, because a kernel may alias for some only."""
+    """Describe the shapes of a call, because a kernel may alias only for some shapes."""
     shown = [
         f"{where.removeprefix('input ')} of shape {list(tensor.shape)}"
-        f"{'' if tensor.numel() else ', which is empty'}"
+        f"{'' if tensor.numel() else ' (empty)'}"
         for _, where, tensor in tensors[:4]
     ]
     return f", in a call with {' and '.join(shown)}" if shown else ""
 
 
 def storage_of(tensor: Tensor) -> int:
-    """An identity of a tensor's memory; a sparse or functorch tensor has its own."""
+    """Return an id of a tensor's storage; for sparse and functorch tensors, of the tensor."""
     if tensor.layout is not torch.strided or functorch.is_wrapped(tensor):
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 
 def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """Whether an output shares memory with an input or another output."""
+    """Return whether an output shares memory with an input or another output."""
     if _hooks.extension.is_evidently_fresh(args, kwargs, result):
         return False
     outputs = result if isinstance(result, tuple) else (result,)
     if aliasing.any_alias(args, kwargs, outputs):
         return True
-    # PyTorch compares storages, which sparse layouts do not have: there, only identity can tell.
+    # PyTorch compares storages. Sparse tensors have none, so compare their identities.
     unstored = {id(t) for t in tensors_in(outputs) if t.layout is not torch.strided}
     return bool(unstored) and any(id(t) in unstored for t in tensors_in((*args, *kwargs.values())))

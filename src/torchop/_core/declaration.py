@@ -1,4 +1,4 @@
-"""The declaration of an operator, before it is defined."""
+"""`Declaration`: the checked input of a definition."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchop._schema.convention import FLAT, Convention
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# Looks at the arguments of a call before the kernel runs, and raises where it must not.
+# Checks the arguments of a call before the kernel runs.
 Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
 class Site(NamedTuple):
-    """Where an operator was defined: two definitions by the same code have the same origin."""
+    """Where an operator was defined. Two definitions by the same code have the same `origin`."""
 
     module: str
     qualname: str
@@ -25,13 +25,13 @@ class Site(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any], place: Place) -> Site:
-        """That of a function, which a line of the user's program makes an operator."""
+        """Return the site of a function that the user's program made an operator at `place`."""
         code = getattr(function, "__code__", None)
         file, line = (code.co_filename, code.co_firstlineno) if code else (place.file, place.line)
         module = place.module or "__main__"
         qualname = getattr(function, "__qualname__", None)
         if qualname is None:
-            # A partial or a callable object: its module is that of its class, and says nothing.
+            # Partials and callable objects have the module of their class, so use the place.
             return cls(module, f"line {line}", file, line)
         return cls(getattr(function, "__module__", None) or module, qualname, file, line)
 
@@ -44,24 +44,23 @@ class Site(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """All that is known of an operator before it is defined, and checked.
+    """The checked properties of an operator that is about to be defined.
 
-    Of an operator that somebody else defined, it is the name and the schema.
+    For another package's operator, only the name and the schema are set.
 
     Attributes:
-        function: the kernel it is made from, which is called with the schema's arguments.
-        devices: the device types that the function is for; None stands for every device.
-        fake: its fake kernel, which is known to be right.
-        guard: looks at the arguments of each call before any kernel.
-        effect: its side effect; `_rules` knows which there are.
-        inlined: the compilers that trace the function, as `_rules.inlining` represents them.
-        launch: the kernel of a function that launches Triton kernels; the function itself is for
-            compilers to trace.
-        residuals: its residuals, a `residuals.declared.Declared`; None if it has none.
-        convention: how the functions of its author are called.
-        is_companion: whether it stands for another operator in compiled graphs.
-        is_lenient: whether calls do what those of the helper of an engine do: results may share
-            memory, and without a formula, PyTorch's fallback for autograd runs.
+        function: the kernel, which takes the schema's arguments.
+        devices: the device types of the function; None stands for every device.
+        fake: the fake kernel, if torchop made it; it is not checked.
+        guard: checks the arguments of each call before any kernel.
+        effect: the side effect, see `_rules.effect`.
+        inlined: the compilers that trace the function, see `_rules.inlining`.
+        launch: the kernel that launches Triton kernels; compilers trace `function` instead.
+        residuals: the residuals, a `residuals.declared.Declared`, or None.
+        convention: how to call the author's functions.
+        is_helper: whether this helper operator replaces another operator in compiled graphs.
+        is_lenient: whether calls behave as those of an inference engine's registration helper:
+            results may share memory, and without a formula, PyTorch's autograd fallback runs.
     """
 
     name: OpName
@@ -77,5 +76,5 @@ class Declaration(NamedTuple):
     launch: Callable[..., Any] | None = None
     residuals: Any = None
     convention: Convention = FLAT
-    is_companion: bool = False
+    is_helper: bool = False
     is_lenient: bool = False

@@ -1,4 +1,4 @@
-"""Defines an operator after all checks: completely, or not at all."""
+"""Define an operator: completely, or not at all."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from torchop._core.declaration import Declaration
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock
-from torchop._core.registry import end_older
+from torchop._core.registry import deregister_existing
 
 Result = TypeVar("Result")
 
 
-# Makes the handle of a new operator, and its calls native. Handles need all rules, so the module of
-# handles puts its function here.
+# Creates the handle of a new operator and makes its calls native. Set by `_define`, because handles
+# import all rules.
 make_handle: Any = None
 
 
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
-    """Defines an operator of which everything was checked, in place of what has the name now.
+    """Define a validated operator, replacing an operator of `custom_op` with the same name.
 
-    It ends with the caller's library. A name that `end_older` does not free is refused.
+    The operator is deregistered when `lib` closes.
+
+    Raises:
+        RuntimeError: the name belongs to an operator that `custom_op` did not make.
     """
     name = declaration.name
 
     def build() -> Definition:
-        # A block, because a decorator's frame would be taken for that of the caller in warnings.
-        with deregistration.kept_packet(name.namespace, name.name):
+        # Not a decorator, because warnings would report the decorator's frame as the caller.
+        with deregistration.preserve_packet(name.namespace, name.name):
             return _define(declaration, lib)
 
     return all_or_nothing(name, build)
@@ -41,18 +44,18 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
 
 def _define(declaration: Declaration, lib: torch.library.Library | None) -> Definition:
     name, site = declaration.name, declaration.site
-    assert site is not None  # operators of ours have one
-    end_older(name, site)
+    assert site is not None  # every operator of `custom_op` has a site
+    deregister_existing(name, site)
     deregistration.before_definition(*name)
     library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     definition = Definition(declaration, library, lib)
     for definitions in _blocks:
         definitions.append(definition)
-    # First, so that the library always removes what the rules register: when the definition
-    # fails, and when torch.library's custom_op destroys the published operator of this name.
+    # Before any rule registers something, so that closing the library always removes it: if the
+    # definition fails, or if `torch.library.custom_op` replaces the operator.
     libraries.on_close(library, definition.library_closed)
     finishing = definition.install()
-    # With all its kernels there already, because now other threads can find and call it.
+    # After the kernels are installed, because from here on other threads can call the operator.
     qualname = libraries.define(library, definition.schema.written, declaration.tags)
     deregistration.after_definition(*name)
     for finish in finishing:
@@ -61,22 +64,24 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     definition.schema.forget_parsed()
     if lib is not None:
         reason = f"The operator {name} was deregistered: the library it was defined in was closed."
-        end_with(lib, definition, lambda: reason)
+        deregister_with(lib, definition, lambda: reason)
     return definition
 
 
 def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
-    """Ends every operator that a function defines if it raises; nobody else registers meanwhile.
+    """Run `build`; if it raises, deregister every operator that it defined.
+
+    Holds the registration lock, so no other thread registers meanwhile.
 
     Args:
-        what: what it defines, such as a name, for those who hold one of the operators already.
-        build: takes nothing, defines operators, and registers rules for them.
+        what: a description of the definitions, such as a name, for error messages.
+        build: takes no arguments, defines operators, and registers rules for them.
 
     Returns:
-        What `build` returns.
+        The result of `build`.
 
     Raises:
-        Exception: what `build` raises.
+        Exception: any exception of `build`.
 
     Example:
         >>> import torch, torchop
@@ -97,26 +102,26 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
         try:
             return build()
         except BaseException:
-            with contextlib.ExitStack() as stack:  # all of them, from the last on, if one raises
+            with contextlib.ExitStack() as stack:  # in reverse, and even if one of them raises
                 for definition in definitions:
-                    stack.callback(definition.end, f"The definition of {what} failed.")
+                    stack.callback(definition.deregister, f"The definition of {what} failed.")
             raise
         finally:
             _blocks.pop()
 
 
-# For each block that is open, what it has defined; the registration lock guards it.
+# The definitions made by each running `all_or_nothing`. Guarded by `registration_lock`.
 _blocks: list[list[Definition]] = []
 
 
-def end_with(
+def deregister_with(
     library: torch.library.Library, definition: Definition, reason: Callable[[], str]
 ) -> None:
-    """Ends an operator when a library closes, which does not keep it alive."""
+    """Deregister an operator when a library closes, without keeping the operator alive."""
     reference = weakref.ref(definition)
 
-    def end() -> None:
+    def deregister() -> None:
         if (alive := reference()) is not None:
-            alive.end(reason())
+            alive.deregister(reason())
 
-    libraries.on_close(library, end)
+    libraries.on_close(library, deregister)

@@ -1,6 +1,7 @@
-"""An operator: its rules, the plan that they are compiled into, and the definition with both.
+"""`Definition`: an operator with its rules and its call plan.
 
-A registration changes a rule and makes the plan stale; the next call compiles a new plan.
+A registration changes a rule and invalidates the plan. The next call compiles a new plan from all
+rules.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from torchop._schema.schema import Schema
 
 Compiled = TypeVar("Compiled")
 
-# The registrations of a rule by device, mode or the like, before there is one. They are replaced,
-# never changed, because plans hold on to them.
+# The empty mapping of a rule without registrations. Rules replace their mappings and never modify
+# them, because plans reference them.
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class CompiledRule(Generic[Compiled]):
-    """What one operator does for one subsystem of PyTorch.
+    """An operator's rule for one subsystem of PyTorch, such as autograd.
 
-    Each subclass lives in a file of its own in `_rules`, with its registration function, its
-    checks, its dispatcher kernels and its errors.
+    Each subclass has its own file in `_rules`, with its registration function, checks, dispatcher
+    kernels and errors.
     """
 
     __slots__ = ("definition",)
@@ -41,10 +42,10 @@ class CompiledRule(Generic[Compiled]):
         self.definition = definition
 
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
-        """Give attributes new values and install missing dispatcher kernels, or do neither.
+        """Set attributes and install missing dispatcher kernels; undo both if installing fails.
 
-        A call in another thread may meet a new dispatcher kernel before this is over; it waits for
-        the lock then, to compile the plan, and finds the rule changed or as it was.
+        A call in another thread may already reach a new dispatcher kernel. To compile the plan,
+        this call waits for `registration_lock`, so it sees either all of the update or none.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}
@@ -64,27 +65,27 @@ class CompiledRule(Generic[Compiled]):
         baked = [*self.cache_parts()]
         for name, value in state.items():
             setattr(self, name, value)
-        # By identity, because what users register may compare in ways of its own, as tensors do.
+        # By identity, because registered objects may override `==`, as tensors do.
         self.definition.revision += [*map(id, baked)] != [*map(id, self.cache_parts())]
         self.definition.outdate_plan()
 
     def retract(self) -> None:
-        """Takes back what PyTorch's registries hold, when the operator is gone or another."""
+        """Remove the rule from PyTorch's registries, after the operator was deregistered."""
 
     def cache_parts(self) -> Iterator[object]:
-        """What compilers bake into a graph: functions, and values with a lasting `repr`."""
+        """Yield parts that compilers bake into graphs: functions, or values with stable `repr`."""
         yield from ()
 
     def compile(self) -> Compiled:
-        """Returns an immutable picture of the rule, for the plan."""
-        raise NotImplementedError  # every rule defines its own
+        """Return an immutable form of the rule for the plan."""
+        raise NotImplementedError
 
     def kernels(self) -> Collection[str | None]:
-        """The device types that it has kernels for; None stands for every device."""
+        """Return the device types that the rule has kernels for; None stands for every device."""
         return ()
 
     def repr_text(self) -> str | None:
-        """What is registered, in a few words for a `repr`; None if nothing is."""
+        """Describe the registrations in a few words for a `repr`; None if there are none."""
         return None
 
 
@@ -103,30 +104,31 @@ class CallPlan:
 
 
 AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
-# The rules that every operator has, in the order in which they are installed and described. Each
-# definition has one object of each; `_rules` says which, because rules need definitions.
+# The rule classes, in the order of `repr`. Each definition has one instance per class. Set by
+# `_rules`, which imports this module.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
-# Installs the dispatcher kernels and the rules of modes that a new operator of ours has from the
-# start, and may return a function to call once the dispatcher knows the schema.
+# Installs initial dispatcher kernels and mode rules of an operator of `custom_op`. May return a
+# function to call after the schema is defined in the dispatcher.
 Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
-# The installers, which `_rules` sets together with `kinds`.
+# Set by `_rules` together with `kinds`.
 installers: tuple[Installer, ...] = ()
 
 
 class Follower(Protocol):
-    """What is told when a plan of an operator is compiled, and outdated: its native calls."""
+    """The native calls of an operator, notified when its plan is compiled or invalidated."""
 
     def attach(self) -> None: ...
     def outdate(self) -> None: ...
 
 
 class Definition:
-    """An operator as seen through one library.
+    """An operator, or the rules that one library registers for another package's operator.
 
-    The operators made by `custom_op` are ours: they have all their dispatcher kernels from the
-    start. For an operator that somebody else defined, a definition holds only what was registered
-    for it through this library, and installs a kernel when a rule first needs it.
+    An operator of `custom_op` has one definition, with all its dispatcher kernels installed from
+    the start. For operators of other packages, each library has its own definition. This definition
+    holds only the rules registered through the library, and installs a dispatcher kernel when a
+    rule first needs it.
     """
 
     __slots__ = (
@@ -137,11 +139,11 @@ class Definition:
         "_plan",
         "_rules",
         "declaration",
+        "deregistration_reason",
         "dispatcher_kernels",
         "follower",
         "handle",
         "name",
-        "reason_gone",
         "revision",
         "schema",
     )
@@ -156,19 +158,19 @@ class Definition:
         self.name = declaration.name
         self.schema = declaration.schema
         self.handle: Any = None
-        # Why calls are refused, once the operator was replaced or its library closed.
-        self.reason_gone: str | None = None
-        # Somebody else's library must be freed when they drop it, so this reference is weak.
+        # The error message of calls after the operator was deregistered; None until then.
+        self.deregistration_reason: str | None = None
+        # Weak, so that the caller's library is freed when the caller drops it.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library = library if self.is_ours else weakref.ref(library)
-        # How often something changed that compilers bake into graphs, which have a guard on it.
+        # Incremented when a rule changes that compilers bake into graphs. Graphs guard on it.
         self.revision = 0
         self._overload: OpOverload | None = None
-        # Made when they are first asked for: a package defines operators that are never called.
-        self._rules: list[CompiledRule[Any]] = []  # which takes a third of a dictionary's memory
+        # Created on first use, because many operators of a package are never called. A list takes a
+        # third of the memory of a dict.
+        self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
-        # By dispatch key, the kernel that a call runs there. A native call replaces these kernels,
-        # and no others.
+        # The dispatcher kernels of torchop, by dispatch key. Native calls replace only these.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
         self.follower: Follower | None = None
 
@@ -177,53 +179,53 @@ class Definition:
 
     @property
     def function(self) -> Callable[..., Any] | None:
-        """The kernel for every device; None for operators of others."""
+        """The kernel passed to `custom_op`; None for other packages' operators."""
         return self.declaration.function
 
     @property
     def is_ours(self) -> bool:
-        """Whether `custom_op` made the operator."""
+        """True if `custom_op` made the operator."""
         return self.declaration.function is not None
 
     @property
     def is_being_defined(self) -> bool:
-        """Whether it is an operator of ours without a handle yet, so that nobody can use it."""
+        """True if the operator has no handle yet, so that no other thread can call it."""
         return self.is_ours and self.handle is None
 
     @property
     def convention(self) -> Convention:
-        """How an author's functions are called."""
+        """How the schema's arguments are converted for the author's functions."""
         return self.declaration.convention
 
     @property
     def structure(self) -> Any:
-        """What is between the author's arguments and the schema's; None for most operators."""
+        """The structures in the author's arguments that no schema type can hold; usually None."""
         return self.convention.structure
 
     @property
     def authors_function(self) -> Any:
-        """The function as its author wrote it; None for operators of others."""
+        """The function that the author passed to `custom_op`, or None."""
         return self.function if self.structure is None else self.structure.function
 
     def authored(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A kernel or fake kernel of the author, which hands its residuals over, if it has some."""
+        """Wrap a kernel of the author so that its residuals, if any, reach the autograd node."""
         declared = self.declaration.residuals
-        if declared is None or function is self.function:  # which the definition has made one
+        if declared is None or function is self.function:  # already wrapped
             return function
         return cast("Callable[..., Any]", declared.wrap(function))
 
     @property
     def entry(self) -> Any:
-        """Where native calls come in, if there are any."""
+        """The C++ entry of native calls, or None."""
         return getattr(self.follower, "entry", None)
 
     @property
     def library(self) -> torch.library.Library:
-        """The library that holds this definition's dispatcher kernels."""
+        """The library that owns this definition's dispatcher kernels."""
         library = self._held_library
         if library is None or library.m is None:
             raise OperatorGoneError(
-                self.reason_gone or f"{self}: the library it lived in was closed."
+                self.deregistration_reason or f"{self}: the library that defined it was closed."
             )
         return library
 
@@ -234,12 +236,12 @@ class Definition:
 
     @property
     def callers_library(self) -> torch.library.Library | None:
-        """The caller's library in which an operator of ours was defined, if there was one."""
+        """The library passed to `custom_op` as `lib`, or None."""
         return None if self._callers_library is None else self._callers_library()
 
     @property
     def overload(self) -> OpOverload:
-        """The operator under `torch.ops`; for others' operators, the one there is now."""
+        """The OpOverload. Not cached for other packages' operators, which may be redefined."""
         if self._overload is not None:
             return self._overload
         overload = torch_ops.lookup_overload(*self.name)
@@ -248,38 +250,39 @@ class Definition:
         return overload
 
     def rule(self, kind: type[AnyRule]) -> AnyRule:
-        """This operator's rule of one kind."""
+        """Return the rule of one class."""
         for rule in self._rules:
             if type(rule) is kind:
                 return rule
         self._rules.append(kind(self))
-        return self.rule(kind)  # another thread may have made one before
+        return self.rule(kind)  # another thread may have appended one first
 
     def install(self) -> list[Callable[[], None]]:
-        """Install the kernels of a new operator of ours.
+        """Install the initial kernels and mode rules of an operator of `custom_op`.
 
         Returns:
-            The functions to call once the dispatcher knows the schema.
+            Functions to call after the schema is defined in the dispatcher.
         """
         return [finish for install in installers if (finish := install(self)) is not None]
 
     @property
     def rules(self) -> Mapping[type[CompiledRule[Any]], CompiledRule[Any]]:
-        """All of them, by kind."""
+        """All rules, by class."""
         return {kind: self.rule(kind) for kind in kinds}
 
     @property
     def plan(self) -> CallPlan:
-        """What calls read; compiled for the first one after a registration.
+        """The call plan, compiled by the first call after a registration.
 
-        A package registers many rules, and many operators that a process never calls.
+        Not compiled earlier, because packages register many rules, and many operators are never
+        called.
         """
         plan = self._plan
         if plan is None:
             with registration_lock:
                 plan = self._plan
                 if plan is None:
-                    checking.follow(self)
+                    checking.recompile_for_checking(self)
                     compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
                     plan = self._plan = CallPlan(self.schema, compiled)
                     if self.follower is not None:
@@ -291,25 +294,25 @@ class Definition:
         return plan
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
-        """One rule, as the plan has it: what every backward asks for."""
+        """Return one compiled rule of the plan. This is the fast path for backward."""
         compiled: Compiled = (self._plan or self.plan)._compiled[kind]
         return compiled
 
     @property
     def has_plan(self) -> bool:
-        """Whether a call asked for the plan since the last registration."""
+        """True if the plan was compiled since the last registration."""
         return self._plan is not None
 
     def outdate_plan(self) -> None:
-        """Makes the next call compile a new plan; the registration lock must be held."""
+        """Make the next call compile a new plan. Requires `registration_lock`."""
         self._plan = None
         if self.follower is not None:
             self.follower.outdate()
-        if self.reason_gone is not None:
-            self.convention.ended(self.reason_gone)
+        if self.deregistration_reason is not None:
+            self.convention.deregistered(self.deregistration_reason)
 
     def implement(self, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
-        """Registers a kernel of a rule at one dispatch key."""
+        """Register a kernel at a dispatch key."""
         libraries.implement(
             self.library,
             self.name.local,
@@ -320,40 +323,41 @@ class Definition:
         )
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
 
-    def implement_for_now(self, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
-        """Registers a kernel of a rule at one dispatch key; returns what takes it back."""
-        take_back = libraries.implement_for_now(self.library, self.name.local, key, kernel)
+    def implement_temporarily(self, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
+        """Register a kernel at a dispatch key, and return a function that removes it."""
+        remove = libraries.implement_temporarily(self.library, self.name.local, key, kernel)
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
-        return take_back
+        return remove
 
     def check_defined(self) -> None:
-        """Refuses to go on with an operator that was replaced, or whose library was closed."""
-        if self.reason_gone is not None:
-            raise OperatorGoneError(self.reason_gone)
+        """Raise OperatorGoneError if the operator was deregistered or replaced."""
+        if self.deregistration_reason is not None:
+            raise OperatorGoneError(self.deregistration_reason)
 
-    def end(self, reason: str) -> None:
-        """End the operator and free its name, unless it has ended; calls raise the reason then.
+    def deregister(self, reason: str) -> None:
+        """Deregister the operator and free its name. Later calls raise `reason`.
 
-        It raises RuntimeError, and the operator does not end, while this thread is calling it.
+        Does nothing if the operator is already deregistered. Raises RuntimeError if this thread is
+        inside a call of the operator; the operator then stays registered.
         """
         with registration_lock:
-            if self.reason_gone is not None:
-                return  # the name may be that of another operator by now
+            if self.deregistration_reason is not None:
+                return  # the name may belong to another operator now
             deregistration.refuse_running([self.name])
-            self.reason_gone = reason
-            logs.registration.debug("%s ends: %s", self, reason)
+            self.deregistration_reason = reason
+            logs.registration.debug("%s is deregistered: %s", self, reason)
             library = self._held_library
-            deregistration.retire([self.name], lambda name: reason)
+            deregistration.invalidate([self.name], lambda name: reason)
             self.outdate_plan()
             if self.is_ours and library is not None:
                 registries.unpublish(str(self.name), library)
                 library._destroy()
 
     def library_closed(self) -> None:
-        """Takes back what the rules hold elsewhere, and makes whoever holds the operator refuse."""
+        """Remove the rules from PyTorch and make calls raise, after the library was closed."""
         with registration_lock:
             for rule in self.rules.values():
                 rule.retract()
-            if self.reason_gone is None:
-                self.reason_gone = libraries.gone_with_library(str(self))
+            if self.deregistration_reason is None:
+                self.deregistration_reason = libraries.library_closed_reason(str(self))
                 self.outdate_plan()

@@ -1,4 +1,4 @@
-"""The random number generators that a call can use."""
+"""Random number generators that a call may use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop._core.call import tensors_in
 
 
 class Generator(NamedTuple):
-    """A random number generator, of PyTorch or passed by the caller."""
+    """Access to the state of a random number generator."""
 
     get: Callable[[], Tensor]
     set: Callable[[Tensor], object]
@@ -22,14 +22,14 @@ class Generator(NamedTuple):
 
 
 def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
-    """The generators of a call with these arguments: of the CPU, of other devices, and passed.
+    """Yield the generators that a call may use: the CPU's, its devices', and generator arguments.
 
-    Those of the first `count` devices of the accelerator are among them, whatever the arguments.
+    Always includes the first `count` devices of the accelerator.
     """
-    # Not torch.get_rng_state and torch.set_rng_state, which modes would trace.
+    # Not torch.get_rng_state and torch.set_rng_state, because modes would trace them.
     yield _of_generator(torch.default_generator)
     found = {*devices_of(values), *devices.accelerators(count)}
-    # By number, as the native `pack_plain` has them: the text "cuda:10" would come before "cuda:2".
+    # In the order of the native `pack_plain`. By text alone, "cuda:10" would precede "cuda:2".
     for device in sorted(found, key=lambda device: (len(str(device)), str(device))):
         if device.type not in ("cpu", "meta"):
             traits = devices.traits(device.type)
@@ -41,7 +41,7 @@ def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
 
 
 def devices_of(values: Sequence[Any]) -> Iterator[torch.device]:
-    """The devices among the arguments of a call, and those of its tensors."""
+    """Yield the devices of a call's tensors, and its device arguments."""
     yield from (tensor.device for tensor in tensors_in(values))
     yield from (value for value in values if isinstance(value, torch.device))
 
@@ -54,7 +54,7 @@ def _of_generator(generator: torch.Generator) -> Generator:
 def _of_device(traits: devices.DeviceTraits, device: torch.device) -> Generator:
     get, set_state = traits.get_rng_state, traits.set_rng_state
     assert get is not None
-    assert set_state is not None  # PyTorch asks for both or neither
+    assert set_state is not None  # a device type has both functions or neither
     return Generator(
         functools.partial(get, device),
         lambda state: set_state(state, device),

@@ -1,4 +1,4 @@
-"""The libraries of operators: one per operator, those of callers, and one per namespace."""
+"""Libraries that own operators and rules: one per operator or namespace, and callers' own."""
 
 from __future__ import annotations
 
@@ -14,83 +14,80 @@ from torchop._schema.naming import OpName
 
 
 class OwnLibrary(torch.library.Library):
-    """A library of ours: when it goes, whoever still holds its operators gets an error."""
+    """A library of torchop. Closing it makes calls of its operators raise OperatorGoneError."""
 
     def _destroy(self) -> None:
         names = list(map(operators.parts, self._op_defs))
         with registration_lock:
             deregistration.refuse_running(names)
-            deregistration.retire(names, libraries.gone_with_library)
+            deregistration.invalidate(names, libraries.library_closed_reason)
             try:
                 libraries.end(self)
             finally:
                 super()._destroy()  # type: ignore[no-untyped-call]
 
 
-# The class of the libraries below, which `torchop.Library` replaces when it is imported.
+# The class for the libraries of namespaces; `_define.library` sets it to `torchop.Library`.
 process_library_type: type[OwnLibrary] = OwnLibrary
 _process_libraries: dict[str, OwnLibrary] = {}
 
 
 def process_library(namespace: str) -> Any:
-    """The library of a namespace for what is registered without one of the caller's.
-
-    It stays for the life of the process.
-    """
+    """Return the library for a namespace's registrations without `lib`; it is never closed."""
     with registration_lock:
         if namespace not in _process_libraries:
             _process_libraries[namespace] = process_library_type(namespace, "FRAGMENT")
         return _process_libraries[namespace]
 
 
-# The attribute of a library with what is registered through it, for the operators of others.
+# The attribute of a library that holds definitions of other packages' operators, by name.
 DEFINITIONS = "_torchop_definitions"
 
 
 def process_definitions(namespace: str) -> Mapping[str, Any]:
-    """What is registered without a library of the caller's, for the operators of others."""
+    """Return the definitions of other packages' operators that are registered without `lib`."""
     library = _process_libraries.get(namespace)
     return {} if library is None else library.__dict__.get(DEFINITIONS, {})
 
 
 def all_process_definitions() -> list[str]:
-    """The names of all operators that `process_definitions` knows."""
+    """Return the names of the operators in `process_definitions` of all namespaces."""
     return [
         name for namespace in list(_process_libraries) for name in process_definitions(namespace)
     ]
 
 
-# The attribute of a library with the places where its operators were defined, by name.
+# The attribute of a library that holds the definition sites of its operators, by name.
 _PLACES = "_torchop_places"
 
 
-def note_place(library: torch.library.Library, name: OpName) -> None:
-    """Remember the line of the user's program that defines an operator."""
+def record_place(library: torch.library.Library, name: OpName) -> None:
+    """Record the line of the user's program that defines an operator."""
     library.__dict__.setdefault(_PLACES, {})[str(name)] = users_place()
 
 
 def process_place(name: OpName) -> Place | None:
-    """The line that defined an operator without a library of the caller's; None if none did."""
+    """Return the line that defined an operator without `lib`; None if unknown."""
     library = _process_libraries.get(name.namespace)
     places: Mapping[str, Place] = {} if library is None else vars(library).get(_PLACES, {})
     return places.get(str(name))
 
 
 def check_library(what: object, lib: torch.library.Library | None) -> None:
-    """Refuses what is neither an open library nor None."""
+    """Raise unless `lib` is None or an open library."""
     if lib is None:
         return
     if not isinstance(lib, torch.library.Library):
         raise TypeError(f"{what}: lib expects a Library, got {type(lib).__name__}.")
     if lib.m is None:
         raise OperatorGoneError(
-            f"{what}: the Library object passed as lib has been destroyed: nothing can be defined "
-            "in it, or registered through it, any more."
+            f"{what}: the Library object passed as lib has been destroyed. Pass a library that is "
+            "still open."
         )
 
 
 def check_callers_library(name: OpName, lib: torch.library.Library | None) -> None:
-    """Refuses a library of the caller's in which the operator cannot be defined."""
+    """Raise if the operator cannot be defined in the caller's library."""
     check_library(name, lib)
     if lib is None:
         return

@@ -1,4 +1,4 @@
-"""Functions that get the arguments of a call, such as a vmap rule or a fake kernel."""
+"""Check and adapt user functions that take an operator's arguments, such as cost formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop._schema.schema import Schema
 
 
 def call_signature(op: OpOverload) -> inspect.Signature:
-    """The parameters with which an operator is called, and their defaults."""
+    """Return the signature of a call of an operator."""
     definition = own_definition(op, op_name(op, "call_signature"))
     if definition is not None and definition.structure is not None:
         return inspect.signature(definition.authors_function)
@@ -40,17 +40,17 @@ def check_arguments(
     leading: tuple[str, ...] = (),
     without_first: bool = False,
 ) -> None:
-    """Refuses a function that cannot be called with the operator's arguments.
+    """Raise unless a function takes the operator's arguments.
 
     Args:
-        what: what the message calls the function, such as `"ns::name: a cost"`.
+        what: a description of the function for messages, such as `"ns::name: a cost"`.
         op: the operator, an `OpOverload`.
-        function: what was registered.
-        leading: names of arguments that come before those of the operator.
-        without_first: whether the first argument of the operator is left out.
+        function: the user's function.
+        leading: names of arguments that precede the operator's.
+        without_first: whether the function does not take the operator's first argument.
 
     Raises:
-        RuleSignatureError: a `TypeError`: the function takes other arguments, or is none.
+        RuleSignatureError: a `TypeError`: the function takes other arguments, or is not callable.
 
     Example:
         >>> import torch
@@ -69,33 +69,34 @@ def observer(
     leading: tuple[str, ...] = (),
     result: str | None = None,
 ) -> Callable[..., Any]:
-    """Makes a function of the operator's arguments one that PyTorch can ask about a call.
+    """Adapt a user's function of the operator's arguments so that PyTorch can call it.
 
-    PyTorch has the arguments of the schema, without those that equal their default. `function` gets
-    `leading` and all of them; of an operator with structured arguments, it gets the structures, in
-    which what PyTorch passes for a tensor, such as its shape, stands in the place of the tensor.
+    PyTorch passes the schema's arguments, and omits arguments that equal their default. `function`
+    receives `leading` and all arguments. If the operator takes structured arguments, `function`
+    receives these structures. Their tensors are replaced by the values that PyTorch passes, such as
+    shapes.
 
     Args:
-        what: what messages call the function, such as `"ns::name: a cost"`.
+        what: a description of the function for messages, such as `"ns::name: a cost"`.
         op: the operator, an `OpOverload`.
-        function: what was registered.
-        leading: names of arguments that come before those of the operator.
-        result: the name by which PyTorch passes the result too, if it does; `function` gets it if
-            it can.
+        function: the user's function.
+        leading: names of arguments that precede the operator's.
+        result: the keyword by which PyTorch passes the operator's result; `function` receives it if
+            its signature has it.
 
     Returns:
-        A function of what PyTorch passes.
+        A function for PyTorch to call.
 
     Raises:
-        RuleSignatureError: a `TypeError`: the function takes other arguments, or is none.
+        RuleSignatureError: a `TypeError`: the function takes other arguments, or is not callable.
 
     Example:
         >>> import torch
         >>> from torchop.extend import observer
         >>> def cost(x, other, alpha):
         ...     return 1 if alpha == 1 else 2
-        >>> ask = observer("aten::add: a cost", torch.ops.aten.add.Tensor, cost)
-        >>> ask(torch.ones(1), torch.ones(1))
+        >>> adapted = observer("aten::add: a cost", torch.ops.aten.add.Tensor, cost)
+        >>> adapted(torch.ones(1), torch.ones(1))
         1
     """
     positional, keywords = _names(op)
@@ -110,7 +111,7 @@ def observer(
     convention = FLAT if definition is None else definition.convention
     schema = Schema(op._schema) if definition is None else definition.schema
 
-    def ask(*args: Any, **kwargs: Any) -> Any:
+    def adapted(*args: Any, **kwargs: Any) -> Any:
         passed = {} if result is None else {result: convention.result(kwargs.pop(result))}
         filled, keywords = schema.fill_defaults(args[len(leading) :], kwargs)
         filled, keywords = convention.arguments(filled, keywords)
@@ -118,11 +119,11 @@ def observer(
             keywords |= passed
         return function(*args[: len(leading)], *filled, **keywords)
 
-    return ask
+    return adapted
 
 
 def _names(op: OpOverload) -> tuple[list[str], list[str]]:
-    """The names of the arguments that can be passed by position, and of the others."""
+    """Return the names of positional and of keyword-only arguments."""
     parameters = call_signature(op).parameters.values()
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY], keywords

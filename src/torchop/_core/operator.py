@@ -1,4 +1,4 @@
-"""What a tool asks about an operator, whoever defined it."""
+"""Properties of any operator, for tools."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ from torchop._schema.schema import Schema
 
 
 class Operator:
-    """An operator as tools see it, whoever defined it.
+    """The properties of an operator, for tools. The operator may come from any package.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        caller: what messages call the function of the tool.
+        caller: the name of the calling function, for messages.
 
     Attributes:
         name: an `OpName`.
-        exists: whether there is such an operator, as the other attributes take for granted.
+        exists: whether the operator is registered; otherwise most other attributes raise.
         schema: a `Schema`.
         overload: the `torch._ops.OpOverload`.
-        handle: the `CustomOp`; None for an operator that torchop's `custom_op` did not make.
-        function: the function that `custom_op`, torchop's or PyTorch's, made it of, which takes the
-            arguments of the schema; None if there is none.
-        site: where torchop's `custom_op` was called: `module`, `file` and `line`; None for others.
-        effect: an `EffectType`; None without one.
-        kernels: the device types for which it has kernels that torchop knows of.
-        rules: its other rules that torchop knows of, each in a few words.
+        handle: the `CustomOp`; None unless torchop's `custom_op` made the operator.
+        function: the function passed to `custom_op`, torchop's or PyTorch's, called with the
+            schema's arguments; None for other operators.
+        site: where torchop's `custom_op` was called: `module`, `file` and `line`; None for other
+            operators.
+        effect: an `EffectType`, or None.
+        kernels: device types with a kernel registered through torchop.
+        rules: descriptions of the other rules registered through torchop.
         signature: the `inspect.Signature` of a call.
-        takes_structures: whether its function takes or returns what no schema can hold.
+        takes_structures: whether the function takes or returns objects that no schema type can
+            hold.
 
     Raises:
         ValueError: `op` is not an operator.
-        OperatorGoneError: the operator was replaced or closed.
-        OperatorNotFoundError: nobody defined the operator; raised by the attributes.
+        OperatorGoneError: the operator was deregistered.
+        OperatorNotFoundError: the operator is not registered; raised by the attributes.
 
     Example:
         >>> import torch
@@ -74,13 +76,13 @@ class Operator:
 
     @functools.cached_property
     def schema(self) -> Schema:
-        # That of a definition knows the form of the operator.
+        # The schema of a definition already has the operator's form.
         return find_schema(self.name) if self._definition is None else self._definition.schema
 
     @property
     def overload(self) -> OpOverload:
         if self._definition is None:
-            find_schema(self.name)  # raises where there is none
+            find_schema(self.name)  # raises if the operator does not exist
         return torch_ops.lookup_overload(*self.name)
 
     @property
@@ -121,7 +123,7 @@ class Operator:
         return call_signature(self.overload)
 
     def has_kernel(self, key: str) -> bool:
-        """Whether the dispatcher has a kernel of the operator at a key.
+        """Return whether the operator has a kernel at a dispatch key.
 
         Args:
             key: a dispatch key, such as `"CPU"` or `"CompositeImplicitAutograd"`.
@@ -129,11 +131,11 @@ class Operator:
         return dispatch.has_kernel(str(self.name), key)
 
     def flat_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Returns the arguments of a call as the schema has them.
+        """Return the arguments of a call as the schema takes them.
 
         Args:
-            args: the arguments by position; with structures only if `op` was the handle.
-            kwargs: those by keyword.
+            args: the positional arguments; with structures only if `op` was the handle.
+            kwargs: the keyword arguments.
         """
         if self._structure is None or not self._is_handle:
             return tuple(args), dict(kwargs)
@@ -141,7 +143,7 @@ class Operator:
         return flat
 
     def flat_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes a function with the author's arguments one with those of the schema."""
+        """Convert a function of the author's arguments to one of the schema's arguments."""
         if self._definition is None:
             return function
         return self._definition.convention.kernel(function)

@@ -1,4 +1,4 @@
-"""Finds the definition of an operator from a handle, a name or an object of torch.ops."""
+"""Look up an operator's definition from a handle, a name or an object of torch.ops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from torchop._schema.signatures import spell_function
 
 
 class Handle(CustomOpDef):
-    """The base of torchop's own handles."""
+    """The base class of operator handles."""
 
     _definition: Definition
 
@@ -47,12 +47,18 @@ OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 
 
 def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -> Definition:
-    """Returns the definition on which a registration for `op` acts.
+    """Return the definition to register a rule on.
 
-    `lib` is to hold the registration, which messages call by the name of its caller. An operator
-    of ours is registered on itself unless the library is another one than it lives in.
+    An operator of `custom_op` has one definition. Operators of other packages, and registrations
+    through another library, get one definition per library.
+
+    Args:
+        op: the operator.
+        caller: the name of the calling function, for messages.
+        lib: the library that owns the registration; by default the operator's own, or a library
+            that torchop never closes.
     """
-    if isinstance(op, Handle):  # first, because a package calls many of its methods
+    if isinstance(op, Handle):  # the fast path of registrations through a handle's methods
         op._definition.check_defined()
         if lib is None:
             return op._definition
@@ -67,13 +73,13 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
 
 
 def op_name(op: OpLike, caller: str) -> OpName:
-    """The name of an operator given in any of the accepted ways."""
+    """Return the name of an operator. `caller` is the function to name in messages."""
     if isinstance(op, str):
         return OpName.parse(op)
     if isinstance(op, CustomOpDef):
         return OpName.parse(op._qualname)
     if isinstance(op, OpOverload):
-        if torch_ops.is_retired(op):
+        if torch_ops.is_deregistered(op):
             raise OperatorGoneError(
                 f"{caller}({op}): this overload belongs to an operator that was destroyed or "
                 f"replaced; look it up again, torch.ops.{op}."
@@ -105,48 +111,48 @@ def _no_operator(value: object, caller: str) -> OperatorNameError:
 
 
 def own_definition(op: Any, name: OpName) -> Definition | None:
-    """The definition of an operator made by torchop's custom_op; None for all others."""
+    """Return the definition of an operator made by torchop's `custom_op`; None for all others."""
     handle = op if isinstance(op, CustomOpDef) else registries.published_handle(str(name))
     return handle._definition if isinstance(handle, Handle) else None
 
 
 def overload_of(op: OpLike, caller: str) -> OpOverload:
-    """The overload that an operator has now, which must not have ended."""
+    """Return the current OpOverload of an operator, or raise if the operator was deregistered."""
     name = op_name(op, caller)
     definition = own_definition(op, name)
     if definition is not None:
         definition.check_defined()
         return definition.overload
-    find_schema(name)  # raises where there is none
+    find_schema(name)  # raises if the operator does not exist
     return torch_ops.lookup_overload(*name)
 
 
 def own_definitions() -> dict[str, Definition]:
-    """All operators made by torchop's custom_op that are alive, by name."""
+    """Return all registered operators made by torchop's `custom_op`, by name."""
     names = map(OpName.parse, registries.published_handles())
     definitions = {str(name): own_definition(None, name) for name in names}
     return {name: d for name, d in definitions.items() if d is not None}
 
 
 def definitions_of(name: OpName) -> list[Definition]:
-    """What is registered for an operator, ours or not: not through libraries of others' own."""
+    """Return an operator's definitions, except those in libraries that callers passed as `lib`."""
     own = own_definition(None, name)
     registered = process_definitions(name.namespace).get(str(name))
     return [each for each in (own, registered) if each is not None]
 
 
 def known_names() -> set[str]:
-    """The operators of `custom_op`, ours or PyTorch's, and those of others with rules of ours."""
+    """Return operators of torchop's or PyTorch's `custom_op`, and others with torchop's rules."""
     return {*registries.published_handles(), *all_process_definitions()}
 
 
 def find_schema(name: OpName) -> Schema:
-    """The schema of an operator; raises OperatorNotFoundError if nobody defined it."""
+    """Return the schema of an operator, or raise OperatorNotFoundError."""
     if not operators.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(f"the operator {short_text(name)} does not exist{_hint(name)}")
     parsed = operators.registered_schema(name.packet, name.overload)
-    # The schema and the tags, because PyTorch tags more of its own operators, such as those that
-    # write into a list.
+    # Require both the tag and a matching schema. PyTorch also tags operators that have another
+    # schema, such as those that write into a list.
     form = form_of_schema(parsed)
     tags = () if form is Form.PLAIN else operators.registered_tags(name.packet, name.overload)
     is_tagged = not set(form_tags(form)).isdisjoint(tags)
@@ -168,9 +174,9 @@ def _hint(name: OpName) -> str:
 
 
 def registration_site(name: OpName) -> str:
-    """The file and line of the user's program where an operator was defined, or "(unknown)".
+    """Return the file and line where the user's program defined an operator, or "(unknown)".
 
-    The dispatcher knows where a library was made, which may be in torchop or PyTorch.
+    The dispatcher records where the library was created, which may be inside torchop or PyTorch.
     """
     definition = own_definition(None, name)
     if definition is not None and definition.declaration.site is not None:
@@ -185,23 +191,23 @@ def registration_site(name: OpName) -> str:
 
 
 def defining_module(name: OpName) -> str | None:
-    """The module that defined an operator by `torchop.define`; None if that is not known."""
+    """Return the module that defined an operator with `torchop.define`; None if unknown."""
     place = process_place(name)
     return None if place is None else place.module
 
 
 def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeError:
-    """The error about a second definition of an operator."""
+    """Return the error for defining an operator that exists."""
     return RuntimeError(
         f"{name} cannot be defined at {site}: it exists already, registered at "
-        f"{registration_site(name)}. Give one of them another name{advice}."
+        f"{registration_site(name)}. Rename one of them{advice}."
     )
 
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
-    """The definition that collects what a library registers for somebody else's operator."""
+    """Return the definition that holds a library's rules for another package's operator."""
     schema = find_schema(name)
-    # Kept on the library itself, so that they go together.
+    # Stored on the library, so that both are freed together.
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
     definition = definitions.get(str(name))
     if definition is None or definition.schema.text != schema.text:
@@ -213,27 +219,30 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     return definition
 
 
-def end_older(name: OpName, site: Site) -> None:
-    """Ends the operator that has the name now, which must have been made by `custom_op`."""
+def deregister_existing(name: OpName, site: Site) -> None:
+    """Deregister an operator of `custom_op` to free its name, and warn about the redefinition.
+
+    Raises RuntimeError if the operator was defined in any other way.
+    """
     older, library = check_free(name, site)
     qualname = str(name)
     if older is not None or library is not None:
-        deregistration.refuse_running([name])  # before a warning says that it is replaced
+        deregistration.refuse_running([name])  # before the warning about a replacement
     if older is not None and (before := older.declaration.site) is not None:
-        earlier, later = _apart(before, site)
+        earlier, later = _distinct_places(before, site)
         if before.origin != site.origin:
             _warn_of_redefinition(name, f"at {earlier}", later, before.file == site.file)
-        older.end(
+        older.deregister(
             f"This is a handle of the {qualname} that was defined at {earlier}. It was replaced "
             f"by the definition at {later}; use that one."
         )
     elif library is not None and library.m is not None:
         _warn_of_redefinition(name, "with torch.library.custom_op", site)
-        _end_of_stock(name, library, site)
+        _deregister_torch_operator(name, library, site)
 
 
-def _apart(before: Site, site: Site) -> tuple[str, str]:
-    """Two places, with the modules if they are the same place: a file imported under two names."""
+def _distinct_places(before: Site, site: Site) -> tuple[str, str]:
+    """Return both places as text, with the modules if one file was imported under two names."""
     if str(before) != str(site) or before.module == site.module:
         return str(before), str(site)
     return f"{before} in the module {before.module}", f"{site} in the module {site.module}"
@@ -242,33 +251,36 @@ def _apart(before: Site, site: Site) -> tuple[str, str]:
 def _warn_of_redefinition(
     name: OpName, before: str, after: object, is_same_file: bool = False
 ) -> None:
-    advice = "Give one of them another name."
+    advice = "Rename one of them."
     if is_same_file:
-        advice = "Import the file under one name, or put its operators in a namespace of their own."
+        advice = "Import the file under one name, or give its operators their own namespace."
     warn(
         f"{name} was defined {before} and is defined again at {after}, which replaces it. {advice}",
         RedefinitionWarning,
     )
 
 
-def _end_of_stock(name: OpName, library: torch.library.Library, site: Site) -> None:
-    """Ends an operator that torch.library's custom_op made."""
+def _deregister_torch_operator(name: OpName, library: torch.library.Library, site: Site) -> None:
+    """Deregister an operator of `torch.library.custom_op`."""
     reason = f"{name} was replaced by the definition at {site}; use that one."
-    deregistration.retire([name], lambda name: reason)
+    deregistration.invalidate([name], lambda name: reason)
     registries.unpublish(str(name), library)
     libraries.end(library)
     library._destroy()
 
 
 def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.library.Library | None]:
-    """Refuses the name of an operator that others made than `custom_op`: they may rely on it.
+    """Raise if an operator that `custom_op` did not make has the name; others may rely on it.
 
-    Returns what has the name: the definition of one of ours, and the library of one of either kind.
+    Returns:
+        The definition of an existing operator of torchop's `custom_op`, and the library of an
+        existing operator of either `custom_op`.
     """
     definition = own_definition(None, name)
     library = registries.published_library(str(name))
     replaceable = definition is not None or (library is not None and library.m is not None)
-    # Only if there is an entry: TorchScript would read all that was defined since it was asked.
+    # Look for a dispatcher entry first, because `is_registered` makes TorchScript load all schemas
+    # that were defined since its last query.
     is_known = not replaceable and operators.has_entry(*name)
     if is_known and operators.is_registered(name.packet, name.overload):
         raise already_defined(name, site, "; load a package that carries it after this definition")

@@ -1,4 +1,4 @@
-"""Snapshots of the inputs of a call, compared bit for bit with the inputs after the call."""
+"""Detect undeclared mutations by comparing the inputs of a call, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torchop._errors import UndeclaredMutationError
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# How far around a tensor its memory is compared. A kernel that takes a view for a contiguous tensor
-# writes near it; the whole of what it is a view of may be as large as the device's memory.
+# Memory to compare before and after each tensor. A kernel that assumes contiguous strides writes
+# close to a view. The whole base tensor may be too large to copy.
 MARGIN = 2**24  # bytes
 
 
 class Words(NamedTuple):
-    """The words of errors: for a kernel, or for a function of a formula.
+    """The parts of error messages that depend on the checked function.
 
     Attributes:
-        mutated: what happened to an input, of which it formats the `argument` and `where`.
-        function: who wrote into it.
-        fix: what to do instead.
-        state_fix: what to do instead of changing the shape and the like.
-        around_fix: what else to do, if the memory beside a view is to be written.
+        mutated: which input was mutated, formatted with `argument` and `where`.
+        function: the function that wrote into it.
+        fix: the fix for changed values.
+        state_fix: the fix for changed metadata, such as the shape.
+        around_fix: an additional fix for writes into the base tensor, outside a view.
     """
 
     mutated: str
@@ -39,16 +39,16 @@ class Words(NamedTuple):
 
 
 KERNEL = Words(
-    # The words that torch.library's opcheck has for it come first.
+    # The first words are those of `torch.library.opcheck`.
     "Argument {argument} is not defined as mutable but was mutated, {where}",
     "the kernel",
     "Name it in mutates_args, or write into a copy.",
-    "An operator may not do that to an argument. Change a copy, or x.detach().",
+    "An operator must not change its arguments in this way. Change a copy, or x.detach().",
     " To write there on purpose, take the whole base tensor as an argument and name it in "
     "mutates_args.",
 )
-# Of operators whose schema torchop wrote, so that it declares no mutation.
-COMPANION = KERNEL._replace(fix="Write into a copy, such as x.clone().", around_fix="")
+# For helper operators. Users cannot edit `mutates_args` of their schemas.
+HELPER = KERNEL._replace(fix="Write into a copy, such as x.clone().", around_fix="")
 BACKWARD = Words(
     "the incoming gradient of {where} was mutated",
     "backward",
@@ -64,11 +64,11 @@ SETUP_CONTEXT = Words(
 
 
 class Snapshot:
-    """The inputs of one call, and what of them its schema does not allow to be mutated.
+    """The inputs of one call, to detect mutations that the schema does not declare.
 
-    What cannot be compared is left out: tensors without data of their own (fake ones, those inside
-    a transform of `torch.func`, meta tensors), kinds that hide it (MKL-DNN, nested tensors), memory
-    of which the device has no room for a copy, and everything while a graph is captured.
+    Skips inputs that cannot be compared: tensors without their own data (fake and meta tensors,
+    tensors inside a `torch.func` transform), MKL-DNN and nested tensors, tensors that the device
+    has no memory to copy, and all inputs while a graph is captured.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class Snapshot:
         words: Words = KERNEL,
     ) -> None:
         self._take(named_inputs(schema, args, kwargs), frozenset(schema.mutated), words)
-        # PyTorch's operators with out= may resize it, as torch.add(x, y, out=torch.empty(0)).
+        # An out= argument may be resized, as in torch.add(x, y, out=torch.empty(0)).
         self._resizable = {a.name for a in schema.keyword_only if a.is_mutated and schema.returns}
 
     @classmethod
     def of_formula(cls, tensors: Iterable[tuple[str, Tensor]], words: Words) -> Snapshot:
-        """A snapshot of what a function of a formula gets: tensors, and what messages call them.
+        """Snapshot the arguments of `backward` or `setup_context`: pairs of description and tensor.
 
-        Compilers and transforms of `torch.func` run formulas on tensors without data, of which the
-        counts of in-place writes are compared.
+        Compilers and `torch.func` transforms run formulas on tensors without data. For these
+        tensors, compare the version counters.
         """
         snapshot = cls.__new__(cls)
         named = [(where, where, tensor) for where, tensor in tensors]
@@ -112,7 +112,7 @@ class Snapshot:
                 if _has_data(tensor)
             ]
             if devices.are_captured([item.tensor for item in inputs]):
-                inputs = []  # what a graph captures must not be read
+                inputs = []  # reading memory would become part of the captured graph
             self._inputs = inputs
             self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
             by_storage: dict[int, list[Tensor]] = {}
@@ -121,7 +121,7 @@ class Snapshot:
             self._memories = [m for parts in by_storage.values() for m in _remember(parts)]
 
     def check(self, name: object) -> None:
-        """Raises UndeclaredMutationError if an input of the operator is not what it was."""
+        """Raise UndeclaredMutationError if an input of the operator changed."""
         with dispatch.plain_tensors(), autograd.below_autograd():
             self._check_layouts(name)
             protected = [item for item in self._inputs if not item.is_mutable]
@@ -142,12 +142,12 @@ class Snapshot:
     def _check_layouts(self, name: object) -> None:
         """Check that mutated tensors still have their storage, shape and strides.
 
-        Functionalization passes the kernel a copy, and copies its values back, so compiled programs
-        lose everything else.
+        Functionalization runs the kernel on a copy and copies only the values back, so compiled
+        programs would lose any other change.
         """
         for item in self._inputs:
             if not item.is_mutable or item.tensor.layout is not torch.strided:
-                continue  # a sparse tensor replaces its storages whenever it is written
+                continue  # any write to a sparse tensor may replace its storages
             now = _state(item.tensor)
             fields = ("storage",) if item.argument in self._resizable else _LAYOUT
             field = next((f for f in fields if now[f] != item.state[f]), None)
@@ -155,9 +155,9 @@ class Snapshot:
                 continue
             of = f"the {{}} of argument {item.where.removeprefix('input ')}"
             raise UndeclaredMutationError(
-                f"{name}: the kernel {_change(field, item.state, now, of)}. Compiled programs keep "
-                "the old one, because mutates_args declares new values only. Write into the tensor "
-                "with copy_, or return a new tensor."
+                f"{name}: the kernel {_change(field, item.state, now, of)}. mutates_args only "
+                "declares new values, so compiled programs would lose this change. Write into the "
+                "tensor with copy_, or return a new tensor."
             )
 
     def _check_contents(self, name: object, memory: _Memory) -> None:
@@ -168,7 +168,7 @@ class Snapshot:
             if storage_of(part) == memory.storage._cdata:
                 memory.elements(changed, part).fill_(False)
             elif overlap(part.untyped_storage(), memory.storage):
-                return  # the same memory under another name, as NumPy makes it
+                return  # a second storage for the same memory, such as from NumPy
         if not changed.any():
             return
         holders = [
@@ -186,7 +186,7 @@ class Snapshot:
                     f"{self._mutated(name, item)}: {self._words.function} changed its values{at}. "
                     f"{self._words.fix}"
                 )
-        # A mutable input that was resized or got another storage may not be there any more.
+        # There may be no holder, because the kernel can resize a mutable input or swap its storage.
         for item, _ in holders[:1]:
             raise UndeclaredMutationError(
                 f"{self._mutated(name, item)}: {self._words.function} wrote into its storage, "
@@ -200,7 +200,7 @@ class Snapshot:
             return
         storages = {storage_of(part) for part in self._mutable_parts}
         if storages and any(storage_of(part) in storages for part in _parts(item.tensor)):
-            return  # views are counted together
+            return  # views share a version counter
         compared = len(item.state) > 1
         values = ", although its values are the same" if compared else ""
         raise UndeclaredMutationError(
@@ -219,13 +219,13 @@ class Snapshot:
 
     def _mutated(self, name: object, item: _Input) -> str:
         if item.is_mutable:
-            return f"{name}: memory that is not defined as mutable was mutated, beside {item.where}"
+            return f"{name}: memory outside the elements of {item.where} was mutated"
         mutated = self._words.mutated.format(argument=item.argument, where=item.where)
         return f"{name}: {mutated}"
 
 
 def overlap(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
-    """Whether two storages wrap the same memory of a device, which is how NumPy and DLPack do."""
+    """Return whether two storages share memory, as storages from NumPy and DLPack may."""
     if left.device != right.device or left.device.type == "meta":
         return False
     # Some devices have no addresses.
@@ -246,7 +246,7 @@ class _Input(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """A range of a storage, as bytes."""
+    """A copy of a byte range of a storage."""
 
     storage: torch.UntypedStorage
     size: int
@@ -254,20 +254,21 @@ class _Memory(NamedTuple):
     before: Tensor
 
     def changed(self) -> Tensor | None:
-        """Which bytes have changed, as a bool for each; None if none has."""
+        """Return a mask of the changed bytes, or None if nothing changed."""
         if self.storage.nbytes() != self.size:
-            return None  # resized: the state of its tensors says so, unless it is that of out=
+            return None  # resized: `_check_state` reports it, unless it is an out= argument
         now = bytes_of(self.storage)[self.start : self.start + self.before.numel()]
         if now.shape != self.before.shape or torch.equal(now, self.before):
             return None
         return now != self.before
 
     def elements(self, changed: Tensor, tensor: Tensor) -> Tensor:
-        """The part of `changed` that a tensor of this storage covers: its shape, times bytes."""
+        """Return the part of a mask of bytes that a tensor covers: its shape, times the bytes."""
         if not tensor.numel():
             return changed[:0]
         size, steps = tensor.element_size(), tensor.stride()
-        # An expanded dimension would name the same bytes again, and could not be written.
+        # Take an expanded dimension once. Otherwise its elements would share memory, and the result
+        # could not be written to.
         shape = [1 if step == 0 else n for n, step in zip(tensor.shape, steps, strict=True)]
         return changed.as_strided(
             (*shape, size),
@@ -276,7 +277,8 @@ class _Memory(NamedTuple):
         )
 
 
-# What a kernel that writes into a tensor must leave alone, the cause before its consequences.
+# Fields that a declared mutation must not change. Causes come before their consequences, because
+# the first changed field is reported.
 _LAYOUT = (
     *("storage", "storage size", "dtype", "device", "shape", "strides", "storage offset"),
     *("conjugate bit", "negative bit"),
@@ -284,7 +286,7 @@ _LAYOUT = (
 
 
 def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: str) -> str:
-    """Return words for a change of one field of a state; `of` names the field of an argument."""
+    """Describe a change of one field; `of` is a template such as "its {}" for the field's owner."""
     if field == "storage":
         return f"swapped {of.format('storage')}, as set_ and assignments to .data do"
     sizes = f"from {before[field]} to {now.get(field)}"
@@ -294,7 +296,7 @@ def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: s
 
 
 def _is_inplace_view(name: object) -> bool:
-    """Whether an operator has the tag of PyTorch's own `t_`, `resize_` and `set_`."""
+    """Return whether an operator has the tag of PyTorch's `t_`, `resize_` and `set_`."""
     parts = OpName.parse(str(name))
     return operators.is_registered(
         parts.packet, parts.overload
@@ -307,13 +309,13 @@ def _has_data(tensor: Tensor) -> bool:
     try:
         _state(tensor)
         storages = [part.untyped_storage() for part in _parts(tensor)]
-        # A tensor that only wraps another has a size, but no memory.
+        # A wrapper subclass has a size, but no memory.
         return all(storage.data_ptr() or not storage.nbytes() for storage in storages)
-    except Exception:  # a tensor may raise anything, but the call itself must not fail for that
+    except Exception:  # a Tensor subclass may raise anything, but the user's call must not fail
         return False
 
 
-# The strided tensors in which a sparse one keeps what it holds.
+# The strided tensors that a sparse tensor consists of.
 _PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
     torch.sparse_coo: (Tensor._indices, Tensor._values),
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
@@ -329,14 +331,14 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _state(tensor: Tensor) -> dict[str, Any]:
-    """The state of a tensor besides its values, in the order in which messages name it."""
+    """Return a tensor's metadata and version, in the order in which changes are reported."""
     parts = _parts(tensor)
     storages = [part.untyped_storage() for part in parts]
     memory = {
         "storage": [storage._cdata for storage in storages],
         "storage size": " and ".join(str(storage.nbytes()) for storage in storages),
     }
-    # Those of a sparse tensor come last, because each write may replace them.
+    # The storages of a sparse tensor come last, because each write may replace them.
     state: dict[str, Any] = {
         **(memory if tensor.layout is torch.strided else {}),
         "dtype": tensor.dtype,
@@ -355,31 +357,31 @@ def _state(tensor: Tensor) -> dict[str, Any]:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was written in place; None if that is not counted."""
-    # PyTorch counts reading a compressed one too, where no graph is recorded.
+    """Return a tensor's version counter; None if PyTorch does not count its writes."""
+    # Without grad mode, reading a compressed sparse tensor also increases its version.
     is_compressed = tensor.layout in _PARTS and tensor.layout is not torch.sparse_coo
     return None if is_compressed or tensor.is_inference() else tensor._version
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """The memory of a storage, as a tensor of bytes."""
+    """Return a storage's memory as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
-    """Copies the memory of tensors that share one storage, and some memory around them."""
+    """Copy the memory of tensors that share one storage, with a margin around them."""
     storage = parts[0].untyped_storage()
     spans = [_span(part) for part in parts]
     start = max(min(first for first, _ in spans) - MARGIN, 0)
     end = min(max(last for _, last in spans) + MARGIN, storage.nbytes())
     try:
         yield _Memory(storage, storage.nbytes(), start, bytes_of(storage)[start:end].clone())
-    except RuntimeError:  # which is what devices raise; few have torch.OutOfMemoryError
-        return  # there is no memory for a copy, but the call itself must not fail for that
+    except RuntimeError:  # out of memory; few devices raise torch.OutOfMemoryError
+        return  # the user's call must not fail because a copy does not fit
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after its last."""
+    """Return the first byte of a tensor in its storage, and the byte after its last."""
     size, first = tensor.element_size(), int(tensor.storage_offset())
     if not tensor.numel():
         return first * size, first * size

@@ -1,8 +1,8 @@
-"""Rule: a kind of registration outside PyTorch's dispatcher, such as an inverse.
+"""Rule: the base class for new kinds of registration, such as inverses or cost formulas.
 
-A `CompiledRule` is what one operator does for one subsystem of PyTorch, and is part of its call
-plan. A `Rule` is a kind of registration for all operators: calls never read it, so an operator
-without one pays nothing, and a registration makes no plan stale.
+A `CompiledRule` is one operator's rule for a subsystem of PyTorch, and part of its call plan. A
+`Rule` is one kind of registration for all operators. Calls never read it, so it adds no cost to
+calls, and registering a value does not recompile call plans.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torchop._schema.callables import Lambda, Registered, decorator_or_call
 Value = TypeVar("Value")
 
 _rules: dict[str, Rule[Any]] = {}
-# Whether a name is already used for something else; the class form adds its check.
+# Predicates for names that a rule must not have, such as members of the class form.
 reserved_names: list[Callable[[str], bool]] = []
 
 
 class _Entry(NamedTuple):
-    """The registration through one definition, for the operator that had the name at that time."""
+    """The value that one definition registered for the operator that had the name at that time."""
 
     definition: Definition
     op: OpOverload
@@ -40,33 +40,32 @@ class _Entry(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The operator that torchop derived another one from, and what it made of it."""
+    """The operator from which torchop derived another one, and how."""
 
     op: OpOverload
     kind: str
 
 
-# The origin of each derived operator; the registration lock guards it.
+# The origin of each derived operator. Guarded by `registration_lock`.
 _origins: dict[OpOverload, Origin] = {}
 
 
 class Rule(Generic[Value]):
-    """A kind of registration that you add: its name, what it accepts, and what it is by default.
+    """A new kind of registration for operators, such as a cost formula.
 
-    Make one object for each kind, at module level: `cost = torchop.Rule("cost")`. From then on,
-    operators have it like a rule of torchop's: `op.register_cost(fn)`, `op.register("cost", fn)`,
-    and a member `cost` in the class form. `cost.lookup(op)` returns what was registered. It
-    disappears with the operator, or with the library that it was registered through.
+    Create one instance for each kind, at module level: `cost = torchop.Rule("cost")`. Users then
+    register values with `op.register_cost(fn)`, `op.register("cost", fn)`, or a member `cost` in
+    the class form, and read them with `cost.lookup(op)`. A value is removed together with the
+    operator, or with the library it was registered through.
 
-    What is registered is a function with the operator's parameters, unless a subclass accepts
-    something else by overriding `validate`. If `missing` is overridden, it returns what operators
-    without a registration have.
+    By default, a value is a function that takes the operator's arguments. Override `validate` to
+    accept other values, and `missing` to return a default for operators without a value.
 
     Args:
-        name: an identifier, by which operators and the class form know the rule.
+        name: an identifier, used by `op.register` and the class form.
 
     Raises:
-        ValueError: not an identifier, or a name that means something else.
+        ValueError: `name` is not an identifier, or it is already used.
 
     Example:
         >>> import torch, torchop
@@ -83,7 +82,7 @@ class Rule(Generic[Value]):
         >>> cost.lookup(double)(torch.ones(3)), cost.lookup("aten::sin")(torch.ones(3))
         (24, 0)
 
-    The idea is that of the `register_*` functions of `torch.library`, for any kind of rule.
+    Generalizes the `register_*` functions of `torch.library` to any kind of rule.
     """
 
     def __init__(self, name: str) -> None:
@@ -91,54 +90,54 @@ class Rule(Generic[Value]):
         naming.check_rule_name(name, [] if shipped else reserved_names)
         self.name = name
         self._place = users_place()
-        # Found out once, because compilers trace lookups, and most rules do not override it.
-        self._knows_derived = type(self).of_derived is not Rule.of_derived
-        # By the operator's name, the last registration last. The tuples are replaced, not changed.
+        # Computed once, because compilers trace lookups, and most rules do not override it.
+        self._derives_values = type(self).of_derived is not Rule.of_derived
+        # Values by the operator's name, oldest first. Lookups do not lock, so tuples are replaced.
         self._entries: dict[str, tuple[_Entry, ...]] = {}
         with registration_lock:
             existing = _rules.get(name)
             if existing is not None:
                 if existing._place.module != self._place.module:
                     raise ValueError(
-                        f"there is a rule {name!r} already, made at {existing._place.file}:"
+                        f"the rule {name!r} exists already, created at {existing._place.file}:"
                         f"{existing._place.line}. Choose another name, such as "
                         f"'{self._place.module.rpartition('.')[2].strip('_')}_{name}'."
                     )
-                self._entries = existing._entries  # its module is loaded again
+                self._entries = existing._entries  # the module was reloaded
             _rules[name] = self
 
     def __repr__(self) -> str:
         return f"<torchop.Rule {self.name}>"
 
     # ----------------------------------------------------------------------------------------------
-    # What a subclass may say otherwise
+    # Methods that subclasses may override
 
     def validate(self, op: OpOverload, value: Any) -> Value:
-        """Checks what is registered, and returns what is to be kept of it.
+        """Check a value before it is registered, and return the value to store.
 
         Args:
             op: the operator, an `OpOverload`.
-            value: what was passed to `register`. An override may take more by keyword, with
-                defaults: the options of `register`.
+            value: the value passed to `register`. An override may add keyword arguments with
+                defaults, which become options of `register`.
 
         Returns:
-            What `lookup` will return.
+            The value that `lookup` returns.
 
         Raises:
             RuleSignatureError: a `TypeError`: `value` does not take the operator's arguments. An
-                override raises `TypeError` or `ValueError`, and nothing is registered then.
+                override may raise any `TypeError` or `ValueError`; nothing is registered then.
         """
         check_arguments(f"{op._name}: the rule {self.name!r}", op, value)
         return typing.cast(Value, value)
 
     def missing(self, op: OpOverload) -> Value:
-        """Returns what `lookup` returns for an operator without a registration, or raises.
+        """Return the value that `lookup` returns for an operator without a registration, or raise.
 
         Args:
             op: the operator, an `OpOverload`.
 
         Raises:
-            MissingRuleError: as long as a subclass does not override this.
+            MissingRuleError: always, unless a subclass overrides this.
         """
         raise MissingRuleError(
             f"{op._name}: no {self.name.replace('_', ' ')} is registered. Register one: "
@@ -147,29 +146,30 @@ class Rule(Generic[Value]):
         )
 
     def of_derived(self, op: OpOverload, kind: str, origin: OpOverload, value: Value) -> Value:
-        """Returns the value of a derived operator, made from that of the operator it comes from.
+        """Compute a derived operator's value from the value of its origin.
 
-        The value counts as long as nothing is registered for the derived operator itself. `attach`,
-        `replaced` and `detach` are called for derived operators too.
+        Used while the derived operator has no value of its own. `attach`, `replaced` and `detach`
+        are called for derived operators too.
 
         Args:
             op: the derived operator, an `OpOverload`.
-            kind: what it is: a form, `"inplace"` or `"out"`, of `CustomOp.derive_inplace`,
-                `CustomOp.derive_out` or `out_op`; or a companion, which stands for the operator in
-                compiled graphs: `"training"` (the operator, which also returns what its backward
-                needs) or `"backward"` of `CustomOp.derive_autograd`, `"backward_kernel"` of
-                `register_autograd`, and `"mutable"` or `"functional"` of an operator that mutates.
+            kind: how it was derived. `"inplace"` or `"out"`: a form from `CustomOp.derive_inplace`,
+                `CustomOp.derive_out` or `out_op`. Otherwise it is a helper operator for compiled
+                graphs: `"training"` (also returns the tensors that the backward needs) or
+                `"backward"` of `CustomOp.derive_autograd`, `"backward_kernel"` of
+                `register_autograd`, `"mutable"` or `"functional"` of an operator that mutates its
+                arguments.
             origin: the operator that it was derived from, an `OpOverload`.
-            value: what is registered for `origin`.
+            value: the value registered for `origin`.
 
         Returns:
-            The value, or NotImplemented if the derived operator has none, which is the default.
+            The value, or NotImplemented (the default) if the derived operator has none.
 
         Example:
             >>> import torch, torchop
             >>> class Bytes(torchop.Rule):
             ...     def of_derived(self, op, kind, origin, value):
-            ...         if kind == "out":  # which takes one more argument
+            ...         if kind == "out":  # the form takes one more argument
             ...             return lambda *args, out: value(*args)
             ...         return value if kind == "inplace" else NotImplemented
             >>> bytes_moved = Bytes("bytes_moved")
@@ -183,27 +183,27 @@ class Rule(Generic[Value]):
         return typing.cast(Value, NotImplemented)
 
     def attach(self, op: OpOverload) -> None:
-        """Called when an operator gets its first value: the place to tell other tools."""
+        """Called when an operator gets its first value, such as to update other tools."""
 
     def replaced(self, op: OpOverload) -> None:
-        """Called when another value takes the place of one: drops what was made of the old one."""
+        """Called when a value is replaced, to drop anything computed from the old value."""
 
     def detach(self, op: OpOverload) -> None:
-        """Called when its last value, or the operator, disappears: undoes `attach`."""
+        """Called when an operator's last value is removed, or the operator is deregistered."""
 
     def cache_parts(self, value: Value) -> Iterable[object]:
-        """Returns what compilers bake into a graph of a registered value, for `cache_key_tag`.
+        """Return the parts of a value that compilers bake into graphs, for `cache_key_tag`.
 
         Args:
-            value: what `validate` returned.
+            value: the value that `validate` returned.
 
         Returns:
-            Functions, and values with a lasting `repr`; as it stands, none.
+            Functions, and values with a stable `repr`; by default, none.
         """
         return ()
 
     # ----------------------------------------------------------------------------------------------
-    # Registering, and asking
+    # Registration and lookup
 
     def register(
         self,
@@ -214,67 +214,67 @@ class Rule(Generic[Value]):
         lib: torch.library.Library | None = None,
         **options: Any,
     ) -> Registered:
-        """Registers a value of this kind, in place of the one before; a decorator without one.
+        """Register a value for an operator, replacing an earlier one. A decorator without `value`.
 
         Args:
-            op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-                packet with one overload; yours or anybody's.
-            value: what `validate` accepts; usually a function.
-            lib: the library whose lifetime the registration shares; by default it stays as long as
-                the operator.
-            options: keyword arguments of `validate`, in a subclass that takes more than `value`.
+            op: an operator of any package: a handle, `"ns::name"`, `"ns::name.overload"`, an
+                `OpOverload`, or a packet with one overload.
+            value: a value that `validate` accepts, usually a function.
+            lib: the library that owns the registration; by default it lasts as long as the
+                operator.
+            options: keyword arguments for `validate`.
 
         Returns:
             `value`.
 
         Raises:
-            OperatorNotFoundError: nobody defined the operator.
-            TypeError, ValueError: `validate` refuses the value.
+            OperatorNotFoundError: the operator is not registered.
+            TypeError, ValueError: `validate` rejects the value.
         """
         definition = resolve(op, f"the rule {self.name!r}", lib)
         return decorator_or_call(lambda given: self._add(definition, given, options), value)
 
     def lookup(self, op: OpLike) -> Value:
-        """Returns what was registered for an operator.
+        """Return the value registered for an operator.
 
         Args:
-            op: the operator, named in any of the ways of `register`.
+            op: the operator, as in `register`.
 
         Returns:
-            What was registered last, or what `missing` returns.
+            The latest registered value, or the result of `missing`.
 
         Raises:
-            MissingRuleError: nothing is registered, and the rule has no default.
-            OperatorGoneError: the handle's operator was replaced or closed.
-            OperatorNotFoundError: nobody defined the operator.
+            MissingRuleError: no value is registered, and the rule has no default.
+            OperatorGoneError: the handle's operator was deregistered.
+            OperatorNotFoundError: the operator is not registered.
         """
         overload = overload_of(op, f"the rule {self.name!r}")
         value: Value = self._find(overload)  # no cast, because compilers trace this
         return self.missing(overload) if value is NotImplemented else value
 
     def has(self, op: OpLike) -> bool:
-        """Whether something is registered for an operator.
+        """Return whether an operator has a value.
 
         Args:
-            op: the operator, named in any of the ways of `register`.
+            op: the operator, as in `register`.
 
         Raises:
-            OperatorGoneError: the handle's operator was replaced or closed.
-            OperatorNotFoundError: nobody defined the operator.
+            OperatorGoneError: the handle's operator was deregistered.
+            OperatorNotFoundError: the operator is not registered.
         """
         return self._find(overload_of(op, f"the rule {self.name!r}")) is not NotImplemented
 
     @staticmethod
     def origin(op: OpOverload) -> tuple[OpOverload, str] | None:
-        """Returns what torchop derived an `OpOverload` from, and the kind; None if it is not."""
+        """Return the operator from which torchop derived `op`, and the kind, or None."""
         return _origins.get(op)
 
     def _find(self, op: OpOverload) -> Any:
-        """The value of an operator, its own or by its origin's; NotImplemented if it has none."""
+        """Return an operator's own or derived value; NotImplemented if it has none."""
         entry = self._entry(op)
         if entry is not None:
             return entry.value
-        origin = _origins.get(op) if self._knows_derived else None
+        origin = _origins.get(op) if self._derives_values else None
         if origin is None:
             return NotImplemented
         value = self._find(origin.op)
@@ -283,7 +283,7 @@ class Rule(Generic[Value]):
         return self.of_derived(op, origin.kind, origin.op, value)
 
     def _entry(self, op: OpOverload) -> _Entry | None:
-        # What was registered for an operator that had this name before is not for this one.
+        # Entries for an earlier operator of this name do not apply.
         entries = self._entries.get(op._name, ())
         last = None
         for entry in entries:  # a plain loop, because compilers trace it in torchop.inverse
@@ -296,8 +296,8 @@ class Rule(Generic[Value]):
             op = definition.overload
             entry = _Entry(definition, op, self.validate(op, value, **options))
             before = self._entries.get(op._name, ())
-            for ended in {id(e.op): e.op for e in before if e.op is not op}.values():
-                self.detach(ended)
+            for deregistered in {id(e.op): e.op for e in before if e.op is not op}.values():
+                self.detach(deregistered)
             current = tuple(e for e in before if e.op is op)
             others = [e for e in current if e.definition is not definition]
             attached: list[OpOverload] = []
@@ -314,14 +314,14 @@ class Rule(Generic[Value]):
         logs.registration.debug("%s has the rule: %s", definition, self.name)
 
     def _family(self, op: OpOverload) -> list[OpOverload]:
-        """An operator, and those derived from it whose values follow from its own."""
-        if not self._knows_derived:
+        """Return an operator and the derived operators whose values are computed from its value."""
+        if not self._derives_values:
             return [op]
         derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
         return [op, *(each for d in derived for each in self._family(d))]
 
     def _put(self, op: OpOverload, entries: tuple[_Entry, ...], attached: list[OpOverload]) -> None:
-        """Changes the entries of an operator's name, and tells the subclass what that changes."""
+        """Replace an operator's entries, and call the hooks for each affected operator."""
         affected = self._family(op)
         had = [self._find(each) is not NotImplemented for each in affected]
         self._store(op._name, entries)
@@ -344,23 +344,23 @@ class Rule(Generic[Value]):
 
 def _remove(name: str, op: OpOverload, definition: Definition) -> None:
     with registration_lock:
-        rule = _rules[name]  # by name: its module may have been loaded again
+        rule = _rules[name]  # by name, because reloading a module replaces its rules
         before = rule._entries.get(op._name, ())
         after = tuple(e for e in before if e.op is not op or e.definition is not definition)
         if len(after) < len(before):
-            # Not undone where `detach` raises, or the operator could never end.
+            # Do not roll back if `detach` raises: the operator must be deregistered anyway.
             rule._put(op, after, [])
 
 
-def follow(op: Definition, derived: Definition, kind: str) -> None:
-    """Lets the values of an operator count for one derived from it, until the derived one ends."""
+def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
+    """Let a derived operator use the values of its origin while it is registered."""
     overload = derived.overload
     detaching: list[Callable[[], None]] = []
 
     def forget() -> None:
         with registration_lock:
             following = _following(overload)
-            _origins.pop(overload, None)  # first, because `detach` may raise
+            _origins.pop(overload, None)  # before `detach`, which may raise
             for rule, each in following:
                 rule.detach(each)
 
@@ -379,30 +379,33 @@ def follow(op: Definition, derived: Definition, kind: str) -> None:
 
 
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
-    """The rules by which a derived operator, and what is derived from it, follow its origin."""
+    """Return the rules that give a derived operator a value from its origin.
+
+    Each rule is paired with the operator, and with operators derived from it.
+    """
     return [
         (rule, each)
         for rule in list(_rules.values())
-        if rule._entry(op) is None and rule._find(op) is not NotImplemented  # few rules pass
+        if rule._entry(op) is None and rule._find(op) is not NotImplemented
         for each in rule._family(op)
         if rule._find(each) is not NotImplemented
     ]
 
 
 def get_rule(name: str) -> Rule[Any]:
-    """Returns a rule by its name: one of torchop's, or one that any package made.
+    """Return a rule by its name: a rule of torchop or of another package.
 
-    The reference lists the rules that torchop ships, such as `"inverse"`. What the dispatcher knows
-    of, such as a fake kernel, is not a rule of this kind.
+    The reference lists torchop's rules, such as `"inverse"`. Rules of PyTorch, such as fake
+    kernels, are not included.
 
     Args:
-        name: what `torchop.Rule` was called with.
+        name: the name passed to `torchop.Rule`.
 
     Returns:
-        The rule, to register for operators that have no handle, or to look up.
+        The rule, for registering and looking up values of operators without a handle.
 
     Raises:
-        ValueError: there is no such rule; proposes the nearest name.
+        ValueError: there is no such rule; the message proposes the nearest name.
 
     Example:
         >>> import torch, torchop
@@ -415,19 +418,19 @@ def get_rule(name: str) -> Rule[Any]:
     if rule is None:
         raise ValueError(
             f"there is no rule {short_repr(name)}{nearest(name, _rules)}. The rules are "
-            f"{', '.join(sorted(_rules))}; a package makes one by torchop.Rule(name) when it is "
-            "imported."
+            f"{', '.join(sorted(_rules))}. Import the package that creates the rule with "
+            "torchop.Rule first."
         )
     return rule
 
 
 def rule_names() -> tuple[str, ...]:
-    """The names of all rules that were made so far."""
+    """Return the names of all rules created so far."""
     return tuple(_rules)
 
 
 def registered_rules(definition: Definition) -> list[str]:
-    """The names of the rules that an operator has, for its `repr`."""
+    """Return the names of the rules that a definition has values for, for its `repr`."""
     return [
         name.replace("_", " ")
         for name, rule in list(_rules.items())

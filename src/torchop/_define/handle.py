@@ -40,7 +40,7 @@ class _FunctionSignature:
 
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
-            if compilers.torchscript_asks():
+            if compilers.torchscript_is_inspecting():
                 # It counts the parameters of `__call__`, and compares with those of a signature.
                 raise ValueError("TorchScript passes on what it is given, as to any object.")
             return inspect.signature(handle.__wrapped__)
@@ -124,7 +124,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
     def __repr__(self) -> str:
         definition = self._definition
-        if definition.reason_gone is not None:
+        if definition.deregistration_reason is not None:
             return f"<torchop.CustomOp {definition}, gone>"
         return f"<torchop.CustomOp {'; '.join([definition.schema.text, *self._registered()])}>"
 
@@ -137,7 +137,7 @@ class CustomOp(Registrations, Generic[P, R]):
         """A list for notebooks."""
         import html  # late, for start-up time
 
-        if self._definition.reason_gone is not None:
+        if self._definition.deregistration_reason is not None:
             return f"<p><code>{html.escape(repr(self))}</code></p>"
         rows = [html.escape(part) for part in (self.__doc__ or "", *self._registered()) if part]
         items = "".join(f"<li>{row}</li>" for row in rows)

@@ -21,7 +21,7 @@ from torchop._compat import (
 )
 from torchop._compat.classes import OpOverload, Tag
 from torchop._core import library as core_library
-from torchop._core.checking import checked, follow
+from torchop._core.checking import checked, recompile_for_checking
 from torchop._core.contract import ResultCheck, result_check
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock
@@ -240,7 +240,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
 
     def follow() -> None:
         library._op_defs.add(str(name))
-        core_library.note_place(library, name)
+        core_library.record_place(library, name)
         deregistration.after_definition(*name)
         libraries.follow(library)
         if "!" in schema:
@@ -312,7 +312,7 @@ def checked_kernel(
         outdate(name)
 
     vars(kernel)["outdate_plan"] = outdate_plan
-    follow(cast(Any, kernel))
+    recompile_for_checking(cast(Any, kernel))
     if not with_keyset:
         vars(kernel)[KERNEL_ATTRIBUTE] = function
     return kernel

@@ -229,7 +229,9 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
     members = weakref.ref(functional), weakref.ref(form)  # whose library may be the caller's
 
     def overload() -> OpOverload | None:
-        alive = [member for ref in members if (member := ref()) and member.reason_gone is None]
+        alive = [
+            member for ref in members if (member := ref()) and member.deregistration_reason is None
+        ]
         if len(alive) < 2 or _kernels_of(alive[0]) != _kernels_of(alive[1]):
             return None  # a form may have a kernel of its own, which only its calls run
         return alive[1].overload

@@ -1,1 +1,1 @@
-"""The native call path: where its extension comes from, and how calls get to it."""
+"""Native calls: C++ calls that skip the dispatcher when it would only run torchop's kernels."""

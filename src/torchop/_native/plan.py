@@ -25,7 +25,7 @@ from torchop._schema.text import arguments_alone, results_of
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
 
-# Called with (args, kwargs, result) for results that are not just fresh tensors.
+# Called with (args, kwargs, result), unless the results are only fresh tensors.
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 # How a plan records gradients: see `NativeCalls._plan`.
@@ -78,7 +78,7 @@ class NativeCalls:
         self.entry.plan = None
 
     def _compile(self) -> Plan:
-        raise NotImplementedError  # every subclass defines its own
+        raise NotImplementedError
 
     def _take_calls(self, overload: OpOverload) -> None:
         """Make an object of `torch.ops` call the entry."""
@@ -129,7 +129,8 @@ class NativeCalls:
 def _log_call(calls: NativeCalls, /, *args: Any, **kwargs: Any) -> None:
     """Log why the dispatcher gets a call, for the first call of an operator with this reason."""
     name = str(calls.name)
-    found = sys.modules["torchop"].explain(name, *args, **kwargs)  # far above this file
+    # Not imported, because `explain` is in a layer above this one.
+    found = sys.modules["torchop"].explain(name, *args, **kwargs)
     if not found.native:  # explain does not see that a graph is being captured
         logs.calls.info("%s: a call goes through the dispatcher, because %s", name, found.reason)
 
@@ -150,11 +151,11 @@ class OwnCalls(NativeCalls):
         the rest of a definition.
         """
         definition = self._definition
-        if self.entry.dispatch is None and definition.reason_gone is None:
+        if self.entry.dispatch is None and definition.deregistration_reason is None:
             self._take_calls(definition.overload)
             self._bypass_kernels()
             # A packet tries its overloads in order, so earlier overloads must be native as well.
-            for sibling in torch_ops.overloads_beside(definition.overload):
+            for sibling in torch_ops.other_overloads(definition.overload):
                 other = own_definition(None, definition.name._replace(overload=sibling))
                 if other is not None and isinstance(other.follower, OwnCalls):
                     other.follower.attach()
@@ -175,7 +176,7 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         definition.check_defined()
         plan = definition.plan
-        self.attach()  # for a plan that was compiled before the extension was there
+        self.attach()  # in case the plan was compiled before the extension was loaded
         return self.compiled(plan)
 
     def compiled(self, plan: CallPlan) -> Plan:

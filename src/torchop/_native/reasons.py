@@ -1,4 +1,4 @@
-"""Reasons why a call is native or falls back to the dispatcher: csrc/reasons.h in words."""
+"""Reasons why a call is native or falls back to the dispatcher: the texts for csrc/reasons.h."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class Reason(enum.IntEnum):
     """Why a call is native or falls back to the dispatcher, in the order of reasons.h."""
 
-    text: str  # with a placeholder for details of the call
+    text: str  # a format string; `{why}` stands for details of the call
 
     def __new__(cls, text: str) -> Self:
         reason = int.__new__(cls, len(cls.__members__))

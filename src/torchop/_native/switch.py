@@ -1,4 +1,4 @@
-"""Switches operators over to native calls when the extension is loaded."""
+"""Make calls of operators native once the extension is loaded."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from torchop._rules.kernels import rule
 log = logging.getLogger(__name__)
 
 
-# The extension module, once it is loaded and the operators that exist are native.
+# The extension module, set after all existing operators were made native.
 _native: Any = None
-# Callbacks of `request`, for when the extension is loaded.
+# Callbacks passed to `request`, to call after loading.
 _waiting: list[Callable[[], None]] = []
-# The native subclass of the class of handles, once it exists. It can be made only once.
+# The native subclass of the class of handles, at most one: the extension can only create it once.
 _native_handle_types: list[type] = []
 
 
@@ -70,13 +70,13 @@ def _obtain() -> None:
 
 
 def _obtain_for_dynamo() -> None:
-    """Load the extension at the end of Dynamo's import, which cannot be repeated if it fails."""
+    """Load the extension at the end of Dynamo's import, which would break if this raised."""
     try:
         _obtain()
     except NativeBuildWarning as problem:  # a warning that the user made an error
         log.warning("%s", problem)
     except RecursionError:
-        pass  # the next use tries again
+        pass  # the next first use tries again
 
 
 def wait(timeout: float | None = None) -> bool:
@@ -87,10 +87,11 @@ def wait(timeout: float | None = None) -> bool:
 
 
 class _FirstUse:
-    """Loads the extension when an operator is first used; the `Follower` of all until then.
+    """The `Follower` of all definitions until the extension is loaded, on the first use of an
+    operator.
 
-    A program may import a package with hundreds of operators and call none of them, for example to
-    print its options or to build documentation. It must not load or compile anything.
+    A program may import a package with hundreds of operators and call none, for example to print
+    its options or to build documentation. Importing must not load or compile the extension.
     """
 
     def __init__(self) -> None:
@@ -115,13 +116,13 @@ class _FirstUse:
             is_native = type(handle) in _native_handle_types
             return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)
 
-        if not self.is_over:  # it is if Dynamo was imported before
+        if not self.is_over:  # already over if Dynamo was imported before
             self._first_call = _hooks.handle_type.__call__ = first_call
 
     def end(self) -> None:
         """Restore `__call__` of handles."""
         with registration_lock:
-            # Unless somebody else has replaced it.
+            # Do not overwrite a replacement that other code installed.
             if _hooks.handle_type.__call__ is self._first_call:
                 _hooks.handle_type.__call__ = self.call
             self.is_over = True
@@ -131,7 +132,7 @@ class _FirstUse:
         obtain()
 
     def outdate(self) -> None:
-        """Do nothing: an outdated plan does not mean that the operator is used."""
+        """Do nothing: invalidating a plan is not a use of the operator."""
 
 
 _first_use = _FirstUse()
@@ -152,9 +153,10 @@ def make_native(definition: Definition) -> None:
 
 
 def request(on_ready: Callable[[], None]) -> None:
-    """Load the extension, and call `on_ready` once it is loaded, if it ever is.
+    """Load the extension, and call `on_ready` after it is loaded.
 
-    The call holds the registration lock, and may come from another thread.
+    `on_ready` is called with `registration_lock` held, perhaps in another thread, and never if
+    loading fails.
     """
     with registration_lock:
         obtain()
@@ -165,21 +167,21 @@ def request(on_ready: Callable[[], None]) -> None:
 
 
 def _ready(module: ModuleType) -> None:
-    """Make calls of existing operators native with the extension, which was just loaded.
+    """Make calls of existing operators native, after the extension was loaded.
 
-    If it raises, for example because a warning is an error, it is called again.
+    Called again if it raises, for example because a warning is an error.
     """
     global _native
     with registration_lock:
         if _native is None:
             _prepare(module)
             for handle in registries.published_handles().values():
-                if isinstance(handle, Handle) and handle._definition.reason_gone is None:
+                if isinstance(handle, Handle) and handle._definition.deregistration_reason is None:
                     calls = _adopt(handle._definition, module)
-                    if handle._definition.has_plan:  # it may be called through torch.ops alone
+                    if handle._definition.has_plan:  # calls may only come through torch.ops
                         calls.attach()
                         if handle._definition.rule(rule.KernelRule).providers is not None:
-                            handle._definition.outdate_plan()  # it chooses in Python
+                            handle._definition.outdate_plan()  # the old plan selects in Python
             _native = module  # last: until then, `obtain` calls this function again
         while _waiting:
             _waiting[-1]()
@@ -188,11 +190,11 @@ def _ready(module: ModuleType) -> None:
 
 def _prepare(module: ModuleType) -> None:
     """Connect the extension with PyTorch, Dynamo and the layers below; safe to repeat."""
-    # The extension learns the layout of Python kernels from two operators with a known kernel.
+    # From two operators with known kernels, the extension finds the layout of Python kernels.
     with libraries.probe_operators() as probes:
         if not module.learn_kernels(*probes):
             raise ImportError(
-                "torchop does not know how this release of PyTorch stores Python kernels"
+                "this version of torchop does not support how this PyTorch stores Python kernels"
             )
     if not _native_handle_types:
         # Dynamo traces `__call__`, and looks up properties in the type itself, not in its bases.

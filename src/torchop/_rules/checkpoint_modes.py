@@ -27,15 +27,15 @@ def install(definition: Definition) -> None:
     """Prevent compilers from recomputing the operator in the backward if it is random.
 
     Mutating operators are handled by the rule for functional traces. Helpers have other tags, and
-    get the rule from `offer_to_checkpoints`.
+    get the rule from `register_for_checkpoints`.
     """
     declaration = definition.declaration
     if (
         Tag.nondeterministic_seeded in declaration.tags
-        and not declaration.is_companion
+        and not declaration.is_helper
         and not declaration.schema.is_mutable
     ):
-        offer_to_traces(definition)
+        register_for_traces(definition)
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
     return _with_policies(op, "", mode, op, types, args, kwargs)
 
 
-def offer_to_checkpoints(called: object, op: OpOverload | None = None, extra: str = "") -> None:
+def register_for_checkpoints(called: object, op: OpOverload | None = None, extra: str = "") -> None:
     """Register the default rule for checkpointing modes, for calls of `called`.
 
     If `called` is a helper of `op`, policies see `op`, without the helper's keyword-only argument
@@ -56,14 +56,14 @@ def offer_to_checkpoints(called: object, op: OpOverload | None = None, extra: st
     """
     hook = in_checkpoint if op is None else functools.partial(_with_policies, op, extra)
     for mode in checkpointing.POLICY_MODES:
-        registries.offer_torch_dispatch(str(called), mode, hook)
-    offer_to_traces(called, op, extra)
+        registries.register_default_torch_dispatch(str(called), mode, hook)
+    register_for_traces(called, op, extra)
 
 
-def offer_to_traces(called: object, op: OpOverload | None = None, extra: str = "") -> None:
+def register_for_traces(called: object, op: OpOverload | None = None, extra: str = "") -> None:
     """Register the default rule that saves results under an activation memory budget."""
     hook = in_trace if op is None else functools.partial(_saving, op, extra)
-    registries.offer_torch_dispatch(str(called), ProxyTorchDispatchMode, hook)
+    registries.register_default_torch_dispatch(str(called), ProxyTorchDispatchMode, hook)
 
 
 def in_trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

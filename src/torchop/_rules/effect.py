@@ -13,7 +13,7 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
 from torchop._errors import SchemaWarning, TracingError, short_repr, warn
-from torchop._rules.checkpoint_modes import offer_to_checkpoints
+from torchop._rules.checkpoint_modes import register_for_checkpoints
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -29,6 +29,12 @@ _traced: dict[str, EffectType | None] = {}
 
 
 class EffectRule(CompiledRule[Declared]):
+    """The side effect that `custom_op` or `register_effect` declares, such as an ordered effect.
+
+    Graphs pass a token through calls with an effect, so compilers neither remove nor reorder them.
+    Calls under vmap raise, because vmap does not define how often the effect happens for a batch.
+    """
+
     declared: Declared = None
     restore_effect: Callable[[], object] | None = None
     remove_vmap_guard: Callable[[], object] | None = None
@@ -36,7 +42,7 @@ class EffectRule(CompiledRule[Declared]):
     def watch(self) -> None:
         """Check the effect in each functional trace of a functional operator."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
-            registries.offer_torch_dispatch(
+            registries.register_default_torch_dispatch(
                 str(self.definition), FunctionalTensorMode, functionalize_unless_dropped
             )
 
@@ -77,9 +83,9 @@ class EffectRule(CompiledRule[Declared]):
         if _kind(self.declared) is None:
             return
         self.watch()
-        offer_to_checkpoints(definition)
+        register_for_checkpoints(definition)
         if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
-            self.remove_vmap_guard = libraries.implement_for_now(
+            self.remove_vmap_guard = libraries.implement_temporarily(
                 definition.library, definition.name.local, "FuncTorchBatched", self._reject_vmap
             )
 
@@ -95,7 +101,7 @@ class EffectRule(CompiledRule[Declared]):
     def _withdraw_watch(self) -> None:
         """Remove the check of dropped calls, unless another library declared an effect."""
         if registries.effect_of(str(self.definition)) is None:
-            registries.withdraw_offers(str(self.definition), FunctionalTensorMode)
+            registries.remove_default_rules(str(self.definition), FunctionalTensorMode)
 
 
 def install(definition: Definition) -> Callable[[], None] | None:

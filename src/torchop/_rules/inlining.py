@@ -1,7 +1,7 @@
-"""Inlining: operators whose function is traced for the backend of a compiler.
+"""Inlining: compilers trace the operator's function for their backend.
 
-The graphs of Dynamo and of `torch.export` contain a call of the operator. The graph for the backend
-is traced from these once more, below autograd, and contains the operators of the function instead.
+Graphs of Dynamo and `torch.export` contain a call of the operator. When this graph is traced again
+for the backend, below autograd, the call is replaced by the operators in the function.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Compile: TypeAlias = "Choice | Mapping[str, Choice]"
 class Inlined(NamedTuple):
     """The backends that trace the function of an operator; None for all of them.
 
-    Where a function `launches` Triton kernels, it runs on GPUs only. So a call on a device that has
-    a kernel of its own is left to that kernel.
+    If the function `launches` Triton kernels, calls on a device with its own kernel are not
+    inlined, because the function only runs on GPUs.
     """
 
     backends: tuple[str, ...] | None
@@ -44,7 +44,7 @@ class Inlined(NamedTuple):
         return "inlined by " + ("compilers" if self.backends is None else ", ".join(self.backends))
 
     def by_current_backend(self) -> bool:
-        """Whether a program is being traced for a backend that inlines the operator."""
+        """Return whether this thread is tracing for a backend that inlines the operator."""
         return compilers.decomposes_for_backends() and (
             self.backends is None or compilers.compiling_backend() in self.backends
         )
@@ -53,7 +53,7 @@ class Inlined(NamedTuple):
 def declared_inlining(
     name: OpName, choice: Any, declared: Declared, *, launches: bool = False
 ) -> Inlined | None:
-    """Return the compilers that trace the function of an operator; None if none does.
+    """Return which compilers trace the operator's function; None if none does.
 
     Args:
         name: the name of the operator, for messages.
@@ -76,7 +76,7 @@ def declared_inlining(
     if isinstance(declared, EffectType):
         raise ValueError(
             f"{name}: compile='inline' lets a compiler trace the function, so the effect would "
-            "happen while it traces, and never again. Leave an operator with an effect opaque."
+            "only happen during tracing. Use compile='opaque' for an operator with an effect."
         )
     if not isinstance(choice, Mapping):
         return Inlined(None)
@@ -84,19 +84,19 @@ def declared_inlining(
 
 
 class InliningRule(CompiledRule["Inlined | None"]):
-    """Which compilers trace the function of the operator, instead of recording a call of it."""
+    """The compilers that trace the operator's function instead of recording a call."""
 
     inlined: Inlined | None = None
 
     def disable(self) -> None:
-        """Note that a rule of the user for functional traces replaces this one."""
+        """Turn inlining off, because a user's rule for functional traces replaces it."""
         self.inlined = None
 
     def cache_parts(self) -> Iterator[object]:
         if self.inlined is not None:
             yield from (str(self.inlined), self.definition.function)
             providers = self.definition.rule(KernelRule).providers
-            if providers is not None:  # the graph contains the kernel of the one that was chosen
+            if providers is not None:  # the graph contains the chosen provider's kernel
                 yield from providers.cache_parts(self.definition.name)
 
     def repr_text(self) -> str | None:
@@ -107,10 +107,10 @@ class InliningRule(CompiledRule["Inlined | None"]):
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Let compilers trace the function of an operator whose declaration demands it.
+    """Install the rule for functional traces that inlines the operator, if it is declared.
 
-    This comes before other installers that offer rules for functional traces, because the first
-    offer counts. The installer for operators that mutate calls `around` instead.
+    Must run before installers of other default rules for functional traces, because the first
+    default rule wins. The installer for operators that mutate calls `around` instead.
     """
     inlined = definition.declaration.inlined
     if inlined is None:
@@ -118,10 +118,10 @@ def install(definition: Definition) -> Callable[[], None] | None:
     definition.rule(InliningRule).inlined = inlined
     if not definition.schema.is_mutable:
         hook = around(definition, functionalize_unless_dropped)
-        registries.offer_torch_dispatch(str(definition), FunctionalTensorMode, hook)
+        registries.register_default_torch_dispatch(str(definition), FunctionalTensorMode, hook)
 
     def finish() -> None:
-        # A function that can be traced can run on fake tensors.
+        # A traceable function also runs on fake tensors.
         if definition.schema.form is Form.PLAIN:
             definition.rule(FakeRule).replace(_traceable(definition, inlined))
 
@@ -129,7 +129,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule for functional traces of an operator.
+    """Return a rule for functional traces that inlines if declared, and otherwise calls `opaque`.
 
     Args:
         definition: the operator.
@@ -140,7 +140,7 @@ def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., 
 
 
 def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
-    """The device of a tensor among the arguments for which a kernel is registered."""
+    """Return the device of an argument tensor for which a kernel is registered, or None."""
     kernels = definition.rule(KernelRule)
     installed = {key for key, device in kernels.installed.items() if device in kernels.functions}
     devices = (tensor.device.type for tensor in tensors_in(tuple(args)))
@@ -149,7 +149,7 @@ def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
 
 def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
     """Return the function of an operator, with errors that explain why it cannot be traced."""
-    assert definition.function is not None  # an operator that is being defined has one
+    assert definition.function is not None
     function = bind(definition.function, definition.schema)
 
     @functools.wraps(function)
@@ -167,10 +167,10 @@ def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
                 raise
             reading = str(error).partition("\n")[0]
             raise TracingError(
-                f"{definition}: the function cannot be traced: it read the data of a tensor "
-                f"({reading}). With compile='inline' it must consist of operators that PyTorch "
-                "knows, because a compiler runs it on tensors without data. Define the operator "
-                "with compile='opaque' and register a fake kernel."
+                f"{definition}: the function cannot be traced, because it reads the data of a "
+                f"tensor ({reading}). With compile='inline', compilers run it on tensors without "
+                "data, so it must only call PyTorch operators. Define the operator with "
+                "compile='opaque' and register a fake kernel."
             ) from error
 
     return traceable
@@ -179,7 +179,7 @@ def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
 def _hook(
     definition: Definition, inlined: Inlined, opaque: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return the rule for functional traces, which calls `opaque` to record a call instead."""
+    """Return the rule for functional traces; it calls `opaque` when not inlining."""
     schema, body = definition.schema, _traceable(definition, inlined)
     check_result = result_check(schema.returns)
 
@@ -204,9 +204,9 @@ def _hook(
 def _chosen(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
-    """The kernel of the provider that the call would choose; None where the reference runs.
+    """Return the kernel of the provider that the call would choose, or None for the reference.
 
-    Where the answer of a provider depends on a size that is a symbol, it becomes a guard.
+    If a provider's condition depends on a symbolic size, its result becomes a guard.
     """
     device = backend_select.requested_device(definition.schema, args, kwargs)
     device = device or next((t.device.type for t in tensors_in((*args, *kwargs.values()))), "cpu")
@@ -218,7 +218,7 @@ def _chosen(
 def _check_fresh(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> None:
-    """Refuses outputs that share memory with an input or another output, as other calls do."""
+    """Raise AliasError if an output shares memory with an input or another output."""
     storages = set(map(tracing.functional_storage, tensors_in((*args, *kwargs.values()))))
     for output in tensors_in(result if isinstance(result, tuple) else (result,)):
         storage = tracing.functional_storage(output)

@@ -40,7 +40,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
 
     def retract(self) -> None:
         # Removes default rules only; closing the library removes a user's rules.
-        registries.withdraw_offers(str(self.definition))
+        registries.remove_default_rules(str(self.definition))
 
     def register(self, cls: type, function: Callable[..., Any]) -> None:
         definition = self.definition

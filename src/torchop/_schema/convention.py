@@ -60,7 +60,7 @@ class Convention:
         """What there is for the results of a call, such as shapes, as the author returns them."""
         return result
 
-    def ended(self, reason: str) -> None:
+    def deregistered(self, reason: str) -> None:
         """Makes the handle of an operator that is gone raise `OperatorGoneError`."""
 
 

@@ -176,7 +176,7 @@ def test_a_saved_program_names_the_module_of_a_helper(namespace):
     assert_close(
         torchop.export.load(file).module()(torch.ones(2), torch.zeros(2)), torch.full((2,), 2.0)
     )
-    scale._definition.end("for this test")
+    scale._definition.deregister("for this test")
     file.seek(0)
     with pytest.raises(
         torchop.OperatorNotFoundError,

@@ -217,7 +217,7 @@ def test_nothing_stays_in_the_registry(namespace: str) -> None:
     again.register_flop_formula(flops)
     assert counted(again, X, WEIGHT) == 60
     assert sum(namespace in str(packet) for packet in flop_registry) == 1
-    again._definition.end("over")
+    again._definition.deregister("over")
     assert all(namespace not in str(packet) for packet in flop_registry)
 
 

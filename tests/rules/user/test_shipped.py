@@ -126,7 +126,7 @@ def test_the_handle_registers_it_and_shows_it(op: Any, rule: str) -> None:
     assert getattr(op, PREFIX + rule)(VALUES[rule]) is VALUES[rule]
     assert torchop.get_rule(rule).has(op)
     assert repr(op).endswith(f"; {rule.replace('_', ' ')}>")
-    op._definition.end("over")
+    op._definition.deregister("over")
     with pytest.raises(torchop.OperatorGoneError, match="over"):
         getattr(op, PREFIX + rule)(VALUES[rule])
     with pytest.raises(torchop.OperatorGoneError, match="over"):

@@ -24,7 +24,7 @@ from torchop._define.forms.kernels import check_fits, check_outputs, metadata
 from torchop._define.forms.schemas import identified
 from torchop._errors import SchemaError, short_repr
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.companions import define_helper
+from torchop._rules.helper_operators import define_derived
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.naming import OpName
@@ -140,7 +140,7 @@ def define_member(
     kind = "inplace" if schema.form is Form.INPLACE else "out"
 
     def build() -> Definition:
-        form = define_helper(functional, declaration, kind, lib=lib)
+        form = define_derived(functional, declaration, kind, lib=lib)
         form.rule(TorchDispatchRule).register(
             FunctionalTensorMode, _functionalization(writing_result(functional, name, schema))
         )

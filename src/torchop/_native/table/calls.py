@@ -233,7 +233,7 @@ def attach(name: OpName, overload: OpOverload) -> None:
             TableCalls(native, name, overload)
         else:
             outdate(name)
-        for sibling in torch_ops.overloads_beside(overload):
+        for sibling in torch_ops.other_overloads(overload):
             other = OpName(name.namespace, name.name, sibling)
             if (
                 _may_take(other)

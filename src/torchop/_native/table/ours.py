@@ -99,7 +99,7 @@ def registered_kernels(
 
 def _is_of_definition(kernel: Any) -> bool:
     place = place_of(kernel)
-    return place is not None and place[0].definition.reason_gone is None
+    return place is not None and place[0].definition.deregistration_reason is None
 
 
 def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] | None, Gradient]:
@@ -115,6 +115,6 @@ def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] |
 def definition_of_gradient(kernel: Any) -> Definition | None:
     """Return the definition whose gradients an Autograd kernel records; None for other kernels."""
     rule = getattr(kernel, "__self__", None)
-    if not isinstance(rule, AutogradRule) or rule.definition.reason_gone is not None:
+    if not isinstance(rule, AutogradRule) or rule.definition.deregistration_reason is not None:
         return None
     return rule.definition

@@ -49,7 +49,7 @@ class AutogradRule(CompiledRule[Formula]):
         return "Autograd" in self.definition.dispatcher_kernels
 
     def compile(self) -> Formula:
-        watches = checking.is_watching() and self.formula.function is not None
+        watches = checking.is_active() and self.formula.function is not None
         # Copy before changing attributes: older call plans share this object.
         is_same = self.tangents is None and not watches
         formula = self.formula if is_same else copy.copy(self.formula)

@@ -41,6 +41,11 @@ class Fake(NamedTuple):
 
 
 class FakeRule(CompiledRule[Fake]):
+    """The fake kernel of an operator, which also runs for meta tensors.
+
+    Compiled to the user's function and the checks of its results.
+    """
+
     function: Callable[..., Any] | None = None
     is_installed = False
     registration: registries.FakeRegistration | None = None
@@ -133,7 +138,9 @@ class FakeRule(CompiledRule[Fake]):
         if self.registration is not None:
             self.registration.remove()
         elif definition.is_ours:  # deregistering removes these rules
-            registries.offer_torch_dispatch(str(definition), FakeTensorMode, self.run_at_once)
+            registries.register_default_torch_dispatch(
+                str(definition), FakeTensorMode, self.run_at_once
+            )
         else:
             libraries.on_close(definition.library, self.retract)
         self.registration = registration

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchop._compat import compilers
 from torchop._core.call import Call, map_arguments, map_tensors, values_by_name
 from torchop._core.definition import Definition
-from torchop._rules.companions import define_companion
+from torchop._rules.helper_operators import define_helper_operator
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 from torchop._schema.text import results_of, without_writes, write, write_results
@@ -39,7 +39,7 @@ def define_of_kind(definition: Definition, kind: str) -> Definition:
     """Define a helper operator of this kind; the dispatcher must know the original operator."""
     schema, kernel = (_mutable if kind == MUTABLE else _functional)(definition)
     # On fake tensors the helper calls the operator, whose fake kernel describes the results.
-    return define_companion(definition, kind, schema, kernel, kernel)
+    return define_helper_operator(definition, kind, schema, kernel, kernel)
 
 
 def masks(schema: Schema) -> dict[str, str]:

@@ -53,14 +53,16 @@ def install(definition: Definition) -> Callable[[], None] | None:
     PyTorch functionalizes helper operators correctly, so they need no rules.
     """
     schema = definition.schema
-    if not schema.is_mutable or definition.declaration.is_companion:
+    if not schema.is_mutable or definition.declaration.is_helper:
         return None
     helpers: dict[str, Definition] = {}
     name = str(definition)
     rule = inlining.around(definition, _functionalizing(definition, helpers))
-    registries.offer_torch_dispatch(name, FunctionalTensorMode, rule)
+    registries.register_default_torch_dispatch(name, FunctionalTensorMode, rule)
     if needs_check_of_regions(schema):
-        registries.offer_torch_dispatch(name, ProxyTorchDispatchMode, checking_regions(definition))
+        registries.register_default_torch_dispatch(
+            name, ProxyTorchDispatchMode, checking_regions(definition)
+        )
 
     def finish() -> None:
         # Defined with the operator, because a cached or exported graph may call helpers without a

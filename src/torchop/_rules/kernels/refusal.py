@@ -37,7 +37,7 @@ class Refusals:
         self._raise_at(EVERY_DEVICE)
 
     def _raise_at(self, key: str) -> None:
-        self._places[key] = self._definition.implement_for_now(key, self._kernel)
+        self._places[key] = self._definition.implement_temporarily(key, self._kernel)
 
     def remove_all(self) -> None:
         """Remove all of these kernels, after a kernel for every device was registered."""

@@ -20,7 +20,7 @@ from torchop._core.contract import (
 from torchop._core.declaration import Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
-from torchop._core.snapshot import COMPANION, KERNEL
+from torchop._core.snapshot import HELPER, KERNEL
 from torchop._errors import AliasError, ArgumentError, warn
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
@@ -81,6 +81,13 @@ class ProviderTable(Protocol):
 
 class KernelRule(CompiledRule[Kernels]):
     # By device type. None until a kernel is registered for an operator that was defined with one
+    """The kernels of an operator by device type, and the dispatcher kernels that run them.
+
+    A dispatcher kernel looks up its function in the plan on every call. So registering, disabling
+    or replacing a function only invalidates the plan, and installs a dispatcher kernel for a new
+    device type.
+    """
+
     # for every device.
     registered: Mapping[str | None, Callable[..., Any]] | None = None
     # Open `set_enabled` blocks in the order of entry: their device type, and whether they enable.
@@ -123,7 +130,7 @@ class KernelRule(CompiledRule[Kernels]):
 
     def compile(self) -> Kernels:
         definition = self.definition
-        words = COMPANION if definition.declaration.is_companion else KERNEL
+        words = HELPER if definition.declaration.is_helper else KERNEL
 
         def each_checked(
             functions: Mapping[str | None, Callable[..., Any]],

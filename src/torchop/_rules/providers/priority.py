@@ -136,7 +136,9 @@ def add_rule(rule: KernelRule) -> None:
 def rules_with_providers() -> list[KernelRule]:
     """Return the rules of defined operators that have or had providers."""
     with registration_lock:  # other threads may register providers
-        return [each for each in _rules_with_providers if each.definition.reason_gone is None]
+        return [
+            each for each in _rules_with_providers if each.definition.deregistration_reason is None
+        ]
 
 
 def blocks_were_opened() -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchop._core.definition import Definition
 from torchop._errors import MissingFakeError, RuleSignatureError, SchemaError
-from torchop._rules.companions import define_companion
+from torchop._rules.helper_operators import define_helper_operator
 from torchop._rules.kernels.register import register_kernel
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._schema import signatures, types
@@ -135,13 +135,13 @@ class BackwardKernel:
             register_kernel(before.overload, None, self.kernel)
             return typing.cast(Definition, before)
         if before is not None:
-            before.end(f"{definition} has another backward kernel.")
+            before.deregister(f"{definition} has another backward kernel.")
         # Sharding rules place the gradients like the inputs and results of `origin`.
         origin = definition
         if self.residuals:
             origin = definition.declaration.residuals.training_form(definition).helper
         text = self.schema.written
-        kernels[str(definition)] = helper = define_companion(
+        kernels[str(definition)] = helper = define_helper_operator(
             definition,
             KIND,
             text[text.index("(") :],

@@ -79,7 +79,7 @@ class Declared:
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
         # Native calls call `setup_context` directly, which `torchop.checking` could not observe.
-        is_checked = checking.is_watching()
+        is_checked = checking.is_active()
         setup = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)
         )

@@ -23,8 +23,8 @@ from torchop._errors import GradientError, MissingFormulaError
 from torchop._rules.autograd.formula import Formula
 from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.checkpoint_modes import offer_to_checkpoints
-from torchop._rules.companions import define_companion
+from torchop._rules.checkpoint_modes import register_for_checkpoints
+from torchop._rules.helper_operators import define_helper_operator
 from torchop._rules.residuals import vmap
 from torchop._rules.residuals.handover import Request, as_tuple, request, requested
 from torchop._rules.residuals.modes import follow
@@ -47,7 +47,7 @@ class TrainingForm:
             names = self.declared.named._fields
             residuals = [f"{kind} {name}" for kind, name in zip(residuals, names, strict=True)]
         results = [*results_of(schema.written), *residuals]
-        self.helper = define_companion(
+        self.helper = define_helper_operator(
             definition,
             "with_residuals",
             write(schema.written_arguments, write_results(results)),
@@ -59,7 +59,7 @@ class TrainingForm:
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
         self.vmap_rule: Any = None  # registered by `vmap.follow`, not by the user
         vmap.follow(self)
-        offer_to_checkpoints(self.helper, definition.overload)
+        register_for_checkpoints(self.helper, definition.overload)
         self.is_counted = False
         for cls in definition.rule(TorchDispatchRule).functions:
             follow(self, cls)
@@ -78,7 +78,7 @@ class TrainingForm:
             self.is_counted = True
             op = self.definition.overload
             count = flop_counter.counted_for(op, lambda made: self.split(made)[0])
-            registries.offer_torch_dispatch(str(self.helper), mode, count)
+            registries.register_default_torch_dispatch(str(self.helper), mode, count)
         return self.split(self.helper.overload(*args, **kwargs))
 
     def split(self, result: Any) -> tuple[Any, tuple[Any, ...]]:

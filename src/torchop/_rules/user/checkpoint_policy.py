@@ -21,7 +21,7 @@ from torchop._rules.checkpoint_modes import (
     Policy,
     in_checkpoint,
     in_trace,
-    offer_to_checkpoints,
+    register_for_checkpoints,
 )
 from torchop._schema.callables import Lambda, Registered
 from torchop.extend import OpLike, OpOverload, observer, short_repr
@@ -67,14 +67,14 @@ class _CheckpointPolicyRule(Rule[Decision]):
                 f"{op.name()}: selective checkpointing in this release of PyTorch does not ask "
                 "operators for a policy."
             )
-        offer_to_checkpoints(op.name())
+        register_for_checkpoints(op.name())
 
     def detach(self, op: OpOverload) -> None:
         if registries.effect_of(op.name()) is None:
             for mode in checkpointing.POLICY_MODES:
-                registries.withdraw_offer(op.name(), mode, in_checkpoint)
+                registries.remove_default_rule(op.name(), mode, in_checkpoint)
             if Tag.nondeterministic_seeded not in op.tags:
-                registries.withdraw_offer(op.name(), ProxyTorchDispatchMode, in_trace)
+                registries.remove_default_rule(op.name(), ProxyTorchDispatchMode, in_trace)
 
     def cache_parts(self, value: Decision) -> Iterator[object]:
         yield value.registered

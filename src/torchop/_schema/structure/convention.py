@@ -142,13 +142,13 @@ class StructuredConvention(Convention):
         """The same, in the structure of the result; None where this is no tensor."""
         return self.structure.gather_result(result)
 
-    def ended(self, reason: str) -> None:
+    def deregistered(self, reason: str) -> None:
         """Makes the functions that take objects apart raise, and not call the flat operator."""
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise OperatorGoneError(reason)
 
-        self.structure.retire(refuse)
+        self.structure.invalidate(refuse)
 
     def _check(self, what: str, function: Function, leading: tuple[str, ...] = ()) -> None:
         """Refuses a function that does not take `leading`, and then what the author's takes."""

@@ -109,7 +109,7 @@ class Structure:
         """The function behind the handle: it takes objects apart and calls the flat operator.
 
         Error messages of Python show the name; a method is called with the handle first. With
-        `is_flat`, it returns what the flat operator returned, and `retire` does not touch it.
+        `is_flat`, it returns what the flat operator returned, and `invalidate` does not touch it.
         """
         source, variables = self._source(f"{'flat ' * is_flat}call of {self.op}")
         name = f"{name}"
@@ -136,7 +136,7 @@ class Structure:
         """`flat_arguments(*args, **kwargs)`: the arguments of a call of the flat operator."""
         return self.caller(_collect, "arguments", is_flat=True)
 
-    def retire(self, refuse: Callable[..., Any]) -> None:
+    def invalidate(self, refuse: Callable[..., Any]) -> None:
         """Lets what called the flat operator call `refuse`, because the operator is gone.
 
         The operator itself refuses too, but graphs find a new one by its name: the guards of Dynamo

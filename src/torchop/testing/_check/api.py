@@ -108,7 +108,7 @@ def check(
         rtol=rtol,
         atol=atol,
     )
-    with _crashes_told():
+    with _report_crashes():
         results = [left.run(each) for each in checks]
     report = report_of(checks, results, time.perf_counter() - started)
     report = dataclasses.replace(report, allow_not_run=allow_not_run)
@@ -118,7 +118,7 @@ def check(
 
 
 @contextlib.contextmanager
-def _crashes_told() -> Iterator[None]:
+def _report_crashes() -> Iterator[None]:
     """Where a kernel ends the process, Python writes where, in which the check is named."""
     was_enabled = faulthandler.is_enabled()
     if not was_enabled:

@@ -128,5 +128,5 @@ def test_rules_of_forms_come_and_go_with_that_of_the_operator(namespace: str, me
     later = op.derive_inplace(f"{namespace}::later_")
     assert words(later(x.clone())) == "S0"
     overloads = [op.overload, later.overload]
-    op._definition.end("over")
+    op._definition.deregister("over")
     assert not any(overload in SHARDING._registrations for overload in overloads)

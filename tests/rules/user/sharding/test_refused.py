@@ -55,7 +55,7 @@ def test_a_strategy_that_was_there_comes_back(namespace: str, mesh: Any) -> None
 def test_plain_tensors_among_dtensors(namespace: str, mesh: Any) -> None:
     op = add(namespace)
     op.register_sharding("pointwise")
-    expected = rf"^{namespace}::op: some tensors of the call are DTensors.*distribute_tensor\("
+    expected = rf"^{namespace}::op: the call mixes DTensors.*distribute_tensor\("
     with pytest.raises(torchop.ArgumentError, match=expected):
         op(on_mesh(mesh, X, "S0"), X)
 

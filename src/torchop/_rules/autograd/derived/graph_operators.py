@@ -32,8 +32,8 @@ from torchop._rules.autograd.derived.replay import (
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors
 from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.checkpoint_modes import offer_to_checkpoints
-from torchop._rules.companions import define_companion, free_name
+from torchop._rules.checkpoint_modes import register_for_checkpoints
+from torchop._rules.helper_operators import define_helper_operator, free_name
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import results_of, write, write_results
@@ -90,7 +90,7 @@ class TrainingOperator:
         if "*" not in arguments:
             arguments.append("*")
         arguments.append(f"int {self.number}=0")
-        self.helper = define_companion(
+        self.helper = define_helper_operator(
             definition,
             "training",
             write(arguments, write_results([*results_of(schema.written), "Tensor"])),
@@ -101,7 +101,7 @@ class TrainingOperator:
             tags=(Tag.nondeterministic_seeded,),
             error=GradientError,
         )
-        offer_to_checkpoints(self.helper, definition.overload, self.number)
+        register_for_checkpoints(self.helper, definition.overload, self.number)
 
     @property
     def draws_numbers(self) -> bool:
@@ -204,7 +204,9 @@ def define_backward(definition: Definition) -> Definition:
         _, tensors = split_tensors(args, kwargs)
         return list(map(torch.empty_like, compress(tensors, needed)))
 
-    helper = define_companion(definition, "backward", text, backward, fake, error=GradientError)
+    helper = define_helper_operator(
+        definition, "backward", text, backward, fake, error=GradientError
+    )
     helper.rule(VmapRule).register(_vmap_rule(definition, helper))
     return helper
 

@@ -1,8 +1,8 @@
-"""Helper operators, defined for another operator and deregistered together with it.
+"""Operators derived from another operator, and deregistered together with it.
 
-The forms of an operator are helpers that users call. A companion replaces the operator in compiled
-graphs, under a derived name. It is defined before any graph needs it, because graphs in caches and
-files refer to it by name.
+Forms, such as the in-place form, are derived operators that users call. A helper operator replaces
+the original in compiled graphs, under a derived name. Helper operators are defined early, because
+graphs loaded from caches and files look them up by name.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch.library
 from torchop._compat import operators, schemas
 from torchop._compat.classes import Tag
 from torchop._core.declaration import Declaration, Site
-from torchop._core.define import all_or_nothing, define, end_with
+from torchop._core.define import all_or_nothing, define, deregister_with
 from torchop._core.definition import Definition
 from torchop._core.registry import registration_site
-from torchop._core.user_rule import follow
+from torchop._core.user_rule import follow_origin
 from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
 
 
-def define_companion(
+def define_helper_operator(
     definition: Definition,
     kind: str,
     schema: str,
@@ -37,19 +37,19 @@ def define_companion(
     origin: Definition | None = None,
     convention: Convention = FLAT,
 ) -> Definition:
-    """Define the companion `name__kind` of the operator `name`.
+    """Define the helper operator `name__kind` of the operator `name`.
 
     Args:
-        definition: the operator; the companion gets the same tags.
+        definition: the operator; the helper operator gets the same tags.
         kind: the suffix of the name.
         schema: the schema without the name.
         function: the kernel.
         fake: the fake kernel.
-        tags: more tags.
+        tags: additional tags.
         error: the exception to raise if another package has an operator of that name.
-        origin: the operator from whose public rules the companion derives its own; by default
+        origin: the operator from whose public rules the helper derives its own; by default
             `definition`.
-        convention: how to call functions that users register for the companion.
+        convention: how to call functions that users register for the helper operator.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
@@ -57,7 +57,7 @@ def define_companion(
             f"{definition}: a compiled graph needs an operator {name}, but another library "
             f"defined one at {registration_site(name)}. Rename that operator."
         )
-    # Drop tags such as torch.Tag.inplace, because a companion has another form.
+    # Drop tags such as torch.Tag.inplace, because a helper operator has another form.
     inherited = (tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN)
     declaration = Declaration(
         name,
@@ -68,13 +68,13 @@ def define_companion(
         tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *tags))),
         fake=fake,
         convention=convention,
-        is_companion=True,
+        is_helper=True,
     )
 
-    return define_helper(origin or definition, declaration, kind, owner=definition)
+    return define_derived(origin or definition, declaration, kind, owner=definition)
 
 
-def define_helper(
+def define_derived(
     origin: Definition,
     declaration: Declaration,
     kind: str,
@@ -82,34 +82,34 @@ def define_helper(
     owner: Definition | None = None,
     lib: torch.library.Library | None = None,
 ) -> Definition:
-    """Define a helper operator.
+    """Define a derived operator.
 
     Args:
-        origin: the operator from whose public rules the helper derives its own.
-        declaration: the helper.
-        kind: the relation of the helper to `origin`, for public rules.
-        owner: the operator with which the helper is deregistered; by default `origin`.
-        lib: the caller's library that owns the helper.
+        origin: the operator from whose public rules the derived operator gets its own.
+        declaration: the derived operator.
+        kind: the relation to `origin`, for public rules.
+        owner: the operator with which this one is deregistered; by default `origin`.
+        lib: the caller's library that owns the derived operator.
     """
     name, owner = declaration.name, owner or origin
     owners_name, reference = str(owner), weakref.ref(owner)
 
-    def reason_gone() -> str:
-        reason = f"{name} belongs to {owners_name}, which was deregistered."
-        ended = reference()
-        return f"{reason} {(ended and ended.reason_gone) or ''}".rstrip()
+    def reason() -> str:
+        text = f"{name} belongs to {owners_name}, which was deregistered."
+        alive = reference()
+        return f"{text} {(alive and alive.deregistration_reason) or ''}".rstrip()
 
     def build() -> Definition:
-        helper = define(declaration, lib)
-        end_with(owner.library, helper, reason_gone)
-        follow(origin, helper, kind)
-        return helper
+        derived = define(declaration, lib)
+        deregister_with(owner.library, derived, reason)
+        follow_origin(origin, derived, kind)
+        return derived
 
     return all_or_nothing(name, build)
 
 
 def free_name(name: str, schema: Schema) -> str:
-    """Return `name`, with underscores appended until no argument of the schema has it."""
+    """Append underscores to `name` until no argument of the schema has this name."""
     while any(argument.name == name for argument in schema.arguments):
         name += "_"
     return name
