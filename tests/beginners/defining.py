@@ -21,7 +21,7 @@ def decorator_without_parentheses(n: str) -> None:
         return x.clone()
 
 
-@mistake(ValueError, cause="the name of an operator is a string", fix='("mylib::f", ...)')
+@mistake(ValueError, cause="the name of an operator must be a string", fix='("mylib::f", ...)')
 def class_decorator_without_parentheses(n: str) -> None:
     @torchop.operator  # type: ignore[arg-type]
     class f:
@@ -121,14 +121,14 @@ def array_result(n: str) -> None:
         return x.numpy()
 
 
-@mistake(ValueError, cause="an operator takes no functions", fix="call it before or after")
+@mistake(ValueError, cause="an operator cannot take functions", fix="call the function before or")
 def function_parameter(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args=())
     def f(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
         return activation(x)
 
 
-@mistake(ValueError, cause="an operator takes no modules", fix="pass the tensors that it needs")
+@mistake(ValueError, cause="an operator cannot take modules", fix="pass the tensors, such as")
 def module_parameter(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args=())
     def f(x: Tensor, layer: torch.nn.Linear) -> Tensor:
@@ -234,7 +234,7 @@ def class_that_is_an_autograd_function(n: str) -> None:
             return x.clone()
 
 
-@mistake(ValueError, cause="A forward takes no 'ctx'", fix="setup_context(ctx, inputs, output)")
+@mistake(ValueError, cause="Remove 'ctx'", fix="setup_context(ctx, inputs, output)")
 def forward_with_a_ctx(n: str) -> None:
     @torchop.operator(f"{n}::f")
     class f:

@@ -252,7 +252,7 @@ def test_the_name_of_a_rule_is_an_identifier(name: Any) -> None:
 
 
 def test_the_name_of_a_rule_is_not_private() -> None:
-    with pytest.raises(ValueError, match="does not start with an underscore"):
+    with pytest.raises(ValueError, match="must not start with an underscore"):
         torchop.Rule("_cost")
 
 

@@ -129,5 +129,5 @@ def test_a_registration_that_fails_frees_the_name(
 def test_what_is_decorated_is_a_class(namespace: str) -> None:
     with pytest.raises(TypeError, match=r"decorates a class.*use torchop\.custom_op"):
         torchop.operator(f"{namespace}::sample")(forward)  # type: ignore[call-overload]
-    with pytest.raises(torchop.OperatorNameError, match="is a string, got type"):
+    with pytest.raises(torchop.OperatorNameError, match="must be a string, got type"):
         torchop.operator(make(**KERNEL))  # type: ignore[arg-type]

@@ -233,9 +233,9 @@ def _tuple_of_one(x: Tensor, *, out: Tensor) -> tuple[Tensor]:
     [
         (_keyword_only, ("x",), INPLACE, r"the first one must be a Tensor\(a!\)"),
         (_number_first, ("x",), INPLACE, "first positional argument .n. is not a Tensor"),
-        (add_, ("y",), INPLACE, r"nothing else: write mutates_args=\(.x.,\)"),
+        (add_, ("y",), INPLACE, r"argument .x.: write mutates_args=\(.x.,\)"),
         (add_, (), INPLACE, r"write mutates_args=\(.x.,\)"),
-        (add_, "unknown", INPLACE, r"nothing else: write mutates_args=\(.x.,\)"),
+        (add_, "unknown", INPLACE, r"argument .x.: write mutates_args=\(.x.,\)"),
         (
             _returns_nothing,
             ("x",),
@@ -243,8 +243,8 @@ def _tuple_of_one(x: Tensor, *, out: Tensor) -> tuple[Tensor]:
             "requires the return annotation torch.Tensor, .*got None",
         ),
         (sin_out, (), OUT, "at least one keyword-only Tensor in mutates_args"),
-        (_optional_out, ("out",), OUT, "only supports Tensor as mutable arguments"),
-        (_positional_out, ("out",), OUT, r"keyword-only, and out is not; move it behind"),
+        (_optional_out, ("out",), OUT, "mutable arguments must have type Tensor"),
+        (_positional_out, ("out",), OUT, r"keyword-only, but out is not; move it after"),
         (_tuple_of_one, ("out",), OUT, "requires the return annotation torch.Tensor"),
     ],
 )
@@ -266,10 +266,10 @@ def test_signature_of_another_form_is_refused(
     [
         ("(Tensor(a!) x) -> Tensor", ("x",), INPLACE, "return must alias"),
         ("(Tensor(a!) x) -> ()", ("x",), INPLACE, "return must alias"),
-        ("(Tensor(a!) x, Tensor(b!) y) -> Tensor(a!)", ("x", "y"), INPLACE, "nothing else"),
+        ("(Tensor(a!) x, Tensor(b!) y) -> Tensor(a!)", ("x", "y"), INPLACE, "only its first"),
         ("(Tensor[] x) -> Tensor[]", (), INPLACE, "is not a Tensor"),
         ("(Tensor x, Tensor(a!) out) -> Tensor(a!)", ("out",), OUT, "keyword-only"),
-        ("(Tensor x, *, int(a!) out) -> int(a!)", ("out",), OUT, "only supports Tensor"),
+        ("(Tensor x, *, int(a!) out) -> int(a!)", ("out",), OUT, "must have type Tensor"),
         ("(Tensor x) -> Tensor", (), OUT, "at least one keyword-only Tensor"),
         (
             "(*, Tensor(a!) o, Tensor(b!) p) -> (Tensor(b!), Tensor(a!))",
@@ -308,9 +308,9 @@ def test_handwritten_schema_of_the_form_works(namespace: str) -> None:
 INVALID: dict[str, tuple[torch.Tag, str]] = {
     "(*, Tensor(a!) x) -> Tensor(a!)": (INPLACE, "has no positional argument"),
     "() -> Tensor": (INPLACE, "has no positional argument"),
-    "(Tensor x) -> Tensor": (INPLACE, "must mutate its first positional argument 'x'"),
-    "(Tensor(a) x) -> Tensor(a)": (INPLACE, "must mutate its first positional argument 'x'"),
-    "(Tensor x, Tensor(a!) y) -> Tensor(a!)": (INPLACE, "'x', and nothing else"),
+    "(Tensor x) -> Tensor": (INPLACE, "must mutate only its first positional"),
+    "(Tensor(a) x) -> Tensor(a)": (INPLACE, "must mutate only its first positional"),
+    "(Tensor x, Tensor(a!) y) -> Tensor(a!)": (INPLACE, "mutate only its first positional"),
     "(Tensor(a!)[] x) -> Tensor(a!)[]": (INPLACE, "'x' is not a Tensor"),
     "(Tensor(a!)? x) -> Tensor(a!)?": (INPLACE, "'x' is not a Tensor"),
     "(Tensor(a!) x) -> ()": (INPLACE, "returns 0 values instead of Tensor(a!) for x"),
@@ -320,11 +320,11 @@ INVALID: dict[str, tuple[torch.Tag, str]] = {
     "(Tensor(a!) x) -> Tensor": (INPLACE, "return 0 is no alias"),
     "(Tensor(a!) x) -> Tensor(a)": (INPLACE, "return 0 is Tensor(a)"),
     "(Tensor(a!) x) -> Tensor(b!)": (INPLACE, "return 0 is Tensor(b!)"),
-    "(Tensor(a!) x, *, Tensor(b!) y) -> Tensor(a!)": (INPLACE, "and nothing else"),
+    "(Tensor(a!) x, *, Tensor(b!) y) -> Tensor(a!)": (INPLACE, "only its first"),
     "(Tensor x, *, Tensor o) -> Tensor": (OUT, "mutates no argument"),
-    "(Tensor(a!) x, *, Tensor(b!) o) -> (Tensor(a!), Tensor(b!))": (OUT, "and x is not"),
-    "(Tensor x, *, Tensor(a!)[] o) -> Tensor(a!)[]": (OUT, "and o is not"),
-    "(Tensor x, *, Tensor(a!)? o=None) -> Tensor(a!)": (OUT, "and o is not"),
+    "(Tensor(a!) x, *, Tensor(b!) o) -> (Tensor(a!), Tensor(b!))": (OUT, "but x is not"),
+    "(Tensor x, *, Tensor(a!)[] o) -> Tensor(a!)[]": (OUT, "but o has type"),
+    "(Tensor x, *, Tensor(a!)? o=None) -> Tensor(a!)": (OUT, "but o has type"),
     "(Tensor x, *, Tensor(a!) o) -> ()": (OUT, "returns 0 values instead of Tensor(a!) for o"),
     "(Tensor x, *, Tensor(a!) o) -> Tensor": (OUT, "return 0 is no alias"),
     "(Tensor x, *, Tensor(a!) o) -> Tensor(a)": (OUT, "return 0 is Tensor(a)"),
@@ -394,7 +394,7 @@ def test_tensor_that_defaults_to_none_is_optional(namespace: str, tag: torch.Tag
         return out
 
     function, mutated = (first, "x") if tag is INPLACE else (out, "out")
-    message = "'x' is not a Tensor but Opt" if tag is INPLACE else "out is not: Opt"
+    message = "'x' is not a Tensor but Opt" if tag is INPLACE else "out has type Opt"
     with pytest.raises(ValueError, match=rf"{message}ional\[Tensor\]"):
         torchop.custom_op(f"{namespace}::op", function, mutates_args=(mutated,), tags=tag)
 

@@ -55,7 +55,7 @@ MALFORMED = ["", "crop", "mylib.crop", "mylib:crop", "::crop", "mylib::", "::", 
 @pytest.mark.parametrize("check", [OpName.parse, OpName.parse_new])
 @pytest.mark.parametrize("qualname", NO_NAMES)
 def test_what_is_not_a_string_is_refused(check: Any, qualname: Any) -> None:
-    with pytest.raises(OperatorNameError, match=r"is a string, got .*\"mylib::crop\""):
+    with pytest.raises(OperatorNameError, match=r"must be a string, got .*\"mylib::crop\""):
         check(qualname)
 
 
@@ -99,16 +99,16 @@ BAD = {
     "higher_order::crop": "namespace 'higher_order' is reserved by PyTorch",
     "_::crop": "namespace '_' is reserved by PyTorch",
     "mylib::crop.__small": "overload '__small' may not start with two underscores",
-    "mylib::crop.default": "'default' is how PyTorch spells an operator without one",
+    "mylib::crop.default": "reserves the overload name 'default' for operators without",
     # taken
-    "loaded_libraries::crop": "namespace 'loaded_libraries' is an attribute",
-    "load_library::crop": "namespace 'load_library' is an attribute",
-    "mylib::name": "name 'name' is an attribute",
-    "mylib::_dir": "name '_dir' is an attribute",
+    "loaded_libraries::crop": "namespace 'loaded_libraries' is already an attribute",
+    "load_library::crop": "namespace 'load_library' is already an attribute",
+    "mylib::name": "name 'name' is already an attribute",
+    "mylib::_dir": "name '_dir' is already an attribute",
     "mylib::__class__": "name '__class__' may not start with two underscores",
     "__main__::crop": "namespace '__main__' may not start with two underscores",
-    "mylib::crop._op": "overload '_op' is an attribute",
-    "mylib::crop.overloads": "overload 'overloads' is an attribute",
+    "mylib::crop._op": "overload '_op' is already an attribute",
+    "mylib::crop.overloads": "overload 'overloads' is already an attribute",
 }
 
 

@@ -66,13 +66,13 @@ def test_returning_the_optional_argument_raises_the_reason_and_the_fix(
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(mutated,))
     x = torch.zeros(2)
     op(x, **{mutated: None})  # allocates, which is allowed
-    message = rf"is input '{mutated}' itself.*no schema can say.*torchop\.maybe_out makes"
+    message = rf"is input '{mutated}' itself.*a schema cannot express.*torchop\.maybe_out combines"
     with pytest.raises(torchop.AliasError, match=message):
         op(x, **{mutated: torch.ones(2)})
 
 
 def test_schema_with_the_alias_is_rejected(namespace: str) -> None:
-    with pytest.raises(torchop.SchemaError, match="maybe-out: it may return its mutated argument"):
+    with pytest.raises(torchop.SchemaError, match="maybe-out: it returns the mutated argument"):
         torchop.custom_op(
             f"{namespace}::op",
             max,

@@ -1,4 +1,4 @@
-"""The handle of an operator: called like the function, with the methods of `torch.library`."""
+"""CustomOp: the handle of an operator. Call it like the function; register rules by its methods."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ R = TypeVar("R")
 
 
 class _FunctionSignature:
-    """Makes `inspect.signature` of a handle return that of its function, not that of `__call__`."""
+    """The `__signature__` of a handle: the signature of the function, not of `__call__`."""
 
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
             if compilers.torchscript_is_inspecting():
-                # It counts the parameters of `__call__`, and compares with those of a signature.
-                raise ValueError("TorchScript passes on what it is given, as to any object.")
+                # TorchScript compares the signature with the parameters of `__call__`.
+                raise ValueError("TorchScript must not inspect the signature of a handle.")
             return inspect.signature(handle.__wrapped__)
         signature = inspect.signature(CustomOp.__init__)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
@@ -53,23 +53,23 @@ def _of_rule(kind: type[CompiledRule[Any]], read: Callable[[Any], Any]) -> prope
 
 
 class CustomOp(Registrations, Generic[P, R]):
-    """An operator: call it like its function, and register rules on it.
+    """An operator. Call it like the function that defines it, and register rules on it.
 
-    Made by `torchop.custom_op`. It is a `torch._library.custom_ops.CustomOpDef`, so everything that
-    accepts those accepts it too: Dynamo, Inductor's autotuning, `torch.library.register_*`.
+    `torchop.custom_op` creates handles. A handle is a `torch._library.custom_ops.CustomOpDef`, so
+    Dynamo, Inductor's autotuning and `torch.library.register_*` accept it.
 
-    The registration methods are those of `torch.library`; each can be used as a decorator or called
-    with the function, which it returns.
+    The registration methods have the names of the functions in `torch.library`. Each is a
+    decorator, or takes the function and returns it.
 
     Attributes:
-        overload: the `torch._ops.OpOverload` behind the handle.
+        overload: the `torch._ops.OpOverload` of the operator.
         schema: the schema, a `torch.FunctionSchema`.
         name: the qualified name, `"ns::name"`.
-        tags: its `torch.Tag` members, `pt2_compliant_tag` among them.
-        inplace: the in-place form that was derived last, a `CustomOp`; None if there is none.
-        out: the form with `out=` that was derived last, a `CustomOp`; None if there is none.
-        source: the text of the function that takes structured arguments apart; None for an operator
-            that is called with the arguments of its schema.
+        tags: the `torch.Tag` members of the operator, including `pt2_compliant_tag`.
+        inplace: the `CustomOp` from the last `derive_inplace`; None before.
+        out: the `CustomOp` from the last `derive_out`; None before.
+        source: the generated code that flattens structured arguments; None if the function takes
+            the schema's arguments.
 
     Example:
         >>> import torch, torchop
@@ -82,18 +82,18 @@ class CustomOp(Registrations, Generic[P, R]):
         tensor([0.5000, 0.5000])
     """
 
-    # Where a native handle keeps the function that is called and the entry of its operator. The
-    # first holds no Python object: nothing but the extension may touch it.
+    # Slots of the C++ extension: the function to call, and the operator's table entry.
+    # `_native_call` holds a raw pointer, not a Python object, so only the extension may access it.
     __slots__ = ("_native_call", "_native_entry")
 
     inplace: CustomOp[..., Any] | None = None
     out: CustomOp[..., Any] | None = None
 
     def __init__(self, definition: Definition) -> None:
-        # Not CustomOpDef.__init__: that would define the operator, by its own rules.
+        # CustomOpDef.__init__ is not called, because it would define the operator again.
         function = definition.authors_function
         self._definition = definition
-        # The identity of the function. It may be a partial or a callable object, without a name.
+        # Copy the function's identity. A partial or a callable object has no `__name__`.
         self._init_fn = self.__wrapped__ = function
         self.__name__: str = getattr(function, "__name__", definition.name.name)
         self.__qualname__: str = getattr(function, "__qualname__", self.__name__)
@@ -105,7 +105,7 @@ class CustomOp(Registrations, Generic[P, R]):
     __signature__: Any = _FunctionSignature()
 
     if TYPE_CHECKING:
-        # Jedi, which does not know ParamSpec, shows the parameters of a method as they stand here.
+        # Not a method, because Jedi does not support ParamSpec, and would show (*args, **kwargs).
         __call__: Callable[P, R]
     else:
 
@@ -119,7 +119,7 @@ class CustomOp(Registrations, Generic[P, R]):
                 raise explained from None
 
     def _explain_refusal(self, error: RuntimeError) -> ArgumentError | None:
-        # Native calls ask it too, of what the dispatcher raises for them.
+        # Native calls also call this method with the dispatcher's errors.
         return argument_error(self._definition.name, error)
 
     def __repr__(self) -> str:
@@ -129,13 +129,13 @@ class CustomOp(Registrations, Generic[P, R]):
         return f"<torchop.CustomOp {'; '.join([definition.schema.text, *self._registered()])}>"
 
     def _registered(self) -> list[str]:
-        """The registrations, as text."""
+        """List the registrations, as text."""
         parts = [rule.repr_text() for rule in self._definition.rules.values()]
         return list(filter(None, (*parts, *registered_rules(self._definition))))
 
     def _repr_html_(self) -> str:
-        """A list for notebooks."""
-        import html  # late, for start-up time
+        """Return a list for notebooks."""
+        import html  # imported here to keep `import torchop` fast
 
         if self._definition.deregistration_reason is not None:
             return f"<p><code>{html.escape(repr(self))}</code></p>"
@@ -149,8 +149,8 @@ class CustomOp(Registrations, Generic[P, R]):
             "operators in the class form, put them into a plain class that both inherit from."
         )
 
-    # An operator is a name in the process: copies are the operator itself, and a pickle holds the
-    # name and the module that defines it.
+    # Handles are copied and pickled by reference, like functions: a pickle holds the name of the
+    # operator and of the module that defines it.
 
     def __copy__(self) -> CustomOp[P, R]:
         return self
@@ -161,11 +161,11 @@ class CustomOp(Registrations, Generic[P, R]):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         return _unpickle, (self.name, self.__module__)
 
-    def __prepare_scriptable__(self) -> None:  # what torch.jit.script asks for
+    def __prepare_scriptable__(self) -> None:  # called by torch.jit.script
         name = self._definition.name
         raise TypeError(
-            f"{name}: TorchScript cannot compile the handle of an operator. In the function that "
-            f"it compiles, call torch.ops.{name.namespace}.{name.name}, with all arguments."
+            f"{name}: TorchScript cannot compile the handle of an operator. In the scripted "
+            f"function, call torch.ops.{name.namespace}.{name.name}, with all arguments."
         )
 
     def _live(self) -> Definition:
@@ -174,13 +174,13 @@ class CustomOp(Registrations, Generic[P, R]):
 
     @property
     def overload(self) -> OpOverload:
-        # Looked up for each call, and kept nowhere here: Dynamo traces this, and would compile
-        # again when a cache that it saw empty was filled. torch.ops keeps it anyway.
+        # Not cached: Dynamo traces this property, and would recompile once a cache that was empty
+        # while tracing is filled. torch.ops caches the overload anyway.
         definition = self._live()
         try:
             return torch_ops.lookup_overload(*definition.name)
         finally:
-            # Another thread may have ended the operator meanwhile, and given its name to another.
+            # Another thread may have redefined the operator during the lookup.
             definition.check_defined()
 
     _opoverload: Any = overload
@@ -202,31 +202,31 @@ class CustomOp(Registrations, Generic[P, R]):
     def register(
         self, rule: str, value: Registered | Lambda | None = None, /, **options: Any
     ) -> Registered:
-        """Registers a value under a `torchop.Rule`.
+        """Register a value, usually a function, for a `torchop.Rule`.
 
-        `op.register("cost", fn)` is also written `op.register_cost(fn)`.
+        `op.register_cost(fn)` is short for `op.register("cost", fn)`.
 
         Args:
             rule: the name of a rule of torchop or of another package.
-            value: what the rule accepts, usually a function; without it, a decorator is returned.
-            options: as for `torchop.Rule.register`.
+            value: the value; without it, return a decorator.
+            options: see `torchop.Rule.register`.
 
         Returns:
             `value`.
 
         Raises:
-            ValueError: there is no such rule.
-            TypeError, ValueError: the rule refuses the value.
+            ValueError: no rule has this name.
+            TypeError, ValueError: the rule rejects the value.
         """
         return get_rule(rule).register(self, value, **options)
 
-    if not typing.TYPE_CHECKING:  # a checker would accept every name
+    if not typing.TYPE_CHECKING:  # else type checkers would accept every attribute
 
         def __getattr__(self, name: str) -> Any:
-            """The method `register_<name>` of a rule that another package made."""
+            """Return the method `register_<name>` of a `torchop.Rule`."""
             kind, _, rule = name.partition("register_")
             if kind or rule not in rule_names():
-                # Python adds the name and the object, which Dynamo would not let us pass.
+                # Dynamo does not support AttributeError(name=..., obj=...); Python sets both.
                 raise AttributeError(
                     f"{type(self).__name__!r} object has no attribute {short_repr(name)}"
                 )
@@ -235,37 +235,37 @@ class CustomOp(Registrations, Generic[P, R]):
     def set_kernel_enabled(  # type: ignore[override]  # the base promises its helper's type
         self, device_type: str, enabled: bool = True
     ) -> AbstractContextManager[None]:
-        """Switches the kernel of one device type on or off inside a `with` block.
+        """Enable or disable the kernel of a device type inside a `with` block.
 
-        While it is off, the function of the operator runs. The switch is for the whole process. A
-        device type without a kernel, or one that is in that state already, is logged.
+        A disabled kernel is replaced by the function that defines the operator. This affects all
+        threads. Logs a message if the device type has no kernel, or if nothing changes.
 
         Args:
             device_type: such as `"cpu"`.
-            enabled: whether the kernel runs.
+            enabled: whether calls use the kernel.
         """
         return self._live().rule(KernelRule).set_enabled(device_type, enabled)
 
-    # Other forms of the operator
+    # In-place and out= forms
 
     def derive_inplace(
         self, name: str | None = None, /, *, lib: torch.library.Library | None = None
     ) -> CustomOp[..., Any]:
-        """Defines the in-place form of a functional operator, which overwrites its first argument.
+        """Define an in-place operator that overwrites the first argument of this functional one.
 
-        It calls the functional operator and copies the result. So it needs no kernel, fake kernel
-        or formula of its own.
+        The in-place operator calls this operator and copies the result, so it needs no kernel,
+        fake kernel or formula.
 
         Args:
             name: the name of the new operator; by default `"ns::name_"`.
-            lib: the library that it lives in; by default that of the functional operator.
+            lib: the library that owns the new operator; by default the library of this operator.
 
         Returns:
-            The handle of the new operator. A call raises `MutationError` if the result does not
-            have the shape and dtype of the first argument. That argument is then unchanged.
+            The handle of the new operator. A call raises `MutationError`, and leaves the first
+            argument unchanged, if the result has another shape or dtype.
 
         Raises:
-            SchemaError: a `ValueError`: the operator is not functional, has several results, or
+            SchemaError: a `ValueError`: this operator is not functional, has several results, or
                 does not take a Tensor first.
 
         Example:
@@ -289,22 +289,22 @@ class CustomOp(Registrations, Generic[P, R]):
         outputs: Sequence[str] | None = None,
         lib: torch.library.Library | None = None,
     ) -> CustomOp[..., Any]:
-        """Defines the form of a functional operator that writes into `out=`.
+        """Define an operator that writes the results of this functional operator into `out=`.
 
-        It calls the functional operator and copies the results. If the kernel can write into a
+        The new operator calls this operator and copies the results. If the kernel can write into a
         buffer itself, use `torchop.out_op`.
 
         Args:
             name: the name of the new operator; by default `"ns::name.out"`.
             outputs: the names of the outputs; by default `out`, or `out0`, `out1` and so on.
-            lib: the library that it lives in; by default that of the functional operator.
+            lib: the library that owns the new operator; by default the library of this operator.
 
         Returns:
-            The handle of the new operator. A call raises `MutationError` if an output does not have
-            the shape, dtype and device of the result. That output is then unchanged.
+            The handle of the new operator. A call raises `MutationError`, and leaves the outputs
+            unchanged, if an output differs from the result in shape, dtype or device.
 
         Raises:
-            SchemaError: a `ValueError`: the operator is not functional, or `outputs` does not fit.
+            SchemaError: a `ValueError`: this operator is not functional, or `outputs` is invalid.
 
         Example:
             >>> import torch, torchop
@@ -319,7 +319,7 @@ class CustomOp(Registrations, Generic[P, R]):
         self.out = derive_form(self._live(), Form.OUT, name, lib, outputs).handle
         return self.out
 
-    # What others read of a CustomOpDef, where these are plain attributes
+    # Attributes of CustomOpDef that PyTorch and other packages read
 
     _namespace: Any = property(lambda self: self._definition.name.namespace)
     _name: Any = property(lambda self: self._definition.name.local)
@@ -341,7 +341,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
 
 def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
-    """Finds an operator by name, in the process that loads a pickle of its handle."""
+    """Look up an operator by name. Import its module if it is not defined yet."""
     if registries.published_handle(name) is None:
         try:
             __import__(module)
@@ -358,11 +358,11 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
     return handle
 
 
-_unpickle.__module__ = "torchop"  # which pickles of all versions name
+_unpickle.__module__ = "torchop"  # keeps pickles loadable when this module moves
 
 
 def make_handle(definition: Definition) -> CustomOp[..., Any]:
-    """Makes the handle, and stores it in the definition."""
+    """Create the handle of a definition, and prepare native calls."""
     make = switch.new_handle_type() if definition.structure is None else _structured
     handle: CustomOp[..., Any] = make(definition)
     definition.handle = handle
@@ -371,7 +371,7 @@ def make_handle(definition: Definition) -> CustomOp[..., Any]:
 
 
 class StructuredOp(CustomOp[P, R]):
-    """A handle that is called with objects; `overload` is the flat operator underneath."""
+    """The handle of an operator with structured arguments; `overload` is the flat operator."""
 
     @property
     def source(self) -> str | None:  # type: ignore[override]  # None for the other operators
@@ -379,9 +379,9 @@ class StructuredOp(CustomOp[P, R]):
 
 
 def _structured(definition: Definition) -> StructuredOp[..., Any]:
-    """Makes a structured handle, of a class of its own: its `__call__` is written for the operator.
+    """Create a structured handle, of a new class whose `__call__` is generated for the operator.
 
-    A shared `__call__` would have to pass the arguments on, which takes a fifth of a call.
+    A shared `__call__` would forward `*args` and `**kwargs`, which takes a fifth of a call.
     """
     structure = definition.structure
     overload = structure.overload = torch_ops.lookup_overload(*definition.name)
@@ -390,10 +390,11 @@ def _structured(definition: Definition) -> StructuredOp[..., Any]:
     members = {"__call__": call, "__module__": CustomOp.__module__, "__slots__": ()}
     cls = type(StructuredOp.__name__, (StructuredOp,), members)
     handle: StructuredOp[..., Any] = cls(definition)
-    dynamo_variables.trace_as_overload(cls, _take_apart)
-    structure.at_end = lambda: dynamo_variables.forget(cls)  # its table would keep the class alive
+    dynamo_variables.trace_as_overload(cls, _flatten)
+    # A global table of Dynamo holds the class, and would keep it alive.
+    structure.on_deregister = lambda: dynamo_variables.forget(cls)
     return handle
 
 
-def _take_apart(handle: StructuredOp[..., Any], args: Any, kwargs: Any, compiler: Any) -> Any:
+def _flatten(handle: StructuredOp[..., Any], args: Any, kwargs: Any, compiler: Any) -> Any:
     return described.flat_call(handle._definition.structure, args, kwargs, compiler)

@@ -1,1 +1,1 @@
-"""From annotations to a schema, and what a schema says about arguments and results."""
+"""Operator schemas: inferring them from annotations, parsing them, and checking functions."""

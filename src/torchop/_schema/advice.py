@@ -1,4 +1,4 @@
-"""Messages about unsupported annotations: the nearest annotation that an operator supports."""
+"""Advice in errors about unsupported annotations: the nearest supported annotation."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ RETURNABLE = "Tensor, list[Tensor], int, float, bool, torch.types.Number, a tupl
 
 
 def instead(annotation: Any, *, structures: bool = False) -> str:
-    """Return the end of a message about an unsupported annotation: what to write instead.
+    """Return the fix in the message about an unsupported annotation.
 
     Args:
         annotation: the annotation.
-        structures: whether the function may take structures, which a schema alone cannot express.
+        structures: whether structures such as dataclasses are allowed, as in `custom_op`.
     """
     inner, _ = types.strip_optional(annotation)
     kind = typing.get_origin(inner) or inner
     if kind is collections.abc.Callable:
         return (
-            "an operator takes no functions: call it before or after the operator, or choose one "
-            'by its name, with Literal["sum", "mean"]'
+            "an operator cannot take functions: call the function before or after the operator, or "
+            'select a function by name, with Literal["sum", "mean"]'
         )
     if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
-        return "an operator takes no modules: pass the tensors that it needs, such as the weight"
+        return "an operator cannot take modules: pass the tensors, such as module.weight"
     supported = (structures and _nearest_structure(inner)) or nearest(annotation)
     if supported in (SUPPORTED, ONE_PER_FIELD):
         return f"supported are {SUPPORTED}" if supported == SUPPORTED else f"pass {ONE_PER_FIELD}"
@@ -43,7 +43,7 @@ def instead(annotation: Any, *, structures: bool = False) -> str:
 
 
 def _nearest_structure(annotation: Any) -> str | None:
-    """Return the structure that is most like an unsupported annotation; None if none is."""
+    """Return the nearest supported structure, or None."""
     origin, items = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is tuple and Ellipsis not in items and any(item != items[0] for item in items):
         return "a NamedTuple"
@@ -56,7 +56,7 @@ def _nearest_structure(annotation: Any) -> str | None:
 
 
 def nearest(annotation: Any) -> str:
-    """Return what to write instead of an annotation that a schema cannot express."""
+    """Return the nearest annotation that a schema can express, as text."""
     inner, optional = types.strip_optional(annotation)
     if types.has_fields(inner):
         return ONE_PER_FIELD
@@ -71,7 +71,7 @@ def nearest(annotation: Any) -> str:
 
 
 def _nearest(annotation: Any) -> Any | None:
-    """Return the supported annotation that is most like this one; None if none is."""
+    """Return the nearest supported annotation, or None."""
     if argument_type(annotation) is not None:
         return annotation
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
@@ -101,12 +101,12 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     item = _nearest(kinds[0])
     if item is None:
         return list[int]
-    # A schema has no list of strings or of lists: one item is nearer than a list of other items.
+    # A schema cannot express lists of strings or of lists, so suggest a single item.
     listed = python_types.GenericAlias(list, (item,))
     return listed if argument_type(listed) is not None else item
 
 
-# The first base class counts. Tensors and bytes stand here because they are iterable.
+# The first matching base class wins. Tensor and bytes are listed because they are iterable.
 _LIKE: dict[type, Any] = {
     torch.Tensor: torch.Tensor,
     int: int,

@@ -1,4 +1,4 @@
-"""Whether a kernel or rule can be called the way PyTorch will call it, asked at registration."""
+"""Check at registration that PyTorch can call a kernel or rule with the arguments it will pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
-from typing_extensions import TypeVar  # PyTorch needs it too; that of Python 3.12 has no defaults
+from typing_extensions import TypeVar  # typing.TypeVar has no defaults before Python 3.13
 
 from torchop._errors import RuleSignatureError, short_repr, short_text
 from torchop._schema.schema import Schema
@@ -17,7 +17,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def check_callable(what: str, function: object) -> None:
-    """Reject values that cannot be called, and async functions, whose call computes nothing."""
+    """Reject values that are not callable, and async functions."""
     if not callable(function):
         raise RuleSignatureError(
             f"{what} must be a function, got {short_repr(function)} of type "
@@ -25,28 +25,28 @@ def check_callable(what: str, function: object) -> None:
         )
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise RuleSignatureError(
-            f"{what}: {spell_function(function)} is an async function, and a call of it returns "
-            "before its body has run. Write def instead of async def, and await outside of the "
+            f"{what}: {spell_function(function)} is an async function, so a call returns before "
+            "the body has run. Write def instead of async def, and await outside of the "
             "operator, before or after the call."
         )
 
 
 def check_no_generator(what: str, function: Callable[..., Any], schema: Schema | None) -> None:
-    """Refuses a kernel that yields its results, unless the schema has a list of them."""
+    """Reject generator functions, unless the schema returns `Tensor[]`."""
     if not inspect.isgeneratorfunction(function):
         return
     if schema is None or schema.returns != ("List[Tensor]",):
         raise RuleSignatureError(
-            f"{what}: {spell_function(function)} is a generator, because it contains yield, and a "
-            "call of it returns before its body has run. Write return instead of yield; several "
-            "results are a tuple."
+            f"{what}: {spell_function(function)} is a generator, because it contains yield, so a "
+            "call returns before the body has run. Write return instead of yield; return several "
+            "results as a tuple."
         )
 
 
 def accepts(
     function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> bool:
-    """Whether `function` can be called with these arguments; True where nobody can tell."""
+    """Whether `function` accepts these arguments; True for builtins without a signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin
@@ -58,27 +58,27 @@ def accepts(
     return True
 
 
-_SAME = " Give it these parameters."
+_DEFAULT_HINT = " Give it these parameters."
 
 
 def check_signature(
     what: str, function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> None:
-    """Refuses a function that cannot be called with these arguments."""
+    """Reject a function that cannot be called with these arguments."""
     check_callable(what, function)
     positional, keywords = tuple(positional), tuple(keywords)
     if not accepts(function, positional, keywords):
         expected = ", ".join((*positional, *(("*", *keywords) if keywords else ())))
         raise RuleSignatureError(
             f"{what} is called with ({expected}), but {spell_function(function)} takes "
-            f"{short_text(inspect.signature(function))}.{method_hint(function) or _SAME}"
+            f"{short_text(inspect.signature(function))}.{method_hint(function) or _DEFAULT_HINT}"
         )
 
 
 def check_setup_context(
     name: object, setup_context: Callable[..., Any] | None, has_keywords: bool
 ) -> None:
-    """Refuses a function that does not take the arguments of a `setup_context`."""
+    """Reject a function that PyTorch cannot call as a `setup_context`."""
     names = _setup_parameters(has_keywords)
     if setup_context is None or (callable(setup_context) and accepts(setup_context, (), names)):
         return
@@ -86,13 +86,13 @@ def check_setup_context(
     check_signature(f"{name}: setup_context", setup_context, names, more)
 
 
-RESIDUALS = "residuals"  # the parameter by which a `setup_context` asks for them
+RESIDUALS = "residuals"  # a `setup_context` with this parameter receives the residuals
 
 
 def asks_for_residuals(setup_context: Any) -> bool:
-    """Whether a `setup_context` has a parameter for what kernels return for the backward alone."""
+    """Whether a `setup_context` has the parameter `residuals`."""
     try:
-        # Of the author's function: what stands for it, with objects, passes on whatever it asks.
+        # Unwrapped, because the wrapper for structured arguments takes **residuals in any case.
         parameter = inspect.signature(inspect.unwrap(setup_context)).parameters.get(RESIDUALS)
         return parameter is not None and parameter.kind is not parameter.VAR_KEYWORD
     except (TypeError, ValueError):  # no function, or a builtin
@@ -102,9 +102,9 @@ def asks_for_residuals(setup_context: Any) -> bool:
 def setup_caller(
     setup_context: Callable[..., Any] | None, has_keywords: bool
 ) -> Callable[..., Any] | None:
-    """A function that calls `setup_context` by keyword as PyTorch does, or else by position.
+    """Return a function that calls `setup_context` by keyword if possible, else by position.
 
-    It takes what there is for keyword-only arguments too, and passes it on if there are such.
+    The result always takes the keyword-only inputs, and drops them if the operator has none.
     """
     if setup_context is None:
         return None
@@ -134,7 +134,7 @@ def _setup_parameters(has_keywords: bool) -> tuple[str, ...]:
 
 
 def keyword_only(function: Decorated) -> Decorated:
-    """Has a function say which of its arguments are keywords, when they are passed by position."""
+    """Name the keyword-only arguments in the error for a call that passes them by position."""
     kinds = {name: p.kind for name, p in inspect.signature(function).parameters.items()}
     keywords = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     most = len(kinds) - len(keywords)
@@ -142,7 +142,7 @@ def keyword_only(function: Decorated) -> Decorated:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if len(args) > most:
-            op = getattr(args[0], "_qualname", args[0])  # of a handle
+            op = getattr(args[0], "_qualname", args[0])  # a handle
             name = getattr(args[most], "__name__", "")
             raise TypeError(
                 f"{short_text(op)}: {function.__name__} takes {', '.join(keywords)} by keyword "
@@ -154,33 +154,33 @@ def keyword_only(function: Decorated) -> Decorated:
 
 
 class Lambda:
-    """The type that a lambda is read with: its parameters are Any. There are no such objects.
+    """A type that gives the parameters of lambdas the type `Any`. It has no instances.
 
-    A type variable alone gives a lambda's parameters no type, which Pyright reports in its strict
-    mode. So the argument is `Function | Lambda`: the one keeps the type, the other gives it.
+    Pyright in strict mode reports lambda parameters whose type is only inferred from a type
+    variable. With `Function | Lambda`, the variable is the result type, and `Lambda` types them.
     """
 
     def __call__(self, _0: Any, _1: Any, _2: Any, _3: Any, _4: Any, _5: Any, /) -> Any: ...
 
 
 class Decorator(Protocol):
-    """Registers the function that it decorates, and returns it."""
+    """A decorator that registers a function and returns it unchanged."""
 
     def __call__(self, function: Decorated, /) -> Decorated: ...
 
 
-# The function that a user registers. Where they pass none, type checkers take the default of the
-# type variable: the result of `register_fake(op)` is a decorator. So one signature, `(..., func:
-# Function | Lambda | None = None) -> Function`, says what otherwise takes two overloads.
+# The type of a registered function. Without a function, type checkers use the default of the type
+# variable, so `register_fake(op)` is a decorator. This replaces two overloads by one signature,
+# `(..., func: Function | Lambda | None = None) -> Function`.
 Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
-# The same where a user may register what is no function.
+# As `Function`, for rules that also accept values that are not functions.
 Registered = TypeVar("Registered", default=Decorator)
 
 
 def decorator_or_call(
     register: Callable[[Registered], object], value: Registered | Lambda | None
 ) -> Registered:
-    """Registers `value` and returns it; without one, returns the decorator that does."""
+    """Register `value` and return it; without a value, return a decorator that registers."""
 
     def decorate(decorated: Registered) -> Registered:
         register(decorated)

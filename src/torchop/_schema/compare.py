@@ -1,4 +1,4 @@
-"""Compares a schema by hand with the function that it describes."""
+"""Check a hand-written schema against `mutates_args` and the function's signature."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from torchop._schema.schema import Argument, Schema
 
 
 def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:
-    """Refuses a schema that mutates other arguments than `mutates_args` names."""
+    """Reject a schema whose mutated arguments differ from `mutates_args`."""
     tensors = {a.name for a in schema.arguments if a.holds_tensors}
     mutated = mutated_names(name, mutates_args)
     names = tensors if mutated is None else set(mutated)
     if names != set(schema.mutated):
         raise SchemaError(
             f"{name}: mutates_args={short_repr(mutates_args)} and "
-            f"schema={short_repr(schema.text)} disagree: by the "
-            f"schema, the op mutates {spell_names(schema.mutated)}. Change one of them."
+            f"schema={short_repr(schema.text)} disagree: the schema "
+            f"mutates {spell_names(schema.mutated)}. Change one of them."
         )
 
 
 def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> None:
-    """Compares a schema with the signature of the function that implements it.
+    """Check a schema against the signature of the function that implements it.
 
-    Parameters without annotation are compared in number only, and those that the schema does not
-    have need a default. `int` stands for both `int` and `SymInt`. A type to which the dispatcher
-    converts nothing, and a missing parameter, are errors; another name or default, or another
-    kind of number, is a warning, and so is a type that differs in being optional.
+    A missing parameter is an error, and so is a type that the dispatcher would not convert. A
+    different name, default, number type or optionality is only a warning: the schema applies.
+    Parameters without annotations are only counted. Parameters that the schema lacks need a
+    default. `int` matches both `int` and `SymInt`.
     """
     try:
         signature = signatures.signature(function)
     except SchemaError:
-        return  # nothing to compare with: a builtin, or annotations that only a checker reads
+        return  # a builtin, or annotations that cannot be evaluated at run time
     parameters = list(signature.parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return
@@ -58,7 +58,7 @@ def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> N
         raise SchemaError(
             f"{name}: the schema takes {_count(len(schema.positional), len(schema.keyword_only))}, "
             f"the function {_count(len(positional), keyword_only)}: {texts}. The function needs a "
-            "parameter for each argument of the schema, and a default for every other one."
+            "parameter for each argument of the schema, and a default for every other parameter."
             f"{signatures.method_hint(function)}"
         )
     if missing:
@@ -85,7 +85,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
         return
     schema_type = kinds.parameter_type(parameter)
     if schema_type is None:
-        return  # the reason to write a schema by hand may be a type that annotations cannot infer
+        return  # a type that cannot be inferred may be the reason for the hand-written schema
     kind = str(schemas.parse(f"f({schema_type} x) -> ()").arguments[0].real_type)
     if kind == argument.kind:
         return
@@ -99,7 +99,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
 
 
 def _loosely(kind: str) -> list[str]:
-    """A type without the differences that kernels accept: which number, and whether optional."""
+    """Return the words of a type, without `Optional`, and with one word for all number types."""
     words = re.findall(r"\w+", kind)
     return ["number" if w in ("int", "float", "bool") else w for w in words if w != "Optional"]
 
@@ -111,7 +111,7 @@ def _check_returns(name: str, schema: Schema, signature: inspect.Signature, text
     if schema_type is None:
         return
     returns = tuple(str(r.real_type) for r in schemas.parse(f"f() -> {schema_type}").returns)
-    # A function may say that it returns a list where the schema counts the results.
+    # `-> list[Tensor]` is fine for a schema with a fixed number of results.
     lists = [(f"List[{kind}]",) for kind in set(schema.returns)]
     if returns == schema.returns or [returns] == lists:
         return

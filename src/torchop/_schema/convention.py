@@ -1,4 +1,4 @@
-"""The convention between an operator and the functions that its author registers."""
+"""The calling convention of the functions that an operator's author registers."""
 
 from __future__ import annotations
 
@@ -13,55 +13,54 @@ Formula: TypeAlias = tuple[Function, Function | None]
 
 
 class Convention:
-    """The author's functions take and return what the schema says.
+    """The default convention: the author's functions take and return the schema's values.
 
-    When a function is registered, a method here makes a function of it that follows the schema.
-    For most operators that is the function itself. Where the author takes or returns structures,
-    `StructuredConvention` converts between both.
+    Each method converts a registered function to one that follows the schema, and is the identity
+    here. `StructuredConvention` overrides them for authors who take or return structures.
 
     Attributes:
-        structure: what is between the author's arguments and the schema's; None without one.
+        structure: converts between the author's arguments and the schema's; None if both agree.
     """
 
     __slots__ = ()
     structure: Structure | None = None
 
     def kernel(self, function: Function, /) -> Function:
-        """A kernel, for one or several device types."""
+        """Convert a kernel."""
         return function
 
     def fake(self, function: Function, /) -> Function:
-        """A fake kernel."""
+        """Convert a fake kernel."""
         return function
 
     def vmap(self, function: Any, /) -> Any:
-        """A vmap rule, or a word for one."""
+        """Convert a vmap rule. Strings such as `"sequential"` stay unchanged."""
         return function
 
     def torch_dispatch(self, function: Function, /) -> Function:
-        """A rule for a mode or a Tensor subclass."""
+        """Convert a rule for a mode or a Tensor subclass."""
         return function
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
-        """A backward formula, and the function that prepares its context."""
+        """Convert a backward formula and its `setup_context`."""
         return backward, setup_context
 
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
-        """A formula of forward mode, and the function that prepares its context."""
+        """Convert a forward-mode formula and its `setup_context`."""
         return jvp, setup_context
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, none left out, as functions of the author take them."""
+        """Convert the schema's arguments to the author's. No argument may be missing."""
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:
-        """What there is for the results of a call, such as shapes, as the author returns them."""
+        """Convert values of the schema's results, such as shapes, to the author's structure."""
         return result
 
     def deregistered(self, reason: str) -> None:
-        """Makes the handle of an operator that is gone raise `OperatorGoneError`."""
+        """Make the handle of a deregistered operator raise `OperatorGoneError`."""
 
 
 FLAT = Convention()

@@ -1,4 +1,4 @@
-"""The schema of an operator that is about to be defined: inferred or parsed, and checked."""
+"""The schema of a new operator: inferred or parsed, then checked."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torchop._schema.schema import Schema
 from torchop._schema.tree import FunctionTree
 
 Tags = Tag | Iterable[Tag] | None
-# The dispatcher has a bit for each argument. It would reject more of them only after torchop has
-# deregistered the earlier operator of the name.
+# The dispatcher has one bit per argument. Checked here because the dispatcher would raise only
+# after torchop has deregistered the previous operator of that name.
 MAX_ARGUMENTS = 64
-# Operators of torchop keep the contract that torch.compile relies on.
+# torchop checks the contract that this tag promises to torch.compile.
 _CONTRACT = (Tag.pt2_compliant_tag,)
 
 
@@ -36,13 +36,13 @@ def declared_schema(
     Args:
         name: the name of the operator.
         function: the author's function.
-        schema: the schema that the author wrote, without the name; None infers one.
+        schema: a hand-written schema without the name; None infers the schema.
         mutates_args: the arguments that the function writes into, as in `custom_op`.
         tags: the tags of the operator.
 
     Returns:
-        The schema, the kernel with the arguments of the schema, and the convention by which the
-        author's other functions are called.
+        The schema, a kernel that takes the schema's arguments, and the calling convention of the
+        author's other functions.
     """
     if schema is not None:
         return _written_schema(name, function, schema, mutates_args, tags), function, FLAT
@@ -63,11 +63,11 @@ def _written_schema(
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
 ) -> Schema:
-    """Parse the schema that an author wrote, and compare it with the function."""
+    """Parse a hand-written schema, and check it against the function."""
     text = schema.strip() if isinstance(schema, str) else ""
     if not text.startswith("("):
         raise SchemaError(
-            f'{name}: schema looks like "(Tensor x) -> Tensor", without the name of the '
+            f'{name}: schema must look like "(Tensor x) -> Tensor", without the name of the '
             f"operator; got {short_repr(schema)}."
         )
     parsed = parsed_schema(name, text, tags)
@@ -77,12 +77,12 @@ def _written_schema(
 
 
 def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
-    """Parse a schema, and check the rules of which PyTorch's own errors come too late.
+    """Parse a schema, and check the rules that PyTorch would report too late or unclearly.
 
     Args:
         name: the name of the operator.
         text: the schema without the name.
-        tags: the tags of the operator, which may demand a form.
+        tags: the tags of the operator, which may require the in-place or out= form.
     """
     try:
         parsed = schemas.parse(f"{name}{text}")
@@ -93,8 +93,8 @@ def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
     if len(parsed.arguments) > MAX_ARGUMENTS:
         raise SchemaError(
             f"{name}: the schema has {len(parsed.arguments)} arguments, but PyTorch takes at most "
-            f"{MAX_ARGUMENTS}. Each field of a structure is an argument, so put values of one type "
-            "into a list or a dict."
+            f"{MAX_ARGUMENTS}. Each field of a structure is an argument; pass values of one type "
+            "as a list or a dict."
         )
     form = form_of(tags)
     if form is Form.PLAIN:

@@ -1,4 +1,4 @@
-"""Default values: how a schema writes them, and how a kernel comes to see the schema's."""
+"""Default values: written into schemas, and passed to kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torchop._schema.callables import accepts, check_callable, check_signature
 from torchop._schema.schema import Argument, Schema
 from torchop._schema.signatures import spell_function
 
-# The parser reads fewer escapes than Python writes: NUL and carriage return have to be octal.
+# The schema parser has no escapes for carriage return and NUL except octal ones.
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\015", "\0": "\\000"}
 
 
 def render(value: Any, schema_type: str) -> str:
-    """Writes a default of a schema type, such as `SymInt` or `float[]?`, for the schema parser."""
+    """Write a default for the schema parser. `schema_type` is e.g. `SymInt` or `float[]?`."""
     if value is None:
         return "None"
     base = schema_type.removesuffix("?")
@@ -30,11 +30,11 @@ def render(value: Any, schema_type: str) -> str:
             raise SchemaError("an optional list can only default to None")
         item = base.removesuffix("[]").removesuffix("?")
         if not isinstance(value, (list, tuple)) or item not in _LISTED:
-            raise SchemaError("a schema can hold lists of int, float or bool as a default, or None")
+            raise SchemaError("a list default must be a list of int, float or bool, or None")
         return f"[{', '.join(_render_single(entry, item) for entry in value)}]"
     if base not in _RENDERERS:
         raise SchemaError(
-            f"a schema cannot hold a default of type {base}; use the default None, and make the "
+            f"a schema cannot hold a default of type {base}; use the default None, and create the "
             "value in the function"
         )
     return _render_single(value, base)
@@ -63,7 +63,7 @@ def _float(value: float) -> str:
             "a schema cannot hold inf or nan; use the default None, and replace it in the function"
         )
     if 0 < abs(value) < sys.float_info.min:
-        # The parser takes the underflow for an error, and says no more than "stod".
+        # The parser rejects subnormal numbers, and its message is only "stod".
         raise SchemaError(f"a schema cannot write a float smaller than {sys.float_info.min}")
     return repr(value)
 
@@ -76,7 +76,7 @@ def _number(value: float) -> str:
 
 def _string(value: str) -> str:
     if any("\ud800" <= char <= "\udfff" for char in value):
-        raise SchemaError("a schema is UTF-8, which has no lone surrogates")
+        raise SchemaError("a schema is UTF-8, so a str default cannot hold lone surrogates")
     return '"' + "".join(_ESCAPES.get(char, char) for char in value) + '"'
 
 
@@ -88,7 +88,7 @@ def _device(value: Any) -> str:
 
 
 _NUMBERS = (int, float)
-# By schema type: the classes of its defaults, in words too, and what writes one.
+# Schema type -> (accepted classes, their name in messages, function that writes the default)
 _RENDERERS: dict[str, tuple[type | tuple[type, ...], str, Callable[[Any], str]]] = {
     "SymInt": (int, "an int", _integer),
     "float": (_NUMBERS, "a float", _float),
@@ -102,13 +102,17 @@ _LISTED = ("SymInt", "float", "bool")
 
 
 def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Callable[..., Any]:
-    """Makes `function` see the schema's defaults.
+    """Wrap a Python kernel so that it always receives the schema's defaults.
 
-    The dispatcher drops arguments that equal their default before it calls a Python kernel, which
-    then sees the default of its own signature. That may be another one, now or later: a function
-    may say by `__wrapped__` that it has the signature of another, its defaults can be replaced, and
-    a default that is a list is one list for all calls. So the schema's is always passed.
-    `leading` parameters of `function` come before those of the operator.
+    The dispatcher drops arguments that equal the schema's default before it calls a Python kernel,
+    so the kernel would use the default of its own signature. That default may differ: wrappers
+    copy signatures by `__wrapped__`, `__defaults__` can be reassigned, and a list default is
+    shared by all calls.
+
+    Args:
+        function: the kernel.
+        schema: the schema of the operator.
+        leading: the number of parameters of `function` before the operator's arguments.
     """
     if not schema.has_defaults:
         return function
@@ -124,58 +128,65 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
 def fitted(
     what: str, function: Callable[..., Any], schema: Schema, leading: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
-    """Makes a function one that takes `leading` and every argument of the operator.
+    """Wrap a function that omits parameters, so that it takes every argument of the operator.
 
-    It may leave out trailing parameters that have a default in the schema: the dispatcher does not
-    pass a trailing argument that equals its default, so only a call with another value needs them.
+    Trailing parameters with a default in the schema may be omitted, because the dispatcher does
+    not pass trailing arguments that equal their default. The wrapper raises if a call passes
+    another value for an omitted parameter.
+
+    Args:
+        what: the function, for messages.
+        function: the author's function.
+        schema: the schema of the operator.
+        leading: the names of the parameters before the operator's arguments.
     """
     check_callable(what, function)
     positional, keywords = schema.parameters
     if accepts(function, (*leading, *positional), keywords):
         return function
-    count, kept = _taken(what, function, schema, leading)
+    count, keyword_names = _accepted(what, function, schema, leading)
     place = len(leading) + count
 
     def complete(*args: Any, **kwargs: Any) -> Any:
         values = dict(zip(positional[count:], args[place:], strict=False)) | kwargs
         for argument in schema.arguments:
             name = argument.name
-            if name not in values or name in kept:
+            if name not in values or name in keyword_names:
                 continue
             value = values[name]
-            # The dispatcher passes what is symbolic, without looking at its value.
+            # The dispatcher passes symbolic values without comparing them with the default.
             if isinstance(value, _SYMBOLIC) or not same_default(value, argument):
                 raise RuleSignatureError(
-                    f"{what} does not take the parameter {name!r}, and this call passes it with "
-                    f"another value than its default, {short_repr(argument.default)}. Give "
-                    f"{spell_function(function)} the parameter {name!r}."
+                    f"{what} does not take the parameter {name!r}, but this call passes a value "
+                    f"other than the default {short_repr(argument.default)}. Add the parameter "
+                    f"{name!r} to {spell_function(function)}."
                 )
-        return function(*args[:place], **{k: v for k, v in kwargs.items() if k in kept})
+        return function(*args[:place], **{k: v for k, v in kwargs.items() if k in keyword_names})
 
     complete.__wrapped__ = function  # type: ignore[attr-defined]
     return complete
 
 
-def _taken(
+def _accepted(
     what: str, function: Callable[..., Any], schema: Schema, leading: tuple[str, ...]
 ) -> tuple[int, frozenset[str]]:
-    """How many arguments a function takes by position, and which keywords."""
+    """Return the number of positional arguments and the keyword names that a function accepts."""
     positional, keywords = schema.parameters
     names = inspect.signature(function).parameters
-    kept = [a.name for a in schema.keyword_only if not a.has_default or a.name in names]
+    accepted = [a.name for a in schema.keyword_only if not a.has_default or a.name in names]
     required = [a for a in schema.positional if not a.has_default]
     for count in range(len(positional), len(required) - 1, -1):
-        if accepts(function, (*leading, *positional[:count]), kept):
-            return count, frozenset(kept)
+        if accepts(function, (*leading, *positional[:count]), accepted):
+            return count, frozenset(accepted)
     check_signature(what, function, (*leading, *positional), keywords)
-    raise AssertionError  # it has raised
+    raise AssertionError  # unreachable: check_signature raises
 
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def same_default(default: Any, argument: Argument) -> bool:
-    """Whether a Python default means what the schema's default means."""
+    """Whether a Python default equals the schema's default."""
     if argument.default is None or default is None:
         return argument.default is default
     if isinstance(argument.default, torch.device):
@@ -189,5 +200,5 @@ def same_default(default: Any, argument: Argument) -> bool:
         default = list(default)
     try:
         return bool(default == argument.default)
-    except (RuntimeError, ValueError):  # tensors and arrays compare item by item
+    except (RuntimeError, ValueError):  # elementwise comparison of a tensor or array
         return False

@@ -1,8 +1,8 @@
-"""The two conventional forms of mutation: in-place operators, and those with `out=`.
+"""In-place and out= operators: PyTorch's two conventions for mutation.
 
-An in-place operator writes into its first argument and returns it; one with `out=` writes into
-keyword-only tensors, returns them all, and never reads them. `torch.Tag.inplace` and
-`torch.Tag.out` say so to PyTorch, which has them since 2.13. A schema says it in every release.
+An in-place operator mutates and returns its first argument. An out= operator mutates and returns
+keyword-only tensors, and never reads them. PyTorch 2.13 added `torch.Tag.inplace` and
+`torch.Tag.out` for them; for older releases, the form is read off the schema.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torchop._schema.text import numbered_alias, write_results, written_tensor
 
 
 class Form(enum.Enum):
-    """How an operator treats what it mutates.
+    """How an operator mutates its arguments.
 
     Attributes:
-        PLAIN: it mutates nothing, or in a way of its own.
-        INPLACE: it writes into its first argument, and returns that.
-        OUT: it writes into keyword-only arguments, and returns them.
+        PLAIN: neither in-place nor out=.
+        INPLACE: the operator mutates and returns its first argument.
+        OUT: the operator mutates and returns keyword-only arguments.
 
     Example:
         >>> from torchop.extend import Form, Operator
@@ -40,9 +40,9 @@ class Form(enum.Enum):
 
 
 def form_of(tags: Iterable[Tag]) -> Form:
-    """The form that the tags of an operator ask for."""
+    """Return the form that an operator's tags require."""
     forms = [_FORMS[tag] for tag in tags if tag in _FORMS]
-    if len(set(forms)) > 1:  # refused with the type of exception that `torch.library` raises
+    if len(set(forms)) > 1:  # the same exception type as in torch.library
         raise AssertionError("torch.Tag.inplace and torch.Tag.out are mutually exclusive")
     return forms[0] if forms else Form.PLAIN
 
@@ -55,12 +55,12 @@ _FORMS: dict[Tag, Form] = {
 
 
 def form_tags(form: Form) -> tuple[Tag, ...]:
-    """The tag that tells PyTorch of a form; none where this release has no tag for it."""
+    """Return the tag of a form. Releases before PyTorch 2.13 have none."""
     return tuple(tag for tag, tagged in _FORMS.items() if tagged is form)
 
 
 def form_of_schema(parsed: FunctionSchema) -> Form:
-    """The form that a schema is written in, whatever its tags say."""
+    """Return the form of a schema, regardless of tags."""
     if not parsed.is_mutable or not parsed.returns:
         return Form.PLAIN
     forms = (form for form in (Form.INPLACE, Form.OUT) if _problem(form, parsed) is None)
@@ -70,16 +70,16 @@ def form_of_schema(parsed: FunctionSchema) -> Form:
 def returned_alias(
     form: Form, where: str, annotation: Any, arguments: Sequence[str], mutated: Sequence[str]
 ) -> str:
-    """Return the results of an operator of a form, which alias the arguments that it writes into.
+    """Return the results of an in-place or out= operator, which alias the mutated arguments.
 
-    `check_form` finds out later whether these arguments are those of the form.
+    `check_form` checks the arguments later.
 
     Args:
         form: in-place or out=.
         where: the function, for messages.
-        annotation: the annotation of its result.
-        arguments: the names of the arguments of the schema.
-        mutated: the names of those that the function writes into.
+        annotation: the return annotation.
+        arguments: the names of the schema's arguments.
+        mutated: the names of the mutated arguments.
     """
     written = [
         index
@@ -91,16 +91,16 @@ def returned_alias(
         expected = torch.Tensor if count == 1 else tuple[(torch.Tensor,) * count]  # type: ignore[misc]
         raise SchemaError(
             f"{where}: {form.value} requires the return annotation {types.spell(expected)}, "
-            f"because it returns what it writes into; got {types.spell(annotation)}."
+            f"because the operator returns the mutated tensors; got {types.spell(annotation)}."
         )
     return write_results([written_tensor(numbered_alias(index)) for index in written])
 
 
 def returns_tensors(annotation: Any, count: int) -> bool:
-    """Whether a return annotation stands for so many tensors: Tensor, or a tuple of them."""
+    """Whether a return annotation is `Tensor` (for a count of 1) or a tuple of `count` tensors."""
     if count == 1:
         return annotation is torch.Tensor
-    # typing.Tuple and tuple are not equal, but have the same origin.
+    # Compare origins, because typing.Tuple[X] != tuple[X].
     return (
         typing.get_origin(annotation) is tuple
         and typing.get_args(annotation) == (torch.Tensor,) * count
@@ -108,7 +108,7 @@ def returns_tensors(annotation: Any, count: int) -> bool:
 
 
 def check_form(name: object, form: Form, parsed: FunctionSchema) -> None:
-    """Refuses a schema that is not of the form that its tags ask for."""
+    """Reject a schema that does not have the form that the tags require."""
     problem = None if form is Form.PLAIN else _problem(form, parsed)
     if problem is not None:
         raise SchemaError(f"{name} is tagged {form.value}, but {problem}. Got {parsed}.")
@@ -129,7 +129,7 @@ def _inplace_problem(parsed: FunctionSchema, mutable: Sequence[Any]) -> str | No
         return f"its first positional argument {first.name!r} is not a Tensor but {kind}"
     if [argument.name for argument in mutable] != [first.name]:
         return (
-            f"it must mutate its first positional argument {first.name!r}, and nothing else: write "
+            f"it must mutate only its first positional argument {first.name!r}: write "
             f"mutates_args=({first.name!r},)"
         )
     return None
@@ -142,18 +142,18 @@ def _out_problem(mutable: Sequence[Any]) -> str | None:
     if positional:
         names = ", ".join(positional)
         return (
-            f"its mutable arguments must be keyword-only, and {names} is not; move it behind a '*'"
+            f"its mutable arguments must be keyword-only, but {names} is not; move it after a '*'"
         )
     for argument in mutable:
         if str(kind := argument.real_type) != "Tensor":
             return (
-                f"it only supports Tensor as mutable arguments, and {argument.name} is not: {kind}"
+                f"its mutable arguments must have type Tensor, but {argument.name} has type {kind}"
             )
     return None
 
 
 def _return_problem(returns: Sequence[Any], mutable: Sequence[Any]) -> str | None:
-    rule = "its return must alias what it mutates"
+    rule = "its return must alias the mutated arguments"
     expected = ", ".join(f"{_spell_alias(a.alias_info)} for {a.name}" for a in mutable)
     if len(returns) != len(mutable):
         return f"{rule}: it returns {len(returns)} values instead of {expected}"

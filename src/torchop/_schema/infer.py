@@ -1,4 +1,4 @@
-"""infer_schema: the schema that a function's annotations describe."""
+"""infer_schema: infer a schema from the annotations of a function."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def infer_schema(
     op_name: str | None = None,
     tags: Tag | Iterable[Tag] | None = (),
 ) -> str:
-    """Return the schema that a function's annotations describe.
+    """Infer a schema from the annotations of a function.
 
     Args:
-        prototype_function: a function whose parameters and result are annotated. Annotations may be
+        prototype_function: a function with annotated parameters and result. Annotations may be
             strings.
         mutates_args: the names of the tensor arguments that the function writes into, or
             `"unknown"` for all of them.
-        op_name: a name to put before the schema.
-        tags: the tags of the operator. `torch.Tag.inplace` and `torch.Tag.out` make its results
-            aliases of what it mutates.
+        op_name: a name to prepend to the schema.
+        tags: the tags of the operator. With `torch.Tag.inplace` or `torch.Tag.out`, the results
+            alias the mutated arguments.
 
     Returns:
         The schema, such as `"(Tensor pic, SymInt[] box) -> Tensor"`.
 
     Raises:
-        SchemaError: a `ValueError` that names the parameter, what was found and the nearest type
-            that a schema can express.
+        SchemaError: a `ValueError`: an annotation is missing or unsupported. The message names the
+            parameter and the nearest supported type.
 
     Example:
         >>> import torch, torchop
@@ -44,7 +44,7 @@ def infer_schema(
         >>> torchop.infer_schema(crop, mutates_args=())
         '(Tensor pic, SymInt[] box, float scale=1.0) -> Tensor'
 
-    The idea is `torch.library.infer_schema`.
+    Modeled after `torch.library.infer_schema`.
     """
     name = signatures.spell_function(prototype_function)
     all_tags = (tags,) if isinstance(tags, Tag) else tuple(tags or ())

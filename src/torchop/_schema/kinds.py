@@ -1,8 +1,8 @@
-"""Schema types of annotations, and how values are converted to them.
+"""Schema types of annotations, and the conversion of values to them.
 
 A Python value is *encoded* into a value of the schema type, and *decoded* for the kernel. Most
-annotations need neither: `torch.library.infer_schema` writes a schema type for them, and the
-dispatcher checks the values.
+annotations need neither, because `torch.library.infer_schema` supports them and the dispatcher
+checks the values.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Kind(NamedTuple):
         schema: the schema type, without a `?`.
         encode: `encode(value, where)` returns a value of the schema type, or raises.
         exact: values of exactly this type need no encoding.
-        decode: `decode(value, where)` returns the Python value of an encoded one, or raises if no
-            value is encoded like that; None if both are the same.
-        is_optional: whether None is a value too.
+        decode: `decode(value, where)` returns the Python value for an encoded value, or raises if
+            the encoded value is invalid. None if no conversion is needed.
+        is_optional: whether None is a valid value.
         inferred: the type that `infer_schema` writes; None if it rejects the annotation.
     """
 
@@ -47,13 +47,13 @@ class Kind(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether an operator takes these values without any conversion."""
+        """Whether the dispatcher accepts the values without conversion."""
         return self.inferred is not None and self.decode is None
 
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
-    """The error for a value that is not of the type that the annotation says."""
-    # Dynamo cannot follow how types are spelled, and would report that instead.
+    """Return the error for a value that does not match the annotation."""
+    # Dynamo cannot trace types.spell, and would report that instead of this error.
     got = type(value).__name__ if torch.compiler.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")
 
@@ -66,14 +66,14 @@ def _integer(value: Any, where: str) -> Any:
     if isinstance(value, (int, torch.SymInt)):
         return value
     if hasattr(value, "__index__") and not isinstance(value, torch.Tensor):
-        return operator.index(value)  # one of NumPy's
+        return operator.index(value)  # for example a NumPy integer
     raise wrong_type(where, "int", value)
 
 
 def _float(value: Any, where: str) -> Any:
     if isinstance(value, (float, torch.SymFloat)):
         return value
-    # Asked for last: Dynamo does not know the attributes of a number that it does not.
+    # hasattr comes last, because Dynamo cannot trace it on symbolic numbers.
     if isinstance(value, (int, torch.SymInt)) or (
         not isinstance(value, torch.Tensor) and hasattr(value, "__float__")
     ):
@@ -86,7 +86,7 @@ _REAL_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 def _complex(value: Any, where: str) -> Any:
     if isinstance(value, (complex, *_REAL_NUMBERS)):
-        # Dynamo cannot convert a number that it does not know. Kernels get it decoded, as complex.
+        # Dynamo cannot trace complex() of a symbolic number. `decode` converts it for the kernel.
         return value if torch.compiler.is_dynamo_compiling() else complex(value)
     raise wrong_type(where, "complex", value)
 
@@ -108,7 +108,7 @@ _NUMBERS = (*_REAL_NUMBERS, torch.SymBool)
 _NUMBER = Kind("Scalar", _instance(*_NUMBERS, expected="a number"), float)
 KINDS: dict[Any, Kind] = {
     torch.Tensor: _inferred("Tensor", _instance(torch.Tensor), torch.Tensor),
-    # Autograd, functionalization and graphs pass a plain tensor to the kernel instead.
+    # No `inferred` type: kernels get a plain Tensor from autograd, functionalization and graphs.
     torch.nn.Parameter: Kind("Tensor", _instance(torch.Tensor), torch.nn.Parameter),
     int: _inferred("SymInt", _integer, int),
     float: _inferred("float", _float, float),
@@ -124,7 +124,7 @@ _REAL = frozenset({int, float, bool})
 
 
 def single_kind(annotation: Any) -> Kind | None:
-    """Return the kind of a single value of this annotation; None if it is no such value."""
+    """Return the kind of an annotation for a single value; None for other annotations."""
     kind = types.find(KINDS, annotation)
     if kind is not None:
         return kind
@@ -143,26 +143,26 @@ def single_kind(annotation: Any) -> Kind | None:
     name = schemas.custom_class_name(annotation)
     if name is None:
         return None
-    if name == "Generator":  # a type of the schema language, which the dispatcher checks
+    if name == "Generator":  # a built-in schema type, which the dispatcher checks
         return _inferred(name, _instance(annotation), annotation)
-    # PyTorch passes the object on without a check of its class. Dynamo 2.12 cannot tell whether
-    # the class of such an object is exactly this one.
+    # The dispatcher does not check the class of script objects. No `exact` type, because Dynamo of
+    # PyTorch 2.12 cannot compare the type of a script object.
     check = _instance(annotation, FakeScriptObject)
     return Kind(name, check, decode=check, inferred=name)
 
 
 # --------------------------------------------------------------------------------------------------
-# Literal and Enum: one of a few values, which a graph shows by name
+# Literal and Enum, encoded as readable values in graphs
 
 
 def choice_kind(annotation: Any) -> Kind | None:
-    """Return the kind of a Literal or an Enum class; None if the annotation is neither."""
+    """Return the kind of a Literal or an Enum class; None for other annotations."""
     if typing.get_origin(annotation) is typing.Literal:
         return _literal(typing.get_args(annotation))
     is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
     if not is_enum or issubclass(annotation, enum.Flag):
         return None
-    # PyTorch has a custom class for each Enum, whose objects an exported file loses.
+    # Not encoded as PyTorch's script objects for Enums, because exported files lose them.
     return _members(annotation)._replace(inferred=schemas.custom_class_name(annotation))
 
 
@@ -170,7 +170,7 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
     choices = tuple(value for value in values if value is not None)
     classes = {type(value) for value in choices}
     if len(classes) != 1:
-        return None  # a graph could only show a number for each
+        return None  # mixed types have no common schema type
     (cls,) = classes
     if issubclass(cls, enum.Enum):
         return None if issubclass(cls, enum.Flag) else _members(cls, choices)
@@ -185,16 +185,17 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
             raise wrong_type(where, expected, value)
         for choice in choices:
             if value == choice:
-                return choice  # in place of a symbol
+                return choice  # replaces a SymInt by a constant
         raise ArgumentError(f"{where}: expected {expected}, got {short_repr(value)}.")
 
     return Kind(schema, check, decode=check, is_optional=None in values)
 
 
 def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Kind:
-    """The members of an Enum, or some of them, by name.
+    """Return the kind of an Enum, whose members are encoded by name.
 
-    Values may be any objects, and are renumbered more easily than members are renamed.
+    Names, because values may be arbitrary objects, and renumbering members is more common than
+    renaming them. `choices` restricts the members.
     """
     members = {n: m for n, m in cls.__members__.items() if choices is None or m in choices}
     expected = _expected(tuple(members if choices is None else (m.name for m in choices)))
@@ -219,24 +220,24 @@ def _expected(choices: tuple[Any, ...]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Lists, tuples and `torch.Size`: several values of one kind, in one argument
+# Lists, tuples and `torch.Size`
 
 
-# The item types of lists that are converted. Exported files can hold these lists.
+# Lists of these types are converted item by item. torch.export can serialize them.
 CONVERTED_ITEMS = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
 # The lists that `infer_schema` writes.
 _INFERRED_LISTS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]", "SymInt[]", "float[]", "bool[]"})
-# The types that it writes with a `?`. Optional lists of tensors are never converted, because the
-# dispatcher does not look into them.
+# The types that `infer_schema` writes with a `?`.
 _INFERRED_OPTIONALS = frozenset(
     {"Tensor", "SymInt", "float", "bool", "str", "Scalar", "ScalarType", "Device"}
     | (_INFERRED_LISTS - {"Scalar[]"})
 )
+# Never converted when optional: the dispatcher ignores tensors in optional lists.
 _UNCONVERTED_OPTIONALS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]"})
 
 
 class Container(NamedTuple):
-    """What holds the items: a `list` or a `tuple`; with a `length` if their number is fixed."""
+    """A `list` or `tuple` annotation. `length` is None unless the number of items is fixed."""
 
     item: Any
     is_tuple: bool = False
@@ -244,7 +245,7 @@ class Container(NamedTuple):
 
 
 def read_container(annotation: Any) -> Container | None:
-    """Reads `list[X]`, `Sequence[X]`, `tuple[X, ...]` and `tuple[X, X]`; None for all else."""
+    """Parse `list[X]`, `Sequence[X]`, `tuple[X, ...]` and `tuple[X, X]`; None for others."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in types.SEQUENCES and args:
         return Container(args[0])
@@ -256,10 +257,9 @@ def read_container(annotation: Any) -> Container | None:
 
 
 def sequence_kind(annotation: Any) -> Kind | None:
-    """Return the kind of several values of one kind; None if the annotation is no such list."""
+    """Return the kind of a list, tuple or `torch.Size`; None for other annotations."""
     if annotation is torch.Size:
-        # Its numbers may be symbols.
-        sizes = list_of(KINDS[int])
+        sizes = list_of(KINDS[int])  # SymInts included
         return sizes._replace(decode=lambda sizes, where: torch.Size(sizes))
     container = read_container(annotation)
     if container is None:
@@ -278,7 +278,7 @@ def sequence_kind(annotation: Any) -> Kind | None:
 
 
 def list_of(item: Kind, length: int | None = None) -> Kind:
-    """The kind of a list of values of one kind, as many as `length` says."""
+    """Return the kind of a list of items, of a fixed length if given."""
     exact, encode_item = item.exact, item.encode
 
     def encode(values: Any, where: str) -> list[Any]:
@@ -310,7 +310,7 @@ def _decode(item: Kind, container: Container) -> Encode | None:
 
 
 def check_length(values: Any, length: int | None, where: str) -> None:
-    """Refuses a container with another number of items, if their number is fixed."""
+    """Raise if a fixed-length container has another number of items."""
     if length is not None and len(values) != length:
         raise ArgumentError(f"{where}: expected {length} items, got {len(values)}.")
 
@@ -327,7 +327,7 @@ def _decode_dtype(name: Any, where: str) -> torch.dtype:
     return schemas.dtypes()[name]
 
 
-# By name: an exported file has no lists of dtypes.
+# By name, because torch.export cannot serialize lists of dtypes.
 _DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 
@@ -336,7 +336,7 @@ _DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 
 def leaf_kind(annotation: Any) -> Kind | None:
-    """Return the kind of an annotation that one argument of a schema can stand for."""
+    """Return the kind of an annotation that fits into one schema argument; None for others."""
     if (kind := types.find(KINDS, annotation)) is not None:
         return kind
     annotation = without_annotated(annotation)
@@ -354,17 +354,16 @@ def leaf_kind(annotation: Any) -> Kind | None:
 
 
 def argument_type(annotation: Any) -> str | None:
-    """Return the type that `infer_schema` writes for an argument; None if there is none.
+    """Return the type that `infer_schema` writes for an annotation; None if unsupported.
 
-    The types are those of the newest PyTorch. Older releases parse the same schemas, but infer
-    fewer types.
+    This follows the newest PyTorch. Older releases parse the same schemas, but infer fewer types.
     """
     kind = leaf_kind(annotation)
     return None if kind is None else kind.inferred
 
 
 def parameter_type(parameter: inspect.Parameter) -> str | None:
-    """Return the type that `infer_schema` writes for a parameter; None if there is none."""
+    """Return the type that `infer_schema` writes for a parameter; None if unsupported."""
     schema_type = argument_type(parameter.annotation)
     if schema_type is not None and parameter.default is None and not schema_type.endswith("?"):
         # PEP 484 once allowed `x: Tensor = None` for Optional[Tensor].
@@ -376,7 +375,7 @@ _RETURNS = frozenset({"Tensor", "SymInt", "float", "bool", "Scalar"})
 
 
 def return_type(annotation: Any) -> str | None:
-    """Return the type that `infer_schema` writes for a result; None if there is none."""
+    """Return the type that `infer_schema` writes for a return annotation; None if unsupported."""
     if annotation is None or annotation is type(None):
         return "()"
     if typing.get_origin(annotation) is not tuple:
@@ -385,7 +384,7 @@ def return_type(annotation: Any) -> str | None:
     results = [item for item in items if item is not None]
     if len(results) < len(items):
         return None
-    # A tuple of one is a result itself, of the type tuple.
+    # A tuple of one is one result of type tuple: `((Tensor))`.
     return write_results([f"({results[0]})"] if len(results) == 1 else results)
 
 

@@ -1,4 +1,4 @@
-"""The argument `mutates_args`: which tensors a function writes into."""
+"""`mutates_args`: the tensor arguments that a function writes into."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNKNOWN = "unknown"
 
 
 def mutated_names(where: str, mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
-    """Return the names in `mutates_args`; None for `"unknown"`, which means every tensor."""
+    """Return the names in `mutates_args`; None for `"unknown"`, which means all tensors."""
     if isinstance(mutates_args, str):
         if mutates_args == UNKNOWN:
             return None
@@ -46,14 +46,13 @@ def mutated_arguments(
     tensors: Mapping[str, str],
     others: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """Return the arguments of the schema that a function writes into.
+    """Return the schema arguments that `mutates_args` names.
 
     Args:
         where: the function, for messages.
-        names: the names from `mutated_names`. The name of a structure stands for its tensors.
-        tensors: for each tensor, its place such as `x` or `cfg.weight`, and its argument.
-        others: the places of all other values and of structures, and how messages spell their
-            types.
+        names: the result of `mutated_names`. The name of a structure means all tensors in it.
+        tensors: the path of each tensor, such as `x` or `cfg.weight`, and its schema argument.
+        others: the paths of all other values and of structures, and their types for messages.
     """
     if names is None:
         return tuple(tensors.values())
@@ -79,5 +78,5 @@ def mutated_arguments(
 
 
 def spell_names(names: Iterable[str]) -> str:
-    """Return names as a set, in an order that is the same in every run."""
+    """Write names as a set in sorted order, so that messages are deterministic."""
     return short_text(f"{{{', '.join(sorted({repr(name) for name in names}))}}}")

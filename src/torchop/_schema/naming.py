@@ -1,4 +1,4 @@
-"""Names of operators, `namespace::name` or `namespace::name.overload`; and those of rules."""
+"""Parse and check operator names (`namespace::name[.overload]`) and the names of rules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchop._errors import OperatorNameError, short_repr, short_text
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GOOD = 'a good name is "mylib::crop" or "mylib::crop.overload"'
 
-# PyTorch treats what lives here as its own: `aten` and `prims` operators skip functionalization,
-# `prim` belongs to TorchScript, `higher_order` and `_` are not namespaces of operators at all.
+# PyTorch gives these namespaces a meaning of their own: `aten` and `prims` operators skip
+# functionalization, `prim` is TorchScript's, and `higher_order` and `_` hold no ordinary operators.
 RESERVED_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "_"})
 
 
@@ -41,46 +41,46 @@ class OpName(NamedTuple):
 
     @staticmethod
     def parse(qualname: object) -> OpName:
-        """Splits a qualified name, without asking whether one could define it.
+        """Split a qualified name. `parse_new` also checks that an operator can have the name.
 
         Args:
             qualname: `"ns::name"` or `"ns::name.overload"`.
 
         Raises:
-            OperatorNameError: a `ValueError`: it is not such a string.
+            OperatorNameError: a `ValueError`: `qualname` is not a string of this form.
         """
         if not isinstance(qualname, str):
             name = short_text(getattr(qualname, "__name__", "crop"))
-            behind = f'write it first, in parentheses behind the decorator: ("mylib::{name}", ...)'
+            fix = f'pass it to the decorator: ("mylib::{name}", ...)'
             raise OperatorNameError(
-                f"the name of an operator is a string, got {type(qualname).__name__}; "
-                f"{behind if callable(qualname) else _GOOD}."
+                f"the name of an operator must be a string, got {type(qualname).__name__}; "
+                f"{fix if callable(qualname) else _GOOD}."
             )
         namespace, separator, local = qualname.partition("::")
         if not separator or not namespace or not local or "::" in local:
             raise OperatorNameError(
-                f"{short_repr(qualname)} does not have the form namespace::name (a namespace keeps "
-                f"the operators of different packages apart); {_GOOD}."
+                f"{short_repr(qualname)} does not have the form namespace::name (operators of "
+                f"different packages need different namespaces); {_GOOD}."
             )
         name, _, overload = local.partition(".")
         return OpName(sys.intern(namespace), name, "" if overload == "default" else overload)
 
     @staticmethod
     def parse_new(qualname: object) -> OpName:
-        """Splits the name of an operator about to be defined, and checks every rule it must keep.
+        """Split the name of a new operator, and check that PyTorch can register it and look it up.
 
         Args:
             qualname: `"ns::name"` or `"ns::name.overload"`.
 
         Raises:
-            OperatorNameError: a `ValueError`: no operator can have this name; says why.
+            OperatorNameError: a `ValueError`: no operator can have this name.
         """
         result = OpName.parse(qualname)
         assert isinstance(qualname, str)
         if qualname.endswith(".default"):
             raise OperatorNameError(
-                f"{short_repr(qualname)}: the overload name 'default' is how PyTorch spells an "
-                f"operator without one; write {short_repr(str(result))}."
+                f"{short_repr(qualname)}: PyTorch reserves the overload name 'default' for "
+                f"operators without an overload name; write {short_repr(str(result))}."
             )
         if qualname.endswith("."):
             raise OperatorNameError(
@@ -99,12 +99,12 @@ class OpName(NamedTuple):
 
     @property
     def local(self) -> str:
-        """The name inside its namespace, as a schema spells it: `crop` or `crop.overload`."""
+        """The name without the namespace, as in a schema: `crop` or `crop.overload`."""
         return f"{self.name}.{self.overload}" if self.overload else self.name
 
     @property
     def packet(self) -> str:
-        """The name that all overloads share: `mylib::crop`."""
+        """The name without the overload, which all overloads share: `mylib::crop`."""
         return f"{self.namespace}::{self.name}"
 
     def __str__(self) -> str:
@@ -112,61 +112,66 @@ class OpName(NamedTuple):
 
 
 def is_name(name: OpName, text: str) -> bool:
-    """Whether a text names an operator, or all overloads of which it is one."""
+    """Whether `text` names this operator, or its packet, which stands for all overloads."""
     return text in (name.packet, f"{name.packet}.{name.overload or 'default'}")
 
 
 def is_match(name: OpName, pattern: str) -> bool:
-    """Whether a pattern, as one of file names, matches an operator, or a name is its name.
+    """Whether a name or a glob pattern matches an operator.
 
-    `f.*` matches the overloads of `f` that have a name.
+    `f.*` matches only the overloads of `f` with an overload name.
     """
     texts = (str(name), name.packet)
     return is_name(name, pattern) or any(fnmatch.fnmatchcase(text, pattern) for text in texts)
 
 
 def is_pattern(text: str) -> bool:
-    """Whether a name of an operator could match."""
+    """Whether `text` can match an operator name: it has a namespace, or starts with a wildcard."""
     return "::" in text or text.startswith("*")
 
 
 def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
-    """Why a part of a name cannot be used; None if it can."""
+    """Return the reason why a part of a name is invalid, or None if it is valid."""
     if part == "overload" and not text:
         return None  # the default overload
     if not _IDENTIFIER.fullmatch(text):
         return "may hold only ASCII letters, digits and underscores, and may not start with a digit"
     if text.startswith("__"):
-        return "may not start with two underscores, which Python and PyTorch keep for themselves"
+        return "may not start with two underscores, because Python and PyTorch reserve such names"
     if keyword.iskeyword(text) or not schemas.is_identifier(text):
         return "is a keyword of Python or TorchScript"
     if part == "namespace" and text in RESERVED_NAMESPACES:
         return (
-            "is reserved by PyTorch, which gives its operators another meaning; use the name of "
+            "is reserved by PyTorch, which treats operators there differently; use the name of "
             "your package"
         )
     if text in attributes:
         return (
-            "is an attribute of the object of torch.ops that would hold the operator, so the "
-            f"operator could not be reached there; choose another {part}"
+            "is already an attribute of the torch.ops object that would hold the operator, so "
+            f"torch.ops could not look the operator up; choose another {part}"
         )
     return None
 
 
 def check_rule_name(name: object, reserved: Iterable[Callable[[str], bool]]) -> None:
-    """Refuses a name that no rule of `torchop.Rule` can have; `reserved` says which are taken."""
+    """Reject an invalid name for a `torchop.Rule`.
+
+    Args:
+        name: the name of the rule.
+        reserved: predicates that return True for a name that already has another meaning.
+    """
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(
-            f"the name of a rule is an identifier such as 'cost', because it is also the name of "
-            f"a member of classes; got {short_repr(name)}."
+            f"the name of a rule must be an identifier such as 'cost', because it is also a member "
+            f"name in the class form; got {short_repr(name)}."
         )
     if name.startswith("_"):
         raise ValueError(
-            f"the name of a rule does not start with an underscore, because the class form takes "
-            f"such members for the author's own; got {short_repr(name)}."
+            f"the name of a rule must not start with an underscore, because the class form leaves "
+            f"such members to the author; got {short_repr(name)}."
         )
     if any(is_reserved(name) for is_reserved in reserved):
         raise ValueError(
-            f"{short_repr(name)} means something else in the class form of an operator, or on its "
-            "handle; choose another name for the rule."
+            f"{short_repr(name)} already has a meaning in the class form of an operator, or on "
+            "the handle; choose another name for the rule."
         )

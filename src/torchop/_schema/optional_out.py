@@ -1,8 +1,8 @@
-"""Maybe-out operators: those that return their `out` argument, or allocate where it is None.
+"""Maybe-out operators: return the `out` argument, or allocate the result if `out` is None.
 
-Whether the result of such an operator is fresh depends on its arguments, and no schema can say
-that. A schema that aliases a result with a mutated `Tensor?` is rejected here. Without the alias,
-the operator may be correct, so the result check of each call decides (`contract.alias_error`).
+Whether such a result is fresh depends on the arguments, and a schema cannot express that. So a
+schema in which a result aliases a mutated `Tensor?` is rejected here. A schema without the alias
+may be correct; `contract.alias_error` checks the result of each call.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ from torchop._compat.classes import FunctionSchema
 from torchop._errors import SchemaError
 
 WHY_AND_FIX = (
-    "Whether such a result is fresh depends on the arguments, and no schema can say that. Make it "
-    "two operators: one that always allocates, and one with out=. torchop.out_op makes both of a "
-    "kernel that writes into out, and torchop.maybe_out makes one Python function of both, with "
-    "out=None."
+    "Whether such a result is fresh depends on the arguments, and a schema cannot express that. "
+    "Split it into two operators: one that always allocates, and one with out=. torchop.out_op "
+    "defines both from a kernel that writes into out, and torchop.maybe_out combines both into one "
+    "Python function with out=None."
 )
 
 
 def check_maybe_out(name: object, parsed: FunctionSchema) -> None:
-    """Reject a schema in which a result aliases a mutated optional tensor.
-
-    Raises:
-        SchemaError: names the argument, and how to define two operators instead.
-    """
+    """Reject a schema in which a result aliases a mutated optional tensor."""
     returned = {
         alias
         for result in parsed.returns
@@ -38,6 +34,6 @@ def check_maybe_out(name: object, parsed: FunctionSchema) -> None:
             and returned & argument.alias_info.before_set
         ):
             raise SchemaError(
-                f"{name} is maybe-out: it may return its mutated argument {argument.name!r}, or "
-                f"another tensor where that is None. {WHY_AND_FIX} Got {parsed}."
+                f"{name} is maybe-out: it returns the mutated argument {argument.name!r}, or "
+                f"another tensor if the argument is None. {WHY_AND_FIX} Got {parsed}."
             )

@@ -1,4 +1,4 @@
-"""What torchop needs to know of a schema, read once from PyTorch's own parser."""
+"""Schema: the arguments, results, mutation and aliasing of a parsed `torch.FunctionSchema`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Argument(NamedTuple):
     """One argument of a schema.
 
     Attributes:
-        name: as calls by keyword spell it.
-        kind: PyTorch's spelling of the type: `Tensor`, `List[Optional[Tensor]]`, `int`, `Device`.
-        keyword_only: whether it cannot be passed by position.
-        is_mutated: whether the operator writes into it.
-        has_default: whether calls may leave it out.
-        default: the default, as a kernel sees it.
+        name: the name, as used in keyword arguments.
+        kind: the type in PyTorch's spelling: `Tensor`, `List[Optional[Tensor]]`, `int`, `Device`.
+        keyword_only: whether the argument cannot be passed by position.
+        is_mutated: whether the operator writes into the argument.
+        has_default: whether calls may omit the argument.
+        default: the default as the kernel receives it.
 
     Example:
         >>> from torchop.extend import Operator
@@ -46,9 +46,9 @@ class Argument(NamedTuple):
         return "Tensor" in self.kind
 
 
-# The dispatcher computes its keys from every tensor argument except those in an optional list.
+# The dispatcher ignores the tensors in these lists when it computes dispatch keys.
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
-# Any object goes for these: the dispatcher passes it on, whatever its class is.
+# The dispatcher passes arguments of these types through without a type check.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
 TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
 
@@ -56,28 +56,28 @@ TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"
 class Schema:
     """A parsed schema: arguments, results, mutation and aliasing.
 
-    `Operator(op, ...).schema` is the one of an operator. `Schema(op._schema)` makes one from a
-    `torch.FunctionSchema`, and `Schema.parse(text)` from a text, but neither knows the form.
+    `Operator(op, ...).schema` is the schema of an operator. `Schema(op._schema)` wraps a
+    `torch.FunctionSchema`, and `Schema.parse(text)` parses text; both have the form `PLAIN`.
 
     Args:
         parsed: a `torch.FunctionSchema`.
-        written: its text without the namespace, if that is known.
-        form: how the operator treats what it mutates.
+        written: the schema as its author wrote it, without the namespace, if known.
+        form: whether the operator is in-place, has `out=`, or is neither.
 
     Attributes:
-        text: with the name of the operator.
+        text: the schema in PyTorch's spelling, with the name of the operator.
         arguments: a tuple of `Argument`.
-        positional: those that can be passed by position.
-        keyword_only: the others.
-        returns: the types of the results, as PyTorch spells them.
-        mutated: the names of the arguments that are written.
-        written_types: by name, the types of the arguments as the text has them, such as `int[2]?`.
-        constants: the names of the arguments of type `int`, and not `SymInt`, lists included.
-        written_arguments: the arguments as the text has them, such as `int n=1`, and the `*`.
+        positional: the arguments that can be passed by position.
+        keyword_only: the keyword-only arguments.
+        returns: the result types in PyTorch's spelling.
+        mutated: the names of the arguments that the operator writes into.
+        written_types: the argument types by name, as the author wrote them, such as `int[2]?`.
+        constants: the names of arguments of type `int` (not `SymInt`), including lists.
+        written_arguments: the arguments as the author wrote them, such as `int n=1`, and `*`.
         form: a `Form`.
         is_mutable: whether the operator writes into arguments.
-        is_view: whether a result shares the memory of an argument.
-        is_functional: whether it returns fresh results and touches no argument.
+        is_view: whether a result aliases an argument.
+        is_functional: whether the operator only returns fresh results, and mutates nothing.
 
     Example:
         >>> from torchop.extend import Schema
@@ -86,15 +86,15 @@ class Schema:
         (['x', 'by'], ('Tensor',))
     """
 
-    # What only calls and further registrations need is computed for the first of them, because
-    # most operators of a package see neither.
+    # Attributes that only calls and later registrations read are computed lazily, because most
+    # operators of a package are never called.
 
     def __init__(
         self, parsed: FunctionSchema, written: str | None = None, form: Form = Form.PLAIN
     ) -> None:
         self._source: FunctionSchema | str = parsed
         self.form = form
-        # Printing a schema does not restore what was parsed: strings lose their escapes.
+        # Keep the text, because str(parsed) does not parse again: strings lose their escapes.
         self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
         results = parsed.returns
@@ -103,13 +103,13 @@ class Schema:
 
     @classmethod
     def parse(cls, text: str) -> Schema:
-        """Reads the text of a schema, which begins with the name of the operator.
+        """Parse a schema that starts with the name of the operator.
 
         Args:
             text: such as `"mylib::scale(Tensor x, float by) -> Tensor"`.
 
         Raises:
-            RuntimeError: PyTorch's parser refuses it; the message is the parser's.
+            RuntimeError: PyTorch's parser rejects the text.
         """
         return cls(schemas.parse(text))
 
@@ -117,15 +117,15 @@ class Schema:
         return self.text
 
     def is_backward_compatible(self, older: Schema) -> bool:
-        """Whether calls of an older schema are calls of this one, by PyTorch's rule for aten.
+        """Whether every call of an older schema is valid for this one, by PyTorch's rule for aten.
 
         Args:
-            older: the `Schema` that it had before.
+            older: the previous `Schema` of the operator.
         """
         return schemas.is_backward_compatible(self._parsed, older._parsed)
 
     def forget_parsed(self) -> None:
-        """Free the parsed schema, which most operators of a package never need again."""
+        """Free the parsed schema, and parse again on demand. Most operators never need it again."""
         self._source = self._parsed.name.partition("::")[0]
 
     @property
@@ -150,12 +150,12 @@ class Schema:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The arguments of type `int`, on whose value the dispatcher makes compilers guard."""
+        """The arguments of type `int`, whose values the dispatcher makes compilers guard on."""
         return tuple(n for n, kind in self.written_types.items() if kind.startswith("int"))
 
     @property
     def written_arguments(self) -> list[str]:
-        """The arguments as the text has them, such as `int n=1`, with the `*` among them."""
+        """The arguments as the author wrote them, such as `int n=1`, including a bare `*`."""
         return arguments_of(self.written)
 
     @functools.cached_property
@@ -168,7 +168,7 @@ class Schema:
 
     @property
     def parameters(self) -> tuple[list[str], list[str]]:
-        """The names of the arguments that a function takes by position, and of the others."""
+        """The names of the positional and of the keyword-only arguments."""
         return [a.name for a in self.positional], [a.name for a in self.keyword_only]
 
     @functools.cached_property
@@ -193,7 +193,7 @@ class Schema:
 
     @functools.cached_property
     def required_tensors(self) -> tuple[int, ...]:
-        """The positions of tensors that every call passes."""
+        """The positions of the `Tensor` arguments without a default."""
         return tuple(
             index
             for index, argument in enumerate(self.positional)
@@ -214,12 +214,12 @@ class Schema:
 
     @property
     def returns_written(self) -> bool:
-        """Whether a result is said to be an argument that is written."""
+        """Whether a result aliases a mutated argument."""
         return self.is_mutable and any(r.alias_info is not None for r in self._parsed.returns)
 
     @property
     def is_functional(self) -> bool:
-        """Whether the operator returns fresh results and touches no input."""
+        """Whether the operator only returns fresh results, and mutates nothing."""
         return bool(self.returns) and not self.is_mutable and not self.is_view
 
     @property
@@ -228,17 +228,17 @@ class Schema:
 
     @functools.cached_property
     def mutated_places(self) -> tuple[tuple[int, str], ...]:
-        """The positions and names of what is mutated; what is passed by name comes last."""
+        """The positions and names of the mutated arguments, keyword-only arguments last."""
         return tuple((i, a.name) for i, a in enumerate(self.arguments) if a.is_mutated)
 
     @property
-    def kept_defaults(self) -> dict[str, Any]:
-        """The defaults as the schema keeps them, in which a dtype is a number."""
+    def raw_defaults(self) -> dict[str, Any]:
+        """The defaults as `torch.FunctionSchema` stores them: a dtype is an int."""
         return {a.name: a.default_value for a in self._parsed.arguments if a.has_default_value()}
 
     @functools.cached_property
     def spelled_devices(self) -> frozenset[str]:
-        """The arguments whose default device the dispatcher passes on as it was written: a str."""
+        """The arguments whose default device the dispatcher passes to kernels as a str."""
         return frozenset(
             argument.name
             for argument in self._parsed.arguments
@@ -250,14 +250,14 @@ class Schema:
     def fill_defaults(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Adds the arguments that the dispatcher dropped because they equal their default.
+        """Add the arguments that the dispatcher dropped because they equal their default.
 
         Args:
-            args: the arguments by position.
-            kwargs: those by keyword.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
 
         Returns:
-            All arguments of the call, by position and by keyword.
+            All positional and all keyword arguments of the call.
         """
         filled = (*args, *(_fresh(a.default) for a in self.positional[len(args) :]))
         keywords = {
@@ -271,13 +271,13 @@ class Schema:
         }
 
     def _with_device(self, argument: Argument, value: Any) -> Any:
-        """The value of an argument, with a device for its name."""
+        """Convert a device string to a `torch.device`."""
         is_spelled = argument.name in self.spelled_devices and isinstance(value, str)
         return dispatch.device(value) if is_spelled else value
 
 
 def _fresh(default: Any) -> Any:
-    """A copy of a list for each call, as the dispatcher makes one: a kernel may write into it."""
+    """Copy a list, as the dispatcher does for each call: the kernel may modify it."""
     return list(default) if isinstance(default, list) else default
 
 
@@ -296,12 +296,12 @@ def _argument(argument: Any) -> Argument:
 
 
 def _python_default(kind: str, value: Any) -> Any:
-    """The default as a kernel sees it: schemas keep dtypes as integers, some devices as strings."""
+    """Convert a default to the value that kernels receive: dtypes from int, devices from str."""
     if kind.startswith("Optional["):
         kind = kind[len("Optional[") : -1]
     if kind.startswith("List[") and isinstance(value, list):
         return [_python_default(kind[len("List[") : -1], item) for item in value]
     if kind == "Device" and isinstance(value, str):
-        return dispatch.device(value)  # the parser makes a device of it only where none is optional
+        return dispatch.device(value)  # the parser does not convert defaults of type `Device?`
     enumeration = schemas.enumeration(kind)
     return enumeration.get(value, value) if enumeration and value is not None else value

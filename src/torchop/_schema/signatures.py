@@ -1,4 +1,4 @@
-"""The annotations of a function, with those written as strings evaluated."""
+"""Signatures and evaluated annotations of functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from torchop._errors import SchemaError, short_text
 
-# Names that annotations may use without importing them, as in `torch.library.infer_schema`.
+# Names that string annotations may use without an import, as in `torch.library.infer_schema`.
 _IMPLICIT: dict[str, Any] = {
     "Tensor": torch.Tensor,
     "device": torch.device,
@@ -30,7 +30,7 @@ _LONGEST_NAME = 80
 
 
 def signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function, in which every annotation is a type."""
+    """Return the signature of a function with all annotations evaluated."""
     try:
         original = inspect.signature(function)
     except (TypeError, ValueError):
@@ -48,8 +48,8 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def spell_function(function: Callable[..., Any]) -> str:
-    """Return how messages name a function: `module.qualname`, or its type if it has no name."""
-    # The end of a long name says more than its start, because it is the function's own name.
+    """Return the name of a function for messages: `module.qualname`, or the type if unnamed."""
+    # Cut long names at the start, because the function's own name is at the end.
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if qualname is None:
@@ -72,13 +72,13 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def written_result(function: Callable[..., Any]) -> Any:
-    """Return the annotation of the result, evaluated, with the metadata of `Annotated`."""
+    """Return the evaluated return annotation. Unlike `signature`, keep `Annotated` metadata."""
     written = annotations_of(function).get("return")
     return _Namespace(function).evaluate(written, None) if isinstance(written, str) else written
 
 
 def method_hint(function: Callable[..., Any]) -> str:
-    """Return the advice for a function that is a method; empty for all other functions."""
+    """Return the advice for functions that are methods, or an empty string."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return (
@@ -97,20 +97,20 @@ def method_hint(function: Callable[..., Any]) -> str:
 
 
 def shorten(text: str, longest: int = 60) -> str:
-    """Cut a long text, so that messages stay short whatever they quote."""
+    """Cut a text to `longest` characters for messages."""
     return short_text(text if len(text) <= longest else f"{text[: longest - 3]}...")
 
 
 class _Namespace:
-    """The names with which the annotations of one function are evaluated."""
+    """Evaluates the annotations of one function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def resolve(self, annotation: Any, parameter: str | None) -> Any:
-        """Return the type of a parameter's annotation, or of the result's if `parameter` is None.
+        """Evaluate strings and remove `Annotated`, also inside generic types.
 
-        Strings are evaluated and `Annotated` is removed, also inside of generic types.
+        `parameter` is the name for messages; None means the return annotation.
         """
         if isinstance(annotation, typing.ForwardRef):
             annotation = annotation.__forward_arg__
@@ -133,22 +133,22 @@ class _Namespace:
         return types.GenericAlias(origin, items)
 
     def evaluate(self, text: str, parameter: str | None) -> Any:
-        """Evaluate an annotation that is written as a string."""
+        """Evaluate a string annotation."""
         try:
-            # Annotations are code of the module that defines the function, as typing treats them.
+            # As in typing.get_type_hints: annotations are code of the author's module.
             return eval(text, *self._names)
         except Exception as error:
             place = "return" if parameter is None else f"parameter {shorten(repr(parameter))}"
             raise SchemaError(
                 f"{spell_function(self._function)}: Unsupported type annotation {shorten(text)}. "
                 f"It is not a type. Evaluating it for {place} raised: {shorten(str(error))}. "
-                "Import what it names at module level, or, for a local name, remove `from "
+                "Import the name at module level, or, for a local name, remove `from "
                 "__future__ import annotations`."
             ) from None
 
     @functools.cached_property
     def _names(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The globals and the locals of the function that was written, below its wrappers."""
+        """The globals and locals for evaluation, taken from the innermost wrapped function."""
         written: Any = inspect.unwrap(self._function)
         while isinstance(written, functools.partial):
             written = inspect.unwrap(written.func)
@@ -157,7 +157,7 @@ class _Namespace:
         if not isinstance(written, types.FunctionType):
             written = type(written).__call__
         variables = getattr(written, "__globals__", {})
-        # Globals win over the implicit names; a closure wins over both, as in the function's body.
+        # Closure variables shadow globals, as in the function's body; globals shadow _IMPLICIT.
         names = _IMPLICIT | {name: variables[name] for name in _IMPLICIT if name in variables}
         if isinstance(written, types.FunctionType):
             names |= closure_of(written)
@@ -165,21 +165,21 @@ class _Namespace:
 
 
 def closure_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return the variables of enclosing functions that a function reads, if they have values."""
+    """Return the closure variables of a function that have a value."""
     variables = {}
     cells = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-        with contextlib.suppress(ValueError):  # it is assigned after the function is defined
+        with contextlib.suppress(ValueError):  # an empty cell: not assigned yet
             variables[name] = cell.cell_contents
     return variables
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """Return the names that code reads, nested functions included."""
+    """Return the global and attribute names that code uses, including nested functions."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*map(names_in, inner))
 
 
 def package_of(function: types.FunctionType) -> str:
-    """Return the package of a function's globals, because functools.wraps copies `__module__`."""
+    """Return the top-level package of a function. `__module__` is not used: wraps() copies it."""
     return str(function.__globals__.get("__name__")).partition(".")[0]

@@ -1,7 +1,7 @@
-"""The text of a schema: read into its parts, and written.
+"""Split the text of a schema into parts, and write schemas from parts.
 
-PyTorch prints the arguments of a schema that it parsed, but with other escapes than its parser
-reads. So a schema is derived from the text of another one.
+Schemas are derived from text, because `str()` of a parsed schema does not parse again: PyTorch
+prints other escapes in string defaults than the parser reads.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _WRITE = re.compile(r"(?<=Tensor)\(\w+!\)")
 
 
 def arguments_of(schema: str) -> list[str]:
-    """The arguments of a schema, such as `Tensor x` and `int n=1`, with the `*` among them."""
+    """Return the arguments of a schema, such as `Tensor x` and `int n=1`, including `*`."""
     return _pieces(schema[schema.index("(") + 1 : _end_of_arguments(schema)])
 
 
 def arguments_alone(schema: str) -> list[str]:
-    """The same without the `*`, so that each has its place in a call."""
+    """Return the arguments of a schema without `*`, so that indices are argument positions."""
     return [argument for argument in arguments_of(schema) if argument != "*"]
 
 
 def results_of(schema: str) -> list[str]:
-    """The results of a schema, such as `Tensor` and `Tensor[]`."""
+    """Return the results of a schema, such as `Tensor` and `Tensor[]`."""
     results = schema[_end_of_arguments(schema) + 1 :].partition("->")[2].strip()
     return _pieces(results[1:-1]) if results.startswith("(") else [results]
 
@@ -35,7 +35,7 @@ def _end_of_arguments(schema: str) -> int:
 
 
 def _pieces(text: str) -> list[str]:
-    """What stands between commas, those in brackets and in strings left aside."""
+    """Split at commas, except inside brackets and strings."""
     commas = [position for position, character in _outside_brackets(text) if character == ","]
     ends = zip([-1, *commas], [*commas, len(text)], strict=True)
     pieces = (text[before + 1 : end].strip() for before, end in ends)
@@ -43,7 +43,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
-    """The characters outside of brackets and strings, and the brackets that close."""
+    """Yield the characters outside brackets and strings, and outermost closing brackets."""
     depth, quote, escaped = 0, "", False
     for position, character in enumerate(text):
         if quote:
@@ -59,47 +59,47 @@ def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
 
 
 def write(arguments: Iterable[str], results: str) -> str:
-    """A schema without the name, of what `arguments_of` and `write_results` return."""
+    """Write a schema without a name. `results` comes from `write_results`."""
     return f"({', '.join(arguments)}) -> {results}"
 
 
 def write_results(results: Sequence[str]) -> str:
-    """The results behind the arrow of a schema; `()` for none."""
+    """Write the results of a schema; `()` for none."""
     if len(results) == 1 and not results[0].startswith("("):
         return results[0]
-    # One result in parentheses means that result itself; a tuple of one takes two pairs.
+    # The parser reads `(Tensor)` as `Tensor`; a tuple of one is `((Tensor))`.
     return f"({', '.join(results)})"
 
 
 def numbered_alias(index: int) -> str:
-    """The name of what an argument points to, as PyTorch infers it from mutates_args."""
+    """Return an alias set name as PyTorch infers it from `mutates_args`."""
     return f"a{index}"
 
 
 def lettered_alias(index: int) -> str:
-    """The name of what an argument points to, as PyTorch writes it in schemas of its own.
+    """Return an alias set name as in native_functions.yaml.
 
-    Its code generator, with which ExecuTorch finds the form of an operator that writes, reads
-    single letters alone.
+    torchgen, with which ExecuTorch finds the out= variant of an operator, only parses single
+    letters.
     """
     return ascii_lowercase[index] if index < len(ascii_lowercase) else numbered_alias(index)
 
 
 def written_tensor(alias: str) -> str:
-    """The type of a tensor that the operator writes into, and of a result that is this tensor."""
+    """Return the type of a mutated tensor, or of a result that aliases it."""
     return f"Tensor({alias}!)"
 
 
 def with_write(argument: str, alias: str) -> str:
-    """An argument or type with tensors that the operator writes into."""
+    """Mark the tensors of an argument or type as mutated."""
     return argument.replace("Tensor", written_tensor(alias), 1)
 
 
 def without_writes(argument: str) -> str:
-    """An argument or type that the operator does not write into."""
+    """Remove the mutation marks from an argument or type."""
     return _WRITE.sub("", argument)
 
 
 def without_aliases(result: str) -> str:
-    """The type of a result of which nothing says that it shares memory."""
+    """Remove the aliases from a result type."""
     return _ALIAS.sub("", result)

@@ -1,6 +1,6 @@
-"""The tree of a function's annotations: its parameters and result, down to schema types.
+"""Annotation trees: parse a function's parameters and result down to schema types.
 
-If every annotation is a plain leaf, a schema can express the function as it is. Otherwise the
+If every annotation is a plain leaf, a schema expresses the function as it is. Otherwise the
 operator has a structure, which converts between the author's objects and the leaves.
 """
 
@@ -46,28 +46,28 @@ from torchop._schema.structure.shapes import MISSING, argument_shape, result_sha
 from torchop._schema.structure.source import is_plain
 from torchop._schema.text import numbered_alias, with_write, write, write_results
 
-# How messages name the whole result.
+# The path of the whole result in messages.
 _RESULT = "the result"
 
 
 class FunctionTree:
-    """The parameters and the result of a function, as trees of their annotations.
+    """The annotation trees of a function's parameters and result.
 
     Args:
         op: the name of the operator, for messages.
-        function: the function; its annotations may be strings.
-        mutates_args: the tensors that it writes into, as in `custom_op`.
+        function: the author's function.
+        mutates_args: the tensors that the function writes into, as in `custom_op`.
         tags: the tags of the operator.
-        structures: whether the function may take and return structures. If not, every annotation
-            must be one for which `torch.library.infer_schema` writes a schema type.
+        structures: whether the function may take and return structures. If not, only annotations
+            that `torch.library.infer_schema` supports are allowed.
 
     Attributes:
         parameters: the parameters of the function.
         result: the tree of the result; None if a schema can express the result as it is.
-        positional: the leaves that the operator takes by position.
-        keyword_only: the leaves that it takes by name.
-        mutated: the names of the leaves that it writes into.
-        returns: the results, as the schema writes them.
+        positional: the leaves for the positional arguments of the schema.
+        keyword_only: the leaves for the keyword-only arguments.
+        mutated: the names of the mutated leaves.
+        returns: the results in the syntax of schemas.
         is_plain: whether a schema can express the function as it is.
     """
 
@@ -108,7 +108,7 @@ class FunctionTree:
 
     @property
     def schema_text(self) -> str:
-        """The schema, without the name of the operator."""
+        """The schema without the name of the operator."""
         arguments = []
         for index, leaf in enumerate(self.leaves):
             if index == len(self.positional):
@@ -150,7 +150,7 @@ class FunctionTree:
         return parameter
 
     def _check_kind(self, declared: inspect.Parameter) -> None:
-        """Reject `*args` and `**kwargs`, and without structures positional-only parameters."""
+        """Reject `*args` and `**kwargs`; without structures, also positional-only parameters."""
         if declared.kind not in _INSTEAD or (
             self._structures and declared.kind is declared.POSITIONAL_ONLY
         ):
@@ -165,10 +165,10 @@ class FunctionTree:
         )
 
     def _missing(self, declared: inspect.Parameter) -> str:
-        """Return the end of the message about a parameter without an annotation."""
+        """Return the fix in the message about a missing annotation."""
         is_first = declared.name == next(iter(inspect.signature(self.function).parameters))
         if is_first and declared.name == "ctx":
-            return ". A forward takes no 'ctx': save in setup_context(ctx, inputs, output) instead."
+            return ". Remove 'ctx', and save tensors in setup_context(ctx, inputs, output)."
         method = signatures.method_hint(self.function) if is_first else ""
         return f".{method}" if method else f"; supported are {advice.SUPPORTED}."
 
@@ -208,7 +208,7 @@ class FunctionTree:
                     f"default: {error}"
                 ) from None
         elif parameter.has_default:
-            assert isinstance(node, Leaf)  # no other node is plain
+            assert isinstance(node, Leaf)  # only leaves are plain
             try:
                 node.set_plain_default(default)
             except SchemaError as error:
@@ -227,7 +227,7 @@ class FunctionTree:
         return mutated_arguments(self._where, names, tensors, others)
 
 
-# What to write in place of a parameter that a schema has no kind for.
+# The fix for each parameter kind that a schema cannot express.
 _INSTEAD = {
     inspect.Parameter.POSITIONAL_ONLY: "write it without the '/'",
     inspect.Parameter.VAR_POSITIONAL: "give it a name and a type, such as list[Tensor]",
@@ -262,9 +262,9 @@ def _check_names(op: str, parameters: Iterable[Parameter]) -> None:
 def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     """Split the leaves into the positional and the keyword-only arguments of the schema.
 
-    Values inside structures are passed by name unless they are tensors, so that a field with a
-    default can be added anywhere. Tensors must be positional to have gradients. Optional tensors
-    come last, so that more can be added.
+    Non-tensor values inside structures become keyword-only, so that a field with a default can
+    be added anywhere. Tensors must be positional to have gradients. Tensors with a default come
+    last, so that more of them can be added.
     """
     ranked: list[tuple[int, Leaf]] = []
     keyword_only = []
@@ -286,7 +286,7 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
 
 
 class UnsupportedTypeError(Exception):
-    """An annotation at a path for which there is no tree."""
+    """An unsupported annotation at a path."""
 
     def __init__(self, path: str, annotation: Any) -> None:
         super().__init__(path)
@@ -295,7 +295,7 @@ class UnsupportedTypeError(Exception):
 
 
 class _Builder:
-    """Builds the trees of parameters; `op` and `where` name the operator and its function."""
+    """Builds annotation trees. `op` and `where` name the operator and the function in messages."""
 
     def __init__(self, op: str, where: str, structures: bool) -> None:
         self.op = op
@@ -305,14 +305,14 @@ class _Builder:
     def build(self, annotation: Any, path: str, inside: tuple[Any, ...] = ()) -> Node:
         """Build the tree of an annotation at a path such as `cfg.scale`.
 
-        `inside` holds the structures around it.
+        `inside` lists the enclosing structures, to reject recursion.
         """
         annotation = without_annotated(annotation)
         kind = leaf_kind(annotation)
         if not self.structures:
             if kind is None or kind.inferred is None:
                 raise UnsupportedTypeError(path, annotation)
-            # The type of an Enum here differs from the type to which a structure converts it.
+            # Use the inferred type, because kind.schema differs for Enums.
             schema, optional = kind.inferred.removesuffix("?"), kind.is_optional
             kind = Kind(schema, unchanged, is_optional=optional, inferred=kind.inferred)
         if kind is not None:
@@ -333,9 +333,8 @@ class _Builder:
         if name == path:
             raise _bad_name(self.where, name)
         raise SchemaError(
-            f"{self.op}: {path!r} would be the argument {name!r} of the schema, which cannot "
-            "hold this name; use ASCII letters, digits and underscores, and no keyword of "
-            "TorchScript."
+            f"{self.op}: {path!r} would become the schema argument {name!r}, which is not a valid "
+            "name; use ASCII letters, digits and underscores, and no keyword of TorchScript."
         )
 
     def _fields(self, annotation: Any, path: str, inside: tuple[Any, ...]) -> Fields | None:
@@ -377,9 +376,9 @@ class _Builder:
 def build_result(
     op: str, annotation: Any, path: str = _RESULT, inside: tuple[Any, ...] = ()
 ) -> Node:
-    """Build the tree of a result, or of a part of one inside the structures `inside`.
+    """Build the tree of a result, or of a field inside the structures `inside`.
 
-    A leaf is a tensor, an optional tensor, or several tensors in a list or tuple.
+    A leaf is a tensor, an optional tensor, or a list or tuple of tensors.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     inner, optional = types.strip_optional(annotation)
@@ -395,19 +394,19 @@ def build_result(
     _check_end(f"{op}: {path}", annotation, inside, "Return")
     nodes = {}
     for name, field in shape.fields.items():
-        # An f-string would call the `__format__` of a name, which may spell two fields alike.
+        # Not an f-string, which would call `__format__` of a str subclass.
         place = f"{path}[{name}]" if origin is tuple else ".".join((path, name))
         nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
     return Several(op, path, nodes, shape)
 
 
 def _check_end(where: str, annotation: Any, inside: tuple[Any, ...], verb: str) -> None:
-    """Reject a structure that contains itself."""
+    """Reject a recursive structure."""
     if annotation in inside:
         spelled = types.spell(annotation)
         raise SchemaError(
-            f"{where} is a {spelled} inside a {spelled}, so the schema would have no end. {verb} "
-            "the inner ones in another way."
+            f"{where} is a {spelled} inside a {spelled}, so the schema would be infinite. {verb} "
+            "the inner objects in another way."
         )
 
 

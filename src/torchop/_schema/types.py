@@ -1,4 +1,4 @@
-"""Taking annotations apart, and spelling them in messages."""
+"""Inspect annotations, and spell them in messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEQUENCES = (list, collections.abc.Sequence)
 
 
 def find(table: Mapping[Any, _Entry], annotation: Any) -> _Entry | None:
-    """Return the entry of a table for an annotation, which may have no hash."""
+    """Return the table entry of an annotation; annotations need not be hashable."""
     try:
         return table.get(annotation)
     except TypeError:
@@ -29,7 +29,7 @@ def is_union(annotation: Any) -> bool:
 
 
 def strip_optional(annotation: Any) -> tuple[Any, bool]:
-    """Split `X | None` into X and True."""
+    """Split `X | None` into `(X, True)`; return other annotations with False."""
     if not is_union(annotation):
         return annotation, False
     members = typing.get_args(annotation)
@@ -50,7 +50,7 @@ def has_fields(annotation: Any) -> bool:
 
 
 def spell(annotation: Any) -> str:
-    """Return an annotation as its author wrote it, shortened for a message."""
+    """Write an annotation for a message, shortened and without typing prefixes."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         module = annotation.__module__
         text = annotation.__qualname__

@@ -91,8 +91,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "'cfg' and 'cfg.given' would both be the argument 'cfg_given'",
     ),
     "recursion": (recursive, r"cfg.inner is a .*Recursive inside a .*Recursive"),
-    "__init__": (other_init, r"its __init__ does not take its fields \(size\) by name"),
-    "InitVar": (init_var, "its InitVar 'size' is not kept"),
+    "__init__": (other_init, r"__init__ does not take the fields \(size\) by name"),
+    "InitVar": (init_var, "does not store the InitVar 'size'"),
     "heterogeneous": (
         heterogeneous,
         r"type tuple\[int, float\]; the nearest supported type is: a NamedTuple\.",

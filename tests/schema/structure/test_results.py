@@ -267,7 +267,7 @@ def test_a_result_with_code_of_its_own_is_made_again_by_it(namespace: str) -> No
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (Unmade, r"Unmade cannot be a result: its __init__ does not take the field 'rows'"),
+        (Unmade, r"Unmade cannot be a result: __init__ does not take the field 'rows'"),
         (
             Endless,
             r"the result\.rest is a .*Endless inside a .*Endless, so the schema would",

@@ -118,7 +118,7 @@ def _as_filled(
     It replaces the arguments that the dispatcher dropped with the defaults as the schema stores
     them, such as a number for a dtype.
     """
-    kept = schema.kept_defaults
+    kept = schema.raw_defaults
     passed = _count_passed(args, schema)
     filled = (*args[:passed], *(kept[a.name] for a in schema.positional[passed:]))
     return filled, {
@@ -136,7 +136,7 @@ def _has_simple_defaults(schema: Schema) -> bool:
         type(kept) in _SIMPLE and kept == argument.default
         for argument in schema.arguments
         if argument.has_default
-        for kept in [schema.kept_defaults[argument.name]]
+        for kept in [schema.raw_defaults[argument.name]]
     )
 
 

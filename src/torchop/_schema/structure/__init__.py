@@ -1,1 +1,1 @@
-"""Structured arguments and results, for an operator with a flat schema."""
+"""Structured arguments and results, such as dataclasses, for operators with a flat schema."""

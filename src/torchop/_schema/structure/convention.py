@@ -1,4 +1,4 @@
-"""Functions of an author who takes and returns structures, for an operator with a flat schema."""
+"""The calling convention for functions that take and return structures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop._schema.tree import FunctionTree
 
 
 class StructuredConvention(Convention):
-    """The author's functions take objects, which the structure makes of the schema's arguments."""
+    """Converts the author's functions of objects to functions of flat arguments."""
 
     __slots__ = ("_keywords", "_positional", "structure")
     structure: Structure
@@ -25,7 +25,7 @@ class StructuredConvention(Convention):
         self._keywords = tuple(p.name for p in structure.parameters if p.keyword_only)
 
     def kernel(self, function: Function, /) -> Function:
-        """A kernel that is called with objects."""
+        """Convert a kernel that takes objects."""
         structure = self.structure
         if function is structure.flat_function:
             return function
@@ -33,14 +33,14 @@ class StructuredConvention(Convention):
         return structure.kernel(function)
 
     def fake(self, function: Function, /) -> Function:
-        """A fake kernel that is called with objects, or a declaration about flat arguments."""
+        """Convert a fake kernel that takes objects. Declarations describe flat arguments."""
         if getattr(function, "is_declared", False):
             return function
         self._check(f"{self.structure.op}: a fake kernel", function)
         return self.structure.kernel(function)
 
     def vmap(self, function: Any, /) -> Any:
-        """A vmap rule: `in_dims` has mappings by the names of fields, and so may `out_dims`."""
+        """Convert a vmap rule. `in_dims` and `out_dims` have mappings for structures."""
         structure = self.structure
         if not callable(function):
             return function
@@ -50,14 +50,14 @@ class StructuredConvention(Convention):
             objects, keyword_objects = structure.objects(*args, **kwargs)
             returned = function(info, structure.gather(in_dims), *objects, **keyword_objects)
             if not isinstance(returned, tuple) or len(returned) != 2:
-                return returned  # the rule says what is wrong with it
+                return returned  # the caller reports the error
             output, out_dims = returned
             return structure.flat_result(output), structure.spread_result(out_dims)
 
-        return _standing_for(function, rule)
+        return _wrapping(function, rule)
 
     def torch_dispatch(self, function: Function, /) -> Function:
-        """A rule for a mode or subclass that gets objects, and a `func` that takes them."""
+        """Convert a rule that takes objects, and whose `func` takes objects."""
         structure = self.structure
 
         def rule(mode_or_cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -66,10 +66,10 @@ class StructuredConvention(Convention):
             result = function(mode_or_cls, call, types, objects, keyword_objects)
             return result if result is NotImplemented else structure.flat_result(result)
 
-        return _standing_for(function, rule)
+        return _wrapping(function, rule)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
-        """A backward formula that returns structures, with gradients in the places of tensors."""
+        """Convert a backward formula that returns gradients in the structure of the arguments."""
         structure = self.structure
         op, inputs = structure.op, structure.positional_parameters
         names = ("ctx", *(f"grad_{index}" for index in range(structure.result_count)))
@@ -77,7 +77,7 @@ class StructuredConvention(Convention):
 
         def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             returned = backward(Context(ctx, structure), *structure.gather_each_result(grads))
-            # A NamedTuple is one gradient, of one argument.
+            # A NamedTuple is the gradient of one argument.
             gradients = returned if type(returned) is tuple else (returned,)
             while len(gradients) > len(inputs) and gradients[-1] is None:
                 gradients = gradients[:-1]
@@ -95,10 +95,10 @@ class StructuredConvention(Convention):
                 flat |= parameter.node.spread(gradient)
             return tuple(flat.get(leaf.name) for leaf in structure.positional)
 
-        return _standing_for(backward, flat_backward), self._setup_context(setup_context)
+        return _wrapping(backward, flat_backward), self._setup_context(setup_context)
 
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
-        """A formula of forward mode, whose tangents have mappings as gradients have."""
+        """Convert a forward-mode formula. Tangents of structures are mappings by field name."""
         structure = self.structure
         names = ("ctx", *(f"tangent_of_{name}" for name in self._positional))
         check_signature(f"{structure.op}: jvp", jvp, names)
@@ -107,7 +107,7 @@ class StructuredConvention(Convention):
             returned = jvp(Context(ctx, structure), *structure.gather(tangents))
             return structure.spread_result(returned)
 
-        return _standing_for(jvp, flat_jvp), self._setup_context(setup_context)
+        return _wrapping(jvp, flat_jvp), self._setup_context(setup_context)
 
     def _setup_context(self, setup_context: Function | None) -> Function | None:
         if setup_context is None:
@@ -116,7 +116,7 @@ class StructuredConvention(Convention):
         has_keywords = bool(self._keywords)
         check_setup_context(structure.op, setup_context, has_keywords)
         call = setup_caller(setup_context, has_keywords)
-        assert call is not None  # there is a function to call
+        assert call is not None  # for mypy
 
         def with_keywords(
             ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any, **residuals: Any
@@ -128,35 +128,35 @@ class StructuredConvention(Convention):
         def without_keywords(ctx: Any, inputs: Any, output: Any, **residuals: Any) -> None:
             with_keywords(ctx, inputs, {}, output, **residuals)
 
-        return _standing_for(
+        return _wrapping(
             setup_context, with_keywords if structure.keyword_only else without_keywords
         )
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The objects of a call. What is there for a tensor, such as its shape, stays there."""
+        """Convert flat arguments to objects. Tensors may be replaced by values such as shapes."""
         return self.structure.objects(*args, **kwargs)
 
     def result(self, result: Any, /) -> Any:
-        """The same, in the structure of the result; None where this is no tensor."""
+        """Convert values of flat results to the result structure; None for other fields."""
         return self.structure.gather_result(result)
 
     def deregistered(self, reason: str) -> None:
-        """Makes the functions that take objects apart raise, and not call the flat operator."""
+        """Make the handle's generated functions raise instead of calling the flat operator."""
 
-        def refuse(*args: Any, **kwargs: Any) -> Any:
+        def raise_error(*args: Any, **kwargs: Any) -> Any:
             raise OperatorGoneError(reason)
 
-        self.structure.invalidate(refuse)
+        self.structure.deregister(raise_error)
 
     def _check(self, what: str, function: Function, leading: tuple[str, ...] = ()) -> None:
-        """Refuses a function that does not take `leading`, and then what the author's takes."""
+        """Reject a function that does not take `leading` and the parameters of the operator."""
         check_signature(what, function, (*leading, *self._positional), self._keywords)
 
 
 class StructuredCall:
-    """An `OpOverload` that is called with objects: all else is that of the overload."""
+    """An `OpOverload` that takes objects; everything else delegates to the overload."""
 
     def __init__(self, structure: Structure, overload: Any) -> None:
         self._structure = structure
@@ -180,7 +180,7 @@ class StructuredCall:
 
 
 class Context:
-    """The context of a formula, with `needs_input_grad` in the structure of the arguments."""
+    """The `ctx` of a formula, with `needs_input_grad` in the structure of the arguments."""
 
     __slots__ = ("_context", "_structure")
     _structure: Structure
@@ -203,8 +203,8 @@ class Context:
         delattr(self._context, name)
 
 
-def _standing_for(function: Callable[..., Any], flat: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets `flat` lead to the author's function, and keeps its own signature."""
+def _wrapping(function: Callable[..., Any], flat: Callable[..., Any]) -> Callable[..., Any]:
+    """Set `__wrapped__` of `flat` to the author's function, but keep the flat signature."""
     signature = inspect.signature(flat)
     flat.__wrapped__ = function  # type: ignore[attr-defined]
     flat.__signature__ = signature  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Takes objects apart that Dynamo describes instead of holding them."""
+"""Flatten structured arguments of a call that Dynamo traces, without tracing the flattening."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchop._schema.structure.nodes import Fields, Leaf, Node
 from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, Shape
 from torchop._schema.structure.structure import Structure
 
-# The descriptors of classes with slots and of NamedTuples, which run no Python code.
+# Descriptors of slots and of NamedTuple fields. Reading them runs no Python code.
 _PLAIN_DESCRIPTORS = (
     types.MemberDescriptorType,
     type(inspect.getattr_static(collections.namedtuple("_", "field"), "field")),
@@ -21,46 +21,47 @@ _PLAIN_DESCRIPTORS = (
 
 
 class Compiler(Protocol):
-    """What is known of values while a program is traced."""
+    """What the compiler knows about values in a trace."""
 
     def type_of(self, value: Any) -> type | None:
-        """The very type of a value; None if that is not known."""
+        """Return the exact type of a value; None if unknown."""
 
     def attributes(self, value: Any, cls: type, names: Sequence[str]) -> Sequence[Any] | None:
-        """Descriptions of all these attributes of an object of this very class; otherwise None.
+        """Return traced attributes of an object of exactly this class; None if impossible.
 
-        Reading the attributes runs no code of the class.
+        Only called if reading the attributes runs no code of the class.
         """
 
     def constant(self, value: Any) -> Any:
-        """A value that is the same in every call of the graph.
+        """Return the constant behind a traced value.
 
         Raises:
-            NotImplementedError: it may be another one.
+            NotImplementedError: the value may differ between calls of the graph.
         """
 
     def describe(self, constant: Any) -> Any:
-        """The description of such a value.
+        """Wrap a constant as a traced value.
 
         Raises:
-            NotImplementedError: the compiler describes no values of its type.
+            NotImplementedError: the compiler does not support constants of this type.
         """
 
 
 class UnclearError(Exception):
-    """What becomes of a value only the code of the handle can tell, when it is traced."""
+    """The flat value is unknown unless the handle's code is traced."""
 
 
 def flat_call(
     structure: Structure, args: Sequence[Any], kwargs: Mapping[str, Any], compiler: Compiler
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """What the code of a handle would call the flat operator with.
+    """Return the arguments with which the handle's code would call the flat operator.
 
-    That code checks the type of every field. Where all types are known to be right, a trace of it
-    finds out nothing, and takes longer than all the rest of the call.
+    The handle's code checks the type of every field. If all types are known to be correct, tracing
+    the checks is redundant, and takes longer than the rest of the call.
 
     Returns:
-        The arguments by position, and by name; None if something else may happen, such as an error.
+        The positional and keyword arguments; None if the handle's code must be traced, for example
+        because it may raise.
     """
     if structure.returns_objects:
         return None
@@ -106,7 +107,10 @@ def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler)
 
 
 def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
-    """Whether reading these runs no code of the class, which must not run twice in a trace."""
+    """Whether reading the attributes runs no code of the class.
+
+    The code would run twice if Dynamo traced the handle after all.
+    """
     return (
         getattr(cls, "__getattribute__", None) in (object.__getattribute__, tuple.__getattribute__)
         and not hasattr(cls, "__getattr__")
@@ -115,7 +119,7 @@ def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
 
 
 def _runs_code(member: Any) -> bool:
-    """Whether a member of a class runs code when its attribute is read, as a property does."""
+    """Whether reading a class member from an instance runs code, as for a property."""
     return hasattr(type(member), "__get__") and type(member) not in _PLAIN_DESCRIPTORS
 
 
@@ -130,8 +134,6 @@ def _leaf(leaf: Leaf, value: Any, compiler: Compiler) -> Any:
     constant = compiler.constant(value)
     try:
         encoded = leaf.kind.encode(constant, leaf.where)
-    except (
-        ArgumentError
-    ) as error:  # of a wrong value: a trace raises it where the program can catch it
+    except ArgumentError as error:  # raised again while tracing, where the program can catch it
         raise UnclearError from error
     return compiler.describe(encoded)

@@ -1,6 +1,6 @@
-"""The nodes of a tree of annotations, whose leaves are the arguments of the operator.
+"""The nodes of annotation trees.
 
-A node writes two pieces of source: one that takes a value apart, and one that makes it again.
+A node generates source that flattens a value into leaves, and source that rebuilds the value.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torchop._schema.kinds import Encode, Kind, unchanged
 from torchop._schema.structure.shapes import MISSING, ClassShape, Shape
 from torchop._schema.structure.source import Source
 
-# By the name of a flat argument: its variable in the source that is being written.
+# The variable of each flat argument in the generated source
 Variables = Mapping[str, str]
 
 
 class Node:
-    """A value that the author's functions take or return, at one place of the signature."""
+    """A value at one path of the author's signature."""
 
     def __init__(self, op: str, path: str, parts: Sequence[Node] = ()) -> None:
         self.op = op
@@ -31,33 +31,33 @@ class Node:
 
     @property
     def where(self) -> str:
-        """The place as messages name it, such as `lib::crop: cfg.box`."""
+        """The path as messages name it, such as `lib::crop: cfg.box`."""
         return f"{self.op}: {self.path}"
 
     def leaves(self) -> Iterator[Leaf]:
-        """Iterate over the leaves, in the order of their declaration."""
+        """Iterate over the leaves in declaration order."""
         for part in self._parts:
             yield from part.leaves()
 
     def set_default(self, value: Any) -> None:
-        """Set the defaults of the leaves from a default of this value; `MISSING` means none."""
-        raise NotImplementedError  # every node of an argument defines its own
+        """Set the defaults of the leaves from a default of the value; `MISSING` for none."""
+        raise NotImplementedError
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
-        """Writes what sets the variable of each leaf from `value`."""
-        raise NotImplementedError  # every node defines its own
+        """Write statements that assign the variable of each leaf from the expression `value`."""
+        raise NotImplementedError
 
     def rebuild(self, source: Source, variables: Variables) -> str:
-        """Writes what makes the value from the variables; returns the expression for it."""
-        raise NotImplementedError  # every node defines its own
+        """Write statements that rebuild the value from the variables; return its expression."""
+        raise NotImplementedError
 
     def gather(self, values: Mapping[str, Any]) -> Any:
-        """What there is for each flat argument, such as a gradient: mappings by names of fields."""
-        return None  # where there are no tensors
+        """Collect values of the leaves, such as gradients, into a mapping by field names."""
+        return None  # nodes without tensors
 
     def spread(self, value: Any) -> dict[str, Any]:
-        """The reverse of `gather`: of an object, a mapping by names of fields, or None for all."""
-        return {}  # where there are no tensors
+        """Split an object, a mapping by field names, or None into values for the leaves."""
+        return {}  # nodes without tensors
 
     @property
     def holds_tensors(self) -> bool:
@@ -68,11 +68,10 @@ class Leaf(Node):
     """One argument of the flat operator.
 
     Attributes:
-        checked: whether calls of the handle check and encode the value. The dispatcher checks an
-            argument whose schema type is that of the annotation.
-        default: the default in the schema; `MISSING` if it has none.
-        stand_in: the default for which the schema has None, because a schema cannot write it.
-        is_required_if_given: whether None stands for an absent structure only.
+        checked: whether the handle checks and encodes the value. If not, the dispatcher checks it.
+        default: the default in the schema; `MISSING` for none.
+        unwritable_default: the default if a schema cannot express it. The schema then has None.
+        is_required_if_given: None is only valid if the enclosing optional structure is None.
     """
 
     def __init__(self, op: str, path: str, name: str, kind: Kind) -> None:
@@ -81,15 +80,15 @@ class Leaf(Node):
         self.kind = kind
         self.checked = kind.encode is not unchanged and ("." in path or not kind.is_plain)
         self.is_optional = kind.is_optional
-        self.stand_in: Any = MISSING
+        self.unwritable_default: Any = MISSING
         self.default: Any = MISSING
         self.is_required_if_given = False
 
     def set_plain_default(self, value: Any) -> None:
-        """Set the default of a parameter that a schema can express.
+        """Set the default of a plain parameter.
 
         Raises:
-            SchemaError: a schema cannot hold the default.
+            SchemaError: a schema cannot express the default.
         """
         self.is_optional |= value is None
         defaults.render(value, self.schema_type)
@@ -104,35 +103,35 @@ class Leaf(Node):
             defaults.render(default, self.schema_type)
         except SchemaError:
             if self.is_optional or self.is_tensor:
-                return  # None is a value here, so the handle alone has this default
-            self.stand_in = default
+                return  # None is a valid value, so only the handle can have this default
+            self.unwritable_default = default
             default = None
         self.default = default
 
     @property
     def flat_where(self) -> str:
-        """The place as messages about a call of the flat operator name it."""
+        """The argument as messages about calls of the flat operator name it."""
         return f"{self.op}: argument {self.name!r}" + f" ({self.path})" * (self.path != self.name)
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor, or several in a list."""
+        """Whether the argument is a tensor or a list of tensors."""
         return "Tensor" in self.kind.schema
 
     def make_optional(self) -> None:
-        """Lets the argument be left out, because the structure that it belongs to may be."""
+        """Give the argument a default for calls in which the enclosing structure is None."""
         if self.kind.schema == "Tensor[]" or self.default is not MISSING:
-            return  # the dispatcher would not look into an optional list; an empty one will do
+            return  # a list stays required: the dispatcher ignores tensors in optional lists
         self.is_required_if_given = not self.is_optional
         self.default = None
 
     @property
     def schema_type(self) -> str:
-        optional = self.is_optional or self.stand_in is not MISSING or self.is_required_if_given
-        return self.kind.schema + "?" * optional
+        has_none = self.is_required_if_given or self.unwritable_default is not MISSING
+        return self.kind.schema + "?" * (self.is_optional or has_none)
 
-    def filler(self, source: Source) -> str:
-        """What to pass where the structure is not there."""
+    def placeholder(self, source: Source) -> str:
+        """Return the value to pass if the enclosing structure is None."""
         if self.default is not MISSING and self.default is not None:
             return source.object(self.default, f"default_{self.name}")
         return "[]" if self.kind.schema == "Tensor[]" and not self.is_optional else "None"
@@ -156,11 +155,11 @@ class Leaf(Node):
 
     def rebuild(self, source: Source, variables: Variables) -> str:
         name = variables[self.name]
-        if self.stand_in is not MISSING or isinstance(self.default, list):
-            value = self.default if self.stand_in is MISSING else self.stand_in
+        if self.unwritable_default is not MISSING or isinstance(self.default, list):
+            value = self.default if self.unwritable_default is MISSING else self.unwritable_default
             default = source.object(value, f"default_{self.name}")
-            absent = "None" if self.stand_in is not MISSING else default
-            if isinstance(value, list):  # a kernel may write into it, so each call has its own
+            absent = "None" if self.unwritable_default is not MISSING else default
+            if isinstance(value, list):  # copied, because the kernel may modify it
                 default = f"{source.object(list)}({default})"
             with source.block(f"if {name} is {absent}:"):
                 source.line(f"{name} = {default}")
@@ -187,11 +186,11 @@ class Leaf(Node):
 
 
 def missing_argument(where: str) -> Exception:
-    return ArgumentError(f"{where}: missing, although the structure that it belongs to is given.")
+    return ArgumentError(f"{where}: missing, although the enclosing structure is given.")
 
 
 class Fields(Node):
-    """A structure; `fields` has the nodes of its fields by name."""
+    """A structure with fields; `fields` maps field names to nodes."""
 
     def __init__(self, op: str, path: str, fields: Mapping[str, Node], shape: Shape) -> None:
         super().__init__(op, path, tuple(fields.values()))
@@ -216,7 +215,7 @@ class Fields(Node):
             node.set_default(parts.get(name, MISSING))
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
-        parts = self.shape.take_apart(source, value, self.where)
+        parts = self.shape.unpack(source, value, self.where)
         for name, node in self.fields.items():
             part = parts(name)
             if isinstance(node, Leaf):
@@ -228,7 +227,7 @@ class Fields(Node):
 
     def rebuild(self, source: Source, variables: Variables) -> str:
         fields = {name: node.rebuild(source, variables) for name, node in self.fields.items()}
-        return self.shape.make(source, fields)
+        return self.shape.construct(source, fields)
 
     def gather(self, values: Mapping[str, Any]) -> Any:
         fields = {name: node.gather(values) for name, node in self.fields.items()}
@@ -241,7 +240,7 @@ class Fields(Node):
         return flat
 
     def _split(self, value: Any) -> Mapping[str, Any]:
-        """The gradient of each field; fields without one may be left out."""
+        """Return the gradient of each field. Fields without a gradient may be missing."""
         parts = {} if value is None else self.shape.parts(value)
         if parts is None:
             names = ", ".join(self.fields)
@@ -254,7 +253,7 @@ class Fields(Node):
 
 
 class Several(Fields):
-    """A result with several results in it; their gradients come in a structure like it."""
+    """A structured result with several results. Gradients have the same structure."""
 
     def gather(self, values: Mapping[str, Any]) -> Any:
         parts = {name: node.gather(values) for name, node in self.fields.items()}
@@ -263,7 +262,7 @@ class Several(Fields):
         cls = self.shape.cls
         if not dataclasses.is_dataclass(cls):
             return cls(**parts)
-        # Not by its `__init__`, which expects results, and these may be gradients.
+        # Skip __init__, which may check results that are gradients here.
         result = object.__new__(cls)
         for name, value in parts.items():
             object.__setattr__(result, name, value)
@@ -276,16 +275,16 @@ class Several(Fields):
             return {name: getattr(value, name) for name in self.fields}
         if isinstance(value, (tuple, list)) and len(value) == len(self.fields):
             return dict(zip(self.fields, value, strict=True))
-        return dict.fromkeys(self.fields, value)  # one for all of them
+        return dict.fromkeys(self.fields, value)  # one value for all fields
 
 
 def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -> Leaf:
-    """A result of the flat operator."""
+    """Return a leaf for a result of the flat operator."""
     return Leaf(op, path, path, Kind(schema, unchanged, decode=decode))
 
 
 class Pair(Node):
-    """A value that two flat arguments hold together, such as the keys and values of a dict."""
+    """A value in two flat arguments, such as the keys and values of a dict."""
 
     def __init__(
         self,
@@ -322,7 +321,7 @@ class Pair(Node):
 
 
 class Maybe(Node):
-    """A structure that may be None: a flag tells, because its parts may be None themselves."""
+    """An optional structure. A flag says whether it is None, because all fields may be None."""
 
     def __init__(self, op: str, flag: Leaf, inner: Node) -> None:
         super().__init__(op, inner.path, (flag, inner))
@@ -343,7 +342,7 @@ class Maybe(Node):
             self.inner.flatten(source, value, variables)
         with source.block("else:"):
             for leaf in self.inner.leaves():
-                source.line(f"{variables[leaf.name]} = {leaf.filler(source)}")
+                source.line(f"{variables[leaf.name]} = {leaf.placeholder(source)}")
 
     def rebuild(self, source: Source, variables: Variables) -> str:
         local = source.variable(f"made_{self.flag.name.removesuffix('_given')}")
@@ -360,7 +359,7 @@ class Maybe(Node):
 
 
 class Parameter(NamedTuple):
-    """A parameter of an author's function, and the tree of its annotation."""
+    """A parameter of the author's function, and its annotation tree."""
 
     declared: inspect.Parameter
     node: Node

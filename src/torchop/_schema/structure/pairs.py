@@ -1,4 +1,4 @@
-"""Values that take two arguments of the operator: a dict, and a list of lists."""
+"""Values that need two schema arguments: a dict, and a list of lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchop._schema.kinds import Container, Kind, check_length, list_of, wrong_
 
 
 def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the conversions of a dict with strings as keys to its keys and its values."""
+    """Return `(encode, decode)` between a dict with str keys and its keys and values."""
     exact, encode_item = item.exact, item.encode
 
     def encode(value: Any, where: str) -> tuple[list[str], list[Any]]:
@@ -37,7 +37,7 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def nested(
     outer: Container, inner: Container, item: Kind
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the conversions of a list of lists to all its items and the lengths of its rows."""
+    """Return `(encode, decode)` between a list of lists and its items and row lengths."""
     encode_rows = list_of(list_of(item, inner.length), outer.length).encode
     row_type: type = tuple if inner.is_tuple else list
     result_type: type = tuple if outer.is_tuple else list

@@ -17,23 +17,23 @@ from torchop._schema.callables import accepts
 from torchop._schema.kinds import wrong_type
 from torchop._schema.structure.source import Source, is_plain
 
-# Stands for a default, or a key, that is not there.
+# Sentinel for a missing default or key
 MISSING: Any = inspect.Parameter.empty
 
 
 class Field(NamedTuple):
-    """A field of a structure, as it is declared."""
+    """A declared field of a structure."""
 
     annotation: Any
     default: Any = MISSING
 
 
 class Shape:
-    """How the fields of a kind of structure are read, and how one is made of them.
+    """How to read the fields of a structure, and how to construct the structure from them.
 
     Attributes:
-        spelled: how messages name the structure.
-        qualified: the same, with the module.
+        spelled: the name in messages.
+        qualified: the name with the module.
         fields: the declared fields, by name.
     """
 
@@ -44,33 +44,33 @@ class Shape:
         self.qualified = qualified or spelled
         self.fields = fields
 
-    def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        """Writes the check of the structure; returns a function from a field to its expression."""
-        raise NotImplementedError  # every shape defines its own
+    def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
+        """Write a type check, and return a function from a field name to an expression."""
+        raise NotImplementedError
 
-    def make(self, source: Source, fields: Mapping[str, str]) -> str:
-        """Writes what makes a structure from the expressions of its fields."""
-        raise NotImplementedError  # every shape defines its own
+    def construct(self, source: Source, fields: Mapping[str, str]) -> str:
+        """Write the construction from field expressions, and return the resulting expression."""
+        raise NotImplementedError
 
     def parts(self, value: Any) -> Mapping[str, Any] | None:
-        """The fields of an object or a mapping that need not be complete; None for all else."""
+        """Return the fields of an object, or of a partial mapping; None for other types."""
         if isinstance(value, Mapping):
             return value if set(value) <= set(self.fields) else None
         return None
 
 
 class TupleShape(Shape):
-    """A tuple of a fixed length as a result, whose fields are called by their numbers."""
+    """A fixed-length tuple as a result. The field names are the indices."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         super().__init__("tuple", {str(index): Field(item) for index, item in enumerate(items)})
 
-    def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
+    def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
         check = source.object(check_tuple)
         source.line(f"{check}({value}, {len(self.fields)}, {where!r})")
         return lambda index: f"{value}[{index}]"
 
-    def make(self, source: Source, fields: Mapping[str, str]) -> str:
+    def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         return f"({', '.join(fields.values())},)"
 
 
@@ -87,7 +87,7 @@ def wrong_result(where: str, expected: str, value: Any) -> ResultError:
 
 
 class ClassShape(Shape):
-    """Objects of exactly one class, with attributes, as an argument or a result."""
+    """Instances of exactly one class, as an argument or a result."""
 
     def __init__(
         self, cls: type, fields: Mapping[str, Field], *, is_of_result: bool = False
@@ -96,8 +96,8 @@ class ClassShape(Shape):
         self.cls = cls
         self.is_of_result = is_of_result
 
-    def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        # A subclass would come out as its base: the operator knows nothing of what it adds.
+    def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
+        # Reject subclasses: the operator would rebuild the base class and drop the extra fields.
         wrong = wrong_result if self.is_of_result else wrong_type
         with source.block(f"if {source.object(type)}({value}) is not {source.object(self.cls)}:"):
             error = f"{source.object(wrong)}({where!r}, {source.object(self.spelled)}, {value})"
@@ -111,15 +111,15 @@ class ClassShape(Shape):
 
 
 class DataclassShape(ClassShape):
-    """A dataclass, made again as `copy` and `pickle` do it where its own code has no part in it."""
+    """A dataclass. If possible, rebuilt without calling `__init__`, as `copy` and `pickle` do."""
 
-    def make(self, source: Source, fields: Mapping[str, str]) -> str:
+    def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         cls = source.object(self.cls)
-        # Dynamo follows how a result is made, and knows no other way.
-        if self.is_of_result or makes_itself(self.cls):
+        # Dynamo traces the construction of results, and only supports calling the class.
+        if self.is_of_result or has_custom_construction(self.cls):
             initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
             return f"{cls}({source.keywords({n: v for n, v in fields.items() if n in initial})})"
-        # The __init__ of a frozen dataclass takes longer than all the rest of a call.
+        # Skip __init__, which for a frozen dataclass takes longer than the rest of the call.
         local = source.variable(f"made_{self.spelled}")
         source.line(f"{local} = {source.object(object.__new__)}({cls})")
         if not _is_frozen(self.cls) and all(map(is_plain, fields)):
@@ -137,15 +137,16 @@ class DataclassShape(ClassShape):
         return local
 
 
-def makes_itself(cls: Any) -> bool:
-    """Whether code of the class takes part in making an object, so that it has to run."""
+def has_custom_construction(cls: Any) -> bool:
+    """Whether constructing an object runs code of the class, which must not be skipped."""
     code = getattr(cls.__init__, "__code__", None)
     return (
         hasattr(cls, "__post_init__")
-        or "__dataclass_fields__" not in vars(cls)  # a class that only inherits from one
+        or "__dataclass_fields__" not in vars(cls)  # a plain subclass of a dataclass
         or code is None
-        or code.co_filename != "<string>"  # as the code is that `dataclass` writes,
-        # and what `python -c` runs, under another name; code has a name since Python 3.11
+        # `dataclass` generates code in "<string>", like `python -c`. co_qualname (Python 3.11)
+        # tells both apart.
+        or code.co_filename != "<string>"
         or not getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
         or cls.__new__ is not object.__new__
         or ("__setattr__" in vars(cls) and not _is_frozen(cls))
@@ -159,19 +160,19 @@ def _is_frozen(cls: Any) -> bool:
 class NamedTupleShape(ClassShape):
     """A NamedTuple."""
 
-    def make(self, source: Source, fields: Mapping[str, str]) -> str:
+    def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         return f"{source.object(self.cls)}({', '.join(fields.values())})"
 
 
 def argument_shape(annotation: Any) -> Shape | None:
-    """The shape of a structure that is an argument; None if the annotation is none."""
+    """Return the shape of a structured argument; None for other annotations."""
     if not isinstance(annotation, type):
         return None
     return _class_shape(annotation, is_of_result=False)
 
 
 def result_shape(annotation: Any) -> Shape | None:
-    """The shape of a structure that is a result; None if the annotation is none."""
+    """Return the shape of a structured result; None for other annotations."""
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple and args and Ellipsis not in args:
         return TupleShape(args)
@@ -182,8 +183,8 @@ def result_shape(annotation: Any) -> Shape | None:
         for field in dataclasses.fields(shape.cls):
             if field.name in shape.fields and not field.init:
                 raise SchemaError(
-                    f"{types.spell(annotation)} cannot be a result: its __init__ does not take the "
-                    f"field {field.name!r}, so the object cannot be rebuilt. Let __init__ take it, "
+                    f"{types.spell(annotation)} cannot be a result: __init__ does not take the "
+                    f"field {field.name!r}, so the object cannot be rebuilt. Add it to __init__, "
                     "or compute the field in __post_init__."
                 )
     return shape
@@ -197,45 +198,45 @@ def _class_shape(cls: type, *, is_of_result: bool) -> ClassShape | None:
         return None
     hints, defaults = hints_of(cls), named._field_defaults
     if not set(named._fields) <= set(hints):
-        return None  # a `collections.namedtuple` does not say of which types it is
+        return None  # a collections.namedtuple, whose fields have no annotations
     fields = {name: Field(hints[name], defaults.get(name, MISSING)) for name in named._fields}
     return NamedTupleShape(cls, fields, is_of_result=is_of_result)
 
 
 def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
-    """The fields from which an object can be rebuilt; refuses other classes."""
+    """Return the fields of a dataclass. Raise if an object cannot be rebuilt from them."""
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
     if unknown:
         raise SchemaError(
-            f"{types.spell(cls)} cannot be taken apart: its InitVar {unknown[0]!r} is not kept in "
-            "the object, so the object cannot be rebuilt. Use a field."
+            f"{types.spell(cls)} cannot be an argument: the object does not store the InitVar "
+            f"{unknown[0]!r}, so it cannot be rebuilt. Use a field."
         )
     fields = {}
     for field in dataclasses.fields(cls):
-        if not field.init and makes_itself(cls):
-            continue  # the code of the class computes it again
+        if not field.init and has_custom_construction(cls):
+            continue  # __init__ or __post_init__ recomputes the field
         default: Any = MISSING
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         elif field.default is not dataclasses.MISSING:
             default = field.default
         fields[field.name] = Field(hints[field.name], default)
-    if makes_itself(cls) and not accepts(cls, (), fields):
+    if has_custom_construction(cls) and not accepts(cls, (), fields):
         raise SchemaError(
-            f"{types.spell(cls)} cannot be taken apart: its __init__ does not take its fields "
-            f"({', '.join(fields)}) by name, so the object cannot be rebuilt. Let __init__ take "
-            "them."
+            f"{types.spell(cls)} cannot be an argument: __init__ does not take the fields "
+            f"({', '.join(fields)}) by name, so the object cannot be rebuilt. Add them to "
+            "__init__."
         )
     return fields
 
 
 def hints_of(cls: Any) -> dict[str, Any]:
-    """The annotations of a class, evaluated."""
+    """Return the evaluated annotations of a class."""
     try:
         return typing.get_type_hints(cls, localns={"Tensor": torch.Tensor})
     except Exception as error:
         raise SchemaError(
-            f"{types.spell(cls)} has an annotation that is not a type ({error}); import what it "
-            "names at module level, where annotations are looked up."
+            f"{types.spell(cls)} has an annotation that is not a type ({error}); import the name "
+            "at module level, where annotations are looked up."
         ) from None

@@ -1,7 +1,7 @@
-"""Source: a function that is written as text, line by line, and compiled once.
+"""Generate the source of a function line by line, and compile it.
 
-Every name in the text is one that is made here, or that `is_plain` allows. Text of users, such as
-the names of their classes and keys, is a value that the function uses, never a part of its text.
+User-controlled text, such as class and key names, never becomes part of the source, unless
+`is_plain` accepts it. Other objects are bound to generated names.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 _NOT_IN_NAMES = re.compile(r"\W", re.ASCII)
-_TAKEN = frozenset({*keyword.kwlist, *dir(builtins), "__builtins__"})
+_RESERVED = frozenset({*keyword.kwlist, *dir(builtins), "__builtins__"})
 _TYPES = {id(value): name for name, value in vars(builtins).items() if isinstance(value, type)}
 
 
 def is_plain(name: Any) -> bool:
-    """Whether a name means itself, and nothing else, wherever it stands in source."""
+    """Whether a name can be written into source as it is."""
     return (
-        type(name) is str  # a subclass may write itself in another way
-        and name.isascii()  # Python reads some other letters as ASCII ones
+        type(name) is str  # a subclass may override __format__
+        and name.isascii()  # Python normalizes some other letters to ASCII
         and name.isidentifier()
         and not keyword.iskeyword(name)
         and name != "__debug__"
@@ -31,14 +31,14 @@ def is_plain(name: Any) -> bool:
 
 
 class Source:
-    """The text of one function, and the objects that it names.
+    """The source of one function, and the objects that it refers to.
 
-    A loop over a description of the arguments would be made in every call, and unrolled by every
-    trace. Text can be printed, stands in tracebacks, and costs what somebody would have written.
+    Generated code, because a loop over the arguments would run in every call and be unrolled in
+    every trace. It also appears in tracebacks, and costs as much as handwritten code.
 
     Args:
-        title: what tracebacks show in place of a file.
-        parameters: the names of the function's parameters, all of them plain.
+        title: the file name in tracebacks.
+        parameters: the parameter names of the function, all plain.
     """
 
     def __init__(self, title: str, parameters: Iterable[str] = ()) -> None:
@@ -47,8 +47,8 @@ class Source:
         self._indent = 0
         self._parameters = frozenset(parameters)
         assert all(map(is_plain, self._parameters))
-        self._names = {*self._parameters, *_TAKEN}
-        # Without a `__name__`: Dynamo would look for the objects in the module of that name.
+        self._names = {*self._parameters, *_RESERVED}
+        # No `__name__`: Dynamo would look the objects up in the module of that name.
         self._objects: dict[str, Any] = {"__builtins__": builtins}
 
     def line(self, text: str) -> None:
@@ -56,7 +56,7 @@ class Source:
 
     @contextlib.contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """Indents what is written inside it, below `head`."""
+        """Write `head`, and indent the lines written inside the `with` block."""
         self.line(head)
         self._indent += 1
         before = len(self._lines)
@@ -66,10 +66,7 @@ class Source:
         self._indent -= 1
 
     def variable(self, hint: str) -> str:
-        """A name that nothing else in the function has, as near to `hint` as that can be.
-
-        The hint may be any text that starts with a letter of ours or an underscore.
-        """
+        """Return an unused name similar to `hint`, which starts with an ASCII letter or `_`."""
         name = stem = _NOT_IN_NAMES.sub("_", hint)
         number = 2
         while name in self._names:
@@ -78,13 +75,13 @@ class Source:
         return name
 
     def object(self, value: Any, hint: str | None = None) -> str:
-        """The expression for an object that the function uses: a literal, or a name like `hint`."""
+        """Return an unused name like `hint`, which must start with an ASCII letter or `_`."""
         builtin = _TYPES.get(id(value))
-        if builtin is not None and builtin not in self._parameters:  # which may be called `type`
+        if builtin is not None and builtin not in self._parameters:  # not shadowed
             return builtin
         if value is None or value is True or value is False or type(value) is str:
             return repr(value)
-        if type(value) is int and value.bit_length() < 64:  # Python refuses to write very long ones
+        if type(value) is int and value.bit_length() < 64:  # repr raises for very large ints
             return repr(value)
         for name, other in self._objects.items():
             if other is value:
@@ -94,13 +91,13 @@ class Source:
         return name
 
     def attribute(self, value: str, name: str) -> str:
-        """The expression for an attribute of a value."""
+        """Return an expression for an attribute of a value."""
         if is_plain(name):
             return f"{value}.{name}"
         return f"{self.object(getattr)}({value}, {self.object(name)})"
 
     def keywords(self, arguments: Mapping[str, str]) -> str:
-        """The keyword arguments of a call, by name."""
+        """Write keyword arguments."""
         return ", ".join(
             f"{name}={value}" if is_plain(name) else f"**{{{self.object(name)}: {value}}}"
             for name, value in arguments.items()
@@ -111,9 +108,9 @@ class Source:
         return "\n".join(self._lines) + "\n"
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Compiles the text, and returns the function of this name that it defines."""
+        """Compile the source, and return the function `name` that it defines."""
         text = self.text
-        # Tracebacks and debuggers show the lines; a file that nothing can change is never stale.
+        # For tracebacks and debuggers. mtime None: linecache never drops the entry.
         linecache.cache[self._file] = (len(text), None, text.splitlines(keepends=True), self._file)
         exec(compile(text, self._file, "exec"), self._objects)
         function: Callable[..., Any] = self._objects[name]

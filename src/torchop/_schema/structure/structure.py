@@ -1,4 +1,4 @@
-"""The structure of an operator: its flat schema, and the ways between both forms of a call."""
+"""Structure: converts calls between the author's objects and an operator's flat schema."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torchop._schema.tree import FunctionTree
 
 
 class Structure:
-    """What the functions of an operator take and return, and how that is flat.
+    """Generates the functions that convert between objects and flat values, for one operator.
 
     Attributes:
-        function: as the user wrote it.
-        parameters: those of the function.
-        returns_objects: whether a schema cannot express the result of the function.
-        result: the tree of the result; a single leaf if a schema can express it.
-        result_count: the number of results, each with a gradient of its own in a formula.
-        positional: the leaves that the operator takes by position.
-        keyword_only: the leaves that it takes by name.
-        flat_signature: the signature of the flat kernels.
+        function: the author's function.
+        parameters: the parameters of the function.
+        returns_objects: whether the function returns a structure that a schema cannot express.
+        result: the tree of the result; a single leaf if a schema can express the result.
+        result_count: the number of gradients that a backward formula receives.
+        positional: the leaves for the positional arguments of the operator.
+        keyword_only: the leaves for the keyword-only arguments.
+        flat_signature: the signature of flat kernels.
         overload: the flat operator, once it is defined.
-        at_end: called once, when the operator is deregistered.
+        on_deregister: called once, when the operator is deregistered.
     """
 
     def __init__(self, tree: FunctionTree) -> None:
@@ -46,10 +46,10 @@ class Structure:
             self.result_count = len(shape.fields) if isinstance(shape, TupleShape) else 1
         self._tensors = [leaf.name for leaf in self.result.leaves()]
         self.overload: Callable[..., Any] | None = None
-        self.at_end: Callable[[], None] | None = None
-        # Makes flat kernels and fake kernels from the user's functions.
+        self.on_deregister: Callable[[], None] | None = None
+        # Converts an author's kernel or fake kernel to a flat one. Generated on first use.
         self._bind: Callable[..., Any] | None = None
-        # The functions that call the flat operator, and its name in their source.
+        # The generated functions that call the flat operator, and the operator's name in them.
         self._callers: list[tuple[Any, str]] = []
 
     @property
@@ -61,27 +61,27 @@ class Structure:
         return tuple(parameter for parameter in self.parameters if not parameter.keyword_only)
 
     def gather(self, values: Iterable[Any]) -> tuple[Any, ...]:
-        """One value for each positional flat argument, such as a tangent, by the parameters.
+        """Convert values for the positional flat arguments, such as tangents, to one per parameter.
 
-        A structure gets a mapping by the names of its fields.
+        The value for a structure is a mapping by field names.
         """
         flat = dict(zip((leaf.name for leaf in self.positional), values, strict=False))
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
     def gather_each_result(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-        """One value for each result, such as its gradient, from those of the flat results."""
+        """Convert values for the flat results, such as gradients, to one per author's result."""
         if not self.returns_objects:
             return flat
         gathered = self.result.gather(dict(zip(self._tensors, flat, strict=False)))
         return gathered if self._returns_tuple else (gathered,)
 
     def gather_result(self, flat: Any) -> Any:
-        """What there is for each result of the flat operator, in the structure of the result."""
+        """Convert values for the flat results to the structure of the author's result."""
         values = (flat,) if len(self._tensors) == 1 else flat or ()
         return self.result.gather(dict(zip(self._tensors, values, strict=False)))
 
     def spread_result(self, value: Any) -> Any:
-        """What there is for a result, such as tangents, by the results of the flat operator."""
+        """Convert values in the structure of the author's result to one per flat result."""
         flat = self.result.spread(value)
         values = tuple(flat[name] for name in self._tensors)
         return values[0] if len(values) == 1 else values
@@ -96,7 +96,7 @@ class Structure:
         return inspect.Signature(parameters)
 
     # ----------------------------------------------------------------------------------------------
-    # From a call of the handle to one of the flat operator
+    # Objects -> flat operator
 
     def caller(
         self,
@@ -106,10 +106,13 @@ class Structure:
         is_method: bool = False,
         is_flat: bool = False,
     ) -> Callable[..., Any]:
-        """The function behind the handle: it takes objects apart and calls the flat operator.
+        """Generate a function that takes objects and calls the flat operator.
 
-        Error messages of Python show the name; a method is called with the handle first. With
-        `is_flat`, it returns what the flat operator returned, and `invalidate` does not touch it.
+        Args:
+            overload: the flat operator.
+            name: the name of the function in Python's error messages.
+            is_method: whether the first parameter is the handle.
+            is_flat: return the flat result, and stay unchanged when the operator is deregistered.
         """
         source, variables = self._source(f"{'flat ' * is_flat}call of {self.op}")
         name = f"{name}"
@@ -133,23 +136,23 @@ class Structure:
 
     @functools.cached_property
     def flat_arguments(self) -> Callable[..., Any]:
-        """`flat_arguments(*args, **kwargs)`: the arguments of a call of the flat operator."""
+        """Convert the arguments of a call to flat `(args, kwargs)`."""
         return self.caller(_collect, "arguments", is_flat=True)
 
-    def invalidate(self, refuse: Callable[..., Any]) -> None:
-        """Lets what called the flat operator call `refuse`, because the operator is gone.
+    def deregister(self, raise_error: Callable[..., Any]) -> None:
+        """Make the generated functions call `raise_error` instead of the deregistered operator.
 
-        The operator itself refuses too, but graphs find a new one by its name: the guards of Dynamo
-        have to see that the function behind the handle is another.
+        Calling the overload raises too. But a compiled graph would find a new operator of the same
+        name, so Dynamo's guards must see that the function behind the handle changed.
         """
         for function, called in self._callers:
-            function.__globals__[called] = refuse
-        if self.at_end is not None:
-            self.at_end()
+            function.__globals__[called] = raise_error
+        if self.on_deregister is not None:
+            self.on_deregister()
 
     @functools.cached_property
     def call(self) -> Callable[..., Any]:
-        """What the handle does, without the handle."""
+        """Call the flat operator with objects."""
         assert self.overload is not None  # the operator is called
         return self.caller(self.overload, "call")
 
@@ -160,7 +163,7 @@ class Structure:
         return {leaf.name: source.variable(f"{result}_{index}") for index, leaf in leaves}
 
     def _write_return(self, source: Source, result: str) -> None:
-        """Writes what returns the tensors of `result`, as objects."""
+        """Write the statement that returns the tensors in `result` as objects."""
         variables = self._variables_of_result(source, result)
         tensors = ", ".join(variables[name] for name in self._tensors)
         if tensors and tensors != result:
@@ -168,15 +171,15 @@ class Structure:
         source.line(f"return {self.result.rebuild(source, variables)}")
 
     # ----------------------------------------------------------------------------------------------
-    # From a call of the flat operator to one of the user's functions
+    # Flat operator -> author's functions
 
     @functools.cached_property
     def flat_function(self) -> Callable[..., Any]:
-        """The flat kernel that calls the user's function."""
+        """The author's function as a flat kernel."""
         return self.kernel(self.function)
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The flat kernel that calls `function` with objects, and takes apart what it returns."""
+        """Return a flat kernel that calls `function` with objects and flattens the result."""
         if self._bind is None:
             self._bind = self._binder("kernel")
         flat = self._bind(function)
@@ -186,11 +189,11 @@ class Structure:
 
     @functools.cached_property
     def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """`objects(*args, **kwargs)`: of flat arguments, those that users' functions take."""
+        """Convert flat arguments to the `(args, kwargs)` of the author's functions."""
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
-        """Makes a function of flat arguments from one of objects."""
+        """Generate a function that converts a function of objects to one of flat arguments."""
         source, variables = self._source(f"{what} of {self.op}", flat=True)
         function = source.variable("function")
         with source.block(f"def bind({function}):"):
@@ -205,7 +208,7 @@ class Structure:
         return source.function("bind")
 
     def _write_flat_return(self, source: Source, call: str) -> None:
-        """Writes what returns the tensors of what a call returned."""
+        """Write the statements that return the tensors in the result of `call`."""
         result = source.variable("result")
         source.line(f"{result} = {call}")
         variables = self._variables_of_result(source, result)
@@ -215,7 +218,7 @@ class Structure:
 
     @functools.cached_property
     def rebuilt_result(self) -> Callable[[Any], Any]:
-        """`rebuilt_result(flat_result)`: the result as the user's functions return it."""
+        """Convert the result of the flat operator to the author's result."""
         source = Source(f"result of {self.op}", ("result",))
         with source.block("def rebuilt(result):"):
             self._write_return(source, "result")
@@ -223,17 +226,20 @@ class Structure:
 
     @functools.cached_property
     def flat_result(self) -> Callable[[Any], Any]:
-        """`flat_result(result)`: the tensors of it."""
+        """Convert the author's result to the result of the flat operator."""
         source = Source(f"flat result of {self.op}", ("returned",))
         with source.block("def flat(returned):"):
             self._write_flat_return(source, "returned")
         return source.function("flat")
 
     # ----------------------------------------------------------------------------------------------
-    # Pieces of source
+    # Source snippets
 
     def _source(self, title: str, *, flat: bool = False) -> tuple[Source, dict[str, str]]:
-        """A source, and the variables of the flat arguments, which the function takes if `flat`."""
+        """Return a new source, and the variable of each flat argument in it.
+
+        With `flat`, the generated function takes the flat arguments, else the author's parameters.
+        """
         names = [leaf.name for leaf in self.leaves] if flat else [p.name for p in self.parameters]
         source = Source(title, names)
         variables = {}
@@ -243,9 +249,9 @@ class Structure:
         return source, variables
 
     def _declared(self, source: Source, *, is_method: bool = False) -> str:
-        """The parameters of the user's function, with its own defaults."""
+        """Write the signature of the author's function, including defaults."""
         parameters = [parameter.declared for parameter in self.parameters]
-        if is_method:  # by position only, for a parameter may have any name
+        if is_method:  # positional-only, because any parameter name is possible
             handle = source.variable("handle")
             parameters.insert(0, inspect.Parameter(handle, inspect.Parameter.POSITIONAL_ONLY))
         return _written(inspect.Signature(parameters), source)
@@ -268,7 +274,7 @@ def _collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 class _Expression:
-    """A default that is written as an expression."""
+    """A default whose repr is an expression, for `str(inspect.Signature)`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -278,7 +284,7 @@ class _Expression:
 
 
 def _written(signature: inspect.Signature, source: Source) -> str:
-    """A signature as source: in parentheses, without annotations."""
+    """Write a signature as source, without annotations."""
     parameters = []
     for parameter in signature.parameters.values():
         default = parameter.default
