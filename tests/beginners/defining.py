@@ -225,7 +225,7 @@ def nothing_but_an_effect(n: str) -> None:
         print(x)
 
 
-@mistake(TypeError, cause="is a torch.autograd.Function", fix="Leave out this base class")
+@mistake(TypeError, cause="is a torch.autograd.Function", fix="Remove this base class")
 def class_that_is_an_autograd_function(n: str) -> None:
     @torchop.operator(f"{n}::f")
     class f(torch.autograd.Function):

@@ -26,7 +26,7 @@ MISTAKES = {
     "unknown": (
         {**KERNEL, "fakes": staticmethod(forward)},
         r"class sample has the member 'fakes', which is neither a rule nor a device type "
-        r"\(did you mean 'fake'\?\)\. The name of a helper starts with an underscore",
+        r"\(did you mean 'fake'\?\)\. Names of helpers must start with an underscore",
     ),
     "unknown, near an attribute": ({**KERNEL, "mutate_args": ()}, "did you mean 'mutates_args'"),
     "unknown, near a rule": ({**KERNEL, "inverted": 3}, "did you mean 'inverse'"),
@@ -54,7 +54,7 @@ MISTAKES = {
     ),
     "no signature": (
         {"cpu": staticmethod(forward)},
-        r"has kernels for cpu, but nothing says which signature.*'signature'.*'schema'",
+        r"has kernels for cpu, but no signature.*'signature'.*'schema'",
     ),
     "two signatures": (
         {**KERNEL, "signature": staticmethod(forward)},
@@ -75,7 +75,7 @@ MISTAKES = {
     ),
     "contiguous, derived": (
         {**KERNEL, "backward": torchop.derived, "contiguous_grads": True},
-        "'contiguous_grads' beside a derived 'backward'",
+        "'contiguous_grads' with a derived 'backward'",
     ),
     "devices": ({**KERNEL, "device_types": "cpu"}, "'device_types'.*such as 'cpu'"),
 }
@@ -127,7 +127,7 @@ def test_a_registration_that_fails_frees_the_name(
 
 
 def test_what_is_decorated_is_a_class(namespace: str) -> None:
-    with pytest.raises(TypeError, match=r"decorates a class.*use torchop\.custom_op"):
+    with pytest.raises(TypeError, match=r"must decorate a class.*use torchop\.custom_op"):
         torchop.operator(f"{namespace}::sample")(forward)  # type: ignore[call-overload]
     with pytest.raises(torchop.OperatorNameError, match="must be a string, got type"):
         torchop.operator(make(**KERNEL))  # type: ignore[arg-type]

@@ -66,8 +66,8 @@ def test_impl_defines_nothing(namespace):
         ((None, "DEF"), "needs the name of a namespace, got None"),
         (("prim", "DEF"), "'prim' is the reserved namespace"),
         (("prim", "FRAGMENT"), "'prim' is the reserved namespace"),
-        (("ns", "FRAGMENT", "CPU"), "dispatch_key='CPU' is for libraries of the kind 'IMPL' only"),
-        (("ns", "DEF", "CPU"), "dispatch_key='CPU' is for libraries of the kind 'IMPL' only"),
+        (("ns", "FRAGMENT", "CPU"), "dispatch_key='CPU' is only allowed for libraries"),
+        (("ns", "DEF", "CPU"), "dispatch_key='CPU' is only allowed for libraries"),
     ],
 )
 def test_wrong_library_is_refused(arguments, words):

@@ -124,12 +124,12 @@ DIFFERENT = {
     ),
     "fresh result": (
         "(Tensor x, int n=1, *, float s=1.0, Tensor(a!) o) -> Tensor",
-        "must return what it mutates, in order, or nothing",
+        "must return its mutated arguments, in order, or nothing",
     ),
     "output first": ("(Tensor(a!) o, Tensor x, int n=1, *, float s=1.0) -> ()", "after the others"),
     "argument missing": (
         "(Tensor x, *, float s=1.0, Tensor(a!) o) -> Tensor(a!)",
-        r"takes \(x, n, s\), and the second \(x, s\) besides its outputs",
+        r"takes \(x, n, s\), and the second \(x, s\) in addition to its outputs",
     ),
     "type": (
         "(Tensor x, float n=1, *, float s=1.0, Tensor(a!) o) -> Tensor(a!)",

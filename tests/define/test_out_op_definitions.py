@@ -47,11 +47,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "type": (_unknown_type, {"like": "x"}, "parameter 'x' has unsupported type"),
     "no rule": (write_sine, {}, "needs either like"),
     "two rules": (write_sine, {"like": "x", "allocate": torch.empty_like}, "needs either like"),
-    "like nothing": (write_sine, {"like": "y"}, "like='y' is not the name of a Tensor.*are x"),
+    "like nothing": (write_sine, {"like": "y"}, "like='y' is not a Tensor argument.*are x"),
     "rule": (write_sine, {"allocate": lambda: None}, "allocate is called with"),
-    "in place": (_number_first, {"like": "x", "inplace": True}, "takes a Tensor first"),
-    "in place of two": (_two, {"like": "x", "inplace": True}, "has one result"),
-    "tag": (write_sine, {"like": "x", "tags": OUT}, "adds the tags of the forms by itself"),
+    "in place": (_number_first, {"like": "x", "inplace": True}, "whose first argument is a Tensor"),
+    "in place of two": (_two, {"like": "x", "inplace": True}, "with one result"),
+    "tag": (write_sine, {"like": "x", "tags": OUT}, "adds the tags of the forms"),
 }
 
 

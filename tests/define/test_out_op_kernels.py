@@ -86,9 +86,7 @@ def test_kernel_that_returns_something_else_is_refused(namespace: str) -> None:
 def test_rule_that_allocates_something_else_is_refused(namespace: str, results: str) -> None:
     made = {"None": None, "too many": (torch.empty(2), torch.empty(2)), "a number": 3}[results]
     family = torchop.out_op(f"{namespace}::op", write_sine, allocate=lambda x: made)
-    with pytest.raises(
-        torchop.ResultError, match="the rule that allocates the results must return"
-    ):
+    with pytest.raises(torchop.ResultError, match="allocate must return"):
         family(torch.ones(2))
 
 

@@ -1,11 +1,11 @@
-"""The functions that define operators, and the handles that they return."""
+"""The functions and classes that define operators, and the handles that they return."""
 
 from torchop import _hooks
 from torchop._compat import dynamo_variables
 from torchop._core import define
 from torchop._define.handle import CustomOp, make_handle
 
-# The core makes handles, and native calls look for them, without knowing what they are.
+# The core and the native calls cannot import this package, so it installs the handle type there.
 define.make_handle = make_handle
 _hooks.handle_type = CustomOp
 dynamo_variables.trace_as_overload(CustomOp)

@@ -1,7 +1,7 @@
-"""operator: a class that defines an operator, with all its rules in one place.
+"""operator: define an operator and its rules by a class.
 
-The class is read and checked first. Then the operator is declared and defined as by `custom_op`,
-and the methods of the handle register its rules.
+`read_class` collects and checks the members. The operator is then defined as by `custom_op`, and
+methods of the handle register the rules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
-if TYPE_CHECKING:  # for checkers alone: a Protocol takes a while to make
+if TYPE_CHECKING:  # creating Protocols at run time would slow down the import
 
     class _WithForward(Protocol[P, R_co]):
         @staticmethod
@@ -38,9 +38,9 @@ if TYPE_CHECKING:  # for checkers alone: a Protocol takes a while to make
         def signature(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     class OperatorDecorator(Protocol):
-        """The decorator from `operator`. Type checkers read the handle's signature from it."""
+        """The type of the decorator, from which type checkers infer the handle's signature."""
 
-        # The overloads overlap: a checker takes the first that fits, as we mean it.
+        # The overloads overlap on purpose: type checkers select the first match.
         @typing.overload
         def __call__(self, cls: type[_WithForward[P, R]], /) -> CustomOp[P, R]: ...  # type: ignore[overload-overlap]
         @typing.overload
@@ -50,46 +50,46 @@ if TYPE_CHECKING:  # for checkers alone: a Protocol takes a while to make
 
 
 def operator(name: str, /, *, lib: torch.library.Library | None = None) -> OperatorDecorator:
-    """Turns a class whose members are kernels and rules into an operator.
+    """Turn a class whose members are kernels and rules into an operator.
 
-    The result is a handle, as `custom_op` returns it, because the class is only read. Its base
-    classes are read too, so that operators can share rules, and a member that is None removes the
-    one of a base class. Members whose names start with an underscore are yours.
+    The decorator replaces the class by a handle, the `CustomOp`. Members are inherited from base
+    classes, so operators can share rules; a member that is None removes an inherited one. Members
+    whose names start with an underscore are ignored.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.
-        lib: the library that the operator lives in; by default it lives as long as the process.
+        lib: the library that owns the operator; by default the operator lives as long as the
+            process.
 
-    The members are static functions, except where this list says otherwise:
+    Members are static functions, unless stated otherwise:
 
-    - `forward`: the kernel for every device. Its annotations give the schema.
-    - `cpu`, `cuda` and any other device type: the kernel for it. Without `forward`, the schema is
-      that of the function `signature`, which is never run, or the string `schema`.
-    - `fake`, `backward` and `jvp` with `setup_context`, `vmap`: as in the methods `register_...`.
-      `fake` may be a dict with a declaration instead, `backward` may be `torchop.derived`, and
-      `vmap` may be `"sequential"`.
-    - `backward_kernel` in place of `backward` and `setup_context`: as in `register_autograd`.
-    - `contiguous_grads`: True beside a `backward` or `backward_kernel` that ignores strides.
-    - `autocast`: a dtype, or a dict of dtypes by device type; `torch_dispatch`: a dict of functions
-      by mode or subclass.
-    - `inplace`, `out`: True, or a name: also derives this form. It is an attribute of the handle.
-    - `examples`: yields sample inputs, each a tuple of arguments or a dict by name, for `opcheck`;
-      `valid` beside it: returns whether a caller may pass such arguments.
-    - `inverse`, `checkpoint_policy`, and every other `torchop.Rule`, by its name: those that the
-      reference lists, yours, and those of any package.
-    - `providers`: a dict of kernels beside these, by provider, each a dict of the arguments of
-      `register_kernel`, with `device_types` and `function`.
-    - `mutates_args` (none by default), `schema`, `tags`, `effects`, `compile`, `priority`,
-      `residuals`: as in `custom_op`; annotations of `forward` may declare residuals, too.
+    - `forward`: the kernel for all devices. The schema is inferred from the annotations.
+    - `cpu`, `cuda` and all other device types: kernels for these devices. Without `forward`, give
+      the schema by the annotations of a function `signature`, which is never called, or by the
+      string `schema`.
+    - `fake`, `vmap`, `backward`, `jvp` and `setup_context`: see the methods `register_fake` and so
+      on. `fake` may also be a dict of arguments of `register_fake`, `backward` may be
+      `torchop.derived`, and `vmap` may be `"sequential"`.
+    - `backward_kernel`, instead of `backward` and `setup_context`: see `register_autograd`.
+    - `contiguous_grads`: True if `backward` or `backward_kernel` ignores strides.
+    - `autocast`: a dtype, or a dict from device types to dtypes.
+    - `torch_dispatch`: a dict from modes or Tensor subclasses to functions.
+    - `inplace`, `out`: True or a name, to derive this form; see `derive_inplace`, `derive_out`.
+    - `examples`: yields sample inputs for `opcheck`, as tuples of arguments or dicts by name.
+    - `valid`: returns whether arguments are valid, for inputs derived from `examples`.
+    - `inverse`, `checkpoint_policy` and every other `torchop.Rule`, by name.
+    - `providers`: a dict from provider names to dicts of arguments of `register_kernel`, with
+      `device_types` and `function`.
+    - `mutates_args` (default: `()`), `schema`, `tags`, `effects`, `compile`, `priority`,
+      `residuals`: see `custom_op`.
 
     Returns:
-        A decorator, whose result is the `CustomOp`.
+        A decorator, which returns the `CustomOp`.
 
     Raises:
-        TypeError: a member that is not a rule, is not static, or is
-            missing. Nothing is defined.
-        TypeError, ValueError: those of `custom_op` and of the registrations. The name is free
-            again.
+        TypeError: a member is unknown, not static, or missing. Nothing is defined.
+        TypeError, ValueError: see `custom_op` and the registration methods. The operator is
+            deregistered again.
 
     Example:
         >>> import torch, torchop
@@ -113,7 +113,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
         >>> torchop.inverse(halved)(torch.ones(2))
         tensor([2., 2.])
 
-    The idea is `torch.autograd.Function`.
+    Modeled after `torch.autograd.Function`.
     """
     place = users_place()
     op_name = new_name(name, lib)
@@ -142,7 +142,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
 
 
 class ClassReading(NamedTuple):
-    """The members of a class: the arguments of `custom_op`, and the rules to register."""
+    """The members of a class, sorted by their registration."""
 
     function: Callable[..., Any]
     attributes: Mapping[str, Any]
@@ -152,16 +152,16 @@ class ClassReading(NamedTuple):
 
 
 def read_class(op_name: str, cls: Any) -> ClassReading:
-    """Reads a class, and makes all checks that do not need the operator."""
+    """Collect the members of a class, and run all checks that do not need the operator."""
     if not isinstance(cls, type):
         raise TypeError(
-            f"operator({short_repr(op_name)}) decorates a class, got {short_repr(cls)}; for a "
+            f"operator({short_repr(op_name)}) must decorate a class, got {short_repr(cls)}; for a "
             "function use torchop.custom_op."
         )
     what = f"{op_name}: the class {cls.__qualname__}"
     if issubclass(cls, torch.autograd.Function):
         raise TypeError(
-            f"{what} is a torch.autograd.Function. Leave out this base class, and 'ctx' of forward."
+            f"{what} is a torch.autograd.Function. Remove this base class, and 'ctx' of forward."
         )
     members: dict[str, Any] = {}
     attributes: dict[str, Any] = {}
@@ -181,14 +181,13 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
             kernels[name] = value
         elif name == "device_types":  # as in custom_op
             raise TypeError(
-                f"{what} has the member 'device_types'. Write a kernel for one device as a member "
-                "that is named after the device, such as 'cpu'. The member 'forward' is the "
-                "kernel for every device."
+                f"{what} has the member 'device_types'. Name the kernel for one device after the "
+                "device, such as 'cpu'. The member 'forward' is the kernel for all devices."
             )
         else:
             raise TypeError(
                 f"{what} has the member {short_repr(name)}, which is neither a rule nor a device "
-                f"type{nearest(name, known_names())}. The name of a helper starts with an "
+                f"type{nearest(name, known_names())}. Names of helpers must start with an "
                 "underscore."
             )
     for name in members:
@@ -198,17 +197,17 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
             raise TypeError(f"{what} has the member {short_repr(name)} without {needed}.")
     if isinstance(members.get("backward"), Derived) and members.get("contiguous_grads"):
         raise TypeError(
-            f"{what} has the member 'contiguous_grads' beside a derived 'backward', which consists "
-            "of PyTorch's operators and respects strides. Remove 'contiguous_grads'."
+            f"{what} has the member 'contiguous_grads' with a derived 'backward', but a derived "
+            "backward respects strides. Remove 'contiguous_grads'."
         )
     function = _function(what, cls, members, attributes, kernels)
     return ClassReading(function, attributes, kernels, members, rules)
 
 
 def _public_members(cls: type) -> dict[str, Any]:
-    """The members as they are written, those of base classes included; the nearest one counts.
+    """Return the public members of a class and its base classes, except None.
 
-    None removes the member of a base class, as Python does with `__hash__`.
+    None removes an inherited member, like `__hash__ = None` in Python.
     """
     members = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).items()}
     return {
@@ -243,7 +242,7 @@ def _function(
     attributes: Mapping[str, Any],
     kernels: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """The function from which `custom_op` makes the operator."""
+    """Return the function that defines the operator. Without `forward`, it only raises."""
     if "forward" in members:
         if "signature" in members:
             raise TypeError(
@@ -262,18 +261,18 @@ def _function(
         template = next(iter(kernels.values()))
     else:
         raise TypeError(
-            f"{what} has kernels for {', '.join(kernels)}, but nothing says which signature they "
-            "have. Add the static function 'signature', with annotations, or the string 'schema'."
+            f"{what} has kernels for {', '.join(kernels)}, but no signature. "
+            "Add the static function 'signature', with annotations, or the string 'schema'."
         )
 
     def no_kernel(*args: Any, **kwargs: Any) -> Any:
         raise MissingKernelError(
-            f"{what} has kernels for {', '.join(kernels)} only: it has no 'forward', which would "
-            "run where one of these is disabled."
+            f"{what} has kernels for {', '.join(kernels)} only. Add the member 'forward', which "
+            "runs if a kernel is disabled."
         )
 
     code = getattr(inspect.unwrap(template), "__code__", None)
-    if code is not None:  # messages say where an operator was defined
+    if code is not None:  # messages report the definition by file and line
         no_kernel.__code__ = no_kernel.__code__.replace(
             co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
         )
@@ -281,9 +280,9 @@ def _function(
 
 
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the name of the class, which the handle and redefinitions use.
+    """Return a copy of the function with the name, module and docstring of the class.
 
-    A copy, because a wrapper would add a frame to every call.
+    Handles and redefinition checks use these. A wrapper would add a frame to every call.
     """
     if isinstance(function, types.FunctionType):
         copy = types.FunctionType(

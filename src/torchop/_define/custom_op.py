@@ -19,19 +19,19 @@ from torchop._schema.declared import Tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# The default of required arguments, so that an error can explain a missing one.
+# The default of required arguments, for a better error than Python's.
 MISSING: Any = object()
 
 
 class TritonOptions(TypedDict, total=False):
-    """What `triton_op` takes by keyword, for type checkers."""
+    """Keyword arguments of `triton_op`, for type checkers."""
 
     mutates_args: Required[str | Iterable[str]]
     schema: str | None
 
 
 class Options(TritonOptions, total=False):
-    """What `custom_op` takes by keyword, for type checkers."""
+    """Keyword arguments of `custom_op`, for type checkers."""
 
     device_types: DeviceTypes
     tags: Tags
@@ -67,51 +67,50 @@ def custom_op(
     residuals: Mapping[str, Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
-    """Turns a function into an operator, as a decorator or as a call.
+    """Turn a function into an operator, as a decorator or by a direct call.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`; the namespace is usually the name
             of your package.
-        fn: the function, which is the kernel, and whose annotations give the schema. Types that a
-            schema does not have, such as a dataclass, an Enum or a tuple, become several arguments
-            of the schema, and the function gets the objects.
-        mutates_args: the names of the tensor arguments that the function writes into, or
-            `"unknown"` for all of them; `()` for a function that writes into none.
-        device_types: for which device types the function is the kernel; None for all.
-        schema: a schema such as `"(Tensor x, int n=1) -> Tensor"`, instead of the annotations, with
-            which it is compared.
+        fn: the kernel. The schema is inferred from the annotations. Structured types, such as
+            dataclasses, Enums and tuples, become several schema arguments; the function receives
+            the objects.
+        mutates_args: the names of the tensor arguments that the function writes into; `()` for
+            none, `"unknown"` for all.
+        device_types: the device types that the function supports; None for all.
+        schema: a schema such as `"(Tensor x, int n=1) -> Tensor"`, instead of the inferred one. It
+            must match the annotations.
         tags: a `torch.Tag`, or several.
-        effects: `"ordered"`, or `EffectType.ORDERED`, if the function does something that the
-            schema does not show, such as logging. Compilers then keep every call, and keep the
-            calls in order. `"none"` if the function returns nothing and compilers may remove its
-            calls. None declares neither.
+        effects: `"ordered"` or `EffectType.ORDERED` if the function has a side effect that the
+            schema does not show, such as logging: compilers then preserve all calls and their
+            order. `"none"` if the function returns nothing and compilers may remove calls.
         compile: `"inline"` if compilers may trace the function and optimize the operators in it.
-            A mapping such as `{"inductor": "inline"}` chooses the backends. The function is then
-            also the fake kernel, until you register another one. Exported programs still hold the
-            operator, and gradients use the registered formula.
-        priority: the order in which calls ask providers, by name. Their kernels, which you register
-            later (see `register_kernel`), run in place of the function where they can.
-        residuals: the types of what kernels return for the backward alone, by their names, such as
-            `{"lse": torch.Tensor}`; see `torchop.residuals`. `torchop.Residuals` declares them in
-            the annotation of the result instead.
-        lib: the library that the operator lives in; by default it lives as long as the process.
+            A mapping such as `{"inductor": "inline"}` selects backends. The function is then the
+            default fake kernel. Exported programs still contain the operator, and gradients use
+            the registered formula.
+        priority: the order in which a call tries providers, by name. The first kernel of a
+            provider that supports the call replaces the function; see `register_kernel`.
+        residuals: the names and types of extra kernel results for the backward, such as
+            `{"lse": torch.Tensor}`; see `torchop.residuals`. Alternatively, annotate the result
+            with `torchop.Residuals`.
+        lib: the library that owns the operator; by default the operator lives as long as the
+            process.
 
     Returns:
-        The handle, which is called and treated like the function.
+        The handle of the operator, which is called like the function.
 
     Raises:
         TracingError: the operator was already compiled with another effect.
-        ValueError: a name, an annotation, a schema, `mutates_args`, `effects` or `compile` that
-            breaks a rule. Nothing stays defined.
-        NotImplementedError: a keyword-only tensor.
-        RuntimeError: the operator exists already, defined by other means than `custom_op`.
+        ValueError: the name, an annotation, the schema, `mutates_args`, `effects` or `compile` is
+            invalid. The operator is then not defined.
+        NotImplementedError: a tensor is keyword-only.
+        RuntimeError: an operator of this name exists that was not defined by `custom_op`.
 
     Warns:
         SchemaWarning: the function returns nothing and mutates nothing, and `effects` is not
             given. `torch.compile` will raise an error.
-        RedefinitionWarning: the operator was defined before by another function. The new
-            definition replaces it; the same function, in a reloaded module or a notebook cell,
-            replaces its own definition without a warning.
+        RedefinitionWarning: the operator replaces one that another function defined. Running the
+            same definition again, in a reloaded module or a notebook cell, does not warn.
 
     Example:
         >>> import torch, torchop
@@ -123,7 +122,7 @@ def custom_op(
         >>> torch.ops.docs.scale(torch.ones(2))
         tensor([2., 2.])
 
-    The idea is `torch.library.custom_op`.
+    Modeled after `torch.library.custom_op`.
     """
     if name is MISSING or mutates_args is MISSING:
         raise _missing_arguments("custom_op", name)
@@ -153,7 +152,7 @@ def _missing_arguments(caller: str, name: object) -> TypeError:
     """Return the error for a call without required arguments, such as a bare decorator."""
     good = name if isinstance(name, str) else f"mylib::{getattr(name, '__name__', 'crop')}"
     return TypeError(
-        f"{caller} takes the name of the operator, and mutates_args, the tensor arguments that the "
+        f"{caller} needs the name of the operator, and mutates_args, the tensor arguments that the "
         f'function writes into. Write @torchop.{caller}("{short_text(good)}", mutates_args=()) if '
         'it writes into none, and mutates_args=("x",) if it writes into x.'
     )
@@ -179,28 +178,27 @@ def triton_op(
     mutates_args: str | Iterable[str] = MISSING,
     schema: str | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
-    """Turns a function that launches Triton kernels into an operator.
+    """Turn a function that launches Triton kernels into an operator.
 
-    It is `custom_op(..., compile="inline")` for such functions: `torch.compile` traces the
-    function, so that Inductor sees the kernels and the code around them, while exported programs
-    hold the operator. Wrap each kernel in the function, `wrap_triton(kernel)[grid](...)`, so that
-    compilers can trace it; without a compiler, the wrapped kernel is launched directly. On a device
-    for which you register a kernel, such as the CPU, compiled programs call that kernel; they need
-    a fake kernel where Triton is not installed.
+    `torch.compile` traces the function, so Inductor can optimize the kernels together with the
+    code around them. Exported programs contain the operator. Launch each kernel by
+    `wrap_triton(kernel)[grid](...)`, so that compilers can trace it; eager calls launch it
+    directly. For a device with a registered kernel, such as the CPU, compiled programs call that
+    kernel, and need a fake kernel if Triton is not installed.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.
-        fn: the function, of Triton kernels and PyTorch's operators. It is the kernel for all
-            devices and the fake kernel.
-        mutates_args: the names of the tensor arguments that the function writes into, or
-            `"unknown"` for all of them.
-        schema: a schema instead of the annotations, as in `custom_op`.
+        fn: a function that calls Triton kernels and PyTorch operators. It is the kernel for all
+            devices, and the default fake kernel.
+        mutates_args: the names of the tensor arguments that the function writes into; `()` for
+            none, `"unknown"` for all.
+        schema: a schema instead of the inferred one, as in `custom_op`.
 
     Returns:
-        The handle, a `CustomOp` with all its registrations.
+        The handle of the operator, a `CustomOp`.
 
     Raises:
-        ValueError: as `custom_op`.
+        ValueError: see `custom_op`.
 
     Example:
         >>> import torch, torchop
@@ -210,7 +208,7 @@ def triton_op(
         >>> add_one(torch.zeros(2))
         tensor([1., 1.])
 
-    The idea is `torch.library.triton_op`.
+    Modeled after `torch.library.triton_op`.
     """
     if name is MISSING or mutates_args is MISSING:
         raise _missing_arguments("triton_op", name)
@@ -218,7 +216,7 @@ def triton_op(
     op_name = new_name(name, None)
 
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
-        # First: it runs code of PyTorch's that may fail.
+        # Before `declare`, because this code of PyTorch may raise.
         kernels = compilers.triton_kernels(function)
         declaration = declare(
             op_name, function, place, mutates_args=mutates_args, schema=schema, launches=True

@@ -1,4 +1,4 @@
-"""From a function to the declaration of an operator: every check that needs no operator yet."""
+"""Build the declaration of an operator from a function, with all checks that need no operator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchop._schema.naming import OpName
 
 
 def new_name(name: object, lib: torch.library.Library | None) -> OpName:
-    """Check the name of a new operator, and the caller's library in which it is to live."""
+    """Check the name of a new operator, and that it can be defined in `lib`."""
     op_name = OpName.parse_new(name)
     if lib is not None:
         check_callers_library(op_name, lib)
@@ -47,12 +47,12 @@ def declare(
     launches: bool = False,
     is_lenient: bool = False,
 ) -> Declaration:
-    """Declare the operator that a function becomes.
+    """Check a function and the options of `custom_op`, and return the operator's declaration.
 
     Args:
         name: the name of the operator.
         function: the author's function.
-        place: the line of the user's program that makes the function an operator.
+        place: the line of the user's program that defines the operator.
         mutates_args: see `custom_op`, as for the arguments below.
         device_types: see `custom_op`.
         schema: see `custom_op`.
@@ -87,7 +87,7 @@ def declare(
         kernel,
         Site.of(inspect.unwrap(function) if saved else function, place),
         devices,
-        # Compilers recognize a form by its tag, also where the author wrote only the schema.
+        # Compilers recognize in-place and out= operators by tag, so add the tag to any such schema.
         tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
         effect=effect,
         inlined=inlined,
@@ -99,7 +99,7 @@ def declare(
 
 
 def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function launch its Triton kernels directly; only traces need `wrap_triton`."""
+    """Wrap a function to launch Triton kernels directly. `wrap_triton` is only for tracing."""
 
     @functools.wraps(function)
     def launch(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
 def define_operator(
     declared: Declaration, lib: torch.library.Library | None, priority: Sequence[str] = ()
 ) -> Any:
-    """Define an operator, and return its handle; see `custom_op` for the `priority`."""
+    """Define an operator, set the `priority` of its providers, and return its handle."""
 
     def build() -> Any:
         handle = define(declared, lib).handle

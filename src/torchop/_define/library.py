@@ -1,4 +1,4 @@
-"""Library: operators and kernels with one lifetime, and checks of what its kernels return."""
+"""Library: operators and kernels that are deregistered together, with checked kernel results."""
 
 from __future__ import annotations
 
@@ -44,21 +44,20 @@ _KINDS = ("DEF", "IMPL", "FRAGMENT")
 
 
 class Library(OwnLibrary):
-    """Operators and kernels with one lifetime: closing the library removes all of them.
+    """Owns operators and kernels: closing the library deregisters all of them.
 
-    A library is also a context manager. Closing it removes everything that was registered through
-    it, so that a call of one of its operators is an error, instead of reading freed memory.
+    A library is a context manager. Calling an operator after its library was closed raises an
+    error, instead of reading freed memory.
 
     Args:
         ns: the namespace.
-        kind: `"DEF"` for the one library that defines a namespace, `"FRAGMENT"` for one of several,
-            `"IMPL"` for one that only implements operators that exist.
-        dispatch_key: with the kind `"IMPL"`, the key that `impl` registers to if it names none.
+        kind: `"DEF"` for the only library that defines operators of a namespace, `"FRAGMENT"` for
+            one of several, `"IMPL"` for a library that only registers kernels.
+        dispatch_key: the default dispatch key of `impl`, for libraries of kind `"IMPL"`.
 
     Raises:
-        ValueError: a kind or a namespace that PyTorch does not have.
-        RuntimeError: PyTorch does not have the dispatch key, or the namespace has a `"DEF"` library
-            already.
+        ValueError: the kind or the namespace is invalid.
+        RuntimeError: the dispatch key is unknown, or the namespace already has a `"DEF"` library.
 
     Example:
         >>> import torch, torchop
@@ -68,15 +67,15 @@ class Library(OwnLibrary):
         ...     torch.ops.docs_low.add_one(torch.ones(1))
         tensor([2.])
 
-    The idea is `torch.library.Library`.
+    Modeled after `torch.library.Library`.
     """
 
-    # Checked before __init__, which is PyTorch's own: it reads the frame of whoever called it, to
-    # say in its errors where a library was made, and that must stay the user's.
+    # The checks are in __new__, because overriding PyTorch's __init__ would add a frame: __init__
+    # reads the caller's frame, and errors report it as the place where the library was created.
     def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(
-                f"Unsupported kind: {short_repr(kind)}; a library is one of {', '.join(_KINDS)}."
+                f"Unsupported kind: {short_repr(kind)}; expected one of {', '.join(_KINDS)}."
             )
         if not isinstance(ns, str) or ns.strip() != ns or ns == "" or ":" in ns:
             raise OperatorNameError(
@@ -88,14 +87,14 @@ class Library(OwnLibrary):
             )
         if dispatch_key and dispatch.parse_dispatch_key(dispatch_key) is None:
             raise RuntimeError(
-                f"{short_repr(dispatch_key)} is not a dispatch key; they are written like 'CPU', "
+                f"{short_repr(dispatch_key)} is not a dispatch key; pass a key such as 'CPU', "
                 "'CUDA', 'Meta' or 'Autograd'."
             )
         if dispatch_key and kind != "IMPL":
             raise ValueError(
-                f"dispatch_key={short_repr(dispatch_key)} is for libraries of the kind 'IMPL' "
-                f"only; in a library of the kind {short_repr(kind)}, name the key in each call of "
-                "impl."
+                f"dispatch_key={short_repr(dispatch_key)} is only allowed for libraries of the "
+                f"kind 'IMPL'; in a library of the kind {short_repr(kind)}, pass the key to each "
+                "call of impl."
             )
         return super().__new__(cls)
 
@@ -107,34 +106,34 @@ class Library(OwnLibrary):
         self.close()
 
     def close(self) -> None:
-        """Removes everything that was registered through this library. It can be called again."""
+        """Deregister everything that was registered through this library; idempotent."""
         self._destroy()
 
     def define(
         self, schema: str, alias_analysis: str = "", *, tags: Tag | Iterable[Tag] = ()
     ) -> str:
-        """Defines an operator by its schema.
+        """Define an operator by schema.
 
         Args:
-            schema: such as `"add.Tensor(Tensor self, Tensor other) -> Tensor"`. The name may carry
-                the namespace of this library.
-            alias_analysis: `""` or `"FROM_SCHEMA"` if the schema says which arguments alias,
-                `"CONSERVATIVE"` if any of them may.
+            schema: such as `"add.Tensor(Tensor self, Tensor other) -> Tensor"`. The name may
+                include the namespace of this library.
+            alias_analysis: `""` or `"FROM_SCHEMA"` if the schema declares all aliasing,
+                `"CONSERVATIVE"` if results may alias any argument.
             tags: a `torch.Tag`, or several.
 
         Returns:
-            The name of the operator, without its overload.
+            The name of the operator, without the overload.
 
         Raises:
-            RuntimeError: the schema does not parse, the operator exists, or its namespace is not
-                that of the library.
+            RuntimeError: the schema does not parse, the operator exists, or the schema names
+                another namespace.
             OperatorGoneError: this library is closed.
         """
         self._check_open()
         if not isinstance(schema, str):
             raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
-        # PyTorch accepts the namespace in the name, but some releases then forget to clean it up.
+        # Some PyTorch releases do not deregister operators that were defined with a namespace.
         schema = schema.removeprefix(f"{self.ns}::")
         define = functools.partial(super().define, schema, alias_analysis, tags=tags)
         with short_errors:
@@ -150,21 +149,22 @@ class Library(OwnLibrary):
         with_keyset: bool = False,
         allow_override: bool = True,
     ) -> None:
-        """Registers a kernel for an operator, yours or PyTorch's, at a dispatch key.
+        """Register a kernel for any operator, including PyTorch's, at a dispatch key.
 
-        The number and types of what the kernel returns are checked against the schema.
+        Calls check the number and types of the kernel's results against the schema.
 
         Args:
             op_name: the operator, by name (with or without the namespace) or as an object.
-            fn: the kernel, or `fallthrough_kernel` to pass on to the next key.
-            dispatch_key: such as `"CPU"`, `"Meta"` or `"Autograd"`; by default that of the library.
-            with_keyset: whether the kernel gets the `DispatchKeySet` of the call as its first
-                argument, to redispatch.
-            allow_override: whether to replace another kernel at this key.
+            fn: the kernel, or `fallthrough_kernel` to skip this key.
+            dispatch_key: such as `"CPU"`, `"Meta"` or `"Autograd"`; by default the library's key.
+            with_keyset: whether to pass the `DispatchKeySet` of the call to the kernel as the
+                first argument, for redispatching.
+            allow_override: whether to replace an existing kernel at this key.
 
         Raises:
             TypeError: `fn` is not callable, or `dispatch_key` is not a str.
-            RuntimeError: an unknown dispatch key, or a kernel that may not be replaced.
+            RuntimeError: the dispatch key is unknown, or a kernel exists and `allow_override` is
+                False.
             OperatorGoneError: this library is closed.
         """
         self._check_open()
@@ -176,7 +176,7 @@ class Library(OwnLibrary):
             )
         if not isinstance(dispatch_key, str):
             raise TypeError(
-                f"impl({short_text(name)}): the dispatch key is a str, such as 'CPU'; got "
+                f"impl({short_text(name)}): the dispatch key must be a str, such as 'CPU'; got "
                 f"{short_repr(dispatch_key)} of type {type(dispatch_key).__name__}."
             )
         kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)
@@ -193,18 +193,16 @@ class Library(OwnLibrary):
     def fallback(
         self, fn: Callable[..., Any], dispatch_key: str = "", *, with_keyset: bool = False
     ) -> None:
-        """Registers a kernel for all operators that have none at a dispatch key.
+        """Register a fallback at a dispatch key, for all operators without a kernel there.
 
         Args:
-            fn: the kernel, which gets the `OpOverload` before the arguments; or
-                `fallthrough_kernel`.
-            dispatch_key: the key; by default that of the library.
-            with_keyset: whether the kernel gets the `DispatchKeySet` of the call as its first
-                argument.
+            fn: the fallback, which receives the `OpOverload` and then the arguments of the call;
+                or `fallthrough_kernel`.
+            dispatch_key: the key; by default the library's key.
+            with_keyset: whether to pass the `DispatchKeySet` of the call as the first argument.
 
         Raises:
-            RuntimeError: the namespace of this library is not `"_"`, which stands for all
-                namespaces.
+            RuntimeError: the namespace of this library is not `"_"`, which means all namespaces.
             TypeError: `fn` is not callable.
             ValueError: neither this call nor the library has a dispatch key.
             OperatorGoneError: this library is closed.
@@ -226,14 +224,20 @@ class Library(OwnLibrary):
     def _check_open(self) -> None:
         if self.m is None:
             raise OperatorGoneError(
-                f"the Library object of namespace {self.ns!r} has been destroyed: nothing can be "
-                "registered through it any more."
+                f"the Library object of namespace {self.ns!r} has been destroyed, so it cannot "
+                "register anything. Create a new Library."
             )
 
 
 def define_in(library: torch.library.Library, schema: str, define: Callable[[], str]) -> str:
-    """Has an operator defined in a library, and ended with it; returns what `define` returns."""
-    # Not checked: `define` refuses what is no schema.
+    """Call `define` to define an operator that is deregistered with `library`.
+
+    Args:
+        library: the library, torchop's or PyTorch's.
+        schema: the schema with the name.
+        define: defines the operator in the dispatcher. Its result is returned.
+    """
+    # Not validated here, because `define` raises for an invalid schema.
     local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
     packet, _, overload = local.partition(".")
     name = OpName(library.ns, packet, overload)
@@ -259,7 +263,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
 
 
 def local_name(library: torch.library.Library, op: OpLike) -> str:
-    """The name of an operator as a library writes it, to implement it."""
+    """Return the name of an operator without the namespace, as `Library.impl` takes it."""
     if isinstance(op, str) and "::" not in op:
         return op
     name = op_name(op, "impl")
@@ -277,18 +281,18 @@ core_library.process_library_type = Library
 def checked_kernel(
     qualname: str, function: Callable[..., Any], with_keyset: bool
 ) -> Callable[..., Any]:
-    """Checks what a kernel returns, before PyTorch trusts it to match the schema."""
+    """Wrap a kernel to check results, because PyTorch trusts them to match the schema."""
     if function is fallthrough_kernel:
         return function
     name = OpName.parse(qualname)
     check: ResultCheck | None = None
-    checked_schema: Any = None  # as PyTorch has it; an overload may go to the next operator
+    checked_schema: Any = None  # the FunctionSchema, which differs after a redefinition
     run = function
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal check, checked_schema, run
-        # A kernel may be registered before the operator is defined, and outlive that definition.
+        # Looked up in each call: the operator may be defined after its kernel, and redefined.
         current = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
         current_schema = getattr(current, "_schema", None)
         check_now = check
@@ -299,9 +303,10 @@ def checked_kernel(
                 check_now = result_check(schema.returns)
                 if current is not None:
                     attach(name, current)
-                # Last, because a thread that sees the new check must not run the old kernel.
+                # `check` comes last: a thread that reads the new check must also read the new run.
                 check, checked_schema = check_now, current_schema
-        if dispatch.is_handled_by_mode() and not with_keyset:  # one with a keyset redispatches
+        # Kernels with a keyset redispatch themselves.
+        if dispatch.is_handled_by_mode() and not with_keyset:
             with dispatch.with_transforms():
                 return check_now(run(*args, **kwargs), qualname)
         return check_now(run(*args, **kwargs), qualname)
@@ -319,7 +324,7 @@ def checked_kernel(
 
 
 def checked_fallback(function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
-    """The same for a fallback: the kernel of every operator that has no kernel of its own."""
+    """Wrap a fallback to check results, as `checked_kernel` does for kernels."""
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:

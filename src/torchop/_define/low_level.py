@@ -1,4 +1,4 @@
-"""define and impl: operators and kernels, with or without a library of the caller."""
+"""define and impl: define operators by schema, and register kernels for existing operators."""
 
 from __future__ import annotations
 
@@ -49,19 +49,21 @@ def define(
     lib: torch.library.Library | None = None,
     tags: Tag | Iterable[Tag] = (),
 ) -> Decorator | None:
-    """Defines an operator by its schema, without a kernel.
+    """Define an operator by schema, without a kernel.
+
+    The older form, `define(library, "name(Tensor x) -> Tensor", alias_analysis="")`, is a decorator
+    that also registers the function as the kernel for all devices and for autograd.
 
     Args:
         qualname: `"namespace::name"` or `"namespace::name.overload"`.
-        schema: without a name, such as `"(Tensor x) -> Tensor"`.
-        lib: the library that the operator lives in; by default it lives as long as the process.
+        schema: the schema without a name, such as `"(Tensor x) -> Tensor"`.
+        alias_analysis: only for the older form; see `torchop.Library.define`.
+        lib: the library that owns the operator; by default the operator lives as long as the
+            process.
         tags: a `torch.Tag`, or several.
 
-    `define(library, "name(Tensor x) -> Tensor", alias_analysis="")` is the older form, a decorator
-    that also registers the function as the kernel for all devices and for autograd.
-
     Raises:
-        ValueError: `qualname` or `schema` has another form.
+        ValueError: `qualname` or `schema` does not have the required form.
         RuntimeError: the schema does not parse, or the operator exists.
 
     Example:
@@ -73,7 +75,7 @@ def define(
         >>> torch.ops.docs.times_two(torch.ones(1))
         tensor([2.])
 
-    The idea is `torch.library.define`.
+    Modeled after `torch.library.define`.
     """
     if isinstance(qualname, torch.library.Library):
         library = qualname
@@ -125,28 +127,28 @@ def impl(
     *,
     lib: torch.library.Library | None = None,
 ) -> Function | Decorator:
-    """Registers a kernel for an operator that `define` or C++ defines, also later.
+    """Register a kernel for an operator from `define` or C++, which may be defined later.
+
+    The older form, `impl(library, name, dispatch_key="")`, is a decorator.
 
     Args:
         qualname: the operator.
-        types: device types such as `"cpu"`, dispatch keys such as `"Autograd"`, or `"default"` for
-            all devices; one or several.
-        func: the kernel. Without it, a decorator is returned.
-        lib: the library whose lifetime the registration shares; by default it stays until the
-            process ends.
-
-    `impl(library, name, dispatch_key="")` is the older form, a decorator.
+        types: one or several device types such as `"cpu"` or dispatch keys such as `"Autograd"`;
+            `"default"` for all devices.
+        func: the kernel; without it, return a decorator.
+        dispatch_key: only for the older form.
+        lib: the library that owns the registration. By default, the registration is permanent.
 
     Returns:
         `func`.
 
     Raises:
-        RuntimeError: a device type that PyTorch does not know.
-        TypeError: `func` is not callable, or something in `types` is not a str.
+        RuntimeError: PyTorch does not know the device type.
+        TypeError: `func` is not callable, or an item of `types` is not a str.
 
     Example: see `torchop.define`.
 
-    The idea is `torch.library.impl`.
+    Modeled after `torch.library.impl`.
     """
     if isinstance(qualname, torch.library.Library):
         library, name = qualname, cast(OpLike, types)
@@ -172,8 +174,8 @@ def _key_of_kernel(op: OpLike, kind: object) -> str:
     return dispatch.kernel_key(kind)
 
 
-# A library of PyTorch's own neither checks what a kernel returns, nor tells those who hold an
-# operator that it closes. Where one is passed to the functions below, they see to both.
+# A `torch.library.Library` neither checks kernel results, nor invalidates operators when it is
+# destroyed. The functions below add both for such a library.
 
 
 def _define_in(
@@ -203,7 +205,7 @@ def _library_for(
     if lib.ns != name.namespace:
         warn(
             f"{caller}({short_repr(qualname)}): lib is a library of the namespace {lib.ns!r}, "
-            f"which is used instead of {name.namespace!r}.",
+            f"so the operator is {lib.ns}::{name.local}.",
             UserWarning,
         )
     return lib, name

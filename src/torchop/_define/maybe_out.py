@@ -1,4 +1,4 @@
-"""maybe_out: one Python function for a functional operator and the one with out=."""
+"""maybe_out: combine a functional and an out= operator into one Python function."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]: ...
 
 
 def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
-    """Combines a functional operator and the one that writes into `out` into one function.
+    """Combine a functional operator and an out= operator into one function with `out=None`.
 
-    One operator cannot do both, because its contract would depend on its arguments. A function can,
-    because it calls one operator or the other, also under `torch.compile` and `torch.export`.
+    A single operator cannot have an optional `out`: whether its result is fresh would depend on the
+    arguments. The function calls one of the two operators, also under `torch.compile` and
+    `torch.export`.
 
     Args:
         functional: the operator that allocates its results: a handle, `"ns::name"`, an
             `OpOverload`, or a packet with one overload.
-        out: the operator that writes them into its mutated arguments, and returns these or None.
-            Otherwise it takes the same arguments.
+        out: the operator that writes the results into its mutated arguments, and returns them or
+            None. The other arguments must be the arguments of `functional`.
 
     Returns:
-        A function with the parameters of the functional operator and, by keyword only, those that
-        `out` mutates, which default to None. Callers pass all of these or none.
+        A function with the parameters of `functional`, and the mutated arguments of `out` as
+        keyword-only parameters with the default None. Callers pass all outputs or none.
 
     Raises:
-        OperatorNotFoundError: nobody defined one of the operators.
-        SchemaError: a `ValueError`: the two do not fit together; the message names the difference.
+        OperatorNotFoundError: one of the operators is not defined.
+        SchemaError: a `ValueError`: the schemas do not match.
 
     Example:
         >>> import torch, torchop
@@ -58,7 +59,7 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
         >>> tan(torch.zeros(2), out=buffer) is buffer
         True
 
-    The idea is PyTorch's own: `torch.sin(x, out=None)` is two operators.
+    Modeled after `torch.sin(x, out=None)`, which calls `aten::sin` or `aten::sin.out`.
     """
     names = op_name(functional, "maybe_out"), op_name(out, "maybe_out")
     allocating, writing = (find_schema(name) for name in names)
@@ -107,19 +108,19 @@ def _doc(functional: OpLike, outputs: tuple[str, ...]) -> str:
 
 
 def _difference(functional: Schema, out: Schema) -> str | None:
-    """Why two operators are not two forms of one computation; None if they are."""
+    """Return the reason why the two schemas do not match, or None."""
     if not functional.is_functional or set(functional.returns) != {"Tensor"}:
         return "the first operator must mutate nothing and return fresh tensors only"
     outputs = [a for a in out.arguments if a.is_mutated]
     if not outputs:
-        return "the second operator must write into its outputs, but it mutates no argument"
+        return "the second operator must mutate its outputs, but it mutates no argument"
     if [a.kind for a in outputs] != ["Tensor"] * len(functional.returns):
         return (
             f"the first operator returns {len(functional.returns)} tensors, so the second must "
             f"mutate as many Tensor arguments; it mutates {', '.join(out.mutated)}"
         )
     if out.returns and not _returns_outputs(out):
-        return "the second operator must return what it mutates, in order, or nothing"
+        return "the second operator must return its mutated arguments, in order, or nothing"
     inputs = [a for a in out.arguments if not a.is_mutated]
     mutated_places = [i for i, a in enumerate(out.positional) if a.is_mutated]
     if mutated_places and mutated_places[0] < len(out.positional) - len(mutated_places):
@@ -127,7 +128,7 @@ def _difference(functional: Schema, out: Schema) -> str | None:
     if [a.name for a in inputs] != [a.name for a in functional.arguments]:
         return (
             f"the first operator takes ({', '.join(a.name for a in functional.arguments)}), and "
-            f"the second ({', '.join(a.name for a in inputs)}) besides its outputs"
+            f"the second ({', '.join(a.name for a in inputs)}) in addition to its outputs"
         )
     for one, other in zip(functional.arguments, inputs, strict=True):
         for what, attribute in _COMPARED.items():

@@ -1,7 +1,7 @@
-"""The members of the class form: a table of what each of them may be, and what it registers.
+"""The members of the class form: the allowed values of each, and its registration.
 
-To add a member, add a line here. Kernels for device types, and rules of `torchop.Rule`, are members
-under their own names.
+To add a member, add an entry to `MEMBERS`. Kernels (`cpu`, `cuda`, ...) and rules of `torchop.Rule`
+are members under their own names, without an entry.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torchop._define.handle import CustomOp
 from torchop._errors import short_repr
 from torchop._rules.autograd.formula import Derived
 
-# Registers a member, given the handle, its value, and all members of the class.
+# (handle, value of the member, all members of the class) -> ignored
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
 
 
 class Member(NamedTuple):
-    """What one member of a class may be, and how the handle takes it.
+    """The allowed values of a member, and its registration.
 
     Attributes:
-        registers: what to do with it; None if something else reads it.
-        takes: what it may be, for messages.
-        accepts: whether a value is allowed. Functions arrive here without their `staticmethod`.
-        needs: other members; at least one of them must be there too.
+        registers: registers the member; None if another member's registration reads this one.
+        takes: the allowed values, for messages.
+        accepts: whether a value is allowed. Static functions are passed without `staticmethod`.
+        needs: members of which at least one must also be present.
     """
 
     registers: Registers | None = None
@@ -70,8 +70,8 @@ def _register_providers(op: CustomOp[..., Any], providers: Any, members: Mapping
     for name, options in providers.items():
         if not isinstance(options, Mapping) or not {"device_types", "function"} <= options.keys():
             raise TypeError(
-                f"{op.name}: the member 'providers' has a dict for each provider, with "
-                "device_types, function and what else register_kernel takes, such as "
+                f"{op.name}: the member 'providers' must map each provider to a dict with "
+                "device_types, function and other arguments of register_kernel, such as "
                 "{'triton': {'device_types': 'cuda', 'function': kernel}}; got "
                 f"{short_repr(options)} for {short_repr(name)}."
             )
@@ -88,7 +88,7 @@ def _form(method: str, what: str) -> Member:
     return Member(derive, takes, lambda value: isinstance(value, (bool, str)))
 
 
-# In the order in which they are registered.
+# In registration order.
 MEMBERS: Mapping[str, Member] = {
     "forward": Member(),
     "signature": Member(),
@@ -145,12 +145,12 @@ MEMBERS: Mapping[str, Member] = {
     "inplace": _form("derive_inplace", "in-place operator"),
     "out": _form("derive_out", "operator with out="),
 }
-# What custom_op is called with, under the same names.
+# Members that are passed to custom_op under the same name.
 ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority", "residuals")
 
 
 def is_device_type(name: str) -> bool:
-    """Whether a member of this name is the kernel for a device type."""
+    """Whether `name` is a device type, so that the member is a kernel."""
     try:
         dispatch.dispatch_key_name(name)
     except RuntimeError:
@@ -159,13 +159,13 @@ def is_device_type(name: str) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a user's rule of this name would hide a member, or a method of the handle."""
+    """Whether a `torchop.Rule` of this name would clash with a member or a method of the handle."""
     is_member = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
     return is_member or hasattr(CustomOp, f"register_{name}")
 
 
 def known_names() -> list[str]:
-    """The names to propose for a member that is not known."""
+    """Return the names to suggest for an unknown member."""
     return [*MEMBERS, *ATTRIBUTES, *rule_names(), "cpu", "cuda", "mps", "xpu", "meta"]
 
 

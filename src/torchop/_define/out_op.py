@@ -1,4 +1,4 @@
-"""out_op: from a kernel that writes into its outputs to all forms of the operator, a family."""
+"""out_op: define the functional, out= and in-place forms of an operator from one kernel."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from torchop._schema.schema import Schema
 
 Kernel = Callable[..., Any]
 P = ParamSpec("P", default=...)
-R = TypeVar("R", default=Any)  # what a kernel returns; its outputs may be one tensor or several
+R = TypeVar("R", default=Any)  # the result of a kernel: a Tensor or a tuple of tensors
 
 
 class Options(TypedDict, Generic[Function], total=False):
-    """What `out_op` takes by keyword, for type checkers."""
+    """Keyword arguments of `out_op`, for type checkers."""
 
     like: str | None
     allocate: Function | Lambda | None
@@ -86,34 +86,36 @@ def out_op(
     tags: Tags = None,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Kernel], OperatorFamily] | OperatorFamily:
-    """Turns one kernel that writes into its outputs into all forms of an operator.
+    """Define the functional, out= and in-place forms of an operator from one kernel.
 
-    The forms are `ns::name`, which allocates its results, `ns::name.out`, which writes them into
-    tensors of the caller, and with `inplace=True` `ns::name_`, which overwrites its first argument.
-    They share the kernels, the fake kernel and the backward formula.
+    The forms are `ns::name`, which allocates the results, `ns::name.out`, which writes them into
+    the caller's tensors, and with `inplace=True` also `ns::name_`, which overwrites the first
+    argument. All forms share the kernels, the fake kernel and the backward formula.
 
     Args:
-        name: of the functional operator: `"namespace::name"` or `"namespace::name.overload"`.
-        fn: the kernel. Its keyword-only parameters of type Tensor are the outputs; it writes into
-            all of them, never reads them, and returns them or None. The other annotations give the
-            schema. An output has the shape, dtype and device of the result, but any strides.
-        like: the name of the argument that each result looks like, as with `torch.empty_like`.
-        allocate: instead of `like`: takes the arguments, without the outputs, and returns an empty
-            tensor for each output. It is the fake kernel too, so it must not read data.
-        inplace: whether to define an in-place form too.
-        elementwise: whether the kernel reads each element before it writes there, and never after.
-            Then an output may be an input, and the in-place form allocates nothing.
-        device_types: for which device types the function is the kernel; None for all.
-        tags: a `torch.Tag`, or several, for all forms; those of the forms are added.
-        lib: the library that the operators live in; by default they live as long as the process.
+        name: the functional operator: `"namespace::name"` or `"namespace::name.overload"`.
+        fn: the kernel. The keyword-only parameters of type Tensor are the outputs. The kernel must
+            write into all outputs, must not read them, and returns them or None. The schema is
+            inferred from the other parameters. Outputs have the shape, dtype and device of the
+            results, but arbitrary strides.
+        like: the name of the argument from which each result is allocated by `torch.empty_like`.
+        allocate: instead of `like`, a function that takes the arguments without the outputs, and
+            returns an empty tensor for each output. It is also the fake kernel, so it must not
+            read data.
+        inplace: whether to define the in-place form.
+        elementwise: whether the kernel reads an element only before writing to its position. An
+            output may then also be an input, and the in-place form allocates nothing.
+        device_types: the device types that the kernel supports; None for all.
+        tags: a `torch.Tag`, or several, for all forms, in addition to the tag of each form.
+        lib: the library that owns the operators; by default the operators live as long as the
+            process.
 
     Returns:
-        The family. A call runs the functional operator or, with `out=`, the operator that writes
-        into `out`.
+        The family. A call runs the functional operator, or the out= operator if `out=` is given.
 
     Raises:
-        ValueError: a name, an annotation, `like` or `allocate` breaks a rule. Nothing is defined.
-        RuntimeError: one of the operators exists already, defined by other means.
+        ValueError: a name, an annotation, `like` or `allocate` is invalid. Nothing is defined.
+        RuntimeError: an operator of one of the names exists that torchop did not define.
 
     Example:
         >>> import numpy as np, torch, torchop
@@ -130,7 +132,7 @@ def out_op(
         >>> sin.out.schema
         docs::sin.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)
 
-    The idea is PyTorch's structured kernels, where one function serves all forms.
+    Modeled after PyTorch's structured kernels.
     """
     place = users_place()
     op_name = OpName.parse_new(name)
@@ -138,12 +140,13 @@ def out_op(
     all_tags = checked_tags(op_name, tags)
     if form_of(all_tags) is not Form.PLAIN:
         raise SchemaError(
-            f"{op_name}: out_op adds the tags of the forms by itself, so pass only other tags."
+            f"{op_name}: out_op adds the tags of the forms. Remove torch.Tag.inplace and "
+            "torch.Tag.out."
         )
     if (like is None) is (allocate is None):
         raise SchemaError(
-            f"{op_name}: out_op needs either like, the name of the argument that each result looks "
-            "like, or allocate, a function that returns an empty tensor for each result."
+            f"{op_name}: out_op needs either like, the name of an argument for torch.empty_like, "
+            "or allocate, a function that returns an empty tensor for each result."
         )
 
     if like is not None and not isinstance(like, str):
@@ -159,12 +162,11 @@ def out_op(
         text = infer_schema(_prototype(kernel, signature), mutates_args=(), tags=all_tags)
         schema = parsed_schema(op_name, text, all_tags)
         check_derivable(op_name, schema, Form.INPLACE if inplace else Form.OUT)
-        place_of_like: Any = None if like is None else _place(op_name, schema, like)
-        # One of the two was passed.
-        rule = allocate or functools.partial(empty_like, place_of_like, len(outputs))
+        like_index: Any = None if like is None else _like_index(op_name, schema, like)
+        rule = allocate or functools.partial(empty_like, like_index, len(outputs))
         check_signature(f"{op_name}: allocate", rule, *schema.parameters)
         kernels = WritingKernels(
-            op_name, schema, rule, outputs, elementwise=elementwise, like=place_of_like
+            op_name, schema, rule, outputs, elementwise=elementwise, like=like_index
         )
         site = Site.of(kernel, place)
         declaration = Declaration(
@@ -187,7 +189,7 @@ def out_op(
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()
             }
-            # In place, any other kernel allocates its result too.
+            # Skip in-place forms that are not elementwise, because they allocate a result too.
             for form in (Form.OUT, *[Form.INPLACE] * (inplace and elementwise)):
                 _plan_outputs(functional, handles[form]._live())
             return OperatorFamily(
@@ -220,20 +222,21 @@ def _define_form(
     ).handle
 
 
-# What Inductor is told of a family, see `_compat.planned_outputs`; `torchop` has it do so.
+# Registers a family with Inductor; see `_compat.planned_outputs`. Set by `torchop/__init__.py`.
 plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None = None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
-    """Lets Inductor call another form, on memory that it plans."""
-    members = weakref.ref(functional), weakref.ref(form)  # whose library may be the caller's
+    """Let Inductor replace the functional operator by a form that writes into planned memory."""
+    # Weak references, because the forms must be freed when the caller's library is closed.
+    members = weakref.ref(functional), weakref.ref(form)
 
     def overload() -> OpOverload | None:
         alive = [
             member for ref in members if (member := ref()) and member.deregistration_reason is None
         ]
         if len(alive) < 2 or _kernels_of(alive[0]) != _kernels_of(alive[1]):
-            return None  # a form may have a kernel of its own, which only its calls run
+            return None  # other kernels could compute other results
         return alive[1].overload
 
     if plan_outputs is not None:
@@ -241,14 +244,15 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
 
 
 def _kernels_of(form: Definition) -> object:
+    """Return the kernels of a form by device, for comparison with another form."""
     rule = form.rule(KernelRule)
     if rule.providers is not None or rule.switches:
-        return form  # it chooses, so it is like no other
+        return form  # the kernel is chosen per call, so never equal to another form
     return {device: inspect.unwrap(kernel) for device, kernel in rule.functions.items()}
 
 
 def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, ...]]:
-    """The signature of the functional operator, and the names of the kernel's outputs."""
+    """Return the signature of the functional operator, and the names of the kernel's outputs."""
     signature = signatures.signature(kernel)
     where = f"{name}: {signatures.spell_function(kernel)}"
     outputs = []
@@ -260,7 +264,8 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
         if parameter.annotation is not Tensor or parameter.default is not parameter.empty:
             raise SchemaError(
                 f"{where}: the keyword-only parameter {parameter.name!r} is an output, so it must "
-                "be a Tensor without default; the family allocates what the caller does not pass."
+                "be a Tensor without default. If the caller passes no output, the family allocates "
+                "one."
             )
         outputs.append(parameter.name)
     if not outputs:
@@ -281,7 +286,7 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
 
 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
-    """A function for inferring the functional schema; messages use the kernel's name for it."""
+    """Return a function with the functional signature, and the kernel's name for messages."""
 
     @functools.wraps(kernel)
     def prototype() -> None: ...
@@ -294,26 +299,26 @@ def _with_signature(function: Kernel, signature: inspect.Signature) -> Kernel:
     return function
 
 
-def _place(name: OpName, schema: Schema, like: str) -> int:
-    """The position of the argument that the results look like."""
+def _like_index(name: OpName, schema: Schema, like: str) -> int:
+    """Return the position of the argument `like`."""
     places = {a.name: place for place, a in enumerate(schema.positional) if a.kind == "Tensor"}
     if like not in places:
         raise SchemaError(
-            f"{name}: like={short_repr(like)} is not the name of a Tensor argument; those are "
-            f"{', '.join(places) or 'none'}. Use allocate for results of another kind."
+            f"{name}: like={short_repr(like)} is not a Tensor argument; the Tensor arguments are "
+            f"{', '.join(places) or 'none'}. Use allocate for other results."
         )
     return places[like]
 
 
 class OperatorFamily(Generic[P, R]):
-    """The forms of one operator, made from one kernel by `torchop.out_op`.
+    """The forms of an operator that `torchop.out_op` defines.
 
-    A call runs the functional operator or, with `out=`, the operator that writes into `out`.
+    A call runs the functional operator, or the out= operator if `out=` is given.
 
     Attributes:
-        functional: the operator that allocates its results, a `CustomOp`.
-        out: the operator that writes them into its keyword-only outputs.
-        inplace: the operator that overwrites its first argument; None without `inplace=True`.
+        functional: the `CustomOp` that allocates its results.
+        out: the `CustomOp` that writes the results into keyword-only outputs.
+        inplace: the `CustomOp` that overwrites its first argument; None without `inplace=True`.
 
     Example:
         >>> import torch, torchop
@@ -336,10 +341,10 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        # Not with `| None`, because whoever passed inplace=True would have to check for that.
+        # Not `| None`, so that callers with inplace=True need no check for type checkers.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
-        vars(functional)["_family"] = self  # where pickles, which hold the operator, find it
+        vars(functional)["_family"] = self  # for __reduce__
         self._function: Callable[..., R] = maybe_out(functional, out)
         for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__signature__"):
             setattr(self, attribute, getattr(self._function, attribute))
@@ -362,9 +367,17 @@ class OperatorFamily(Generic[P, R]):
     def register_kernel(
         self, device_types: DeviceTypes, fn: Function | Lambda | None = None, /
     ) -> Function:
-        """Registers a kernel that writes into its outputs, for all forms on some device types.
+        """Register a kernel that writes into its outputs, for all forms.
 
-        A form can have a kernel of its own: `family.functional.register_kernel("cuda", ...)`.
+        To register a kernel for one form only, use the handle of the form, such as
+        `family.functional.register_kernel("cuda", ...)`.
+
+        Args:
+            device_types: the device types that the kernel supports; None for all.
+            fn: the kernel; without it, return a decorator.
+
+        Returns:
+            `fn`.
         """
         return decorator_or_call(lambda kernel: self._register_kernel(device_types, kernel), fn)
 
@@ -385,9 +398,15 @@ class OperatorFamily(Generic[P, R]):
         *,
         setup_context: SetupContext | None = None,
     ) -> Function:
-        """Registers the backward formula; see `torchop.register_autograd`.
+        """Register the backward formula of the functional and the in-place operator.
 
-        The functional operator and the in-place one use it. Like PyTorch's own, the operator with
-        `out=` refuses tensors that require grad.
+        As in PyTorch, the out= operator raises for tensors that require grad.
+
+        Args:
+            backward: see `torchop.register_autograd`; without it, return a decorator.
+            setup_context: see `torchop.register_autograd`.
+
+        Returns:
+            `backward`.
         """
         return self.functional.register_autograd(backward, setup_context=setup_context)

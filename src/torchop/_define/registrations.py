@@ -1,7 +1,7 @@
-"""The table of registrations: each function that registers a rule is also a method of handles.
+"""Registrations: the registration functions of all rules, as methods of handles.
 
-A function in the body of a class is a method, whose `self` is the operator. So each registration is
-written once, where its rule is: signature, documentation and checks.
+Each function is defined once, next to its rule, with the operator as its first parameter, so it can
+be assigned in a class body as a method.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class SameAs(Generic[Function]):
-    """Makes a function the method, where `CustomOpDef` has one of that name.
+    """Replace a stub method by a function, for names that `CustomOpDef` also has.
 
-    Assigning the function would be shorter, but then Pyright believes the types of the base class.
-    This is a class because from a decorator that is a function, Pyright would not get the type
-    variables of the method.
+    With a plain assignment, Pyright would use the types of the base class. This is a class because
+    Pyright loses the type variables of the function if the decorator is a function.
     """
 
     def __init__(self, function: Function) -> None:
@@ -65,7 +64,7 @@ class Registrations(Handle):
     @SameAs(effect.register_effect)
     def register_effect(self) -> None: ...
 
-    # Rules of the public kind, `torchop.Rule`.
+    # Instances of torchop.Rule
     register_inverse = inverse.register_inverse
     register_right_inverse = inverse.register_right_inverse
     register_flop_formula = flop_formula.register_flop_formula

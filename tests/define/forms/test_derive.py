@@ -245,10 +245,10 @@ REFUSED = {
     "views": ("(Tensor(a) x) -> Tensor(a)", (), None, "returns fresh tensors"),
     "a list": ("(Tensor x) -> Tensor[]", (), None, "returns fresh tensors"),
     "a number": ("(Tensor x) -> int", (), None, "returns fresh tensors"),
-    "two": ("(Tensor x) -> (Tensor, Tensor)", (), "inplace", "has one result"),
-    "no tensor": ("(int n) -> Tensor", (), "inplace", "takes a Tensor first"),
-    "optional": ("(Tensor? x) -> Tensor", (), "inplace", "takes a Tensor first"),
-    "nothing": ("() -> Tensor", (), "inplace", "takes a Tensor first"),
+    "two": ("(Tensor x) -> (Tensor, Tensor)", (), "inplace", "with one result"),
+    "no tensor": ("(int n) -> Tensor", (), "inplace", "whose first argument is a Tensor"),
+    "optional": ("(Tensor? x) -> Tensor", (), "inplace", "whose first argument is a Tensor"),
+    "nothing": ("() -> Tensor", (), "inplace", "whose first argument is a Tensor"),
 }
 
 

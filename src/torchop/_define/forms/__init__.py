@@ -1,1 +1,1 @@
-"""Families: the functional, the out= and the in-place form of one operator."""
+"""The functional, out= and in-place forms of an operator."""

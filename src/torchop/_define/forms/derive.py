@@ -1,8 +1,8 @@
-"""The in-place and the out= form of an existing operator: they call it, and copy its result.
+"""Derive the in-place and out= forms of a functional operator.
 
-Compilers see the same as for PyTorch's own forms: the functional operator, and a copy into the
-tensor that is written. So a form cannot be compiled wrongly, in any release. The formula and the
-fake kernel of the functional operator serve all forms.
+A form calls the functional operator and copies the result. Compilers see exactly these two steps,
+so every PyTorch release compiles them correctly. All forms share the functional operator's formula
+and fake kernel.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def derive_form(
     lib: torch.library.Library | None,
     outputs: Sequence[str] | None = None,
 ) -> Definition:
-    """See `CustomOp.derive_inplace` and `CustomOp.derive_out`."""
+    """Define a form; see `CustomOp.derive_inplace` and `CustomOp.derive_out`."""
     if functional.structure is not None:
         raise SchemaError(
-            f"{functional}: other forms are derived from operators whose parameters a schema can "
-            "express, and this one takes or returns structures. Define the form by itself, with "
-            f"torch.Tag.inplace or torch.Tag.out. Got {functional.schema}."
+            f"{functional}: forms cannot be derived from an operator with structured arguments or "
+            "results. Define the form as a separate operator, with torch.Tag.inplace or "
+            f"torch.Tag.out. Got {functional.schema}."
         )
     check_derivable(functional.name, functional.schema, form)
     op_name = OpName.parse_new(
@@ -56,35 +56,37 @@ def derive_form(
         schema = schemas.out_schema(op_name, functional.schema, names)
     lib = functional.callers_library if lib is None else lib
     check_callers_library(op_name, lib)
-    # For every device: the functional operator has the kernels, those of the future included.
+    # Registered for all devices, because the functional operator selects the kernel.
     kernel = writing_result(functional, op_name, schema)
 
     def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # The result is complete before anything is written, so an output may be an input.
+        # The result is complete before outputs are written, so an output may be an input.
         check_outputs(op_name, schema, args, kwargs, may_be_an_input=True)
 
     return define_member(functional, op_name, schema, kernel, guard, lib)
 
 
 def check_derivable(name: object, schema: Schema, form: Form) -> None:
-    """Refuses an operator that has no such form."""
+    """Reject an operator that cannot have a form."""
     if not schema.is_functional or set(schema.returns) != {"Tensor"}:
-        problem = "only an operator that mutates nothing and returns fresh tensors has other forms"
+        problem = (
+            "forms need a functional operator, which mutates nothing and returns fresh tensors"
+        )
     elif form is Form.OUT:
         return
     elif len(schema.returns) > 1:
-        problem = "an in-place operator has one result, in place of its first argument"
+        problem = "an in-place form needs an operator with one result"
     elif not schema.positional or schema.positional[0].kind != "Tensor":
-        problem = "an in-place operator takes a Tensor first, which it overwrites"
+        problem = "an in-place form needs an operator whose first argument is a Tensor"
     elif schema.positional[0].has_default:
-        problem = "the first argument of an in-place operator has no default"
+        problem = "the first argument of an in-place operator must not have a default"
     else:
         return
     raise SchemaError(f"{name}: {problem}. Got {schema}.")
 
 
 def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of the outputs: `out`, or `out0`, `out1` and so on, if a user names none."""
+    """Return the names of the outputs; by default `out`, or `out0`, `out1` and so on."""
     count = len(functional.returns)
     if outputs is None:
         names = ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
@@ -93,8 +95,8 @@ def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str
     arguments = {argument.name for argument in functional.arguments}
     if len(names) != count or len(set(names)) != count or arguments & set(names):
         raise SchemaError(
-            f"outputs={short_repr(names)}: expected {count} names, one for each result of "
-            f"{functional}, and none of them the name of an argument."
+            f"outputs={short_repr(names)}: expected {count} different names, one for each result "
+            f"of {functional}, that are not names of arguments."
         )
     return names
 
@@ -116,15 +118,14 @@ def define_member(
         functional: the functional operator.
         name: the name of the form.
         schema: the schema of the form.
-        kernel: the kernel, which returns the arguments that it wrote.
+        kernel: the kernel, which returns the mutated arguments.
         guard: see `Declaration`.
-        lib: the caller's library that the form lives in.
-        devices: the device types that the kernel is for.
-        tags: tags beside those of every form of this kind.
+        lib: the caller's library that owns the form.
+        devices: the device types of the kernel.
+        tags: tags in addition to the tag of the form.
     """
-    # Not `torch.Tag.out`: Inductor looks for an overload with this tag, and calls it in place of
-    # the functional operator, wrongly for most signatures; see `_compat.planned_outputs`, which
-    # makes the right call.
+    # No `torch.Tag.out`: Inductor would replace the functional operator by the overload with this
+    # tag, and pass wrong arguments for most signatures. `_compat.planned_outputs` does it right.
     conventional_tags = () if schema.form is Form.OUT else form_tags(schema.form)
     all_tags = (Tag.pt2_compliant_tag, *tags, *conventional_tags)
     declaration = Declaration(
@@ -154,9 +155,9 @@ def define_member(
 def writing_result(
     functional: Definition, name: OpName, schema: Schema, *, copies: bool = True
 ) -> Callable[..., Any]:
-    """A kernel of a form: calls the functional operator, and copies what it returns.
+    """Return a kernel that calls the functional operator and copies the results.
 
-    Without the copies, it is the fake kernel.
+    Without `copies`, return the fake kernel.
     """
 
     def compute_and_copy(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +185,7 @@ def _functionalization(through_functional: Callable[..., Any]) -> Callable[..., 
 
 def _differentiable(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
     def differentiate(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # What the formula saves must outlive the write into `x`, so it is given a copy.
+        # Clone `x`, because the formula may save its input, and `x` is overwritten below.
         result = functional.overload(x.clone(), *args, **kwargs)
         check_fits(name, schema, schema.mutated[0], metadata(result), x)
         return x.copy_(result)

@@ -1,7 +1,7 @@
-"""Makes the kernels of all forms from one kernel that writes into its outputs.
+"""Kernels of all forms of an operator, from one kernel that writes into its outputs.
 
-Before an operator writes its result into a tensor, that is checked. If PyTorch's own operators
-refuse the same, the messages are theirs.
+Outputs are checked before they are written. The messages are PyTorch's where its operators raise
+for the same mistake.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchop._schema.schema import Schema
 
 
 class Metadata(NamedTuple):
-    """What the result of a call looks like."""
+    """The metadata of a result or an output, which must match."""
 
     shape: list[Any]
     dtype: torch.dtype
@@ -43,30 +43,31 @@ def metadata(tensor: Tensor) -> Metadata:
 def described_results(
     allocate: Callable[..., tuple[Tensor, ...]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Metadata]:
-    """What the results of a call would look like, without any memory for them."""
-    twins = allocate(*map(_twin, args), **{name: _twin(value) for name, value in kwargs.items()})
+    """Return the metadata of the results of a call, by running `allocate` on meta tensors."""
+    meta_kwargs = {name: _to_meta(value) for name, value in kwargs.items()}
+    results = allocate(*map(_to_meta, args), **meta_kwargs)
     first = next(tensors_in((*args, *kwargs.values())), None)
     return [
-        # The twins of all inputs are on the meta device, and so is what is made like them.
-        metadata(twin)._replace(device=twin.device if first is None else first.device)
-        if twin.is_meta
-        else metadata(twin)
-        for twin in twins
+        # A meta result was allocated on the device of a meta input: report the real device.
+        metadata(result)._replace(device=result.device if first is None else first.device)
+        if result.is_meta
+        else metadata(result)
+        for result in results
     ]
 
 
-def _twin(value: Any) -> Any:
+def _to_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             return value.to("meta")
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return [_twin(item) for item in value] if isinstance(value, list) else value
+    return [_to_meta(item) for item in value] if isinstance(value, list) else value
 
 
 def check_fits(
     name: object, schema: Schema, argument: str, expected: Metadata, tensor: Tensor
 ) -> None:
-    """Refuses to write a result into a tensor that does not look like it."""
+    """Reject a tensor whose metadata differs from the result that would be written into it."""
     actual = metadata(tensor)
     if actual == expected:
         return
@@ -75,9 +76,9 @@ def check_fits(
         if required == got:
             continue
         fix = (
-            "An in-place operator cannot change that; use the functional operator."
+            f"An in-place operator cannot change the {field}; use the functional operator."
             if inplace
-            else "An operator that writes into a buffer of yours does not resize or convert it; "
+            else "The operator does not resize or convert outputs; "
             f"pass torch.empty({expected.shape}, dtype={expected.dtype}, "
             f"device={str(expected.device)!r})."
         )
@@ -95,10 +96,10 @@ def check_outputs(
     *,
     may_be_an_input: bool,
 ) -> None:
-    """Refuses outputs that are missing, or that the kernel still reads when it writes them.
+    """Reject None as an output, and outputs that overlap inputs.
 
-    The mutation rule has already refused tensors that no operator may write into. If an output may
-    be an input, it must be the whole tensor.
+    The mutation rule has already rejected tensors that no operator may write into. With
+    `may_be_an_input`, only None is rejected here.
     """
     outputs = returned_arguments(schema, args, kwargs)
     written = [(f"argument {n!r}", t) for n, t in zip(schema.mutated, outputs, strict=True)]
@@ -111,23 +112,23 @@ def check_outputs(
         check_overlap(name, written, read, may_be_the_same=False)
 
 
-def _look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What the rule that allocates sees of a call, and how its outputs look."""
-    look: list[Any] = [*kwargs]
+def _call_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the metadata of all arguments and outputs, as a cache key of the call."""
+    key: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            look += value.shape, value.stride(), value.dtype, value.layout, value.device
+            key += value.shape, value.stride(), value.dtype, value.layout, value.device
         elif isinstance(value, (list, tuple)):
-            look.append(_look(value, {}))
+            key.append(_call_key(value, {}))
         elif isinstance(value, (int, float, str, type(None), torch.dtype, torch.device)):
-            look += type(value), value  # 1 and True are equal
+            key += type(value), value  # the type, because 1 == True
         else:
-            look.append(object())  # nothing is equal to it
-    return look
+            key.append(object())  # never equal: do not cache
+    return key
 
 
-def _look_alike(one: Tensor, other: Tensor) -> bool:
-    """What `metadata` compares, without the objects that it makes."""
+def _same_metadata(one: Tensor, other: Tensor) -> bool:
+    """Compare like `metadata(one) == metadata(other)`, but without allocations."""
     if one.dtype is not other.dtype or one.layout is not other.layout:
         return False
     return one.shape == other.shape and one.device == other.device
@@ -137,7 +138,7 @@ Kernel = Callable[..., Any]
 
 
 class WritingKernels:
-    """How a kernel that writes into its outputs computes each form of one operator."""
+    """Makes the kernels of all forms from kernels that write into their outputs."""
 
     def __init__(
         self,
@@ -151,15 +152,15 @@ class WritingKernels:
     ) -> None:
         self.name = name
         self.outputs = outputs
-        get: Callable[..., Any] = operator.itemgetter(*outputs)  # of one name, it is no tuple
+        get: Callable[..., Any] = operator.itemgetter(*outputs)  # no tuple for a single name
         self._outputs_in = get if len(outputs) > 1 else lambda kwargs: (get(kwargs),)
-        self.elementwise = elementwise  # whether the kernel may be given an input as its output
+        self.elementwise = elementwise  # whether an output may also be an input
         self._schema = functional
         self._allocate = bind(allocate, functional)
-        self._like = like  # the place of the argument that all results are like, if one says it all
+        self._like = like  # the position of the argument `like`; None with `allocate`
 
     def out(self, kernel: Kernel) -> Kernel:
-        """The kernel that writes into the outputs of the caller, and returns them."""
+        """Return the kernel of the out= form, which returns the caller's outputs."""
         outputs_in, check = self._outputs_in, self._check_written
         name = self.outputs[0]
 
@@ -182,25 +183,25 @@ class WritingKernels:
     def _check_written(
         self, outputs: Sequence[Tensor], shapes: Sequence[torch.Size], returned: Any
     ) -> None:
-        """Refuses outputs that a kernel has resized, and results that are not the outputs."""
+        """Raise if a kernel resized an output, or returned something other than the outputs."""
         for name, shape, output in zip(self.outputs, shapes, outputs, strict=True):
             if output.shape != shape:
                 raise ResultError(
                     f"{self.name}: the kernel must write into {name} without resizing it, but "
-                    f"changed its shape from {list(shape)} to {list(output.shape)}. Let the rule "
-                    "that allocates the results return that shape."
+                    f"changed the shape from {list(shape)} to {list(output.shape)}. Return "
+                    "the final shape from allocate."
                 )
         if returned is not None:
             tensors = returned if isinstance(returned, (tuple, list)) else (returned,)
             if [*map(id, tensors)] != [*map(id, outputs)]:
                 raise ResultError(
                     f"{self.name}: the kernel must write into {', '.join(self.outputs)} and "
-                    f"return that, or None, but returned {spell_result(returned)}, which no "
-                    "caller gets. Copy it into the output."
+                    f"return that, or None, but returned {spell_result(returned)}, which is "
+                    "discarded. Copy the result into the output."
                 )
 
     def functional(self, kernel: Kernel) -> Kernel:
-        """The kernel that allocates its outputs."""
+        """Return the kernel of the functional form, which allocates its outputs."""
         write = self.out(kernel)
 
         @functools.wraps(kernel)
@@ -211,7 +212,7 @@ class WritingKernels:
         return without_outputs(allocate_and_write, kernel, self.outputs)
 
     def inplace(self, kernel: Kernel, name: OpName, schema: Schema) -> Kernel:
-        """The kernel that overwrites its first argument."""
+        """Return the kernel of the in-place form, which overwrites its first argument."""
         write, (output,) = self.out(kernel), self.outputs
 
         @functools.wraps(kernel)
@@ -226,14 +227,14 @@ class WritingKernels:
         return without_outputs(overwrite, kernel, self.outputs)
 
     def guard(self, name: OpName, schema: Schema) -> Guard | None:
-        """What checks a call that writes into tensors of the caller; None if none is needed."""
+        """Return the check of the caller's outputs before a call; None if no check is needed."""
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
-        # `overwrite` compares what it copies, and a first argument always looks like itself.
+        # No check: `overwrite` checks before copying, or the first argument is `like` itself.
         if is_inplace and (not may_be_an_input or place == 0):
             return None
-        # How the last call looked whose outputs fit what the rule allocates: to ask the rule takes
-        # longer than most kernels. Replaced as a whole, for threads.
+        # The key of the last call with matching outputs, because running `allocate` takes longer
+        # than most kernels. Never mutated, only replaced, so threads need no lock.
         accepted: list[Any] | None = None
 
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -243,15 +244,15 @@ class WritingKernels:
             like: Any = None if place is None else args[place]
             is_fresh = _hooks.extension.is_evidently_fresh
             for output in outputs:
-                # Keyword arguments other than the outputs are no tensors.
+                # No keyword arguments: only outputs can be keyword-only tensors.
                 if not fits or not is_fresh(read, {}, output, like):
                     is_fine = may_be_an_input or is_fresh(read, {}, output)
                     if output is None or not is_fine:
                         check_outputs(name, schema, args, kwargs, may_be_an_input=may_be_an_input)
-                    fits = fits and _look_alike(like, output)
+                    fits = fits and _same_metadata(like, output)
                 read = (*read, output)
-            look = _look(args, kwargs) if place is None else None
-            if fits or (look is not None and look == accepted):
+            key = _call_key(args, kwargs) if place is None else None
+            if fits or (key is not None and key == accepted):
                 return
             if place is None:
                 inputs = {n: value for n, value in kwargs.items() if n not in self.outputs}
@@ -260,18 +261,18 @@ class WritingKernels:
                 expected = [metadata(like)] * len(outputs)
             for argument, output, required in zip(schema.mutated, outputs, expected, strict=True):
                 check_fits(name, schema, argument, required, output)
-            accepted = look
+            accepted = key
 
         return guard
 
     def _results(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Empty tensors like the results."""
+        """Run `allocate`, and check that it returns a tensor for each output."""
         result = self._allocate(*args, **kwargs)
         results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         count = len(self.outputs)
         if len(results) != count or not all(isinstance(r, Tensor) for r in results):
             raise ResultError(
-                f"{self.name}: the rule that allocates the results must return "
+                f"{self.name}: allocate must return "
                 f"{'a Tensor' if count == 1 else f'{count} tensors'}, for "
                 f"{', '.join(self.outputs)}, but returned {spell_result(result)}."
             )
@@ -279,12 +280,12 @@ class WritingKernels:
 
     def _allocated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         results = self._results(*args, **kwargs)
-        if shares_memory(args, kwargs, results):  # the kernel would overwrite its inputs
+        if shares_memory(args, kwargs, results):  # the kernel would overwrite inputs
             raise alias_error(str(self.name), self._schema, args, kwargs, results)
         return results
 
 
 def empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Allocates each result like the argument at one position."""
+    """Allocate each result like the argument at one position."""
     results = tuple(torch.empty_like(args[place]) for _ in range(count))
     return results if count > 1 else results[0]

@@ -1,4 +1,4 @@
-"""Derives names, schemas, signatures and docstrings of forms from those of another form."""
+"""Names, schemas, signatures and docstrings of the forms of an operator."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torchop._schema.text import lettered_alias, with_write, write, write_result
 
 
 def form_name(name: OpName, form: Form) -> OpName:
-    """What PyTorch calls a form of `add`: `add_` or, as an overload, `add.out`.
+    """Return PyTorch's name for a form: `add_` or `add.out` for `add`.
 
-    For `add.Scalar`, that is `add_.Scalar` or `add.Scalar_out`.
+    For `add.Scalar`, the names are `add_.Scalar` and `add.Scalar_out`.
     """
     if form is Form.INPLACE:
         return name._replace(name=f"{name.name}_")
@@ -26,7 +26,7 @@ def form_name(name: OpName, form: Form) -> OpName:
 
 
 def inplace_schema(name: OpName, functional: Schema) -> Schema:
-    """The schema of the in-place form of an operator whose first argument is a Tensor."""
+    """Return the schema of the in-place form. The first argument must be a Tensor."""
     first, *others = functional.written_arguments
     alias = lettered_alias(0)
     arguments = [with_write(first, alias), *others]
@@ -34,7 +34,7 @@ def inplace_schema(name: OpName, functional: Schema) -> Schema:
 
 
 def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Schema:
-    """The schema of the form with `out=` of an operator that returns as many tensors."""
+    """Return the schema of the out= form, with one output for each result."""
     arguments = functional.written_arguments
     if not functional.keyword_only:
         arguments.append("*")
@@ -54,7 +54,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 def identified(
     kernel: Kernel, original: Callable[..., Any], name: OpName, schema: Schema
 ) -> Kernel:
-    """Makes the kernel of a form look like the function of the functional operator."""
+    """Give the kernel of a form a name, docstring and signature derived from the functional's."""
     outputs = ", ".join(schema.mutated)
     purpose = (
         f"Overwrites {outputs} with the result of {original.__name__}, and returns it."
@@ -68,7 +68,7 @@ def identified(
     kernel.__doc__ = "\n\n".join(filter(None, [purpose, inspect.getdoc(original)]))
     try:
         signature = inspect.signature(original)
-    except (TypeError, ValueError):  # a builtin has none; the schema is enough
+    except (TypeError, ValueError):  # a builtin without a signature
         return kernel
     added = schema.mutated if schema.form is Form.OUT else ()
     kernel.__signature__ = with_outputs(signature, added)  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def identified(
 
 
 def without_outputs(kernel: Kernel, original: Callable[..., Any], outputs: Sequence[str]) -> Kernel:
-    """Gives a kernel the signature of another one, without its outputs."""
+    """Give a kernel the signature of `original` without the outputs."""
     try:
         signature = inspect.signature(original)
     except (TypeError, ValueError):
@@ -92,7 +92,7 @@ def with_outputs(
     annotation: Any = Tensor,
     default: Any = inspect.Parameter.empty,
 ) -> inspect.Signature:
-    """A signature with keyword-only outputs at its end."""
+    """Add keyword-only outputs to a signature."""
     parameters = list(signature.parameters.values())
     end = len(parameters)
     if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
