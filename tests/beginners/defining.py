@@ -14,7 +14,7 @@ import torchop
 from tests.beginners.mistake import mistake, scale_of
 
 
-@mistake(TypeError, cause="takes the name", fix='@torchop.custom_op("mylib::f", mutates_args=())')
+@mistake(TypeError, cause="needs the name", fix='@torchop.custom_op("mylib::f", mutates_args=())')
 def decorator_without_parentheses(n: str) -> None:
     @torchop.custom_op  # type: ignore[arg-type]
     def f(x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def class_decorator_without_parentheses(n: str) -> None:
 
 
 @mistake(
-    TypeError, cause="takes the name", fix='@torchop.custom_op("mylib::crop", mutates_args=())'
+    TypeError, cause="needs the name", fix='@torchop.custom_op("mylib::crop", mutates_args=())'
 )
 def no_name(n: str) -> None:
     @torchop.custom_op(mutates_args=())
@@ -149,7 +149,9 @@ def result_without_annotation(n: str) -> None:
         return x.clone()
 
 
-@mistake(ValueError, cause="unsupported default tensor([1.])", fix="use the default None, and make")
+@mistake(
+    ValueError, cause="unsupported default tensor([1.])", fix="use the default None, and create"
+)
 def tensor_as_default(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args=())
     def f(x: Tensor, weight: Tensor = torch.ones(1)) -> Tensor:  # noqa: B008  (the mistake)

@@ -247,7 +247,7 @@ def test_what_cannot_be_attached_is_not_registered(name: str, op: Any) -> None:
 
 @pytest.mark.parametrize("name", ["", "two words", "class", 3, "a-b"])
 def test_the_name_of_a_rule_is_an_identifier(name: Any) -> None:
-    with pytest.raises(ValueError, match="is an identifier such as 'cost'"):
+    with pytest.raises(ValueError, match="must be an identifier such as 'cost'"):
         torchop.Rule(name)
 
 
@@ -258,7 +258,7 @@ def test_the_name_of_a_rule_is_not_private() -> None:
 
 @pytest.mark.parametrize("name", ["fake", "cuda", "schema", "inverse", "kernel"])
 def test_the_name_of_a_rule_means_nothing_else(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' means something else"):
+    with pytest.raises(ValueError, match=f"'{name}' already has a meaning"):
         torchop.Rule(name)
 
 

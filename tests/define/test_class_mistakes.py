@@ -30,7 +30,7 @@ MISTAKES = {
     ),
     "unknown, near an attribute": ({**KERNEL, "mutate_args": ()}, "did you mean 'mutates_args'"),
     "unknown, near a rule": ({**KERNEL, "inverted": 3}, "did you mean 'inverse'"),
-    "unknown, near nothing": ({**KERNEL, "zzz": 1}, r"nor a device type\. The name"),
+    "unknown, near nothing": ({**KERNEL, "zzz": 1}, r"nor a device type\. Names"),
     "a method": (
         {"forward": forward},
         r"has a method 'forward', but an operator has no instances: write @staticmethod",

@@ -200,7 +200,9 @@ def test_a_decorator_without_its_arguments_says_what_to_write(call, caller):
 
 
 def test_a_function_in_place_of_the_name_says_where_the_name_goes():
-    with pytest.raises(torchop.OperatorNameError, match=r'write it first.*\("mylib::scale", \.'):
+    with pytest.raises(
+        torchop.OperatorNameError, match=r'pass it to the decorator.*\("mylib::scale", \.'
+    ):
         torchop.custom_op(scale, mutates_args=())
 
 

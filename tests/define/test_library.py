@@ -76,7 +76,7 @@ def test_wrong_library_is_refused(arguments, words):
 
 
 def test_an_unknown_key_of_a_library_is_the_error_that_it_is_in_pytorch():
-    with pytest.raises(RuntimeError, match=r"'cpu' is not a dispatch key; .* like 'CPU'"):
+    with pytest.raises(RuntimeError, match=r"'cpu' is not a dispatch key; .* such as 'CPU'"):
         torchop.Library("ns", "IMPL", "cpu")
     with pytest.raises(RuntimeError, match="dispatch key"):
         torch.library.Library("ns", "IMPL", "cpu")
@@ -250,7 +250,7 @@ def test_definition_without_a_library_stays(namespace):
 
 def test_library_of_another_namespace_is_used_with_a_warning(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
-        with pytest.warns(UserWarning, match=f"namespace '{namespace}', which is used instead"):
+        with pytest.warns(UserWarning, match=f"namespace '{namespace}', so the operator is"):
             torchop.define("elsewhere::op", "(Tensor x) -> Tensor", lib=library)
         assert is_defined(namespace)
 

@@ -148,7 +148,7 @@ def test_handle_of_a_closed_library_registers_nothing(namespace, end):
         with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op was deregistered"):
             register()
     assert handle.name == f"{namespace}::op"
-    assert repr(handle) == f"<torchop.CustomOp {namespace}::op, gone>"
+    assert repr(handle) == f"<torchop.CustomOp {namespace}::op, deregistered>"
     assert copy.deepcopy(handle) is handle
     with pytest.raises(torchop.OperatorNotFoundError):
         pickle.loads(pickle.dumps(handle))

@@ -174,6 +174,6 @@ def test_kernel_that_resizes_its_output_is_refused(namespace: str) -> None:
 
     for kernel, name in ((grow, "out"), (grow_the_second, "high")):
         op = torchop.out_op(f"{namespace}::{kernel.__name__}", kernel, like="x")
-        message = rf"into {name} without resizing it, but changed its shape from \[2\] to \[4\]"
+        message = rf"into {name} without resizing it, but changed the shape from \[2\] to \[4\]"
         with pytest.raises(torchop.ResultError, match=message):
             op(torch.zeros(2))

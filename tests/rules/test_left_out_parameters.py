@@ -114,8 +114,8 @@ def test_a_call_with_another_value_is_told_the_parameter(
     assert isinstance(both.ours, torchop.RuleSignatureError)
     message = str(both.ours)
     assert f"{namespace}::op: {what} does not take the parameter {name!r}" in message
-    assert f"than its default, {default}" in message
-    assert f"{register.__name__}.<locals>.<lambda> the parameter {name!r}" in message
+    assert f"other than the default {default}" in message
+    assert f"{register.__name__}.<locals>.<lambda>" in message
 
 
 def test_a_value_that_is_symbolic_is_not_looked_at(namespace):
@@ -162,6 +162,6 @@ def test_an_operator_of_a_library(namespace):
     torchop.register_fake(f"{namespace}::select", lambda x, mask: torch.empty_like(x), lib=library)
     select = getattr(torch.ops, namespace).select
     assert on_fake(select, X, X).numel() == 6
-    with pytest.raises(torchop.RuleSignatureError, match="the parameter 'check', and this call"):
+    with pytest.raises(torchop.RuleSignatureError, match="the parameter 'check', but this call"):
         on_fake(select, X, X, False)
     library.close()

@@ -217,12 +217,12 @@ def test_mutates_args_that_agrees_with_the_schema(schema: str, mutates_args: Any
 @pytest.mark.parametrize(
     ("schema", "mutates_args", "words"),
     [
-        ("(Tensor(a!) x) -> ()", (), ["mutates_args=()", "the schema mutates {'x'}"]),
-        ("(Tensor x) -> Tensor", ["x"], ["mutates_args=['x']", "the schema mutates {}"]),
-        ("(Tensor(a!) x, Tensor(b!) y) -> ()", ["x"], ["the schema mutates {'x', 'y'}"]),
-        ("(Tensor(a!) x, Tensor y) -> ()", "unknown", ["'unknown'", "the schema mutates {'x'}"]),
-        ("(Tensor(a!) x, int n) -> ()", ["x", "n"], ["['x', 'n']", "the schema mutates {'x'}"]),
-        ("(Tensor(a!) x) -> ()", ["y"], ["['y']", "the schema mutates {'x'}"]),
+        ("(Tensor(a!) x) -> ()", (), ["mutates_args=()", "the op mutates {'x'}"]),
+        ("(Tensor x) -> Tensor", ["x"], ["mutates_args=['x']", "the op mutates {}"]),
+        ("(Tensor(a!) x, Tensor(b!) y) -> ()", ["x"], ["the op mutates {'x', 'y'}"]),
+        ("(Tensor(a!) x, Tensor y) -> ()", "unknown", ["'unknown'", "the op mutates {'x'}"]),
+        ("(Tensor(a!) x, int n) -> ()", ["x", "n"], ["['x', 'n']", "the op mutates {'x'}"]),
+        ("(Tensor(a!) x) -> ()", ["y"], ["['y']", "the op mutates {'x'}"]),
         ("(Tensor(a!) x) -> ()", "x", ["'x'", "string"]),
     ],
 )

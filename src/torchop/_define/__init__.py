@@ -5,7 +5,7 @@ from torchop._compat import dynamo_variables
 from torchop._core import define
 from torchop._define.handle import CustomOp, make_handle
 
-# The core and the native calls cannot import this package, so it installs the handle type there.
+# `_core` and `_native` must not import this package (layering), so give them the handle type.
 define.make_handle = make_handle
 _hooks.handle_type = CustomOp
 dynamo_variables.trace_as_overload(CustomOp)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # creating Protocols at run time would slow down the import
 
 
 def operator(name: str, /, *, lib: torch.library.Library | None = None) -> OperatorDecorator:
-    """Turn a class whose members are kernels and rules into an operator.
+    """Define an operator by a class whose members are kernels and rules.
 
     The decorator replaces the class by a handle, the `CustomOp`. Members are inherited from base
     classes, so operators can share rules; a member that is None removes an inherited one. Members

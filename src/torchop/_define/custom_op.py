@@ -19,7 +19,7 @@ from torchop._schema.declared import Tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# The default of required arguments, for a better error than Python's.
+# Sentinel for required arguments, because Python's error would not show how to write the decorator.
 MISSING: Any = object()
 
 

@@ -125,16 +125,14 @@ class CustomOp(Registrations, Generic[P, R]):
     def __repr__(self) -> str:
         definition = self._definition
         if definition.deregistration_reason is not None:
-            return f"<torchop.CustomOp {definition}, gone>"
+            return f"<torchop.CustomOp {definition}, deregistered>"
         return f"<torchop.CustomOp {'; '.join([definition.schema.text, *self._registered()])}>"
 
     def _registered(self) -> list[str]:
-        """List the registrations, as text."""
         parts = [rule.repr_text() for rule in self._definition.rules.values()]
         return list(filter(None, (*parts, *registered_rules(self._definition))))
 
     def _repr_html_(self) -> str:
-        """Return a list for notebooks."""
         import html  # imported here to keep `import torchop` fast
 
         if self._definition.deregistration_reason is not None:

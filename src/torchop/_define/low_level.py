@@ -127,7 +127,7 @@ def impl(
     *,
     lib: torch.library.Library | None = None,
 ) -> Function | Decorator:
-    """Register a kernel for an operator from `define` or C++, which may be defined later.
+    """Register a kernel for an operator that `define` or C++ defines, before or after this call.
 
     The older form, `impl(library, name, dispatch_key="")`, is a decorator.
 

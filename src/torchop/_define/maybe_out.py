@@ -28,15 +28,15 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]: ...
 def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
     """Combine a functional operator and an out= operator into one function with `out=None`.
 
-    A single operator cannot have an optional `out`: whether its result is fresh would depend on the
-    arguments. The function calls one of the two operators, also under `torch.compile` and
-    `torch.export`.
+    A single operator cannot have an optional `out`, because a schema cannot express that the result
+    is sometimes fresh and sometimes `out`. The function calls one of the two operators, also under
+    `torch.compile` and `torch.export`.
 
     Args:
-        functional: the operator that allocates its results: a handle, `"ns::name"`, an
+        functional: the operator that allocates the results: a handle, `"ns::name"`, an
             `OpOverload`, or a packet with one overload.
-        out: the operator that writes the results into its mutated arguments, and returns them or
-            None. The other arguments must be the arguments of `functional`.
+        out: the operator that mutates the outputs, and returns them or None. The other arguments
+            must be the arguments of `functional`.
 
     Returns:
         A function with the parameters of `functional`, and the mutated arguments of `out` as

@@ -1,4 +1,4 @@
-"""The members of the class form: the allowed values of each, and its registration.
+"""The members of the class form: the values that each accepts, and how they are registered.
 
 To add a member, add an entry to `MEMBERS`. Kernels (`cpu`, `cuda`, ...) and rules of `torchop.Rule`
 are members under their own names, without an entry.
@@ -22,13 +22,13 @@ Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
 
 
 class Member(NamedTuple):
-    """The allowed values of a member, and its registration.
+    """A member of the class form: the values that it accepts, and how they are registered.
 
     Attributes:
-        registers: registers the member; None if another member's registration reads this one.
-        takes: the allowed values, for messages.
-        accepts: whether a value is allowed. Static functions are passed without `staticmethod`.
-        needs: members of which at least one must also be present.
+        registers: registers a value; None if another member's registration reads the value.
+        takes: the accepted values, for messages.
+        accepts: returns whether a value is accepted. Static functions arrive unwrapped.
+        needs: other members, one of which the class must have too.
     """
 
     registers: Registers | None = None
@@ -150,7 +150,7 @@ ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority"
 
 
 def is_device_type(name: str) -> bool:
-    """Whether `name` is a device type, so that the member is a kernel."""
+    """Whether `name` is a device type. Such a member is a kernel."""
     try:
         dispatch.dispatch_key_name(name)
     except RuntimeError:

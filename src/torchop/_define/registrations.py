@@ -1,7 +1,7 @@
-"""Registrations: the registration functions of all rules, as methods of handles.
+"""The registration functions of all rules, as methods of handles.
 
-Each function is defined once, next to its rule, with the operator as its first parameter, so it can
-be assigned in a class body as a method.
+Each function takes the operator first, so a plain assignment in a class body makes it a method.
+Signature, documentation and checks are next to the rule.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str])
     if names != set(schema.mutated):
         raise SchemaError(
             f"{name}: mutates_args={short_repr(mutates_args)} and "
-            f"schema={short_repr(schema.text)} disagree: the schema "
-            f"mutates {spell_names(schema.mutated)}. Change one of them."
+            f"schema={short_repr(schema.text)} disagree: according to "
+            f"the schema, the op mutates {spell_names(schema.mutated)}. Change one of them."
         )
 
 
@@ -99,7 +99,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
 
 
 def _loosely(kind: str) -> list[str]:
-    """Return the words of a type, without `Optional`, and with one word for all number types."""
+    """Normalize a type for a loose comparison: drop `Optional`, and unify the number types."""
     words = re.findall(r"\w+", kind)
     return ["number" if w in ("int", "float", "bool") else w for w in words if w != "Optional"]
 

@@ -26,11 +26,9 @@ class Convention:
     structure: Structure | None = None
 
     def kernel(self, function: Function, /) -> Function:
-        """Convert a kernel."""
         return function
 
     def fake(self, function: Function, /) -> Function:
-        """Convert a fake kernel."""
         return function
 
     def vmap(self, function: Any, /) -> Any:
@@ -38,15 +36,12 @@ class Convention:
         return function
 
     def torch_dispatch(self, function: Function, /) -> Function:
-        """Convert a rule for a mode or a Tensor subclass."""
         return function
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a backward formula and its `setup_context`."""
         return backward, setup_context
 
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a forward-mode formula and its `setup_context`."""
         return jvp, setup_context
 
     def arguments(

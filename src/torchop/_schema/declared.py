@@ -20,7 +20,7 @@ Tags = Tag | Iterable[Tag] | None
 # The dispatcher has one bit per argument. Checked here because the dispatcher would raise only
 # after torchop has deregistered the previous operator of that name.
 MAX_ARGUMENTS = 64
-# torchop checks the contract that this tag promises to torch.compile.
+# Promises torch.compile a correct schema and fake kernel, which torchop checks.
 _CONTRACT = (Tag.pt2_compliant_tag,)
 
 

@@ -63,7 +63,7 @@ def _float(value: float) -> str:
             "a schema cannot hold inf or nan; use the default None, and replace it in the function"
         )
     if 0 < abs(value) < sys.float_info.min:
-        # The parser rejects subnormal numbers, and its message is only "stod".
+        # The parser rejects subnormal numbers with the message "stod".
         raise SchemaError(f"a schema cannot write a float smaller than {sys.float_info.min}")
     return repr(value)
 

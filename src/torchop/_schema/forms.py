@@ -1,6 +1,6 @@
 """In-place and out= operators: PyTorch's two conventions for mutation.
 
-An in-place operator mutates and returns its first argument. An out= operator mutates and returns
+An in-place operator mutates and returns the first argument. An out= operator mutates and returns
 keyword-only tensors, and never reads them. PyTorch 2.13 added `torch.Tag.inplace` and
 `torch.Tag.out` for them; for older releases, the form is read off the schema.
 """

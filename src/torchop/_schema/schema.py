@@ -271,7 +271,6 @@ class Schema:
         }
 
     def _with_device(self, argument: Argument, value: Any) -> Any:
-        """Convert a device string to a `torch.device`."""
         is_spelled = argument.name in self.spelled_devices and isinstance(value, str)
         return dispatch.device(value) if is_spelled else value
 

@@ -133,7 +133,6 @@ class _Namespace:
         return types.GenericAlias(origin, items)
 
     def evaluate(self, text: str, parameter: str | None) -> Any:
-        """Evaluate a string annotation."""
         try:
             # As in typing.get_type_hints: annotations are code of the author's module.
             return eval(text, *self._names)

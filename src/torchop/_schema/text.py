@@ -20,7 +20,7 @@ def arguments_of(schema: str) -> list[str]:
 
 
 def arguments_alone(schema: str) -> list[str]:
-    """Return the arguments of a schema without `*`, so that indices are argument positions."""
+    """Return the arguments of a schema without `*`: indices are argument positions."""
     return [argument for argument in arguments_of(schema) if argument != "*"]
 
 
@@ -79,8 +79,7 @@ def numbered_alias(index: int) -> str:
 def lettered_alias(index: int) -> str:
     """Return an alias set name as in native_functions.yaml.
 
-    torchgen, with which ExecuTorch finds the out= variant of an operator, only parses single
-    letters.
+    ExecuTorch finds out= variants by torchgen, and torchgen only parses single letters.
     """
     return ascii_lowercase[index] if index < len(ascii_lowercase) else numbered_alias(index)
 

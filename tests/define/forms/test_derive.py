@@ -241,7 +241,7 @@ def test_output_may_be_an_input_as_a_whole(scale: Any) -> None:
 
 
 REFUSED = {
-    "mutates": ("(Tensor(a!) x) -> ()", ("x",), None, "only an operator that mutates nothing"),
+    "mutates": ("(Tensor(a!) x) -> ()", ("x",), None, "forms need a functional operator"),
     "views": ("(Tensor(a) x) -> Tensor(a)", (), None, "returns fresh tensors"),
     "a list": ("(Tensor x) -> Tensor[]", (), None, "returns fresh tensors"),
     "a number": ("(Tensor x) -> int", (), None, "returns fresh tensors"),

@@ -728,7 +728,7 @@ def test_class_form(namespace):
         providers: ClassVar = {"flat": flat}
 
     assert value(op) == 10
-    with pytest.raises(TypeError, match="a dict for each provider, with"):
+    with pytest.raises(TypeError, match="each provider to a dict with"):
 
         @torchop.operator(f"{namespace}::wrong")
         class wrong(Forward):

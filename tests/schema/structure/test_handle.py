@@ -46,7 +46,7 @@ def test_a_handle_is_what_every_handle_is(namespace: str) -> None:
     assert "cfg_scale = cfg.scale" in op.source  # type: ignore[attr-defined]
     torchop.opcheck(op, (torch.ones(2), Frozen(2.0)), test_utils="test_schema")
     assert torchop.explain(op, torch.ones(2), Frozen(2.0)).native in (True, False)
-    with pytest.raises(SchemaError, match="takes or returns structures"):
+    with pytest.raises(SchemaError, match="with structured arguments or results"):
         op.derive_inplace()
 
 

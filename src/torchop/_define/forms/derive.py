@@ -95,8 +95,8 @@ def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str
     arguments = {argument.name for argument in functional.arguments}
     if len(names) != count or len(set(names)) != count or arguments & set(names):
         raise SchemaError(
-            f"outputs={short_repr(names)}: expected {count} different names, one for each result "
-            f"of {functional}, that are not names of arguments."
+            f"outputs={short_repr(names)}: expected {count} names, one for each result of "
+            f"{functional}. They must differ from each other and from the names of arguments."
         )
     return names
 
@@ -185,7 +185,7 @@ def _functionalization(through_functional: Callable[..., Any]) -> Callable[..., 
 
 def _differentiable(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
     def differentiate(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Clone `x`, because the formula may save its input, and `x` is overwritten below.
+        # Clone `x`, because the formula may save the input, and `x` is overwritten below.
         result = functional.overload(x.clone(), *args, **kwargs)
         check_fits(name, schema, schema.mutated[0], metadata(result), x)
         return x.copy_(result)

@@ -1,7 +1,7 @@
-"""Kernels of all forms of an operator, from one kernel that writes into its outputs.
+"""Make the kernels of all forms of an operator from one kernel that writes into outputs.
 
-Outputs are checked before they are written. The messages are PyTorch's where its operators raise
-for the same mistake.
+Outputs are checked before the kernel runs. If PyTorch's operators reject the same outputs, the
+messages are PyTorch's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchop._schema.schema import Schema
 
 
 class Metadata(NamedTuple):
-    """The metadata of a result or an output, which must match."""
+    """The metadata in which a result and an output must agree."""
 
     shape: list[Any]
     dtype: torch.dtype
@@ -138,7 +138,7 @@ Kernel = Callable[..., Any]
 
 
 class WritingKernels:
-    """Makes the kernels of all forms from kernels that write into their outputs."""
+    """Makes the kernels of all forms from kernels that write into outputs."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class WritingKernels:
         self._like = like  # the position of the argument `like`; None with `allocate`
 
     def out(self, kernel: Kernel) -> Kernel:
-        """Return the kernel of the out= form, which returns the caller's outputs."""
+        """Return the kernel of the out= form, which returns the outputs of the caller."""
         outputs_in, check = self._outputs_in, self._check_written
         name = self.outputs[0]
 
@@ -201,7 +201,7 @@ class WritingKernels:
                 )
 
     def functional(self, kernel: Kernel) -> Kernel:
-        """Return the kernel of the functional form, which allocates its outputs."""
+        """Return the kernel of the functional form, which allocates and returns the outputs."""
         write = self.out(kernel)
 
         @functools.wraps(kernel)
@@ -212,7 +212,7 @@ class WritingKernels:
         return without_outputs(allocate_and_write, kernel, self.outputs)
 
     def inplace(self, kernel: Kernel, name: OpName, schema: Schema) -> Kernel:
-        """Return the kernel of the in-place form, which overwrites its first argument."""
+        """Return the kernel of the in-place form, which overwrites the first argument."""
         write, (output,) = self.out(kernel), self.outputs
 
         @functools.wraps(kernel)

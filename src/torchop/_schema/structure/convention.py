@@ -148,7 +148,7 @@ class StructuredConvention(Convention):
         def raise_error(*args: Any, **kwargs: Any) -> Any:
             raise OperatorGoneError(reason)
 
-        self.structure.deregister(raise_error)
+        self.structure.invalidate(raise_error)
 
     def _check(self, what: str, function: Function, leading: tuple[str, ...] = ()) -> None:
         """Reject a function that does not take `leading` and the parameters of the operator."""

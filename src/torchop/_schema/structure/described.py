@@ -21,15 +21,15 @@ _PLAIN_DESCRIPTORS = (
 
 
 class Compiler(Protocol):
-    """What the compiler knows about values in a trace."""
+    """Reads traced values. The compiler's package implements it."""
 
     def type_of(self, value: Any) -> type | None:
         """Return the exact type of a value; None if unknown."""
 
     def attributes(self, value: Any, cls: type, names: Sequence[str]) -> Sequence[Any] | None:
-        """Return traced attributes of an object of exactly this class; None if impossible.
+        """Return the traced attributes of an object whose type is exactly `cls`, else None.
 
-        Only called if reading the attributes runs no code of the class.
+        The caller ensures that reading the attributes runs no code of the class.
         """
 
     def constant(self, value: Any) -> Any:

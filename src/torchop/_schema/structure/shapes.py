@@ -145,7 +145,7 @@ def has_custom_construction(cls: Any) -> bool:
         or "__dataclass_fields__" not in vars(cls)  # a plain subclass of a dataclass
         or code is None
         # `dataclass` generates code in "<string>", like `python -c`. co_qualname (Python 3.11)
-        # tells both apart.
+        # distinguishes them.
         or code.co_filename != "<string>"
         or not getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
         or cls.__new__ is not object.__new__

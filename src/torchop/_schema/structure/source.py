@@ -66,7 +66,7 @@ class Source:
         self._indent -= 1
 
     def variable(self, hint: str) -> str:
-        """Return an unused name similar to `hint`, which starts with an ASCII letter or `_`."""
+        """Return an unused name like `hint`, which must start with an ASCII letter or `_`."""
         name = stem = _NOT_IN_NAMES.sub("_", hint)
         number = 2
         while name in self._names:
@@ -75,7 +75,7 @@ class Source:
         return name
 
     def object(self, value: Any, hint: str | None = None) -> str:
-        """Return an unused name like `hint`, which must start with an ASCII letter or `_`."""
+        """Return an expression for an object: a literal, or a new name bound to the object."""
         builtin = _TYPES.get(id(value))
         if builtin is not None and builtin not in self._parameters:  # not shadowed
             return builtin
@@ -91,13 +91,11 @@ class Source:
         return name
 
     def attribute(self, value: str, name: str) -> str:
-        """Return an expression for an attribute of a value."""
         if is_plain(name):
             return f"{value}.{name}"
         return f"{self.object(getattr)}({value}, {self.object(name)})"
 
     def keywords(self, arguments: Mapping[str, str]) -> str:
-        """Write keyword arguments."""
         return ", ".join(
             f"{name}={value}" if is_plain(name) else f"**{{{self.object(name)}: {value}}}"
             for name, value in arguments.items()

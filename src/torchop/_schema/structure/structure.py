@@ -139,7 +139,7 @@ class Structure:
         """Convert the arguments of a call to flat `(args, kwargs)`."""
         return self.caller(_collect, "arguments", is_flat=True)
 
-    def deregister(self, raise_error: Callable[..., Any]) -> None:
+    def invalidate(self, raise_error: Callable[..., Any]) -> None:
         """Make the generated functions call `raise_error` instead of the deregistered operator.
 
         Calling the overload raises too. But a compiled graph would find a new operator of the same
@@ -175,7 +175,6 @@ class Structure:
 
     @functools.cached_property
     def flat_function(self) -> Callable[..., Any]:
-        """The author's function as a flat kernel."""
         return self.kernel(self.function)
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,7 +248,6 @@ class Structure:
         return source, variables
 
     def _declared(self, source: Source, *, is_method: bool = False) -> str:
-        """Write the signature of the author's function, including defaults."""
         parameters = [parameter.declared for parameter in self.parameters]
         if is_method:  # positional-only, because any parameter name is possible
             handle = source.variable("handle")
