@@ -80,7 +80,7 @@ def test_the_catalogue_tells_what_a_report_says(run, listed, namespace, tmp_path
     report.write_text("[3]")
     outcome = run("list", *pattern, "--checked", str(report))
     assert outcome.code == 1
-    assert "that is not a report of `check --json` (TypeError)" in outcome.err
+    assert "not a report of `check --json` (TypeError)" in outcome.err
 
 
 @needs_native

@@ -218,7 +218,7 @@ def test_a_module_is_run(run, program, namespace, tmp_path):
     ("arguments", "message"),
     [
         (["nowhere.py"], "there is no file nowhere.py"),
-        (["-o", "/nowhere/calls.json", "PROGRAM"], "nothing can be written to /nowhere"),
+        (["-o", "/nowhere/calls.json", "PROGRAM"], "/nowhere/calls.json cannot be written to"),
         (["--pattern", "mylib", "PROGRAM"], "no operator name can match that"),
         ([], "Missing argument 'PROGRAM'"),
     ],

@@ -37,7 +37,7 @@ def values_by_name(
 def passed(
     places: Iterable[tuple[int, str]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Return the arguments of `places` (from `Schema.mutated_places` etc.) that a call passes."""
+    """Return the arguments at `places`, such as `Schema.mutated_places`, that a call passes."""
     return [
         (name, args[index] if index < len(args) else kwargs[name])
         for index, name in places
@@ -146,7 +146,6 @@ def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in one value, each with an expression such as `name[0]`."""
     if isinstance(value, Tensor):
         yield str(name), value
     elif isinstance(value, (list, tuple)):

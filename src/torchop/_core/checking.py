@@ -74,7 +74,7 @@ class checking(Block):  # noqa: N801  (called like a function)
     def __exit__(self, *exception: object) -> None:
         if not self._entered:
             raise RuntimeError("checking() was exited, but it was not entered")
-        self._entered.pop().remove(self)  # the entering thread's list, even in another thread
+        self._entered.pop().remove(self)  # another thread may exit the block
         with registration_lock:
             _switch(_blocks - 1)
 

@@ -89,7 +89,7 @@ _float = _scalar(
     lambda value: hasattr(value, "__float__") and isinstance(float(value), float),
 )
 _index = _scalar((torch.SymInt,), lambda value: -(2**63) <= operator.index(value) < 2**63)
-# Strings and None have a truth value, but the dispatcher rejects them.
+# Not strings or None, although they have a truth value: None is a missing `return`.
 _boolean = _scalar(
     (bool, torch.SymBool),
     lambda value: (

@@ -51,7 +51,7 @@ class Declaration(NamedTuple):
     Attributes:
         function: the kernel, which takes the schema's arguments.
         devices: the device types of the function; None stands for every device.
-        fake: the fake kernel, if torchop made it; it is not checked.
+        fake: a fake kernel with a signature that needs no check.
         guard: checks the arguments of each call before any kernel.
         effect: the side effect, see `_rules.effect`.
         inlined: the compilers that trace the function, see `_rules.inlining`.

@@ -32,8 +32,8 @@ NOTHING: Mapping[Any, Any] = MappingProxyType({})
 class CompiledRule(Generic[Compiled]):
     """An operator's rule for one subsystem of PyTorch, such as autograd.
 
-    Each subclass has its own file in `_rules`, with its registration function, checks, dispatcher
-    kernels and errors.
+    Each subclass lives in one file in `_rules`, together with the registration function, checks,
+    dispatcher kernels and errors.
     """
 
     __slots__ = ("definition",)
@@ -189,7 +189,7 @@ class Definition:
 
     @property
     def is_being_defined(self) -> bool:
-        """True if the operator has no handle yet, so that no other thread can call it."""
+        """True for an operator of `custom_op` without a handle yet. No other thread can call it."""
         return self.is_ours and self.handle is None
 
     @property
@@ -250,7 +250,6 @@ class Definition:
         return overload
 
     def rule(self, kind: type[AnyRule]) -> AnyRule:
-        """Return the rule of one class."""
         for rule in self._rules:
             if type(rule) is kind:
                 return rule

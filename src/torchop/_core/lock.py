@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
-# PyTorch's registries are plain dicts and sets, and a definition changes several of them. The lock
-# needs its own class because native calls replace the `__enter__` of this class.
+# PyTorch's registries are plain dicts and sets, and a definition changes several of them. A
+# subclass of RLock, because native calls replace `__enter__` in the class.
 registration_lock = type("RegistrationLock", (type(threading.RLock()),), {})()
 
 

@@ -123,7 +123,6 @@ def observer(
 
 
 def _names(op: OpOverload) -> tuple[list[str], list[str]]:
-    """Return the names of positional and of keyword-only arguments."""
     parameters = call_signature(op).parameters.values()
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY], keywords

@@ -329,7 +329,7 @@ def _forward_and_backward(function: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
-    """Return the microseconds of a call per way; raise if the operator's own call fails."""
+    """Return the microseconds per way of calling; raise if the operator's own call fails."""
     timings = timed(ways, call, _SECONDS)
     error = timings[_CALL]
     if isinstance(error, Exception):

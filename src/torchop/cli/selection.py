@@ -103,7 +103,7 @@ def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
     Raises:
         click.ClickException: a module cannot be imported, or no operator matches.
     """
-    # Import Dynamo first, because it registers operators, which no package must claim.
+    # Otherwise operators that Dynamo registers when imported would be attributed to a package.
     on_demand.import_dynamo()
     before = set(patterns.all_names())
     modules = list(imports)

@@ -137,7 +137,7 @@ class Build:
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        start_new_session=True,  # a process group of its own, for `stop`
+                        start_new_session=True,  # `stop` kills the process group
                     )
             except OSError as error:
                 raise NativeUnavailableError(

@@ -25,8 +25,9 @@ from torchop._native.extension.recipe import STEM, Recipe, names_in
 
 MODULE = "torchop._native._call_path"
 PREBUILT = Path(__file__).parents[1] / "prebuilt"
-# The package of the wheel torchop-native. Searched in the folders that contain torchop and PyTorch.
-# The import system may also search the working directory, which may contain other users' files.
+# The package of the wheel torchop-native. Not found through the import system, because it may
+# search the working directory, where other users may have put files. The folders are those that
+# contain torchop and PyTorch.
 WHEEL_PACKAGE = "torchop_native"
 WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
 
