@@ -20,7 +20,7 @@ def opcheck_error(base: type[Exception]) -> type[Exception]:
     """Return a subclass of `base` and of PyTorch's OpCheckError."""
     from torch.testing._internal.optests import generate_tests
 
-    return type(base.__name__, (base, generate_tests.OpCheckError), {"__module__": "torchop"})
+    return type(base.__name__, (base, generate_tests.OpCheckError), {"__module__": base.__module__})
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The exception of checks, apart from them, because opcheck and check_sharding raise it."""
+"""The exception of `opcheck`, `check` and `check_sharding`."""
 
 
 class OpCheckError(Exception):
