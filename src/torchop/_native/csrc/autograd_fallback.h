@@ -24,7 +24,7 @@ class FallbackOperator {
  public:
   explicit FallbackOperator(const c10::OperatorHandle& op);
 
-  // Runs `compute` inside the fallback and returns its result (new reference). If a Python
+  // Runs `compute` inside the fallback and returns the result (new reference). If a Python
   // exception is raised, returns nullptr or throws python_error.
   __attribute__((noinline)) PyObject* call(
       const Values& values, c10::function_ref<PyObject*()> compute) const;

@@ -1,5 +1,4 @@
-// entry.cpp: the native entry point, which finds the plan of a call, runs it, and falls back to the
-// dispatcher.
+// entry.cpp: the entry point of calls. Find the plan, run it, or fall back to the dispatcher.
 #include "entry.h"
 
 #include <cxxabi.h>
@@ -69,8 +68,8 @@ __attribute__((noinline, cold)) PyObject* raise_stack_overflow(const Entry& entr
   return nullptr;
 }
 
-// Guards the reference in `observer` while a caller takes its own. Not held during the call of the
-// observer, which may replace itself.
+// Guards `observer` while a call copies the reference. Not held while the observer runs, because an
+// observer may replace itself.
 std::mutex observer_mutex;
 
 } // namespace

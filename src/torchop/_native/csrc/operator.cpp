@@ -32,8 +32,8 @@ struct Operator {
   PyObject* owner;    // object of torch.ops, compared by address only; not owned
   PyObject* entry;    // Entry, or nullptr to only count calls; owned
   PyObject* dispatch; // the replaced C++ function; owned
-  // For a packet: the Operator of its next overload, or nullptr. Without `entry`: called after one
-  // of `overloads` was deregistered. Owned.
+  // With `entry`: the Operator of the next overload of a packet, or nullptr. Without `entry`: the
+  // function to call if one of `overloads` was deregistered. Owned.
   PyObject* next;
   // Without `entry`: all overloads that PyTorch's function may try. They count as inside the
   // dispatcher during the call. If one was deregistered, the call goes to `next`. Owned; nullptr

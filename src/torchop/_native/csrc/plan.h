@@ -38,8 +38,8 @@ struct Plan {
   struct Kernel {
     PyObject* dispatcher_kernel;
     PyObject* function;
-    // For operators with residuals: the author's function, which returns residuals beside the
-    // result. nullptr if the kernel must be called through its wrapper.
+    // For operators with residuals: the author's function. It returns an object with the result and
+    // the residuals. nullptr if the kernel must be called through `function`.
     PyObject* author = nullptr;
   };
   std::vector<Kernel> kernels;

@@ -142,8 +142,8 @@ THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save,
     }
     all_are_saved &= found.places.size() > before;
   }
-  // An attribute of `ctx` may be a residual or a view of one, which a guard of saved tensors would
-  // miss.
+  // If an attribute of `ctx` is a residual or a view of one, a guard of the saved tensors would
+  // miss it.
   if (!all_are_saved || has_tensor_attributes(ctx)) {
     PyObject* arguments[] = {ctx, saved};
     checked(PyObject_Vectorcall(residuals.mark, arguments, 2, nullptr));

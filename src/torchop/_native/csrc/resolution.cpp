@@ -113,7 +113,7 @@ Fit fit_as_list(const Kind& kind, PyObject* value) {
       kind.base == Base::Bool || (kind.holds_tensors() && !kind.items_are_optional);
   if (is_plain_tensor(value) || PyUnicode_CheckExact(value))
     return is_read_as_sequence ? Fit::Rejected : Fit::Unknown;
-  // A fixed-size list such as int[2] accepts one number, which is repeated.
+  // A fixed-size list such as int[2] accepts a single number, and repeats it.
   const bool may_be_repeated = kind.base == Base::Int
       ? is_integer(value)
       : kind.base == Base::Float && PyFloat_CheckExact(value);
