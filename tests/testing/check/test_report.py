@@ -64,26 +64,24 @@ def test_one_line_tells_why_several_checks_cannot_be_done() -> None:
     assert sum("no formula" in line for line in lines) == 1
 
 
-def test_failures_of_one_cause_are_told_together() -> None:
-    same = {"cause": "IndexError: out of range"}
+def test_a_failure_of_the_same_cause_is_a_line_of_the_first() -> None:
+    cause = "IndexError: out of range"
     report = made(
         results=(
-            Result("memory.gaps", "failed", "with gaps", "first(x)", **same),
-            Result("memory.empty", "failed", "of 0", "other(x)"),
-            Result("memory.single", "failed", "of 1", "second(x)", **same),
+            Result("memory.gaps", "failed", "gaps", "first(x)", cause=cause, group="layout"),
+            Result("memory.empty", "failed", "of 0", "other(x)", group="size"),
+            Result("memory.single", "failed", "of 1", "second(x)", cause=cause, group="size"),
         )
     )
     text = report.in_short()
-    assert text.splitlines()[1] == (
-        "  one cause of 2 failures, IndexError: out of range: memory.gaps, memory.single"
-    )
-    assert "FAILED memory.single: of 1 (The cause is that of memory.gaps.)" in text
+    assert [each.failure.check for each in report.findings] == ["memory.gaps", "memory.empty"]
+    assert "FAILED memory.gaps: gaps\n  also fails: memory.single\n" in text
     assert "first(x)" in text
     assert "other(x)" in text
     assert "second(x)" not in text
     assert [failure.program for failure in report.failures][-1] == "second(x)"
-    assert "one cause" in str(report)
-    assert "one cause" not in made().in_short()
+    assert "also fails" in str(report)
+    assert "also fails" not in made().in_short()
 
 
 def test_failures_are_those_that_were_not_expected() -> None:

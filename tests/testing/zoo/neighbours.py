@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.releases import of_form
-from tests.testing.zoo.specimen import define, like, one, right, two, wrong
+from tests.testing.zoo.specimen import define, floats_only, like, one, right, two, wrong
 
 _C = ctypes.CDLL(None)
 
@@ -26,6 +26,7 @@ _C = ctypes.CDLL(None)
 
 
 def turns_denormals_off(x: Tensor) -> Tensor:
+    floats_only("turns_denormals_off", x)
     torch.set_flush_denormal(True)
     return x.contiguous() + 1
 
@@ -72,7 +73,8 @@ _MOST_DESCRIPTORS = max(900, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 100
 
 
 def leaves_a_descriptor(x: Tensor) -> Tensor:
-    """What it leaves is an object of the system alone."""
+    """Leave a file open, which is no Python object."""
+    floats_only("leaves_a_descriptor", x)
     _DESCRIPTORS.append(os.open(os.devnull, os.O_RDONLY))
     if len(_DESCRIPTORS) > _MOST_DESCRIPTORS:
         close_descriptors()
@@ -80,7 +82,7 @@ def leaves_a_descriptor(x: Tensor) -> Tensor:
 
 
 def close_descriptors() -> None:
-    """Gives back those that are left, which whatever runs next in the process may need."""
+    """Close the files that are left open, so that later tests can open files."""
     while _DESCRIPTORS:
         os.close(_DESCRIPTORS.pop())
 
