@@ -36,7 +36,7 @@ The columns count wrong operators:
 
 - *faults*: the check must find them, because it names their fault;
 - *found*: the check found them in a run of all checks on {measured} of the {wrong} wrong
-  operators{kinds};
+  operators{kinds} ({families});
 - *alone*: no other check found them in that run.
 
 A check with 0 in the last column is not superfluous if it names the fault better, or if the run has
@@ -76,8 +76,9 @@ def rows() -> list[str]:
 
 def page_of(measured: Sequence[Measured]) -> str:
     """Return the page, with the numbers of wrong operators that each check found."""
-    names = {specimen.name for specimen in WRONG}
+    names = {specimen.name: str(specimen.check) for specimen in WRONG}
     wrongs = [each for each in measured if each.name in names]
+    families = Counter(names[each.name].partition(".")[0] for each in wrongs)
     counts = counted([each.failed for each in wrongs])
     costly = {check.name for check in CHECKS if check.is_costly}
     is_quick = any(each.quick for each in wrongs)
@@ -90,6 +91,7 @@ def page_of(measured: Sequence[Measured]) -> str:
         wrong=len(WRONG),
         right=len(RIGHT),
         measured=len(wrongs),
+        families=", ".join(f"{count} of {name}" for name, count in families.most_common()),
         kinds=", without the checks that compile programs" if is_quick else "",
         table="\n".join(table),
     )
