@@ -93,3 +93,18 @@ def test_threads_are_not_blamed_for_results_by_chance(namespace: str, is_repeata
     report = check(splits, (torch.ones(3),), only="contracts.num_threads", raise_exception=False)
     (result,) = report.results
     assert result.outcome == ("failed" if is_repeatable else "passed")
+
+
+def test_a_call_that_earlier_calls_make_raise_is_no_refusal(namespace: str) -> None:
+    state = [0.0]
+
+    @torchop.custom_op(f"{namespace}::goes_on", mutates_args=())
+    def goes_on(x: Tensor) -> Tensor:
+        state[0] = x.flatten()[0].item() if x.numel() and x.is_complex() else state[0]
+        return torch.full(x.shape, float(state[0]) * 0, dtype=x.dtype)
+
+    only = ["contracts.schema", "contracts.repeated", "memory.gaps"]
+    report = check(goes_on, (torch.ones(3),), only=only, raise_exception=False)
+    (finding,) = report.findings
+    assert finding.failure.check == "contracts.repeated"
+    assert "raises TypeError" in finding.failure.message

@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchop.testing import probes
-from torchop.testing._check.calls import Call, CannotCheck, Example, ForkError
+from torchop.testing._check.calls import Call, CannotCheck, Example, ForkError, reason
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks.gradients import same_gradients, trainable_example
 from torchop.testing._check.sizes import each_resized, sizes
@@ -59,8 +59,13 @@ def is_repeatable(call: Call, first: Any = None) -> None:
     expected = call.again() if first is None else first
     end = time.perf_counter() + 0.2
     for number in range(2, 301):
-        again = call.again()
         what = f"call {number} with the same arguments"
+        try:
+            again = call.again()
+        except Exception as error:
+            raise AssertionError(
+                f"{what} raises {reason(error)}, and an equal call before it did not."
+            ) from error
         probes.assert_same(again, expected, what, rtol=0, atol=0)
         if number > 5 and time.perf_counter() > end:
             break
@@ -237,7 +242,17 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         yield Case("repeated calls", example, probe=is_repeatable)
         options = {"first": subject.first_calls[subject.place(example)].record.outcome}
-        yield Case("the first call", example, probe=is_repeatable, options=options, shrink=False)
+        # The first call was accepted, so an exception of an equal call is a failure.
+        yield Case(
+            "the first call",
+            example,
+            None,
+            "plain",
+            is_repeatable,
+            options,
+            calls=False,
+            shrink=False,
+        )
         arguments = (*example.args, *example.kwargs.values())
         # Numbers with which nothing may be drawn, as where nothing is dropped.
         is_off = any(value in (0, 1) for value in arguments if type(value) in (int, float, bool))
