@@ -20,9 +20,10 @@ class NoExtension:
 
     @staticmethod
     def is_evidently_fresh(args: Any, kwargs: Any, result: Any, like: Any = None, /) -> bool:
-        """Return whether a result is certainly fresh. Python cannot count the users of a storage.
+        """Return whether a result certainly shares no memory with other tensors.
 
-        With `like`, the result must also have the metadata of this tensor.
+        Always False here, because only C++ can count the tensors that use a storage. With `like`,
+        the result must also have the metadata of this tensor.
         """
         return False
 

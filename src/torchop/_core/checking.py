@@ -118,7 +118,7 @@ def recompile_for_checking(plan: _Plan) -> None:
 
 
 def is_active() -> bool:
-    """Return whether any thread has an open block. Requires `registration_lock`."""
+    """Return whether any thread has an open `checking` block. Requires `registration_lock`."""
     return bool(_blocks)
 
 

@@ -61,7 +61,7 @@ class ResultCheck:
 
 @functools.cache
 def result_check(returns: tuple[str, ...]) -> ResultCheck:
-    """Return the check for some return types; most operators share one."""
+    """Return a cached check for these return types, which many operators share."""
     return ResultCheck(returns)
 
 

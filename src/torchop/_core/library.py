@@ -67,7 +67,7 @@ def record_place(library: torch.library.Library, name: OpName) -> None:
 
 
 def process_place(name: OpName) -> Place | None:
-    """Return the line that defined an operator without `lib`; None if unknown."""
+    """Return the line where `torchop.define` defined an operator without `lib`, or None."""
     library = _process_libraries.get(name.namespace)
     places: Mapping[str, Place] = {} if library is None else vars(library).get(_PLACES, {})
     return places.get(str(name))

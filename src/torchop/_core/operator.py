@@ -131,7 +131,7 @@ class Operator:
         return dispatch.has_kernel(str(self.name), key)
 
     def flat_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Return the arguments of a call as the schema takes them.
+        """Convert the arguments of a call to the schema's arguments, flattening structures.
 
         Args:
             args: the positional arguments; with structures only if `op` was the handle.

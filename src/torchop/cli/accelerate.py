@@ -112,7 +112,7 @@ def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
 
 @contextlib.contextmanager
 def recording(recorded: Recorded) -> Iterator[None]:
-    """Record without the warning that nothing matches; commands print their own message."""
+    """Record calls without NothingToAccelerateWarning; commands print their own message."""
     recorded.__enter__()
     try:
         yield

@@ -52,9 +52,9 @@ class Place(NamedTuple):
 
 
 def places(recipe: Recipe) -> list[Place]:
-    """Return the folders in search order: `TORCHOP_NATIVE_DIR`, the package, the wheel, the cache.
+    """Return the folders to search, in order. The wheel is included only if it is installed.
 
-    Only a file with the key of `recipe` counts. The wheel is included only if it is installed.
+    Only a file with the key of `recipe` counts.
     """
     trusted = [("package", PREBUILT)]
     wheels = (folder / WHEEL_PACKAGE for folder in dict.fromkeys(WHEEL_FOLDERS))
