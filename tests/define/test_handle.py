@@ -298,7 +298,8 @@ def test_notebooks_show_what_is_registered(namespace):
     assert "-&gt; Tensor</code></p><ul><li>Smaller &lt;b&gt;and&lt;/b&gt; larger.</li>" in shown
     assert "<li>kernels for cpu</li>" in shown
     op._definition.deregister("for the test")
-    assert op._repr_html_() == f"<p><code>&lt;torchop.CustomOp {namespace}::op, gone&gt;</code></p>"
+    shown = f"&lt;torchop.CustomOp {namespace}::op, deregistered&gt;"
+    assert op._repr_html_() == f"<p><code>{shown}</code></p>"
 
 
 def test_editors_complete_handles(namespace):

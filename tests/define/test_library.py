@@ -212,7 +212,7 @@ def test_an_operator_that_exists_is_not_defined_again(namespace, earlier, again)
 def test_custom_op_over_a_defined_operator_names_both_lines(namespace):
     torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
     line = inspect.currentframe().f_lineno - 1
-    with pytest.raises(RuntimeError, match=f"registered at {re.escape(__file__)}:{line}. Give"):
+    with pytest.raises(RuntimeError, match=f"registered at {re.escape(__file__)}:{line}. Rename"):
         torchop.custom_op(f"{namespace}::op", _first, mutates_args=())
 
 

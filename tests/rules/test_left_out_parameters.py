@@ -115,6 +115,7 @@ def test_a_call_with_another_value_is_told_the_parameter(
     message = str(both.ours)
     assert f"{namespace}::op: {what} does not take the parameter {name!r}" in message
     assert f"other than the default {default}" in message
+    assert f"Add the parameter {name!r} to " in message
     assert f"{register.__name__}.<locals>.<lambda>" in message
 
 
