@@ -7,17 +7,22 @@ a test asks for it. What the plugin does is in `torchop.testing.pytest_plugin`.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 _MARKER = (
     "torchop(*patterns, only=None, exclude=(), examples=None, reference=None, expected=None, "
-    "seed=0, rtol=None, atol=None, budget=None, allow_not_run=False): one test for each operator "
+    "seed=0, rtol=None, atol=None): one test for each operator "
     "whose name matches a pattern, such as 'mylib::*', and for each check of "
     "torchop.testing.check; the test calls torchop_check()."
 )
+
+# The folder in which each worker of pytest-xdist has a file.
+_FOLDER = pytest.StashKey[Path]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +38,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     if config.getoption("--torchop-report"):
         config.pluginmanager.register(_Results(config), "torchop-results")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker of pytest-xdist a file for the call that it makes, in case that it crashes."""
+    folder = node.config.stash.get(_FOLDER, None)
+    if folder is None:
+        temporary = tempfile.TemporaryDirectory(prefix="torchop-")
+        node.config.add_cleanup(temporary.cleanup)
+        folder = node.config.stash[_FOLDER] = Path(temporary.name)
+    node.workerinput["torchop_call"] = str(folder / node.gateway.id)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
+    """Report the call in which a worker of pytest-xdist crashed or was ended by pytest-timeout."""
+    worker: Any = report.node
+    if Path(worker.workerinput["torchop_call"]).exists():
+        from torchop.testing import pytest_plugin  # imports PyTorch
+
+        pytest_plugin.report_crash(report, worker)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -52,13 +78,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def torchop_check(request: pytest.FixtureRequest) -> Any:
-    """Runs the check of this test if the test is marked with `torchop`, or checks an operator.
-
-    With the mark it takes no arguments. Without, it is called as `torchop.testing.check` is.
-    """
+    """Run the check of this test, which is marked with `torchop`."""
     from torchop.testing import pytest_plugin  # imports PyTorch
 
-    return pytest_plugin.fixture_value(request)
+    return pytest_plugin.planned_check(request)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,7 +92,7 @@ def pytest_runtest_makereport(
     if call.when == "call" and "torchop_check" in getattr(item, "fixturenames", ()):
         from torchop.testing import pytest_plugin  # imports PyTorch, which the test did already
 
-        pytest_plugin.add_results(item, report)
+        pytest_plugin.add_result(item, report)
     return report
 
 
@@ -82,9 +105,7 @@ class _Results:
         self._reports: list[Any] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # pytest-xdist reports a test that ended its worker as none of pytest's own phases.
-        crashed = report.when not in ("setup", "call", "teardown")
-        if crashed or hasattr(report, "torchop"):
+        if hasattr(report, "torchop"):
             self._reports.append(report)
 
     def pytest_sessionfinish(self) -> None:

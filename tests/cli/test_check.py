@@ -1,4 +1,4 @@
-"""`python -m torchop check`, and the process of its own for each operator."""
+"""`python -m torchop check`: tests of pytest, in workers that may crash."""
 
 from __future__ import annotations
 
@@ -44,36 +44,8 @@ EXAMPLES = {"NAMESPACE::unkn*": [(torch.ones(3),)]}
 KNOWN = {
     "NAMESPACE::crash": {"transposed": "it aborts"},
     "NAMESPACE::flat": {"memory": "it takes the address"},
-    "NAMESPACE::good": {"memory": "nothing works"},
+    "NAMESPACE::good": {"memory.offset": "nothing works"},
 }
-"""
-
-DAMAGES = """
-import torch, torchop
-
-damaged = []
-
-@torchop.custom_op("NAMESPACE::damages", mutates_args=())
-def damages(x: torch.Tensor) -> torch.Tensor:
-    damaged.extend([1] if damaged or not x.is_contiguous() else [])
-    return x * 2 + len(damaged)
-
-damages.register_examples(lambda: [(torch.arange(6.0).view(2, 3),)])
-"""
-
-ENDS_TWICE = """
-import os, pathlib, torch, torchop
-
-@torchop.custom_op("NAMESPACE::crash", mutates_args=())
-def crash(x: torch.Tensor) -> torch.Tensor:
-    os.abort()
-
-@crash.register_examples
-def _():
-    if os.path.exists("MARKER"):
-        os.abort()
-    pathlib.Path("MARKER").touch()
-    return [(torch.ones(2, 3),)]
 """
 
 
@@ -128,50 +100,26 @@ def test_the_summary_tells_what_failed_and_what_was_not_checked(checked):
         "or pass --examples\n" in checked.out
     )
     assert "operators: 3 checked, 2 with failures, 1 not checked\n" in checked.out
-    assert "(torch.ops.checkedlib.flat.default, args, {}" in checked.out
+    assert "(torch.ops.checkedlib.flat.default, args)" in checked.out
     assert "checkedlib::crash" in checked.page
 
 
 def test_a_crash_is_a_finding_with_its_program(checked):
     (failure,) = [r for r in checked.reports[0]["results"] if r["outcome"] == "failed"]
-    assert failure["message"].startswith("the tensor transposed: it ended the process, by SIGABRT.")
-    assert "It wrote: about to end Aborted File " in failure["message"]
+    assert failure["message"].startswith("the tensor transposed: it ended the process. Aborted")
     assert "in crash" in failure["message"]
     assert ".as_strided((2, 3), (1, 2), 0)" in failure["program"]
-    assert "(torch.ops.checkedlib.crash.default, args, {}" in failure["program"]
+    assert "(torch.ops.checkedlib.crash.default, args)" in failure["program"]
 
 
 def test_what_does_not_end_is_a_finding_too(run, write, namespace):
     module = write("operators", OPERATORS)
-    arguments = (f"{namespace}::wait", "--import", module, "-k", "transposed", "--timeout", "3")
+    arguments = (f"{namespace}::wait", "--import", module, "-k", "transposed", "--timeout", "20")
     outcome = run("check", *arguments)
     assert outcome.code == 1
     assert "FAILED memory.transposed: " in outcome.out
-    assert ": it took over 3 seconds.\n" in outcome.out
-
-
-def test_what_a_wrong_kernel_leaves_behind_is_not_blamed_on_others(run, write, namespace):
-    module = write("operators", DAMAGES)
-    checks = ("-k", "memory.transposed", "-k", "memory.offset", "-k", "memory.unaligned")
-    outcome = run("check", f"{namespace}::damages", "--import", module, *checks)
-    assert f"{namespace}::damages: 2 passed, 1 failed (" in outcome.out
-    assert "FAILED memory.transposed: " in outcome.out
-
-
-def test_checks_that_no_process_is_left_for_are_failures(run, write, namespace, tmp_path):
-    """The first check ends its process, and the next process ends before it comes to a check.
-
-    That it ends is a failure, whether checks may be left out or not.
-    """
-    module = write("operators", ENDS_TWICE.replace("MARKER", str(tmp_path / "seen")))
-    checks = ("-k", "memory.given", "-k", "offset", "-k", "sliced")
-    arguments = (f"{namespace}::crash", "--import", module, *checks, "--allow-not-run", "-v")
-    outcome = run("check", *arguments)
-    assert outcome.code == 1
-    assert f"{namespace}::crash: 2 failed, 1 not run (" in outcome.out
-    reason = "the process that was to run it ended the process, by SIGABRT\n"
-    assert outcome.out.count(f": {reason}") == 2
-    assert f": not run: {reason}" in outcome.out
+    assert ": it took over 20 seconds.\n" in outcome.out
+    assert f"(torch.ops.{namespace}.wait.default, args" in outcome.out
 
 
 def test_a_pattern_and_examples_of_ones_own(run, write, namespace):
@@ -194,26 +142,9 @@ def test_failures_that_are_known_are_none_and_fail_when_they_pass(run, write, na
     assert outcome.out.count("1 passed, 1 expected failure (") == 2
     outcome = run("check", f"{namespace}::good", *arguments)
     assert outcome.code == 1
-    assert "FAILED memory: it was expected to fail (nothing works), and passes." in outcome.out
-
-
-def test_a_budget_is_for_each_operator(run, write, namespace):
-    module = write("operators", OPERATORS)
-    arguments = ("--import", module, "-k", "memory.offset", "--budget", "1e-9")
-    outcome = run("check", f"{namespace}::good", *arguments)
-    assert outcome.code == 1
-    assert "1 of the checks were not run is a failure: the budget ended after 0" in outcome.out
-    outcome = run("check", f"{namespace}::good", *arguments, "-v", "--allow-not-run")
-    assert outcome.code == 0
-    assert f"{namespace}::good: 1 not run (" in outcome.out
-    assert "memory.offset: not run: the budget ended after 0 cases" in outcome.out
-
-
-def test_importing_takes_nothing_of_the_budget(run, write, namespace):
-    module = write("operators", f"import time\ntime.sleep(1)\n{OPERATORS}")
-    arguments = ("--import", module, "-k", "memory.offset", "--budget", "0.9")
-    outcome = run("check", f"{namespace}::good", *arguments)
-    assert f"{namespace}::good: 1 passed (" in outcome.out
+    assert (
+        "FAILED memory.offset: it was expected to fail (nothing works), and passes." in outcome.out
+    )
 
 
 @pytest.mark.parametrize(
@@ -294,6 +225,42 @@ def test_references_are_compared_with_the_operators(run, write, namespace):
     outcome = run(*arguments, "--reference", f"{module}:NONE")
     assert outcome.code == 1
     assert f"--reference {module}:NONE: AttributeError" in outcome.err
+
+
+def test_what_it_needs_is_told(run, write, namespace, monkeypatch):
+    module = write("operators", WITH_REFERENCES)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "xdist" else find_spec(name)
+    )
+    outcome = run("check", f"{namespace}::half", "--import", module)
+    assert outcome.code == 1
+    assert f"check needs xdist: {installing('check')}" in outcome.err
+
+
+def test_why_a_worker_has_no_tests_is_told(run, write, namespace, tmp_path):
+    """A module that can be imported once: by the command, and not by the worker."""
+    once = f"import pathlib\npathlib.Path({str(tmp_path / 'seen')!r}).touch(exist_ok=False)\n"
+    module = write("operators", once + WITH_REFERENCES)
+    outcome = run("check", f"{namespace}::half", "--import", module, "-k", "memory.given")
+    assert outcome.code == 1
+    assert f"{module} cannot be imported: FileExistsError" in outcome.err
+
+
+def test_overloads_are_checked_where_they_are_named(run, write, namespace):
+    source = (
+        WITH_REFERENCES
+        + """
+@torchop.custom_op("NAMESPACE::half.out_of_two", mutates_args=())
+def overload(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x / 2
+"""
+    )
+    module = write("operators", source)
+    arguments = ("--import", module, "-k", "memory.given")
+    outcome = run("check", f"{namespace}::half*", *arguments)
+    assert outcome.code == 0, outcome.out
+    assert "operators: 1 checked, 0 with failures, 1 not checked" in outcome.out
 
 
 def test_a_page_needs_jinja2(run, write, namespace, monkeypatch):

@@ -49,10 +49,10 @@ def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def require(package: str, what: str) -> None:
+def require(package: str, what: str, extra: str = "cli") -> None:
     """Raise click.ClickException if `package`, which `what` needs, is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise click.ClickException(f"{what} needs {package}: {installing('cli')}")
+        raise click.ClickException(f"{what} needs {package}: {installing(extra)}")
 
 
 def console() -> Console:

@@ -1,14 +1,17 @@
-"""What the pytest plugin does: plans a test for each operator and check, runs it, and reports.
+"""The pytest plugin: plans a test for each operator and check, runs it, and reports.
 
 The hooks are in the package `pytest_torchop`, which does not import PyTorch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import faulthandler
 import functools
 import json
-import re
+import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,15 +21,13 @@ import pytest
 from torchop._accelerate import patterns
 from torchop.extend import OpName
 from torchop.testing._check import api
-from torchop.testing._check.expected import expected_for
+from torchop.testing._check.expected import Expectation, as_expected, expected_for
 from torchop.testing._check.findings import Result
 from torchop.testing._check.report import CheckReport, write_html, write_json
-from torchop.testing._check.run import Budget, Check, plan_checks
+from torchop.testing._check.run import Check, plan_checks, program_of, run_check
 
 # What `pytest.mark.torchop` passes on to `plan_checks`.
 _OPTIONS = ("only", "examples", "reference", "expected", "seed", "rtol", "atol")
-# What else it takes.
-_OTHERS = ("exclude", "budget", "allow_not_run")
 # Of these, a mapping by patterns says which operator each is for.
 _BY_OPERATOR = ("examples", "reference", "expected")
 # The name of the one test of an operator of which no check can be planned.
@@ -39,8 +40,6 @@ class _Operator:
 
     name: str
     options: Mapping[str, Any]
-    budget: Budget
-    allow_not_run: bool
 
 
 class _Planned(NamedTuple):
@@ -63,9 +62,9 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def _planned(test: str, mark: pytest.Mark) -> Iterator[_Planned]:
-    unknown = sorted(mark.kwargs.keys() - {*_OPTIONS, *_OTHERS})
+    unknown = sorted(mark.kwargs.keys() - {"exclude", *_OPTIONS})
     if unknown:
-        expected = ", ".join((*_OTHERS, *_OPTIONS))
+        expected = ", ".join(("exclude", *_OPTIONS))
         _refuse(f"{test}: pytest.mark.torchop has no argument {unknown[0]!r}, but {expected}.")
     excluded = mark.kwargs.get("exclude", ())
     excluded = (excluded,) if isinstance(excluded, str) else tuple(excluded)
@@ -94,21 +93,11 @@ def _matches(name: OpName, wanted: Sequence[str]) -> bool:
 def _planned_for(op: str, kwargs: Mapping[str, Any]) -> Iterator[_Planned]:
     options = {key: _option(op, key, kwargs[key]) for key in _OPTIONS if key in kwargs}
     options = {key: value for key, value in options.items() if value is not None}
-    operator = _Operator(
-        op, options, Budget(kwargs.get("budget")), bool(kwargs.get("allow_not_run"))
-    )
+    operator = _Operator(op, options)
     try:
         checks = plan_checks(op, **options)
     except Exception as error:
         yield _Planned(operator, _NO_PLAN, f"{type(error).__name__}: {error}")
-        return
-    # One test cannot tell whether another check of a family failed, so nothing would fail when all
-    # of them begin to pass.
-    pairs = [(check.name, check.expected) for check in checks if check.expected is not None]
-    families = [each.name for check, each in pairs if not each.is_of_one(check)]
-    if families:
-        problem = f"expected={{{families[0]!r}: ...}} names several checks; name those that fail"
-        yield _Planned(operator, _NO_PLAN, problem)
         return
     for check in checks:
         yield _Planned(operator, check.name)
@@ -126,7 +115,7 @@ def _option(op: str, key: str, value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Running
 
-_VALUES = pytest.StashKey["PlannedCheck | AnyCheck"]()
+_CHECK = pytest.StashKey["PlannedCheck"]()
 
 
 # The checks of an operator share what they know of it, until the tests of the next one begin.
@@ -140,20 +129,21 @@ def _costs(op: _Operator) -> Mapping[str, float]:
     return api.call_costs(next(iter(_checks(op).values())).subject)
 
 
-def fixture_value(request: pytest.FixtureRequest) -> PlannedCheck | AnyCheck:
-    """The value of `torchop_check` in a test."""
-    planned = getattr(request, "param", None)
-    value = AnyCheck() if planned is None else PlannedCheck(planned, request.config)
-    request.node.stash[_VALUES] = value
-    return value
+def planned_check(request: pytest.FixtureRequest) -> PlannedCheck:
+    """Return the value of `torchop_check` in a test."""
+    if not hasattr(request, "param"):
+        _refuse(f"{request.node.nodeid} takes torchop_check, but is not marked with torchop.")
+    check = PlannedCheck(request.param, request.config)
+    request.node.stash[_CHECK] = check
+    return check
 
 
 class PlannedCheck:
     """What `torchop_check` is in a marked test: called, it runs the one check of the test.
 
     A check that passes returns its `Result`. One that fails fails the test, with the program to
-    paste, and so does one that was not run, unless that is allowed; one that cannot be done skips
-    it, with the reason; one that was expected to fail is an expected failure.
+    paste; one that cannot be done skips it, with the reason; one that was expected to fail is an
+    expected failure.
 
     Attributes:
         op: the name of the operator.
@@ -162,108 +152,138 @@ class PlannedCheck:
 
     def __init__(self, planned: _Planned, config: pytest.Config) -> None:
         self.op, self.check = planned.op.name, planned.check
-        self.reports: list[CheckReport] = []
-        self._planned, self._config = planned, config
+        self.report: CheckReport | None = None
+        self._planned, self._config, self._started = planned, config, time.time()
 
     def __repr__(self) -> str:
         return f"torchop_check({self.op}, {self.check})"
 
     def __call__(self) -> Result:
         __tracebackhide__ = True
-        if self._planned.problem is not None:
-            result = Result(self.check, "failed", self._planned.problem)
-            report = CheckReport(self.op, "", (result,))
-        else:
-            op = self._planned.op
-            check = _checks(op)[self.check]
-            costs = _costs(op) if self._config.getoption("--torchop-report") else {}
-            result = op.budget.run(check)
-            schema, seed = str(check.subject.schema), check.subject.seed
-            report = CheckReport(
-                self.op,
-                schema,
-                (result,),
-                seed,
-                call_costs=costs,
-                allow_not_run=op.allow_not_run,
-            )
-        self.reports.append(report)
+        self.report = report = self._run()
+        (result,) = report.results
         if result.outcome == "failed":
-            _refuse(f"{self.op}: {self.check}: {result.message}\n\n{result.program}".rstrip())
-        if not report.ok:
-            _refuse(f"{self.op}: {self.check} was not run: {result.message}; see allow_not_run")
+            _refuse(_in_words(self.op, result))
         if result.outcome == "expected failure":
             pytest.xfail(" ".join(result.message.split()))
         if result.outcome != "passed":
             pytest.skip(result.message)
         return result
 
-
-class AnyCheck:
-    """What `torchop_check` is in any other test: called as `torchop.testing.check` is.
-
-    Its results are in the report that `--torchop-report` asks for, too.
-    """
-
-    def __init__(self) -> None:
-        self.reports: list[CheckReport] = []
-
-    def __call__(self, op: Any, *examples: Any, **options: Any) -> CheckReport:
-        __tracebackhide__ = True
-        raise_exception = options.pop("raise_exception", True)
-        report = api.check(op, *examples, raise_exception=False, **options)
-        self.reports.append(report)
-        if raise_exception and not report.ok:
-            _refuse(report.in_short())
-        return report
+    def _run(self) -> CheckReport:
+        """Return the report of the check."""
+        op = self._planned.op
+        if self._planned.problem is not None:
+            return CheckReport(op.name, "", (Result(self.check, "failed", self._planned.problem),))
+        check = _checks(op)[self.check]
+        costs = _costs(op) if self._config.getoption("--torchop-report") else {}
+        schema, seed = str(check.subject.schema), check.subject.seed
+        report = CheckReport(op.name, schema, (), seed, call_costs=costs)
+        file = getattr(self._config, "workerinput", {}).get("torchop_call")
+        if file is not None:
+            check = _written(check, report, file, self._started)
+        return dataclasses.replace(report, results=(run_check(check),))
 
 
-def add_results(item: pytest.Item, report: Any) -> None:
-    """Puts the results of a test into its report, and fails a marked test that did not check."""
-    value = item.stash.get(_VALUES, None)
-    if value is None:  # the fixture has another definition
+def _in_words(op: str, result: Result) -> str:
+    """The failure of a test: the operator, the check, the fault and the program."""
+    return f"{op}: {result.check}: {result.message}\n\n{result.program}".rstrip()
+
+
+def add_result(item: pytest.Item, report: Any) -> None:
+    """Add the result of a marked test to its report; fail a test that did not run its check."""
+    check = item.stash.get(_CHECK, None)
+    if check is None:  # the fixture has another definition
         return
-    if isinstance(value, PlannedCheck) and not value.reports and report.passed:
+    if check.report is not None:
+        # As text, because pytest-xdist sends nothing but plain values.
+        report.torchop = json.dumps(check.report.to_dict(), default=str)
+    elif report.passed:
         report.outcome = "failed"
         report.longrepr = (
-            f"{item.nodeid} did not run its check, {value.check} of {value.op}: call "
+            f"{item.nodeid} did not run its check, {check.check} of {check.op}: call "
             "torchop_check() in the test."
         )
-    # As text, because pytest-xdist sends nothing but plain values.
-    report.torchop = json.dumps([each.to_dict() for each in value.reports], default=str)
+
+
+# --------------------------------------------------------------------------------------------------
+# Crashes in workers of pytest-xdist
+
+
+@functools.cache
+def _traceback_file(path: str) -> int:
+    """Return the descriptor of a file to which faulthandler writes from now on."""
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    faulthandler.enable(descriptor, all_threads=False)
+    return descriptor
+
+
+def _written(check: Check, report: CheckReport, file: str, started: float) -> Check:
+    """Return the check; before each of its calls, `file` has all that a crash is reported with."""
+    values = {
+        "report": report.to_dict(),
+        "check": check.name,
+        "expected": check.expected,
+        "started": started,
+    }
+
+    def write(label: str, program: str) -> None:
+        text = json.dumps({**values, "label": label, "program": program}, default=str)
+        Path(file).write_text(text, encoding="utf-8")
+
+    def cases(subject: Any, details: Any) -> Iterator[Any]:
+        for case in check.kind.cases(subject, details):
+            program = ""
+            with contextlib.suppress(Exception):  # the call is made all the same
+                program = program_of(check, case)
+            write(case.label, program)
+            yield case
+
+    write("before the first call", "")
+    os.ftruncate(_traceback_file(f"{file}.crash"), 0)
+    return dataclasses.replace(check, kind=dataclasses.replace(check.kind, cases=cases))
+
+
+def report_crash(report: Any, worker: Any) -> None:
+    """Complete the report of a test whose worker crashed, or was ended by pytest-timeout."""
+    file = Path(worker.workerinput["torchop_call"])
+    values = json.loads(file.read_text(encoding="utf-8"))
+    limit = worker.config.getoption("timeout", None)
+    # The clock of pytest-timeout starts a little earlier.
+    hangs = limit is not None and time.time() - values["started"] > 0.95 * limit
+    problem = f"took over {limit:g} seconds" if hangs else "ended the process"
+    message = f"{values['label']}: it {problem}."
+    _, crash, traceback = file.with_name(f"{file.name}.crash").read_text().partition("error: ")
+    if crash:
+        innermost = [line.strip() for line in traceback.splitlines() if "File " in line][:3]
+        message += f" {' '.join([traceback.partition(chr(10))[0], *innermost])}"
+    result = Result(
+        values["check"], "failed", message, values["program"], cause=f"the call {problem}"
+    )
+    report.longrepr = _in_words(values["report"]["op"], result)
+    if values["expected"] is not None:
+        result = as_expected(result, Expectation(*values["expected"]))
+        report.outcome, report.wasxfail = "skipped", result.message
+    found = dataclasses.replace(CheckReport.from_dict(values["report"]), results=(result,))
+    report.torchop = json.dumps(found.to_dict(), default=str)
 
 
 # --------------------------------------------------------------------------------------------------
 # The report
-
-# The end of the name of a test that is one check, perhaps of a provider, which is all that is left
-# of one that crashed.
-_TEST = re.compile(r"\[([^\[\]]+::[^\[\]]+?)-([a-z_]+\.[a-z0-9_]+(?:\[[^\[\]]+\])?)\]$")
 
 
 def write_report(test_reports: Sequence[Any], path: Path) -> None:
     """Writes what the tests came to: HTML, or JSON if the file is called so."""
     by_operator: dict[str, list[CheckReport]] = {}
     for test in test_reports:
-        for report in _reports(test):
-            by_operator.setdefault(report.op, []).append(report)
+        report = CheckReport.from_dict(json.loads(test.torchop))
+        by_operator.setdefault(report.op, []).append(report)
     reports = [_together(by_operator[op]) for op in sorted(by_operator)]
     if path.suffix == ".json":
         values = [report.to_dict() for report in reports]
         write_json(values, path)
     else:
         write_html(reports, path)
-
-
-def _reports(test: Any) -> list[CheckReport]:
-    text = getattr(test, "torchop", None)
-    if text is not None:
-        return [CheckReport.from_dict(values) for values in json.loads(text)]
-    crashed = _TEST.search(test.nodeid)
-    if crashed is None:
-        return []
-    op, name = crashed.groups()
-    return [CheckReport(op, "", (Result(name, "failed", "the check ended the process"),))]
 
 
 def _together(reports: Sequence[CheckReport]) -> CheckReport:

@@ -282,7 +282,9 @@ def test_page_without_jinja_says_what_is_missing(
     import sys
 
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ModuleNotFoundError, match=re.escape(f"needs jinja2: {installing('test')}")):
+    with pytest.raises(
+        ModuleNotFoundError, match=re.escape(f"needs jinja2: {installing('check')}")
+    ):
         made().to_html(tmp_path / "report.html")
 
 

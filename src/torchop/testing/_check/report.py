@@ -237,7 +237,7 @@ class CheckReport:
             path: the file, which is replaced.
 
         Raises:
-            ModuleNotFoundError: jinja2 is missing, which the extra `test` of torchop installs.
+            ModuleNotFoundError: jinja2 is missing, which the extra `check` of torchop installs.
         """
         write_html([self], path)
 
@@ -253,7 +253,7 @@ def write_html(reports: Sequence[CheckReport], path: str | os.PathLike[str]) -> 
         import jinja2  # it may be missing
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            f"to_html needs jinja2: {installing('test')}", name="jinja2"
+            f"to_html needs jinja2: {installing('check')}", name="jinja2"
         ) from None
     source = importlib.resources.files(__package__).joinpath("page.html").read_text("utf-8")
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
