@@ -15,14 +15,14 @@ from tests import on_device
 
 def test_the_parts_name_what_there_is(tmp_path: Path) -> None:
     parts = {part.name: part for part in gpu.parts("cuda:0", tmp_path)}
-    assert {"scenarios", "marked", "anywhere", "benchmark", "page_gpu_kernels"} <= set(parts)
+    assert {"scenarios", "marked", "anywhere", "benchmark", "page_kernels"} <= set(parts)
     assert set(parts) - {"anywhere"} == {part.name for part in gpu.parts("cpu", tmp_path)}
     named = [each for part in parts.values() for each in part.command]
     paths = [path for path in named if path.startswith(("tests/", "bench"))]
     paths += [f"tests/{room}" for room in on_device.ROOMS]
     assert len(paths) > 20
     assert [path for path in paths if not (gpu.ROOT / path).exists()] == []
-    assert "import torchop" in (tmp_path / "page_gpu_kernels.py").read_text()
+    assert "import torchop" in (tmp_path / "page_kernels.py").read_text()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_what_measures_runs_alone(tmp_path: Path) -> None:
     stages = gpu.stages(gpu.parts("cuda:0", tmp_path))
     alone = {part.name for stage in stages if len(stage) == 1 for part in stage}
     assert {"build", "benchmark", "anywhere"} <= alone
-    assert {"scenarios", "marked", "page_gpu_kernels"} <= {part.name for part in stages[2]}
+    assert {"scenarios", "marked", "page_kernels"} <= {part.name for part in stages[2]}
 
 
 def test_tensors_of_tests_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,8 +201,8 @@ MUTANTS = {
     ),
     "object saved for backward": Mutant(
         "autograd.cpp",
-        "item == Py_None || is_tensor(item)",
-        "item == Py_None || THPVariable_Check(item)",
+        "item != Py_None && !is_tensor(item)",
+        "item != Py_None && !THPVariable_Check(item)",
     ),
     "only None for NoneType": Mutant("kinds.h", "return value == Py_None;", "return true;"),
     "object of any type": Mutant(
@@ -210,11 +210,11 @@ MUTANTS = {
     ),
     "lists are copied": Mutant(
         "arguments.h",
-        "PyObject* list = copied(value);",
-        "PyObject* list = PyList_CheckExact(value) ? Py_NewRef(value) : copied(value);",
+        "PyObject* list = copy_of(value);",
+        "PyObject* list = PyList_CheckExact(value) ? Py_NewRef(value) : copy_of(value);",
     ),
     "keys in an optional list": Mutant(
-        "arguments.h", "if (C10_UNLIKELY(!seen.keys.has_all(overlooked_)))"
+        "arguments.h", "if (C10_UNLIKELY(!seen.keys.has_all(optional_list_keys_)))"
     ),
     "optional list": Mutant("arguments.h", "if (C10_UNLIKELY(is_overlooked))"),
     "a number in a tensor": Mutant(
@@ -222,8 +222,8 @@ MUTANTS = {
     ),
     "a tensor for a list": Mutant(
         "resolution.cpp",
-        "return is_read_as_sequence ? Fit::Refused : Fit::Unknown;",
-        "return Fit::Refused;",
+        "return is_read_as_sequence ? Fit::Rejected : Fit::Unknown;",
+        "return Fit::Rejected;",
     ),
     "a number for a list": Mutant(
         "resolution.cpp",
@@ -232,19 +232,19 @@ MUTANTS = {
     ),
     "None for a tensor": Mutant(
         "resolution.cpp",
-        "return is_tensor || value == Py_None ? Fit::Taken : Fit::Refused;",
-        "return is_tensor ? Fit::Taken : Fit::Refused;",
+        "return is_tensor || value == Py_None ? Fit::Accepted : Fit::Rejected;",
+        "return is_tensor ? Fit::Accepted : Fit::Rejected;",
     ),
     "any number for a bool": Mutant("resolution.cpp", "if (base == Base::Bool)"),
     "no device": Mutant(
         "resolution.cpp",
-        "return PyUnicode_CheckExact(value) ? Fit::Unknown : Fit::Refused;",
-        "return Fit::Refused;",
+        "return PyUnicode_CheckExact(value) ? Fit::Unknown : Fit::Rejected;",
+        "return Fit::Rejected;",
     ),
     "too large a number": Mutant(
         "resolution.cpp",
-        "return is_certain && fits_in_64_bits(value) ? Fit::Taken : Fit::Unknown;",
-        "return is_certain ? Fit::Taken : Fit::Refused;",
+        "return is_certain && fits_in_64_bits(value) ? Fit::Accepted : Fit::Unknown;",
+        "return is_certain ? Fit::Accepted : Fit::Rejected;",
     ),
     "tangent": Mutant("dispatch.cpp", "if (C10_UNLIKELY(seen.tangent))"),
     "plain keys": Mutant("dispatch.cpp", "if (C10_UNLIKELY((keys & ~plain_keys) != 0))"),
@@ -300,11 +300,11 @@ MUTANTS = {
     "trace of a call": Mutant("overloads.cpp", "is_traced() || ", ""),
     "first calls of an object": Mutant("overloads.cpp", "prepare_call(self);", "0;"),
     "first calls after an operator ended": Mutant(
-        "overloads.cpp", "if (called.ended != ended)", "if (false)"
+        "overloads.cpp", "if (prepared.deregistered != deregistered)", "if (false)"
     ),
     "object of ours": Mutant("overloads.cpp", "!has_operator(self) && ", ""),
     "calls handed over after an operator ended": Mutant(
-        "overloads.cpp", "called.ended == ended_operators.load() &&", ""
+        "overloads.cpp", "prepared.deregistered == deregistered_operators.load() &&", ""
     ),
     "operator of a function": Mutant("entry.cpp", "entry_of(self).lifetime == nullptr)", "false)"),
     "skipped torch functions of an overload": Mutant(
@@ -320,9 +320,9 @@ MUTANTS = {
         since=(2, 14),
     ),
     "hooks for new nodes": Mutant(
-        "autograd.cpp", "tell_creation_hooks(attached);", "", since=(2, 14)
+        "autograd.cpp", "call_creation_hooks(attached);", "", since=(2, 14)
     ),
-    "attached node": Mutant("autograd.cpp", "    attached = node;\n", "", since=(2, 14)),
+    "attached node": Mutant("autograd.cpp", "attached = node;", "", since=(2, 14)),
     "autocast": Mutant(
         "dispatch.cpp",
         "route.reason = is_autocast ? Reason::Autocast : Reason::Native;",
@@ -368,7 +368,7 @@ MUTANTS = {
     "returned parameter": Mutant(
         "plan.cpp", "are_fresh == 0 || !plan.returns.parameters.empty();", "are_fresh == 0;"
     ),
-    "shared memory": Mutant("call.cpp", "plain &= is_alone(index, plan, values);", ";"),
+    "shared memory": Mutant("call.cpp", "plain &= has_no_alias(index, plan, values);", ";"),
     "anomaly": Mutant(
         "call.cpp",
         "      return stop(Reason::Anomaly);\n    decision.records_gradient",
@@ -384,7 +384,7 @@ MUTANTS = {
     ),
     "settings of a derived formula": Mutant(
         "ambient_state.cpp",
-        " || !settings_are_plain(accelerators))\n    Py_RETURN_NONE",
+        " || !settings_are_plain())\n    Py_RETURN_NONE",
         ")\n    Py_RETURN_NONE",
     ),
     "anomaly, without a formula": Mutant(
@@ -394,7 +394,7 @@ MUTANTS = {
     ),
     "gradient not wired": Mutant(
         "plan.cpp",
-        "plan.gradient.setup_context = given(setup_context);",
+        "plan.gradient.setup_context = none_to_null(setup_context);",
         "plan.gradient.setup_context = nullptr;",
     ),
     "below autograd": Mutant(
@@ -429,7 +429,7 @@ MUTANTS = {
     ),
     "lists passed by": Mutant(
         "call.cpp",
-        "if (C10_UNLIKELY(plan.gradient.passes_lists_by && !wants_gradient(values)))",
+        "if (C10_UNLIKELY(plan.gradient.skips_optional_lists && !wants_gradient(values)))",
     ),
     "list with None passed by": Mutant(
         "autograd.cpp", "wanted |= needed && !holds_none;", "wanted |= needed;"
@@ -450,7 +450,7 @@ MUTANTS = {
     ),
     "another overload": Mutant(
         "entry.cpp",
-        "is_passed_by((*plan).parameters, args, PyVectorcall_NARGS(nargsf), keywords)",
+        "is_skipped_overload((*plan).parameters, args, PyVectorcall_NARGS(nargsf), keywords)",
         "true",
     ),
     "inputs spread out": Mutant("flat.h", "if (gradient.inputs != nullptr)"),
@@ -467,7 +467,7 @@ MUTANTS = {
     "view has a tangent": Mutant(
         "dispatch.h", "seen.tangent |= THPVariable_Unpack(tensor)._fw_grad(0).defined();", ""
     ),
-    "Dynamo": Mutant("call.cpp", "WithoutDynamo frames; // neither", "// neither"),
+    "Dynamo": Mutant("call.cpp", "WithoutDynamo frames; // Dynamo must", "// Dynamo must"),
     "changed source": Mutant(
         "plan.cpp",
         "if (PyDict_GetItemWithError(source.container, source.key) != source.value)\n"
@@ -478,9 +478,12 @@ MUTANTS = {
     "disabled kernel": Mutant(
         "plan.cpp", "source.key) == 1) == (source.value == Py_True);", "source.key) == 1) || true;"
     ),
-    "kernel with keys": Mutant("dispatch.cpp", " && !takes_more(functor_of(kernel));", ";"),
+    "kernel with keys": Mutant(
+        "dispatch.cpp", " && !takes_keys_or_operator(functor_of(kernel));", ";"
+    ),
     "keys of this kernel": Mutant(
-        "dispatch.cpp", "if (C10_UNLIKELY(!is_autocast && takes_more(functor_of(kernel))))"
+        "dispatch.cpp",
+        "if (C10_UNLIKELY(!is_autocast && takes_keys_or_operator(functor_of(kernel))))",
     ),
     "unknown kernel": Mutant("entry.cpp", "if ((*plan).is_foreign)"),
     "edge of a view": Mutant("flat.h", "if (C10_UNLIKELY(meta->is_view_))"),
@@ -491,7 +494,7 @@ MUTANTS = {
         "add_as_dispatched(values.parameters().positional,",
     ),
     "running call": Mutant(
-        "entry.cpp", "Mark mark(here, reinterpret_cast<PyObject*>(&entry));", ""
+        "entry.cpp", "RunningCall mark(here, reinterpret_cast<PyObject*>(&entry));", ""
     ),
     "running calls of greenlets": Mutant(
         "thread.h",
@@ -521,7 +524,9 @@ MUTANTS = {
     "call of an operator that ended": Mutant(
         "entry.cpp", "else if (PyErr_Occurred() == PyExc_RuntimeError)", "else if (false)"
     ),
-    "end of a thread": Mutant("entry.cpp", "    plan.forget();\n    throw;", "    plan.forget();"),
+    "end of a thread": Mutant(
+        "entry.cpp", "    plan.abandon();\n    throw;", "    plan.abandon();"
+    ),
     "positional defaults": Mutant(
         "arguments.h", "while (count > 0 && is_default(count - 1))", "while (false)"
     ),
@@ -532,11 +537,13 @@ MUTANTS = {
     "type of a default": Mutant("arguments.h", "Py_TYPE(value) != Py_TYPE(other) || ", ""),
     "default device": Mutant(
         "arguments.h",
-        "parameter.default_value == nullptr || parameter.is_spelled",
+        "parameter.default_value == nullptr || parameter.is_device_string",
         "parameter.default_value == nullptr",
     ),
-    "spelled default": Mutant("call.cpp", "&& values.passes_spelled_default()))", "&& false))"),
-    "left out defaults": Mutant("plan.cpp", "parameters.leaves_out_defaults = true;", ""),
+    "spelled default": Mutant(
+        "call.cpp", "&& values.passes_device_string_default()))", "&& false))"
+    ),
+    "left out defaults": Mutant("plan.cpp", "parameters.drops_defaults = true;", ""),
     "looking before the kernel": Mutant(
         "autograd.cpp",
         "return nullptr;\n      result = checked(compute());",
@@ -557,7 +564,7 @@ MUTANTS = {
         "ambient_state.cpp", "at::impl::PythonTorchFunctionTLS::stack_len() == 0", "true"
     ),
     "ambient state: autocast": Mutant(
-        "ambient_state.cpp", "!autocast::is_autocast_enabled(at::kCPU)", "true"
+        "ambient_state.cpp", "local.excluded_.has_all(c10::autocast_dispatch_keyset)", "true"
     ),
     "backward: gradient of no tensor": Mutant(
         "backward.cpp", "PyTuple_GET_ITEM(hold_tensors, index) == Py_True ||", "true ||"
@@ -574,7 +581,7 @@ MUTANTS = {
         "call.cpp", " && !thread_records(plan.residuals.recording)", ""
     ),
     "residuals: kernel of another operator": Mutant(
-        "call.cpp", "apart.emplace(all_recordings).stop();", ";"
+        "call.cpp", "suspended.emplace(all_recordings).stop();", ";"
     ),
     "residuals: formula that does not ask": Mutant(
         "call.cpp", " && plan.residuals.setup != Py_None", ""
@@ -593,11 +600,13 @@ MUTANTS = {
     "residuals: input": Mutant("residuals.cpp", "apart &= input != tensor;", ""),
     "residuals: one that is not saved": Mutant(
         "residuals.cpp",
-        "if (!all_are_saved || keeps_tensors(ctx)) {",
-        "if (keeps_tensors(ctx)) {",
+        "if (!all_are_saved || has_tensor_attributes(ctx)) {",
+        "if (has_tensor_attributes(ctx)) {",
     ),
     "residuals: one that is an attribute": Mutant(
-        "residuals.cpp", "if (!all_are_saved || keeps_tensors(ctx)) {", "if (!all_are_saved) {"
+        "residuals.cpp",
+        "if (!all_are_saved || has_tensor_attributes(ctx)) {",
+        "if (!all_are_saved) {",
     ),
     "residuals: one that is saved twice": Mutant(
         "residuals.cpp", "all_are_saved &= found.places.size() > before;", ""
@@ -634,19 +643,21 @@ MUTANTS = {
     "choice: keywords": Mutant(
         "seen_calls.h", "if (!add_value(PyTuple_GET_ITEM(keywords, index)) || ", "if ("
     ),
-    "choice: open blocks": Mutant("choice.cpp", "key.set_subject(place);\n      if", "if"),
+    "choice: open blocks": Mutant("choice.cpp", "key.set_subject(position);\n      if", "if"),
     "choice: blocks of a backward": Mutant(
         "choice.cpp",
         "if (C10_LIKELY(is_open || torch::autograd::get_current_graph_task_id() == -1))",
         "",
     ),
     "choice: blocks inside of a backward": Mutant("choice.cpp", "is_open || ", ""),
-    "choice: changes meanwhile": Mutant("choice.cpp", "is_known && place != nowhere", "is_known"),
+    "choice: changes meanwhile": Mutant(
+        "choice.cpp", "is_known && position != no_index", "is_known"
+    ),
     "choice: bounded table": Mutant(
-        "choice.cpp", "if (choice.known.table.has_room(key))", "if (true)"
+        "choice.cpp", "if (choice.cache.table.has_capacity(key))", "if (true)"
     ),
     "choice: determinism": Mutant(
-        "choice.cpp", " &&\n        selections[place].is_deterministic == is_deterministic", ""
+        "choice.cpp", " &&\n        selections[position].is_deterministic == is_deterministic", ""
     ),
 }
 

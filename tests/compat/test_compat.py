@@ -14,8 +14,9 @@ from torchop import _compat
 
 SOURCES = Path(torchop.__file__).parent
 PACKAGE = Path(_compat.__file__).parent
-# What a file of the package may import of the rest of torchop: the errors that it raises.
-OURS = {"torchop._errors"}
+# The rest of torchop that a file of the package may import: the exceptions that it raises, and
+# `torchop._hooks`, which is imported from `torchop`.
+OURS = {"torchop", "torchop._errors"}
 
 
 def is_private(name: str) -> bool:

@@ -101,7 +101,8 @@ def test_the_end_of_an_operator_is_logged(namespace: str, caplog: pytest.LogCapt
         torchop.custom_op(
             f"{namespace}::op", torch.sin, mutates_args=(), schema="(Tensor x) -> Tensor", lib=lib
         )
-    assert caplog.messages[-1].startswith(f"{namespace}::op ends: The operator {namespace}::op was")
+    name = f"{namespace}::op"
+    assert caplog.messages[-1].startswith(f"{name} is deregistered: The operator {name} was")
 
 
 @needs_native

@@ -183,7 +183,7 @@ def test_a_result_that_no_package_can_hold_names_the_operator(namespace):
         aoti_package(program, inductor_configs=CONFIGS)
 
 
-@pytest.mark.filterwarnings("ignore:.*kernels in Python:UserWarning")  # which this process has
+@pytest.mark.filterwarnings("ignore:.*calls Python kernels:UserWarning")  # which this process has
 def test_two_lists_of_tensors(namespace, tmp_path):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:

@@ -112,7 +112,7 @@ def test_the_method_is_documented_and_typed(rule: str) -> None:
     assert inspect.isfunction(method)
     assert method.__name__ == PREFIX + rule
     doc = inspect.getdoc(method) or ""
-    assert re.match(r"Registers .*\.\n\n", doc), doc
+    assert re.match(r"Register .*\.\n\n", doc), doc
     parameters = inspect.signature(method).parameters.values()
     assert "lib" in inspect.signature(method).parameters
     for parameter in parameters:

@@ -90,7 +90,7 @@ def test_programs_fail_in_another_process(results: dict[str, Result], tmp_path: 
         kind, message = raised
         # Of an exception other than AssertionError, the message names the class.
         assert kind in ("AssertionError", "OpCheckError") or kind in results[name].message, name
-        assert message
+        assert message, name
 
 
 _RUN_ALL = """
@@ -128,7 +128,7 @@ def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> Non
     cheap = [c for c in cheap if c.kind in its_share or c.kind.name in OF_FEW]
     results = [run_check(check) for check in cheap]
     assert [f"{r.check}: {r.message}" for r in results if r.outcome == "failed"] == []
-    assert sum(result.outcome == "passed" for result in results) > len(cheap) * 0.15
+    assert sum(result.outcome == "passed" for result in results) >= len(cheap) // 7
     for result in results:
         assert result.outcome == "passed" or result.message, result.check
 
@@ -161,9 +161,8 @@ def test_calls_that_compilers_take_are_checked_beside_others() -> None:
 
 def test_a_vmap_rule_that_says_none_is_told_so() -> None:
     result = found(BY_NAME["zoo::vmap_rule_that_shares_residuals"])
-    told = "its vmap rule returns None as the dimension of the residual 'slope'"
-    assert told in result.message
-    assert "Correct what the rule returns in torchop.residuals" in result.message
+    assert "the vmap rule returns None as the batch" in result.message
+    assert "in torchop.residuals((output, out_dims), slope)" in result.message
 
 
 def test_zoo_is_large() -> None:
