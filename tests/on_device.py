@@ -40,7 +40,7 @@ ROOMS = (
     "native",
     "subsystems",
     "test_native.py",
-    *(f"testing/test_{name}.py" for name in ("contents", "inputs", "opcheck", "samples", "saved")),
+    *(f"testing/test_{name}.py" for name in ("contents", "opcheck", "samples", "saved")),
 )
 FACTORIES = (
     "arange",

@@ -210,7 +210,7 @@ def test_pages_tell_search_engines_and_messengers_what_they_are_about(
     assert '<meta name="description" content="torchop turns Python functions into' in front
     assert '<meta property="og:title" content="torchop"' in front
     page = pages["reference/api/torchop.custom_op.html"]
-    assert '<meta name="description" content="Turns a function into an operator' in page
+    assert '<meta name="description" content="Turn a function into an operator' in page
 
 
 # --------------------------------------------------------------------------------------------------

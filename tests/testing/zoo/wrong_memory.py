@@ -302,7 +302,7 @@ wrong(define("widens", widens, fake=lambda x: x.new_empty(x.shape[1:])), "dtypes
 
 
 def _only_float(x: Tensor) -> Tensor:
-    assert x.dtype is torch.float
+    assert x.dtype is torch.float, "only float32"
     return torch.empty_like(x)
 
 
