@@ -146,7 +146,7 @@ def _native_module() -> Any:
 
 
 def _why_no_backend(call: Call) -> str:
-    return "no argument is a tensor" if call.tensors else "there is no tensor"
+    return "the tensors are on devices of several types" if call.tensors else "there is no tensor"
 
 
 def _refused(call: Call) -> str:
