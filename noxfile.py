@@ -117,6 +117,7 @@ def leaks(session: nox.Session) -> None:
 
 
 SANITIZED_TESTS = [
+    "tests/native/test_bypass.py",
     "tests/native/test_handle.py",
     "tests/native/test_switch.py",
     "tests/native/test_overrides.py",
@@ -142,6 +143,7 @@ SANITIZED_TESTS = [
     "tests/rules/autograd/derived/test_native.py",
     "tests/rules/providers/test_choice.py",
     "tests/inspect/explain",
+    "tests/test_native.py",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Compile the C++ sources, without linking, against the headers of another Python.
+"""Compile the C++ sources against the headers of another Python, and look for undefined functions.
 
     python tools/headers.py PYTHON [PYTHON ...]
 
@@ -26,16 +26,32 @@ VARIANTS = {
 
 
 def compiles(include: str, flags: list[str]) -> bool:
-    """Return whether the sources compile; the compiler prints its errors."""
+    """Return whether the sources compile and define every function; print what is wrong."""
     headers = Path(torch.__file__).parent / "include"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "call_path.cpp")
+        compiled = Path(folder, "call_path.o")
         files = sorted(CSRC.glob("*.cpp"))
         source.write_text("".join(f'#include "{file}"\n' for file in files))
-        command = [*find_compiler(), *compile_flags(), *flags, "-Wall", "-Werror", "-fsyntax-only"]
+        command = [*find_compiler(), *compile_flags(), *flags, "-Wall", "-Werror", "-O0", "-c"]
         for path in (headers, headers / "torch" / "csrc" / "api" / "include", include):
             command += ["-isystem", str(path)]
-        return subprocess.run([*command, str(source)], check=False).returncode == 0
+        command += [str(source), "-o", str(compiled)]
+        return subprocess.run(command, check=False).returncode == 0 and not undefined(compiled)
+
+
+def undefined(compiled: Path) -> list[str]:
+    """Print and return the functions of torchop that a header declares and no source defines.
+
+    Otherwise loading the extension would be the first to report them, on a release of PyTorch that
+    nobody has tested.
+    """
+    command = ["nm", "--demangle", "--undefined-only", str(compiled)]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    missing = [line.strip() for line in listed.splitlines() if " torchop::" in line]
+    for line in missing:
+        print(f"declared, but not defined: {line}")
+    return missing
 
 
 def main(programs: list[str]) -> int:
