@@ -1,8 +1,8 @@
 """The pytest plugin of torchop: one test for each operator and check.
 
-pytest imports a plugin in every run of every project. It is a package beside torchop because
-importing a module inside torchop imports PyTorch, which takes seconds: that happens here only when
-a test asks for it. What the plugin does is in `torchop.testing.pytest_plugin`.
+pytest imports plugins in every run of every project. This is a package of its own because importing
+any module of torchop imports PyTorch, which takes seconds. Here, that happens only if a test needs
+it. The implementation is in `torchop.testing.pytest_plugin`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give a worker of pytest-xdist a file for the call that it makes, in case that it crashes."""
+    """Give each pytest-xdist worker a file for its current call, to report crashes."""
     folder = node.config.stash.get(_FOLDER, None)
     if folder is None:
         temporary = tempfile.TemporaryDirectory(prefix="torchop-")
@@ -53,7 +53,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
-    """Report the call in which a worker of pytest-xdist crashed or was ended by pytest-timeout."""
+    """Report the call in which a pytest-xdist worker crashed or timed out."""
     worker: Any = report.node
     if Path(worker.workerinput["torchop_call"]).exists():
         from torchop.testing import pytest_plugin  # imports PyTorch
@@ -97,7 +97,7 @@ def pytest_runtest_makereport(
 
 
 class _Results:
-    """Collects what the checks came to, also from the workers of pytest-xdist, for a report."""
+    """Collect the results of all workers for a report."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

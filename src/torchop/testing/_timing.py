@@ -1,4 +1,4 @@
-"""What calls cost, timed in turns: for the report of `check`, `bench`, recordings and tuning."""
+"""Interleaved timing of calls, for `check`, `bench`, recordings and tuning."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from torchop.extend import Schema
 from torchop.testing._samples import inside_a_graph
 from torchop.testing.probes import copies, tensors_of
 
-_ROUNDS, _MOST_CALLS = 15, 100  # of each way, and of a round
-_LEAD_IN = 3  # untimed calls before a round, which pay for what the round before has left
+_ROUNDS, _MOST_CALLS = 15, 100  # rounds per way, and calls per round
+_LEAD_IN = 3  # untimed warm-up calls before each round
 
 
 class Way(NamedTuple):
     """A way of calling an operator."""
 
-    make: Callable[[], Callable[[], Any]]  # makes the arguments, and returns what is timed
+    make: Callable[[], Callable[[], Any]]  # creates the arguments, and returns the call to time
     mode: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 class Timing(NamedTuple):
-    """Microseconds for a call."""
+    """Microseconds per call."""
 
-    best: float  # of the fastest round, as in timeit: other processes cause what is above it
-    noise: float  # how far a typical round is above the fastest; infinite if there was only one
-    median: float  # of the rounds
-    interval: tuple[float, float]  # that the median is in, with a confidence of 95 %
+    best: float  # the fastest round, as in timeit, because other processes only slow calls down
+    noise: float  # median minus best; infinite with a single round
+    median: float  # over the rounds
+    interval: tuple[float, float]  # 95 % confidence interval of the median
 
 
 def way(
@@ -44,9 +44,9 @@ def way(
     call: tuple[tuple[Any, ...], dict[str, Any]],
     mode: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Way:
-    """A way to make a call; what it writes gets fresh contents for each round.
+    """Return a way to make a call. Written arguments are copied for each round.
 
-    After many calls they might overflow, and arithmetic with infinities takes another time.
+    Repeated writes could overflow, and arithmetic with infinities has a different speed.
     """
 
     def make() -> Callable[[], Any]:
@@ -59,20 +59,19 @@ def way(
 def timed(
     ways: Mapping[str, Way], arguments: Any, seconds: float, *, on_device: bool = False
 ) -> dict[str, Timing | Exception]:
-    """Times several ways to make a call, or says what a way raises.
+    """Time several ways to make a call, or return the exception that a way raises.
 
-    They take turns, so that what slows the machine down slows all of them. On an accelerator, which
-    runs asynchronously, a call costs what it takes to start it.
+    Rounds are interleaved, so that a slow phase of the machine affects all ways. Accelerators run
+    asynchronously, so by default only the launch of their kernels is timed.
 
     Args:
-        ways: what to time, by name.
-        arguments: of the call, whose tensors tell whether an accelerator has to be waited for.
-        seconds: how long to time each way, unless one call takes longer.
-        on_device: whether a call on an accelerator costs what its kernels take there, by events,
-            with nothing of its arguments in the caches.
+        ways: the ways by name.
+        arguments: the arguments of the call, whose tensors determine the device to synchronize.
+        seconds: the time limit for each way, unless one call takes longer.
+        on_device: time the kernels on the accelerator with events and cold caches.
     """
     with contextlib.suppress(native.NativeUnavailableError):
-        native.wait()  # while it is compiled, a call takes many times as long
+        native.wait()  # calls are many times slower during the build
     wait = _wait_for(arguments)
     device = _accelerator_of(arguments) if on_device else None
     a_round = _round if device is None else _device_rounds(device)
@@ -81,7 +80,7 @@ def timed(
     errors: dict[str, Exception] = {}
     for _ in range(_ROUNDS):
         for name in ways:
-            try:  # a way that has raised, or has taken its time, yields nothing more
+            try:  # the generator is exhausted after an exception or the time limit
                 times[name].extend(itertools.islice(rounds[name], 1))
             except Exception as error:
                 errors[name] = error
@@ -91,7 +90,7 @@ def timed(
 def _timing(times: list[float]) -> Timing:
     times = sorted(each * 1e6 for each in times)
     best, median = times[0], statistics.median(times)
-    # The limits are order statistics, for which the times need no distribution.
+    # Order statistics give a confidence interval without assuming a distribution.
     first = max(0, math.floor(len(times) / 2 - 0.98 * math.sqrt(len(times))))
     interval = times[first], times[-1 - first]
     return Timing(best, median - best if len(times) > 1 else math.inf, median, interval)
@@ -101,9 +100,9 @@ _Round = Callable[[Way, Callable[[], None], int], float]
 
 
 def _rounds(a_round: _Round, way: Way, wait: Callable[[], None], seconds: float) -> Iterator[float]:
-    """Yields what a call takes in each round."""
+    """Yield the seconds per call of each round."""
     first = math.inf
-    for _ in range(3):  # the first call of all starts threads, and compiles kernels
+    for _ in range(3):  # the very first call starts threads and compiles kernels
         first = max(1e-7, min(first, a_round(way, wait, 1)))
         if first > seconds:
             break
@@ -125,9 +124,9 @@ def _round(way: Way, wait: Callable[[], None], calls: int) -> float:
 
 
 def _device_rounds(device: torch.device) -> _Round:
-    """What makes a round on an accelerator, where events are around each call."""
-    # Writing it takes longer than starting a kernel, so the device does not wait for Python; and it
-    # is larger than any cache.
+    """Return a round for an accelerator that times each call with events."""
+    # Larger than any cache. Filling it takes longer than a launch, so the device never waits for
+    # Python.
     memory = torch.empty(2**28, dtype=torch.int8, device=device)
 
     def a_round(way: Way, wait: Callable[[], None], calls: int) -> float:
@@ -155,9 +154,9 @@ def _accelerator_of(arguments: Any) -> torch.device | None:
 
 
 def _wait_for(arguments: Any) -> Callable[[], None]:
-    """Waits until the accelerator of the arguments has nothing left to do.
+    """Return a function that synchronizes the accelerator of the arguments, if there is one.
 
-    One that is not used is not asked, because that would start it.
+    An unused accelerator must not be queried, because that initializes it.
     """
     device = _accelerator_of(arguments)
     return lambda: None if device is None else torch.accelerator.synchronize(device)

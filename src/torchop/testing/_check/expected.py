@@ -14,36 +14,36 @@ _LONGEST_MESSAGE = 1200
 
 
 class Expectation(NamedTuple):
-    """That a check fails.
+    """An expected failure.
 
     Attributes:
-        name: what is expected to fail: a check, its last part, or a family, of which one has to.
-        reason: why.
+        name: a check, the last part of its name, or a family, of which one check must fail.
+        reason: the reason, for the report.
     """
 
     name: str
     reason: str
 
     def is_of_one(self, check: str) -> bool:
-        """Whether it is about this check alone."""
+        """Return whether the name is that of this check, and not of a family."""
         return self.name in (check, check.partition(".")[2])
 
     @property
     def unmet(self) -> str:
-        """What is said if it passes."""
+        """The message for a check that passes."""
         return f"it was expected to fail ({self.reason}), and passes. Take it out of expected."
 
 
 def expected_for(op: str, expected: Mapping[str, Any]) -> Mapping[str, str] | None:
-    """What is expected of one operator, where reasons may be by operator: `{"mylib::*": {...}}`."""
+    """Return the expected failures of one operator; keys may be patterns: `{"mylib::*": {...}}`."""
     if not any("::" in name for name in expected):
-        return expected  # the same for all of them
+        return expected  # for all operators
     by_operator: Mapping[str, Mapping[str, str]] = expected
     return operator_patterns.value_for(OpName.parse(op), by_operator)
 
 
 def as_expected(result: Result, expected: Expectation | None) -> Result:
-    """The result of a check that may have been expected to fail."""
+    """Convert an expected failure, or an unexpected pass, to its outcome."""
     if expected is None:
         return result
     if result.outcome == "failed":
@@ -57,7 +57,7 @@ def as_expected(result: Result, expected: Expectation | None) -> Result:
 def unmet(
     expected: Mapping[str, Expectation | None], results: Sequence[Result]
 ) -> Iterator[Result]:
-    """A failure for each name of several checks that were expected to fail, if all pass."""
+    """Yield a failure for each expected family none of whose checks failed."""
     outcomes = {result.check: result.outcome for result in results}
     for expectation in dict.fromkeys(filter(None, expected.values())):
         together = {outcomes.get(name) for name, each in expected.items() if each == expectation}

@@ -1,4 +1,4 @@
-"""A failure as a program to paste: a call of the probe, with the arguments written out."""
+"""Write a failure as a program that calls the probe with literal arguments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torchop.extend import OpName, OpOverload
 from torchop.testing import probes
 from torchop.testing._check.calls import Call
 
-# Tensors with more elements than this are written as bytes, which nobody would read either.
+# Larger tensors are written as bytes, because nobody reads that many numbers.
 _MOST_ELEMENTS = 400
-# What `torch.tensor` makes of numbers without being told.
+# The dtypes that `torch.tensor` infers from literals.
 _DTYPES_OF_LITERALS = (torch.float32, torch.int64, torch.bool, torch.complex64)
-# Those of more bytes than this are not written at all.
+# Tensors with more bytes are replaced by random ones.
 _MOST_BYTES = 2**18
 
 
@@ -35,10 +35,7 @@ def write(
     comment: str,
     provider: str | None = None,
 ) -> str:
-    """Return the program that calls a probe, and raises as it does.
-
-    With a provider, it does so with that provider's kernel.
-    """
+    """Return a program that calls a probe, with the kernel of `provider` if it is given."""
     tensors = _Arguments((args, kwargs, options))
     call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)
     values = {name: tensors.text(value) for name, value in options.items()}
@@ -68,18 +65,18 @@ def write(
 
 
 def is_public(probe: Any) -> bool:
-    """Whether a probe is a public function, which takes an operator and its arguments."""
+    """Return whether a probe is public, and therefore takes an operator and its arguments."""
     return getattr(sys.modules["torchop.testing"], probe.__name__, None) is probe
 
 
 def _place_among_imports(line: str) -> tuple[bool, str]:
-    """The modules of Python come before the others."""
+    """Return a sort key that puts the standard library first."""
     module = line.split()[1]
     return module.partition(".")[0] not in sys.stdlib_module_names, module
 
 
 def _broken(text: str) -> str:
-    """A tuple of several tensors with each in a line of its own, where one line is too long."""
+    """Put each tensor of a tuple on its own line if one line is too long."""
     if len(text) < 88 or text[0] != "(":
         return text
     for start in ("torch.tensor(", "memory_", "tensor_", "probes."):
@@ -88,12 +85,12 @@ def _broken(text: str) -> str:
 
 
 def _definition(op: OpOverload) -> list[str]:
-    """The imports of the modules that define the operator."""
+    """Return imports of the modules that define the operator."""
     modules = [
         module
         for module in modules_of(OpName.parse(op.name()))
         if getattr(sys.modules[module], "__spec__", None) is not None
-        # Not those through which every operator is registered.
+        # Exclude the modules through which every operator is registered.
         and (module.partition(".")[0] not in ("torch", "torchop") or "_internal" in module)
     ]
     if modules or op.namespace in ("aten", "prims", "prim"):
@@ -102,12 +99,12 @@ def _definition(op: OpOverload) -> list[str]:
 
 
 class _Arguments:
-    """Writes arguments; tensors that share memory become views of one variable."""
+    """Write arguments. Tensors that share memory become views of one variable."""
 
     def __init__(self, values: Any) -> None:
         self.lines: list[str] = []
         self.imports: set[str] = set()
-        # By identity, tensors that occur again; by address, the memory of several tensors.
+        # Keys: the identity of a repeated tensor, or the address of shared memory.
         self._variables: dict[tuple[str, int], str] = {}
         tensors = probes.tensors_of(values)
         self._repeated = {n for n, k in Counter(map(id, tensors)).items() if k > 1}
@@ -152,7 +149,7 @@ class _Arguments:
         return self._variable("tensor", id(tensor), lambda: self._new_tensor(tensor))
 
     def _variable(self, kind: str, key: int, text: Callable[[], str]) -> str:
-        """The variable for something that occurs again."""
+        """Return the variable for a repeated tensor or for shared memory."""
         if (kind, key) not in self._variables:
             value = text()
             name = self._variables[kind, key] = f"{kind}_{len(self._variables)}"
@@ -204,7 +201,7 @@ class _Arguments:
         return f"torch.tensor({text}{kind}{end})"
 
     def _by_chance(self, tensor: torch.Tensor) -> str:
-        """Numbers from the range of the tensor's own, which may be those of indices."""
+        """Write random numbers in the range of the tensor, because they may be indices."""
         shape, dtype, limits = tuple(tensor.shape), tensor.dtype, ""
         numbers = tensor if dtype.is_complex else tensor[tensor.isfinite()]
         if not dtype.is_complex and dtype is not torch.bool and numbers.numel():
@@ -219,7 +216,7 @@ class _Arguments:
         )
 
     def _pickled(self, value: Any) -> str:
-        """A value as the bytes of `torch.save`."""
+        """Write a value as the bytes of `torch.save`."""
         buffer = io.BytesIO()
         torch.save(value, buffer)
         self.imports |= {"import base64", "import io"}

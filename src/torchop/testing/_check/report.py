@@ -1,4 +1,4 @@
-"""The report: the outcome of each check, as text, as a table in notebooks, in JSON and HTML."""
+"""The report of `check`, as text, JSON, HTML, and a table in notebooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchop._compat import devices
 from torchop.testing._check.findings import Finding, Outcome, Result, grouped
 from torchop.testing._extras import installing
 
-# The sign in a cell of the page's matrix, because colour alone is not enough.
+# Signs in the matrix of the page, because colour alone is not accessible.
 _SIGNS: dict[Outcome, str] = {
     "passed": "✓",
     "failed": "✗",
@@ -32,13 +32,13 @@ _SIGNS: dict[Outcome, str] = {
 
 
 def environment() -> dict[str, str]:
-    """The versions and devices of this process."""
+    """Return the versions and devices of this process."""
     names = [f"CPU ({os.cpu_count()} cores, {platform.machine()})"]
     accelerator = devices.accelerator()
     if accelerator is not None:
         names += accelerator.names()
     return {
-        # Not that of its metadata, which a package that is found by its path does not have.
+        # Not importlib.metadata, because a package on PYTHONPATH has no metadata.
         "torchop": sys.modules["torchop"].__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -49,16 +49,15 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `torchop.testing.check` found. Print it, or show it in a notebook.
+    """The report of `torchop.testing.check`. Print it, or show it in a notebook.
 
     Attributes:
         op: the name of the operator.
         schema: its schema.
-        results: the result of each check, in the order in which they ran; what is shown has the
-            failures first.
+        results: the result of each check, in the order of execution.
         seed: the seed of the generated inputs.
-        seconds: how long all checks took.
-        call_costs: microseconds for one call of the first example, by the way of calling.
+        seconds: the duration of all checks.
+        call_costs: microseconds per call of the first example, by way of calling.
         environment: versions and devices.
         allow_not_run: whether checks that were not run do not count as failures.
 
@@ -88,7 +87,7 @@ class CheckReport:
 
     @property
     def failures(self) -> tuple[Result, ...]:
-        """What the checks found: the results of those that failed."""
+        """The results of failed checks."""
         return tuple(result for result in self.results if result.outcome == "failed")
 
     @property
@@ -97,11 +96,11 @@ class CheckReport:
         return grouped(self.failures)
 
     def count(self, outcome: Outcome) -> int:
-        """How many checks have this outcome."""
+        """Return the number of checks with this outcome."""
         return sum(result.outcome == outcome for result in self.results)
 
     def by_outcome(self) -> dict[Outcome, list[Result]]:
-        """The results by their outcome: first what failed, and last what passed."""
+        """Group the results by outcome: failures first, passed checks last."""
         found: dict[Outcome, list[Result]] = {outcome: [] for outcome in _SIGNS}
         for result in self.results:
             found[result.outcome].append(result)
@@ -109,9 +108,9 @@ class CheckReport:
         return {outcome: results for outcome, results in found.items() if results}
 
     def by_provider(self) -> dict[str, CheckReport]:
-        """One report for each provider, by its name, in which `op` is such as `ns::name[triton]`.
+        """Return one report per provider, whose `op` is `"ns::name[provider]"`.
 
-        The name of the reference is an empty string, and `op` is there that of the operator.
+        The key of the reference is an empty string, and its `op` is the name of the operator.
         """
         found: dict[str, list[Result]] = {"": []}
         for result in self.results:
@@ -130,7 +129,7 @@ class CheckReport:
         }
 
     def summary(self) -> str:
-        """One line: how many checks have each outcome."""
+        """Return one line with the number of checks per outcome."""
         counts = [f"{n} {outcome}" for outcome in _SIGNS if (n := self.count(outcome))]
         return f"{self.op}: {', '.join(counts)} ({self.seconds:.1f} s, seed {self.seed})"
 
@@ -141,7 +140,7 @@ class CheckReport:
             ("cannot be done", "cannot be done because"),
             ("not run", "not run"),
         ):
-            # Checks that have one reason share a line, because reasons can be long.
+            # Checks with the same reason share a line, because reasons can be long.
             checks: dict[str, list[str]] = {}
             for result in self.results:
                 if result.outcome == outcome and not result.provider:
@@ -149,7 +148,7 @@ class CheckReport:
             lines += [f"  {', '.join(names)}: {verb}: {why}" for why, names in checks.items()]
         for name, report in self.by_provider().items():
             one, *others = {result.message for result in report.results}
-            left_out = f": {one}" if one and not others else ""  # the provider cannot run here
+            left_out = f": {one}" if one and not others else ""  # the provider is unavailable
             lines += [f"  {report.summary()}{left_out}"] if name else []
         rejected = sum(result.rejected for result in self.results)
         lines += [f"  not tried: {rejected} variants that 'valid' rejects"] if rejected else []
@@ -165,7 +164,7 @@ class CheckReport:
         return "\n".join([*lines, *self._failures_in_words()])
 
     def in_short(self) -> str:
-        """What failed or was not run, as text."""
+        """Return only the summary and the failures, as text."""
         return "\n".join([self.summary(), *self._failures_in_words()])
 
     def _failures_in_words(self) -> list[str]:
@@ -184,8 +183,8 @@ class CheckReport:
         return lines
 
     def _repr_html_(self) -> str:
-        """Tables for notebooks: what did not pass, and, folded, what did."""
-        import html  # needed in notebooks alone
+        """Return tables for notebooks, with the passed checks folded."""
+        import html  # only notebooks need it
 
         def table(results: Sequence[Result]) -> str:
             rows = "".join(
@@ -205,15 +204,15 @@ class CheckReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, which `from_dict` reads: what `to_json` writes."""
+        """Return the report as plain values, which `to_json` writes and `from_dict` reads."""
         return {"format": 1, "ok": self.ok, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CheckReport:
-        """The report that `to_dict` wrote, perhaps in another process.
+        """Return the report that `to_dict` converted, possibly in another process.
 
         Raises:
-            ValueError: these are not the values of a report.
+            ValueError: the values are not a report.
         """
         if values.get("format") != 1:
             raise ValueError(
@@ -223,42 +222,42 @@ class CheckReport:
         return cls(results=tuple(Result(**result) for result in values["results"]), **fields)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as JSON.
+        """Write the report as JSON.
 
         Args:
-            path: the file, which is replaced.
+            path: the file to replace.
         """
         write_json(self.to_dict(), path)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as one page of HTML, without other files.
+        """Write the report as one self-contained page of HTML.
 
         Args:
-            path: the file, which is replaced.
+            path: the file to replace.
 
         Raises:
-            ModuleNotFoundError: jinja2 is missing, which the extra `check` of torchop installs.
+            ModuleNotFoundError: jinja2 is missing. The extra `torchop[check]` installs it.
         """
         write_html([self], path)
 
 
 def write_json(values: Any, path: str | os.PathLike[str]) -> None:
-    """Writes plain values as JSON; what JSON has no form for, as its text."""
+    """Write values as JSON. Values that JSON cannot represent are written as `str(value)`."""
     Path(path).write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def write_html(reports: Sequence[CheckReport], path: str | os.PathLike[str]) -> None:
-    """Writes the reports of several operators as one page of HTML, which needs no network."""
+    """Write the reports of several operators as one self-contained page of HTML."""
     try:
-        import jinja2  # it may be missing
+        import jinja2  # optional
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             f"to_html needs jinja2: {installing('check')}", name="jinja2"
         ) from None
     source = importlib.resources.files(__package__).joinpath("page.html").read_text("utf-8")
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    reports = sorted(reports, key=lambda report: report.ok)  # those with failures come first
-    # One without results is of calls alone.
+    reports = sorted(reports, key=lambda report: report.ok)  # failures first
+    # A report without results has only call costs.
     reports = [each for one in reports for each in one.by_provider().values() or [one]]
     results = [result for report in reports for result in report.results]
     checks = dict.fromkeys(result.check for result in results)

@@ -1,4 +1,4 @@
-"""The smallest example on which a case still fails."""
+"""Shrink the example of a failing case."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchop.testing.probes import is_plain
 
 
 def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: float) -> Case:
-    """Return the case with the smallest example found in that time for which `failure` has one.
+    """Search for the smallest example that still fails, for at most `seconds`.
 
-    Sizes are made smaller, where several dimensions are equal all of them, and values simpler. A
-    smaller example has to fail in the same way: with an exception of the same class.
+    Equal dimensions shrink together, and values become simpler. An example counts as failing only
+    if it raises an exception of the same class.
     """
     before = failure(case)
     if before is None:
-        return case  # it fails by chance, so nothing tells which example is smaller
+        return case  # the failure is not reproducible, so candidates cannot be compared
     end = time.perf_counter() + seconds
     better = True
     while better:
@@ -39,7 +39,7 @@ def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: flo
 
 
 def _smaller(example: Example) -> Iterator[Example]:
-    """Yield simpler examples, the boldest first."""
+    """Yield simpler examples, those with the largest change first."""
     present = sorted(sizes(example), reverse=True)
     bold = {size: 2 for size in present if size > 2}
     changes = [bold] if len(bold) > 1 else []
@@ -54,7 +54,7 @@ def _smaller(example: Example) -> Iterator[Example]:
 
 
 def _simple(tensor: Tensor) -> Tensor | None:
-    """Return small numbers in place of the elements; None if there is no choice, or no change."""
+    """Return a tensor of small numbers; None if it must not change or is simple already."""
     if not is_plain(tensor) or not tensor.dtype.is_floating_point or tensor.numel() < 1:
         return None  # an integer may be an index
     counted = torch.arange(1, tensor.numel() + 1, device=tensor.device) % 8

@@ -1,4 +1,4 @@
-"""Other sizes of the tensors of an example."""
+"""Resize the tensors of an example."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchop.testing._check.relations import are_distinct, with_valid_integers
 
 
 def sizes(example: Example) -> list[int]:
-    """The sizes that dimensions of tensors have, each once."""
+    """Return the distinct sizes of all dimensions."""
     return list(dict.fromkeys(n for t in example.tensors if probes.is_plain(t) for n in t.shape))
 
 
 def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Return a tensor with another size in a dimension: its first elements, or repeated ones."""
+    """Truncate a dimension, or repeat its elements, until it has this size."""
     old = tensor.shape[dim]
     if size <= old:
         return tensor if size == old else tensor.narrow(dim, 0, size)
@@ -30,10 +30,10 @@ def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def resized(example: Example, changes: Mapping[int, int]) -> Example:
-    """Return the example with other sizes: dimensions of one size stay of one size.
+    """Replace sizes in all tensors. Dimensions of equal size keep equal sizes.
 
     Raises:
-        CannotCheck: there is no such example.
+        CannotCheck: integer arguments cannot be adapted, or an empty dimension would grow.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -49,29 +49,29 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
 def each_resized(
     example: Example, *changes: Mapping[int, int]
 ) -> Iterator[tuple[Mapping[int, int], Example]]:
-    """Yield each of these changes with the example that it makes, where there is one."""
+    """Yield each change with the resized example, and skip changes that are impossible."""
     for change in changes:
         with contextlib.suppress(CannotCheck):
             yield change, resized(example, change)
 
 
 def sizes_changed(changes: Mapping[int, int]) -> str:
-    """The changes of `resized`, in words."""
+    """Describe the changes of `resized`."""
     return ", ".join(f"dimensions of {size} with {new}" for size, new in changes.items())
 
 
-# One more than what blocks and grids often have. The first is one more than 256 times 4, too.
+# One more than common block and grid sizes. The first is also one more than 256 * 4.
 BLOCKS = (1025, 65537)
 
 
-_MOST_ELEMENTS = 2**19  # of an example, or of its results, so that a call takes no second
+_MOST_ELEMENTS = 2**19  # of an example, or of its results, to keep calls below a second
 
 
 def larger_sizes(example: Example, results: Sequence[Tensor] = ()) -> list[dict[int, int]]:
-    """Changes of one size each to a little more than what blocks of a kernel often have.
+    """Return changes of one size each to one more than a common block size.
 
-    The number of distinct indices is none of them: there would be more indices than places. Nor is
-    one with which the `results` of the example would be large, as those of an outer product are.
+    The number of distinct indices does not change, because more of them would not fit their range.
+    Sizes that would make the `results` large, such as those of an outer product, stay too.
     """
     fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
     return [

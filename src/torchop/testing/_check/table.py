@@ -1,7 +1,7 @@
 """The table of all checks: which probes run on the calls of which variants.
 
-A check is a probe with some variants, or a function of its own that yields calls. Its name is that
-of a family and its own, such as `"memory.transposed"`. To add a check, add a row to `CHECKS`.
+A check is a probe with some variants, or a function that yields its own calls. Names have the form
+`family.check`, such as `"memory.transposed"`. To add a check, add a row to `CHECKS`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torchop.testing._check.checks import (
 from torchop.testing._check.subject import Subject
 from torchop.testing._check.variants import VARIANTS
 
-# Makes more arguments of a probe; raises CannotCheck if the probe cannot read the call.
+# Returns further arguments of a probe; raises CannotCheck if the probe does not apply.
 Options = Callable[[Subject, Case, Call], dict[str, Any]]
-# Yields the cases of a check; may add details. The CannotCheck that it raises, at its end too, says
-# why there are no cases, and counts only if there were none.
+# Yields the cases of a check, and may add details to the report. A CannotCheck that it raises, even
+# at the end, matters only if it yielded no case.
 Cases = Callable[[Subject, Details], Iterator[Case]]
 
 
@@ -41,15 +41,14 @@ class CheckKind:
     """One check of any operator.
 
     Attributes:
-        name: the family, and the check in it: `"memory.transposed"`.
-        question: what it answers, for the report.
+        name: family and check, such as `"memory.transposed"`.
+        question: the question that it answers, for the report.
         cases: yields the calls.
-        probe: the probe that reads their records, if a case has none of its own.
-        options: the options of the probe.
-        of_kernel: whether it says something of the kernel of a provider, with which it then runs
-            too.
-        is_costly: whether it compiles programs, so that it comes last.
-        takes_refused: whether the probe also reads records of calls that raised.
+        probe: reads the records of the calls, unless a case has its own probe.
+        options: further arguments of the probe.
+        of_kernel: whether to repeat the check with the kernel of a provider.
+        is_costly: whether it compiles programs; such checks run last.
+        takes_refused: whether the probe also reads the records of calls that raised.
     """
 
     name: str
@@ -63,14 +62,14 @@ class CheckKind:
 
     @property
     def is_of_providers(self) -> bool:
-        """Whether it is about providers alone."""
+        """Whether it applies only to operators with providers."""
         return self.name.startswith("providers.")
 
 
 def _of(
     name: str, options: dict[str, Any], variants: str, question: str, **more: Any
 ) -> tuple[CheckKind, ...]:
-    """A check of a probe, which `options` has, with the variants that a string names."""
+    """Return a check that runs the probe in `options` on the variants in a string."""
 
     def cases(subject: Subject, details: Details) -> Iterator[Case]:
         problem = None
@@ -86,13 +85,13 @@ def _of(
 
 
 def _each(family: str, options: dict[str, Any], **questions: str) -> tuple[CheckKind, ...]:
-    """A check for each variant, with its question."""
+    """Return one check per variant, with its question."""
     items = questions.items()
     return tuple(c for name, text in items for c in _of(f"{family}.{name}", options, name, text))
 
 
 def alone(family: str, *functions: Cases, **options: Any) -> tuple[CheckKind, ...]:
-    """Checks with calls of their own: functions, whose docstrings ask the question."""
+    """Return checks from functions that yield cases, and whose docstrings are the questions."""
     questions = [(each.__doc__ or "").partition("\n")[0] for each in functions]  # none with -OO
     names = [f"{family}.{each.__name__}" for each in functions]
     rows = zip(names, questions, functions, strict=True)
@@ -104,7 +103,7 @@ def alone(family: str, *functions: Cases, **options: Any) -> tuple[CheckKind, ..
 
 
 def _compared(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    """The options of a comparison with contiguous copies, or with the reference."""
+    """Return the options to compare with contiguous copies or with the reference."""
     options = subject.expectation(call.example, case.label)
     if "expected" not in options and case.group == "layout":
         subject.share_expected(call, case.example)
