@@ -34,22 +34,6 @@ def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
     return {**tests, "test_faketensor": _comparing_strides(tests["test_faketensor"])}
 
 
-@contextlib.contextmanager
-def quick_inductor() -> Iterator[dict[str, Any]]:
-    """Yield `torch.compile` options that minimize compile time for one small program.
-
-    By default, Inductor first compiles six programs to detect vector instructions, precompiles
-    headers, and starts worker processes. Custom operators are called, not compiled, so none of this
-    affects the result.
-    """
-    from unittest import mock  # imported here because it takes milliseconds
-
-    from torch._inductor import cpu_vec_isa  # takes a second
-
-    with mock.patch.object(cpu_vec_isa, "supported_vec_isa_list", []):
-        yield {"compile_threads": 1, "cpp.simdlen": 1, "cpp_cache_precompile_headers": False}
-
-
 def _strides_are_compared() -> bool:
     """Return whether the fake-kernel test compares strides on the CPU (since 2.13)."""
     tensor = torch.empty(2, 2)
