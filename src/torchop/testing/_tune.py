@@ -1,4 +1,4 @@
-"""Tuning: which provider, with which config, is the fastest on this machine, for which calls."""
+"""Measure which provider and config is fastest for each kind of call on this machine."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from torchop.testing._samples import Sample, sample_of
 from torchop.testing._timing import Timing, timed, way
 from torchop.testing.process_state import restored
 
-_SECONDS = 0.3  # for each kernel and call, unless one call takes longer
+_SECONDS = 0.3  # per kernel and call, unless a single call takes longer
 
 
 class Tuned(NamedTuple):
-    """What `torchop.testing.tune` found; it prints itself as a table.
+    """The result of `torchop.testing.tune`, which prints as a table.
 
     Attributes:
         op: the name of the operator.
         measurements: for each kind of call, its `device`, its `call` in words, and its `kernels`,
             the fastest first, each with `provider`, `config`, `microseconds` and `interval`.
-        problems: which kernels were left out, and why; and what the time was not enough for.
+        problems: the kernels that were left out, with reasons, and calls beyond the budget.
 
     Example:
         >>> import torchop
@@ -68,32 +68,32 @@ def tune(
     budget: float = 60.0,
     table: str | os.PathLike[str] | None = None,
 ) -> Tuned:
-    """Measures the kernels of an operator's providers, with each of their configs, on this machine.
+    """Measure the kernels of an operator's providers, with each config, on this machine.
 
-    Only kernels take part whose results agree with those of the reference, within the tolerance of
-    their provider. They take turns; on an accelerator, events time them, with empty caches. Calls
-    in whose order `"tuned"` stands then run the fastest one, in this process and in later ones.
+    Kernels whose results differ from the reference by more than the provider's tolerance are left
+    out. The others are timed in interleaved rounds; on an accelerator with events and cold caches.
+    Afterwards, calls with `"tuned"` in their order run the fastest kernel, also in later processes.
 
-    If there is a process group, all its ranks call this with the same operator: the first one
-    measures, and the others get what it found.
+    In a process group, all ranks must call this with the same operator. The first rank measures,
+    and broadcasts the result.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        inputs: calls, each a tuple of arguments or a dict of them, one for each bucket of sizes
-            that you want measured. Without them, the registered examples are used.
-        budget: the seconds after which no more is measured.
-        table: the file that gets the measurements, beside those that it has: one that a package
-            ships and that `CustomOp.set_tuning` names. By default, it is in the user's cache.
+        inputs: calls, each a tuple or a dict of arguments, one for each bucket of sizes to measure.
+            Defaults to the registered examples.
+        budget: the time limit in seconds.
+        table: the file to which the measurements are added, such as one that a package ships and
+            passes to `CustomOp.set_tuning`. Defaults to a file in the user's cache.
 
     Returns:
-        What was measured, and which kernels were left out, and why.
+        The measurements, and the kernels that were left out, with reasons.
 
     Raises:
         MissingRuleError: there are no inputs, neither passed nor registered.
         ValueError: the operator has no providers, no reference, or an effect, which measuring would
-            repeat; or an input has no data.
-        TypeError: an input is not a call of the operator, or `budget` is not a number.
+            repeat; or an input is a tensor without data.
+        TypeError: an input does not match the operator, or `budget` is not a number.
 
     Warns:
         ProviderWarning: the table cannot be written.
@@ -110,7 +110,7 @@ def tune(
         >>> [kernel.provider for kernel in found.measurements[0].kernels]
         ['reference', 'loop']
 
-    The idea is Triton's `autotune`, for kernels of any kind.
+    Modeled after Triton's `autotune`, for kernels of any kind.
     """
     operator = Operator(op, "tune")
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
@@ -124,23 +124,23 @@ def tune(
     with progress_bar() as show:
         for number, (each, (args, kwargs)) in enumerate(kernels):
             show(str(operator), number, len(calls))
-            assert each is not None  # as was checked
+            assert each is not None  # see `why_not`
             tuner.find(each, args, kwargs, len(calls) - number)
     return tuner.finish(str(operator))
 
 
 class tuning(priority):  # noqa: N801  (called like a function)
-    """Measures the kernels of operators for the calls inside of a `with` block.
+    """Measure the kernels of operators for the calls inside a `with` block.
 
-    A call is measured if `"tuned"` stands in the operator's order, and nothing is known of such
-    calls yet; what was found counts after the block. Nothing is measured during graph capture,
-    while a compiler traces, inside a backward, or of an operator with an effect. The block is for
-    the calls of this thread, or of this asyncio task. If there is a process group, all its ranks
-    open and leave the block: the first one measures, and the others get what it found at the end.
+    A call is measured if `"tuned"` is in the operator's order and there is no measurement of such
+    calls yet. The measurements take effect after the block. Calls during graph capture, tracing or
+    a backward, and calls of operators with an effect, are not measured. The block applies to this
+    thread or asyncio task. In a process group, all ranks must enter and exit the block. The first
+    rank measures, and broadcasts the result at the end.
 
     Args:
-        budget: the seconds after which no more is measured.
-        table: the file that gets the measurements, as in `torchop.testing.tune`.
+        budget: the time limit in seconds.
+        table: the file to which the measurements are added, as in `torchop.testing.tune`.
 
     Example:
         >>> import torch, torchop
@@ -173,30 +173,30 @@ class tuning(priority):  # noqa: N801  (called like a function)
 
     def __exit__(self, *exception: object) -> None:
         tuner = self._tuners.pop()
-        if self._tuners:  # it is entered twice
+        if self._tuners:  # nested use of one object
             self._flags = {"tuner": self._tuners[-1]}
         super().__exit__(*exception)
         tuner.finish("")
 
 
 class _Tuner:
-    """Measures calls within a budget, and keeps what it found until the end."""
+    """Measures calls within a budget, and collects the results."""
 
     def __init__(self, budget: float, table: Path | None) -> None:
         self._left, self._table = budget, table
         self._found: dict[tuple[Any, ...], Measurement] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self._problems: list[str] = []
-        self._lock = threading.RLock()  # measurements of two threads would disturb each other
+        self._lock = threading.RLock()  # concurrent measurements would slow each other down
 
     def measure(
         self, kernels: DeviceKernels, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Measures a call of a program, unless that would disturb it or is known."""
+        """Measure a call of the program, unless it is measured already or must not be repeated."""
         call = args, dict(kwargs)
         if _is_measurable(call) and why_not(Operator(kernels.op, "tuning"), kernels) is None:
             with self._lock:
-                # The call may wait for residuals, and not for those of kernels that are measured.
+                # The program may wait for residuals of its own call, not of measured kernels.
                 requested(self, lambda: self.find(kernels, *call, 1, known=True))
 
     def find(
@@ -207,14 +207,14 @@ class _Tuner:
         calls: int,
         known: bool = False,
     ) -> None:
-        """Measures a call, if there is time left.
+        """Measure a call within the remaining budget.
 
         Args:
-            kernels: what is measured.
-            args: the arguments of the call.
-            kwargs: those by keyword.
-            calls: how many calls share the time that is left.
-            known: whether one of which something is known is left out.
+            kernels: the kernels to measure.
+            args: the positional arguments of the call.
+            kwargs: the keyword arguments of the call.
+            calls: the number of calls that share the remaining budget.
+            known: skip calls that have a measurement.
         """
         operator = Operator(kernels.op, "tune")
         names = [argument.name for argument in operator.schema.arguments]
@@ -243,7 +243,7 @@ class _Tuner:
             self._found[measurement.key] = measurement._replace(kernels=measured)
 
     def finish(self, op: str) -> Tuned:
-        """Writes what was found, sends it to the other ranks, and lets calls follow it."""
+        """Broadcast, write and apply the measurements."""
         found = tuple(self._found.values()), tuple(self._problems)
         if _rank() is not None and torch.distributed.get_world_size() > 1:
             box = [found]
@@ -268,17 +268,17 @@ def measure_kernels(
     seconds: float = 60.0,
     others: Mapping[str, Callable[..., Any]] | None = None,
 ) -> tuple[tuple[Measured, ...], list[str]]:
-    """Times the kernels that agree with the reference, and says why others are left out.
+    """Time the kernels that agree with the reference, and return why others are left out.
 
     Args:
-        kernels: those of one device.
-        call: all arguments, as the schema has them.
-        seconds: the most that it may take, as far as a call does not take longer.
-        others: more functions that take turns with the kernels, by name.
+        kernels: the kernels of one device.
+        call: the arguments in the order of the schema.
+        seconds: the time limit, unless a single call takes longer.
+        others: further functions to time, by name.
     """
     operator = Operator(kernels.op, "tune")
     reference = kernels.reference
-    assert reference is not None  # as was checked
+    assert reference is not None  # see `why_not`
     own = Measured(REFERENCE, {}, tuned.digest(reference), 0, (0, 0))
     candidates = {REFERENCE: (own, reference)}
     problems = []
@@ -302,7 +302,7 @@ def measure_kernels(
                 try:
                     limits = provider.tolerance
                     probes.assert_same(outcome(function), expected, "its result", tolerance=limits)
-                except Exception as error:  # of a kernel, which may raise anything
+                except Exception as error:  # a kernel may raise anything
                     problems.append(f"{measured.label} is left out: {short_text(error)}")
                     continue
                 candidates[measured.label] = measured, function
@@ -312,7 +312,7 @@ def measure_kernels(
             label: way(function, operator.schema, call, torch.no_grad)
             for label, (_, function) in candidates.items()
         }
-        # A third of the time is for finding out how long a call takes.
+        # A third of the time is reserved for estimating the duration of a call.
         timings = timed(ways, call, min(_SECONDS, seconds / 1.5 / len(ways)), on_device=True)
     found = []
     for label, (measured, _) in candidates.items():
@@ -345,7 +345,7 @@ def _call(operator: Operator, given: Any) -> Sample:
 
 
 def why_not(operator: Operator, kernels: DeviceKernels | None) -> str | None:
-    """Why the kernels of an operator cannot be measured; None if they can."""
+    """Return why the kernels of an operator cannot be measured, or None if they can."""
     if kernels is None or not kernels.providers:
         return (
             "it has no providers, so there is nothing to choose from. Register some: "
@@ -359,7 +359,7 @@ def why_not(operator: Operator, kernels: DeviceKernels | None) -> str | None:
 
 
 def _is_measurable(call: Sample) -> bool:
-    """Whether a call can be repeated here, and its time would mean something."""
+    """Return whether a call can be repeated here and its duration is meaningful."""
     tensors = probes.tensors_of(call)
     return not (
         devices.are_captured(tensors)
@@ -370,7 +370,7 @@ def _is_measurable(call: Sample) -> bool:
 
 
 def _rank() -> int | None:
-    """The rank of this process; None outside of a process group."""
+    """Return the rank of this process, or None outside a process group."""
     group = torch.distributed
     return group.get_rank() if group.is_available() and group.is_initialized() else None
 
@@ -380,7 +380,7 @@ def _save(table: Path | None, found: Sequence[Measurement]) -> None:
     if path is None:
         files.make_cache_folder()
         path = tuned.users_table()
-        assert path is not None  # the folder is there
+        assert path is not None  # because the folder exists
     with measurements.locked(path):
         before: Sequence[Measurement] = ()
         if path.exists():
@@ -389,5 +389,5 @@ def _save(table: Path | None, found: Sequence[Measurement]) -> None:
             except measurements.NewerTableError:
                 raise
             except measurements.TableError:
-                pass  # calls have warned of it, and it is of no use
+                pass  # calls have warned about the invalid file, which is replaced
         measurements.write(path, measurements.merged(before, found))

@@ -1,6 +1,6 @@
-"""What a call could change in the process: how it is read, seeded, and put back.
+"""Process state that a call could change: read it, seed it, restore it.
 
-The programs that `check` prints import it, as they do `probes`.
+The programs that `check` prints import this module and `probes`.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ def _set_default_device(device: torch.device) -> None:
 
 
 def _is_flushing() -> bool:
-    """Whether denormal numbers are zero in this thread, for which PyTorch has no function."""
+    """Return whether this thread flushes denormals to zero. PyTorch has no function for this."""
     return sys.float_info.min * _HALF == 0.0
 
 
-_HALF = 0.5  # a name, as Python would multiply two constants when it compiles
+_HALF = 0.5  # a variable, because Python folds products of constants when it compiles
 
 
 @functools.cache
 def _function_of_c(name: str) -> Any:
-    """A function of the C library; None where there is none."""
+    """Return a function of the C library, or None if it does not exist."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         return getattr(ctypes.CDLL(None), name)
     return None
 
 
 def _rounding_mode() -> int:
-    """How this thread rounds floating-point numbers, for which Python has no function."""
+    """Return the rounding mode of this thread. Python has no function for this."""
     function = _function_of_c("fegetround")
     return 0 if function is None else function()
 
 
 def device_module() -> Any:
-    """PyTorch's module for the accelerator, such as `torch.cuda`; None if there is none in use.
+    """Return PyTorch's module for the accelerator in use, such as `torch.cuda`, or None.
 
-    An accelerator that nobody has used is not asked, because that would start it.
+    An unused accelerator must not be queried, because that initializes it.
     """
     accelerator = devices.accelerator()
     if accelerator is None or not accelerator.is_in_use():
@@ -72,7 +72,7 @@ def device_module() -> Any:
 
 
 def _each_device(function: Callable[[int], Any]) -> list[Any]:
-    """What a function says of each device of the accelerator; nothing if that cannot be asked."""
+    """Call a function for each device of the accelerator; return [] if it is unsupported."""
     with contextlib.suppress(NotImplementedError):
         return [function(index) for index in range(torch.accelerator.device_count())]
     return []
@@ -81,12 +81,12 @@ def _each_device(function: Callable[[int], Any]) -> list[Any]:
 def _set_streams(streams: list[torch.Stream]) -> None:
     index = torch.accelerator.current_device_index()
     for stream in streams:
-        torch.accelerator.set_stream(stream)  # which makes its device the current one
+        torch.accelerator.set_stream(stream)  # also changes the current device
     torch.accelerator.set_device_index(index)
 
 
 def _signal_handlers() -> list[tuple[int, Any]]:
-    # Python names the signals that are valid by making an enumeration of them, each time.
+    # Not signal.valid_signals(), which creates an enum of all signals in each call.
     return [(number, signal.getsignal(number)) for number in range(1, signal.NSIG)]
 
 
@@ -97,13 +97,13 @@ def _set_signal_handlers(handlers: list[tuple[int, Any]]) -> None:
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Makes these the environment variables, and removes all others."""
+    """Set the environment variables, and remove all others."""
     for added in os.environ.keys() - variables.keys():
         del os.environ[added]
     os.environ.update(variables)
 
 
-# How each state is read, and how it is put back where that is not left to `fork_rng`.
+# The getter and the setter of each state. Without a setter, `fork_rng` or the check restores it.
 _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_default_device()": (torch.get_default_device, _set_default_device),
@@ -129,7 +129,7 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         functools.partial(locale.setlocale, locale.LC_ALL),
         functools.partial(locale.setlocale, locale.LC_ALL),
     ),
-    # What is imported meanwhile adds some for good; checks put theirs back.
+    # Imports add filters permanently; checks restore their own.
     "warnings.filters": (lambda: [*warnings.filters], None),
     "signal.getsignal()": (_signal_handlers, _set_signal_handlers),
     "os.getcwd()": (os.getcwd, os.chdir),
@@ -144,8 +144,8 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
 }
 
 
-# The same of an accelerator that is in use, of whatever type it is. The stream comes first, since
-# to put one back changes the current device.
+# The same for an accelerator in use. Streams come first, because setting one changes the current
+# device.
 _DEVICE_STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "torch.accelerator.current_stream()": (
         lambda: _each_device(torch.accelerator.current_stream),
@@ -164,35 +164,35 @@ _ALL_STATES = {**_STATES, **_DEVICE_STATES}
 
 
 def process_state(*, random_numbers: bool = True) -> dict[str, Any]:
-    """The state of the process that a call could change for what runs after it, by name.
+    """Return process state that a call could change, by name.
 
     Args:
-        random_numbers: whether to read the states of generators too, which takes most of the time.
+        random_numbers: include the states of random number generators, which take most of the time.
     """
     states = _STATES if device_module() is None else _ALL_STATES
     return {
         name: read()
         for name, (read, _) in states.items()
         if ("numpy" in sys.modules or not name.startswith("numpy."))
-        and (random_numbers or "state()" not in name)
+        and (random_numbers or not is_of_generator(name))
     }
 
 
 def is_of_generator(name: str) -> bool:
-    """Whether a state of `process_state` is that of a generator of random numbers."""
+    """Return whether a name of `process_state` denotes a random number generator."""
     return "state()" in name
 
 
 def generator_states() -> dict[str, Any]:
-    """The states of the generators of random numbers that others use too."""
+    """Return the states of the global random number generators."""
     return {name: state for name, state in process_state().items() if is_of_generator(name)}
 
 
 def seed_torch(seed: int) -> None:
-    """Seeds PyTorch's generators as `torch.manual_seed` does, which would take most of a check.
+    """Seed PyTorch's generators like `torch.manual_seed`, but quickly if there is no accelerator.
 
-    For each kind of device that the process has not used, it keeps the seed for the day that it
-    does, together with the text of the stack. Where there is no such device, that day never comes.
+    `torch.manual_seed` queues the seed and a formatted stack trace for each uninitialized device
+    type, which would take most of the time of a check.
     """
     if devices.accelerator() is None:
         torch.default_generator.manual_seed(seed)
@@ -201,7 +201,7 @@ def seed_torch(seed: int) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds the generators that `process_state` looks at."""
+    """Seed the generators of `process_state`."""
     seed_torch(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -210,7 +210,7 @@ def seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """A block after which the process is as it was, whatever the operator did in it."""
+    """Restore the state of the process at the end of a block."""
     before = process_state()
     accelerated: dict[str, Any] = {"devices": ()}
     accelerator = devices.accelerator()
@@ -223,14 +223,14 @@ def restored() -> Iterator[None]:
         after = process_state()
         for name, value in before.items():
             if after[name] != value and (put_back := _ALL_STATES[name][1]) is not None:
-                # PyTorch refuses some: a default device that was set within itself.
+                # PyTorch rejects some values, such as a default device set inside a device context.
                 with contextlib.suppress(Exception):
                     put_back(value)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """A block that shows no warnings, and in which PyTorch does not log what it raises."""
+    """Suppress warnings, and PyTorch's logging of exceptions, in a block."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -248,37 +248,37 @@ def _count_fork() -> None:
     _forks[0] += 1
 
 
-if hasattr(os, "register_at_fork"):  # which Windows has not
+if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_parent=_count_fork)
 
 
 def forks() -> int:
-    """How often this process has forked."""
+    """Return the number of forks of this process."""
     return _forks[0]
 
 
 def open_files() -> int:
-    """How many files this process has open; 0 where the system does not say."""
+    """Return the number of open files, or 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/dev/fd"))
     return 0
 
 
 def threads() -> int:
-    """How many threads this process has; where the system does not say, only those of Python."""
+    """Return the number of threads, or of Python threads if the system does not report all."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/task"))
     return threading.active_count()
 
 
 def device_bytes() -> int:
-    """The bytes that tensors have on all devices of the accelerator; 0 where it does not say."""
+    """Return the bytes allocated on all devices of the accelerator, or 0 if it has no count."""
     module = device_module()
     return sum(_each_device(module.memory_allocated)) if hasattr(module, "memory_allocated") else 0
 
 
 def allocated_bytes() -> int:
-    """The bytes that this process has from `malloc`; 0 where the C library does not say."""
+    """Return the bytes allocated by `malloc`, or 0 if the C library does not report them."""
 
     class Mallinfo(ctypes.Structure):
         _fields_ = [("numbers", ctypes.c_size_t * 10)]
@@ -288,4 +288,4 @@ def allocated_bytes() -> int:
         return 0
     mallinfo2.restype = Mallinfo
     numbers = mallinfo2().numbers
-    return int(numbers[7] + numbers[4])  # uordblks, in blocks, and hblkhd, mapped beside them
+    return int(numbers[7] + numbers[4])  # uordblks (heap) and hblkhd (mmap)
