@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -47,6 +48,13 @@ def test_operators(torchop_check):
 """
 
 
+def _seconds(ctx: Any, param: Any, value: float) -> float:
+    # Not click.FloatRange, which accepts nan and inf.
+    if not 0 < value < math.inf:
+        raise click.BadParameter(f"{value:g} is not a number of seconds above 0")
+    return value
+
+
 @click.command()
 @selecting
 @click.option(
@@ -67,7 +75,7 @@ def test_operators(torchop_check):
 @click.option(
     "--timeout",
     default=300.0,
-    type=click.FloatRange(0, min_open=True),
+    callback=_seconds,
     show_default=True,
     help="Seconds that one check may take.",
 )
