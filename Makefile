@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 DEV := $(VENV)/.dev
-CPP := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* benchmarks/*.cpp examples/package/csrc/*)
+CPP := $(wildcard src/torchop/_native/csrc/* tests/integration/device/standin/csrc/* benchmarks/*.cpp examples/package/csrc/*)
 
 # Container images often set this. Without bytecode, every child process recompiles torchop.
 unexport PYTHONDONTWRITEBYTECODE

@@ -77,14 +77,14 @@ def project(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def device(session: nox.Session) -> None:
     """Run the device tests on a simulated device, or on TORCHOP_TEST_DEVICE=cuda:0."""
-    _pytest(session, "tests/device")
+    _pytest(session, "tests/integration/device")
 
 
 @nox.session(venv_backend="none")
 def on_device(session: nox.Session) -> None:
     """Run the package's tests with tensors on a simulated device, or on TORCHOP_TEST_DEVICE."""
     os.environ.setdefault("TORCHOP_TEST_DEVICE", "standin:1")
-    session.run(sys.executable, "-m", "pytest", *PARALLEL, "-p", "tests.on_device")
+    session.run(sys.executable, "-m", "pytest", *PARALLEL, "-p", "tests._support.on_device")
 
 
 @nox.session(venv_backend="none")
@@ -100,7 +100,8 @@ def fuzz(session: nox.Session) -> None:
     os.environ["TORCHOP_FUZZ_EXAMPLES"] = number
     if seed:
         os.environ["TORCHOP_FUZZ_SEED"] = seed[0]
-    session.run(sys.executable, "-m", "pytest", "-s", "tests/differential/test_differential.py")
+    file = "tests/integration/differential/test_differential.py"
+    session.run(sys.executable, "-m", "pytest", "-s", file)
 
 
 @nox.session(venv_backend="none")
@@ -143,7 +144,7 @@ SANITIZED_TESTS = [
     "tests/rules/autograd/derived/test_native.py",
     "tests/rules/providers/test_choice.py",
     "tests/inspect/explain",
-    "tests/test_native.py",
+    "tests/native/test_native.py",
 ]
 
 

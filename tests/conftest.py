@@ -32,10 +32,10 @@ import pytest
 import torch
 from torch._library import fake_impl
 
-from tests import combinations, free_threads, releases
-from tests.combinations import pytest_addoption, pytest_runtest_call  # noqa: F401  # hooks
-from tests.forking import leave_guards_untimed
-from tests.support import outcome
+from tests._support import combinations, free_threads, releases
+from tests._support.combinations import pytest_addoption, pytest_runtest_call  # noqa: F401  # hooks
+from tests._support.common import outcome
+from tests._support.forking import leave_guards_untimed
 from torchop.testing.process_state import process_state
 
 FOLDER = Path(__file__).parent
@@ -67,30 +67,30 @@ FIRST = (
 # Those that take ten seconds of a processor and more, so that no process is left with one of them
 # at the end. A new file that does belongs here.
 LONGEST = (
-    "test_site.py",
-    "test_benchmarks.py",
+    "project/test_site.py",
+    "project/test_benchmarks.py",
     "testing/check/test_zoo.py",
-    "test_device.py",
-    "test_typing.py",  # where mypy has read nothing yet
-    "test_docs.py",
-    "subsystems/test_compile_mutation.py",
+    "integration/test_device.py",
+    "project/test_typing.py",  # where mypy has read nothing yet
+    "project/test_docs.py",
+    "integration/compile/test_mutation.py",
     "define/test_out_op_compiled.py",
-    "test_examples.py",
+    "project/test_examples.py",
     "rules/user/sharding/test_processes.py",
     "export/test_aoti.py",
     "testing/test_pytest_plugin.py",
-    "subsystems/test_compile_mutated_lists.py",
-    "subsystems/test_compile_aliases.py",
-    "subsystems/test_compile.py",
+    "integration/compile/test_mutated_lists.py",
+    "integration/compile/test_aliases.py",
+    "integration/compile/test_compile.py",
     "cli/test_check.py",
-    "differential/test_differential.py",
-    "test_notebooks.py",
+    "integration/differential/test_differential.py",
+    "project/test_notebooks.py",
     "native/test_notices.py",
-    "subsystems/test_compile_derived.py",
+    "integration/compile/test_derived.py",
     "rules/providers/test_choice.py",
     "testing/check/test_custom_op_db.py",
     "cli/test_main.py",
-    "test_threads.py",
+    "project/test_threads.py",
 )
 
 # What a compiler makes lives until it has compiled. Python would look for garbage among it after
@@ -134,7 +134,9 @@ def _import_in_turns(config: pytest.Config) -> None:
     worker = getattr(config, "workerinput", None)
     if worker is None or [Path(name).resolve() for name in config.args] != [FOLDER]:
         return
-    files = sorted({*FOLDER.rglob("test_*.py")} - {*(FOLDER / "device").rglob("test_*.py")})
+    files = sorted(
+        {*FOLDER.rglob("test_*.py")} - {*(FOLDER / "integration" / "device").rglob("test_*.py")}
+    )
     start = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
     for file in files[start:] + files[:start]:
         # What cannot be imported, pytest tries again, and tells.

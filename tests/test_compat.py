@@ -14,8 +14,8 @@ import torch.library
 from torch import Tensor
 
 import torchop
-from tests.opaque_types import Constant
-from tests.support import counting, needs_native
+from tests._support.common import counting, needs_native
+from tests._support.opaque_types import Constant
 from torchop.compat import direct_register_custom_op, register_custom_op
 
 

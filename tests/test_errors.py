@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import in_threads
+from tests._support.common import in_threads
 from torchop import _errors
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import on_both
+from tests._support.common import on_both
 
 Scenario = Callable[[Any, str], Any]
 

@@ -13,7 +13,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import docutils_namespace, patch_docutils
 
 import torchop
-from tests.support import close_operators
+from tests._support.common import close_operators
 
 # Sphinx's own napoleon, which uses what Sphinx 11 will not have.
 pytestmark = pytest.mark.filterwarnings("ignore:The mapping interface for autodoc options")

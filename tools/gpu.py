@@ -81,7 +81,7 @@ def parts(target: str, out: Path) -> list[Part]:
     found = [
         Part("machine", 60, (python, "-c", DESCRIBE)),
         Part("build", 300, (python, "-c", "import torchop; torchop.native.wait()"), alone=True),
-        Part("scenarios", 240, (*pytest, "tests/device")),
+        Part("scenarios", 240, (*pytest, "tests/integration/device")),
         Part("marked", 200, (*pytest, "-m", "cuda", *marked()), on_device=False),
     ]
     for page in PAGES:
@@ -94,7 +94,7 @@ def parts(target: str, out: Path) -> list[Part]:
     found.append(Part("benchmark", 120, (python, *benchmark), alone=True))
     if target != "cpu":  # where `make test` runs them
         spread = ("-n", str(PROCESSES)) if importlib.util.find_spec("xdist") else ()
-        anywhere = (*pytest, "-p", "tests.on_device", "--tb=short", *spread)
+        anywhere = (*pytest, "-p", "tests._support.on_device", "--tb=short", *spread)
         found.append(Part("anywhere", 600, anywhere, alone=True))
     return found
 

@@ -2,7 +2,7 @@
 
     python tools/notebooks.py
 
-`tests/test_notebooks.py` runs them with the function `run`, and compares.
+`tests/project/test_notebooks.py` runs them with the function `run`, and compares.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import outcome
+from tests._support.common import outcome
 
 T = torch.arange(4.0)
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native
+from tests._support.devices import BACKEND, TYPE
+from tests._support.forking import run_forked
 from tests.accelerate.support import T
-from tests.devices import BACKEND, TYPE
-from tests.forking import run_forked
-from tests.support import needs_native
 from torchop._accelerate import patterns
 from torchop._compat import operators
 from torchop._schema.naming import OpName

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native, outcome
+from tests._support.devices import BACKEND
 from tests.accelerate.support import T, assert_same, counts_versions_once, stock
-from tests.devices import BACKEND
-from tests.support import needs_native, outcome
 from torchop._compat import schemas
 from torchop._native.table.gradients import _has_simple_defaults
 from torchop._schema.schema import Schema

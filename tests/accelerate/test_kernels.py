@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native
+from tests._support.devices import AUTOGRAD, BACKEND, OTHER, TYPE
 from tests.accelerate.support import T, stock
-from tests.devices import AUTOGRAD, BACKEND, OTHER, TYPE
-from tests.support import needs_native
 from torchop._compat.dispatch import spelled_key
 
 pytestmark = needs_native

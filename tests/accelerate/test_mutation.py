@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import torchop
+from tests._support.common import needs_native, node_of, outcome
 from tests.accelerate.support import counts_versions_once
-from tests.support import needs_native, node_of, outcome
 
 pytestmark = [needs_native, counts_versions_once]
 

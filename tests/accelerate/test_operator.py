@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native
+from tests._support.devices import BACKEND, TYPE
 from tests.accelerate.support import (
     T,
     assert_same,
@@ -21,8 +23,6 @@ from tests.accelerate.support import (
     stock,
     with_formula,
 )
-from tests.devices import BACKEND, TYPE
-from tests.support import needs_native
 from torchop._native.table import calls as table
 from torchop._schema.naming import OpName
 

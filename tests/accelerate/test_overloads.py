@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native, outcome
+from tests._support.devices import BACKEND
 from tests.accelerate.support import T, holds_tensors
-from tests.devices import BACKEND
-from tests.support import needs_native, outcome
 
 pytestmark = needs_native
 

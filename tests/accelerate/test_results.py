@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native, outcome
+from tests._support.devices import BACKEND
+from tests._support.releases import needs_tags
 from tests.accelerate.support import T, assert_same, counts_versions_once, stock
-from tests.devices import BACKEND
-from tests.releases import needs_tags
-from tests.support import needs_native, outcome
 
 pytestmark = needs_native
 

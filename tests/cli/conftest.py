@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import Outcome
+from tests._support.common import Outcome
 
 
 @pytest.fixture

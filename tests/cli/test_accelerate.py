@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchop
-from tests.support import needs_native
+from tests._support.common import needs_native
 from torchop.testing import CallRecord, TensorRecord
 
 pytest.importorskip("click")

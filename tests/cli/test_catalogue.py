@@ -7,7 +7,7 @@ import json
 import pytest
 
 import torchop
-from tests.support import needs_native
+from tests._support.common import needs_native
 
 OPERATORS = """
 import torch, torchop

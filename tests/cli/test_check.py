@@ -55,7 +55,7 @@ def checked(tmp_path_factory):
     import importlib
     import sys
 
-    from tests.support import Outcome
+    from tests._support.common import Outcome
 
     pytest.importorskip("click")
     folder = tmp_path_factory.mktemp("checked")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import run_forked, run_module
-from tests.support import Outcome, run_program
+from tests._support.common import Outcome, run_program
+from tests._support.forking import run_forked, run_module
 
 # What the command `torchop` runs, which is made where the package is installed.
 COMMAND = "import sys; from torchop.__main__ import main; sys.argv[0] = 'torchop'; sys.exit(main())"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchop
-from tests.support import Outcome, assert_clean, needs_native, run_program
+from tests._support.common import Outcome, assert_clean, needs_native, run_program
 from torchop._native.extension import api, files
 from torchop.testing._extras import installing
 

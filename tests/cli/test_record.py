@@ -10,8 +10,8 @@ import zipfile
 
 import pytest
 
-from tests.forking import run_module
-from tests.support import needs_native
+from tests._support.common import needs_native
+from tests._support.forking import run_module
 from torchop import Recorded
 
 PROGRAM = """

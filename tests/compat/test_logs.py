@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import needs_native, run_program, without_notes_of_pytorch
+from tests._support.common import needs_native, run_program, without_notes_of_pytorch
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import TYPE
+from tests._support.devices import TYPE
 
 
 def plain(namespace: str, **options: Any) -> Any:

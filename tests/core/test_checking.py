@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND, TYPE, needs_context_in_backward
-from tests.support import counting, needs_native
+from tests._support.common import counting, needs_native
+from tests._support.devices import BACKEND, TYPE, needs_context_in_backward
 from torchop._core import checking
 from torchop._rules.kernels.rule import KernelRule
 

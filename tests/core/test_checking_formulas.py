@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 import torchop
+from tests._support.common import counting, needs_native
 from tests.rules.support import save_inputs
-from tests.support import counting, needs_native
 from torchop import UndeclaredMutationError
 
 GRADIENT = r"::op: the incoming gradient of output 0 was mutated: backward .* grad\.clone\(\)"

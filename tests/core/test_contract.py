@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, TYPE
-from tests.support import on_both
+from tests._support.common import on_both
+from tests._support.devices import AUTOGRAD, BACKEND, TYPE
 from torchop._core.call import named_inputs, named_outputs, tensors_in
 from torchop._core.contract import ResultCheck
 from torchop._schema.schema import Schema

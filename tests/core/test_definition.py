@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND, OTHER, TYPE
+from tests._support.devices import BACKEND, OTHER, TYPE
 from torchop._core.declaration import Site
 from torchop._core.definition import Definition
 from torchop._rules import RULES

@@ -19,9 +19,9 @@ from torch.fx.operator_schemas import normalize_function
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 import torchop
-from tests.devices import BACKEND, TYPE
-from tests.forking import run_forked
-from tests.support import on_both
+from tests._support.common import on_both
+from tests._support.devices import BACKEND, TYPE
+from tests._support.forking import run_forked
 
 T = torch.ones(2)
 SCHEMA = "(Tensor x) -> Tensor"

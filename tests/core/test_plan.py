@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.devices import TYPE
+from tests._support.devices import TYPE
 from torchop._core.definition import NOTHING, CallPlan, CompiledRule
 from torchop._rules import RULES
 from torchop._rules.kernels.rule import KernelRule

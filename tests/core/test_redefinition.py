@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND, TYPE
-from tests.support import on_both
+from tests._support.common import on_both
+from tests._support.devices import BACKEND, TYPE
 
 T = torch.zeros(2)
 SCHEMA = "(Tensor x) -> Tensor"

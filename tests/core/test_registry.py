@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.devices import BACKEND, TYPE
-from tests.forking import run_forked
-from tests.releases import needs_tags
+from tests._support.devices import BACKEND, TYPE
+from tests._support.forking import run_forked
+from tests._support.releases import needs_tags
 from torchop._core.registry import find_schema, op_name, own_definition, resolve
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName

@@ -14,7 +14,7 @@ import torch.library
 from torch import Tensor
 
 import torchop
-from tests.support import needs_native
+from tests._support.common import needs_native
 from torchop import CustomOp, MissingRuleError
 from torchop._compat import operators
 from torchop._core import user_rule

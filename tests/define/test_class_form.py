@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import TYPE
-from tests.support import needs_native
+from tests._support.common import needs_native
+from tests._support.devices import TYPE
 from torchop import CustomOp
 
 

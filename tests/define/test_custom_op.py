@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import on_both
+from tests._support.common import on_both
 
 T = torch.zeros(2)
 SCHEMA = "(Tensor x) -> Tensor"

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.forking import run_forked
-from tests.support import adding, assert_clean, on_both
+from tests._support.common import adding, assert_clean, on_both
+from tests._support.forking import run_forked
 from torchop._compat import torch_ops
 
 T = torch.zeros(2)

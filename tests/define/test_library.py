@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, TYPE
+from tests._support.devices import AUTOGRAD, BACKEND, TYPE
 
 T = torch.zeros(2)
 LIBRARIES = pytest.mark.parametrize("make", [torchop.Library, torch.library.Library])

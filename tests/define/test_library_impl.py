@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, OTHER, OTHER_BACKEND, TYPE
-from tests.support import on_both
+from tests._support.common import on_both
+from tests._support.devices import AUTOGRAD, BACKEND, OTHER, OTHER_BACKEND, TYPE
 
 T = torch.zeros(2)
 

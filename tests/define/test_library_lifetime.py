@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND, TYPE
+from tests._support.devices import BACKEND, TYPE
 
 T = torch.zeros(2)
 LIBRARIES = pytest.mark.parametrize("make", [torchop.Library, torch.library.Library])

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.devices import BACKEND, OTHER, OTHER_BACKEND, TYPE
+from tests._support.devices import BACKEND, OTHER, OTHER_BACKEND, TYPE
 from torchop._compat import deregistration
 
 T = torch.ones(2)

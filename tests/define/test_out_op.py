@@ -13,10 +13,10 @@ from torch import Tensor
 from torchgen.model import FunctionSchema, SchemaKind
 
 import torchop
+from tests._support.common import counting, needs_native
+from tests._support.devices import DEVICE
+from tests._support.releases import INPLACE
 from tests.define.families import SAMPLES, bounds, forms_of, sine, write_sine
-from tests.devices import DEVICE
-from tests.releases import INPLACE
-from tests.support import counting, needs_native
 
 
 def test_all_forms_compute_the_same(family: torchop.OperatorFamily) -> None:

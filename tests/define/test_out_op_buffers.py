@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native
 from tests.define.families import bounds
-from tests.support import needs_native
 from torchop._define.forms import kernels
 
 

@@ -17,9 +17,9 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
-from tests import combinations
+from tests._support import combinations
 from tests.define.families import BACKENDS, bounds, sine, write_sine
-from tests.subsystems.graphs import fresh_compiler
+from tests.integration.compile.graphs import fresh_compiler
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

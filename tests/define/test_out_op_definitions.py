@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.releases import OUT, needs_tags
 from tests.define.families import exists, forms_of, sine, write_sine
-from tests.releases import OUT, needs_tags
 
 
 def _no_output(x: Tensor) -> None: ...

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.devices import OTHER, TYPE
 from tests.define.families import (
     BACKENDS,
     bounds,
@@ -16,7 +17,6 @@ from tests.define.families import (
     sine_backward,
     write_sine,
 )
-from tests.devices import OTHER, TYPE
 
 
 def test_kernel_for_a_device_serves_all_forms(namespace: str) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import TYPE
-from tests.subsystems.graphs import fresh_compiler, operators
+from tests._support.devices import TYPE
+from tests.integration.compile.graphs import fresh_compiler, operators
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"

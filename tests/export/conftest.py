@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import run_compiling
+from tests._support.forking import run_compiling
 
 MODULE = """
     import torch

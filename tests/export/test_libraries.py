@@ -18,7 +18,7 @@ from torch._inductor.utils import run_and_get_code
 
 import torchop
 import torchop.export
-from tests import combinations
+from tests._support import combinations
 from tests.export.conftest import MODULE, run_in
 from torchop._compat import on_demand
 

@@ -17,8 +17,8 @@ from torch._dynamo.package import DynamoCache
 from torch._dynamo.precompile_context import PrecompileContext
 
 import torchop
-from tests.forking import run_compiling
-from tests.support import assert_clean
+from tests._support.common import assert_clean
+from tests._support.forking import run_compiling
 from torchop._compat import compile_caches
 from torchop._inspect import cache_key
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
-from tests.devices import DEVICE, TYPE
+from tests._support.devices import DEVICE, TYPE
 from torchop.testing import CallRecord, TensorRecord, TypeRecord
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.support import assert_clean, run_program
+from tests._support.common import assert_clean, run_program
 from torchop._inspect import cache_key
 from torchop._inspect.code_digest import CodeDigest
 

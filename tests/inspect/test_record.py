@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.devices import BACKEND, DEVICE, TYPE
-from tests.support import in_threads
+from tests._support.common import in_threads
+from tests._support.devices import BACKEND, DEVICE, TYPE
 from torchop._inspect.record import MAX_KINDS
 from torchop.testing import CallRecord, TensorRecord
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import torchop
-from tests.devices import BACKEND
-from tests.support import needs_native
+from tests._support.common import needs_native
+from tests._support.devices import BACKEND
 from torchop._native import switch
 
 X = torch.ones(2)

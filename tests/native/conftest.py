@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import torchop
+from tests._support.common import adding
 from tests.native.scenarios import Made, Makers, T
-from tests.support import adding
 from torchop._native.extension import api, files, recipe
 
 # The smallest extension there is. PyTorch's headers would take ten seconds.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchop
-from tests.devices import BACKEND
+from tests._support.devices import BACKEND
 
 T = torch.zeros(2)
 

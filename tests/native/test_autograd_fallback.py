@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import torchop
-from tests.devices import BACKEND
-from tests.support import needs_native, node_of, outcome
+from tests._support.common import needs_native, node_of, outcome
+from tests._support.devices import BACKEND
 
 pytestmark = needs_native
 

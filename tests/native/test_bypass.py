@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.forking import run_forked
-from tests.opaque_types import REFERENCE
-from tests.releases import OUT, needs_tags
-from tests.support import assert_clean, needs_native, outcome
+from tests._support.common import assert_clean, needs_native, outcome
+from tests._support.forking import run_forked
+from tests._support.opaque_types import REFERENCE
+from tests._support.releases import OUT, needs_tags
 from torchop._rules.autograd import rule as autograd_rule
 from torchop._rules.mutation import kernels as mutation_kernels
 

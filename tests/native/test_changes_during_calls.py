@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 import torchop
-from tests.devices import BACKEND, TYPE
+from tests._support.common import counting, needs_native
+from tests._support.devices import BACKEND, TYPE
 from tests.native.scenarios import GRAD, T, define, inputs
-from tests.support import counting, needs_native
 from torchop._native import switch
 
 pytestmark = needs_native

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from tests.forking import run_forked
-from tests.free_threads import needs_greenlets
-from tests.support import assert_clean, needs_native
+from tests._support.common import assert_clean, needs_native
+from tests._support.forking import run_forked
+from tests._support.free_threads import needs_greenlets
 
 pytestmark = needs_native
 

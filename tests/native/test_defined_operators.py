@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, DEVICE, OTHER, TYPE
-from tests.support import counting, needs_native, node_of, outcome
+from tests._support.common import counting, needs_native, node_of, outcome
+from tests._support.devices import AUTOGRAD, BACKEND, DEVICE, OTHER, TYPE
 
 pytestmark = [
     needs_native,

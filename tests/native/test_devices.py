@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.forking import run_forked
-from tests.support import assert_clean, needs_native
+from tests._support.common import assert_clean, needs_native
+from tests._support.forking import run_forked
 from torchop._compat import dispatch
 from torchop._native import switch
 

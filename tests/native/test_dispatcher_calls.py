@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.forking import run_forked
-from tests.support import adding, assert_clean, needs_native
+from tests._support.common import adding, assert_clean, needs_native
+from tests._support.forking import run_forked
 from torchop._core.lock import registration_lock
 from torchop._native import switch
 from torchop._native.plan import OwnCalls
@@ -220,7 +220,7 @@ def test_an_operator_ends_while_a_call_stays_in_the_dispatcher():
     program = """
         import torch, torchop, warnings
         from tests.native.test_dispatcher_calls import InDispatcher
-        from tests.support import adding
+        from tests._support.common import adding
 
         class Refused(InDispatcher):
             def _call(self):

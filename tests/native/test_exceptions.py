@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.forking import run_forked
+from tests._support.common import assert_clean, counting, needs_native
+from tests._support.forking import run_forked
 from tests.native.scenarios import GRAD, T, define, inputs
-from tests.support import assert_clean, counting, needs_native
 
 pytestmark = needs_native
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.forking import run_forked
-from tests.support import assert_clean, needs_native
+from tests._support.common import assert_clean, needs_native
+from tests._support.forking import run_forked
 
 pytestmark = needs_native
 

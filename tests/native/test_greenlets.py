@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND
-from tests.free_threads import needs_greenlets
-from tests.support import needs_native
+from tests._support.common import needs_native
+from tests._support.devices import BACKEND
+from tests._support.free_threads import needs_greenlets
 from torchop import _hooks
 
 with contextlib.suppress(ImportError):  # where the tests have to fail

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.free_threads import HAS_GIL
-from tests.support import adding, counting, needs_native
+from tests._support.common import adding, counting, needs_native
+from tests._support.free_threads import HAS_GIL
 from torchop._native import switch
 
 pytestmark = needs_native

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.devices import TYPE
-from tests.support import counting, needs_native
+from tests._support.common import counting, needs_native
+from tests._support.devices import TYPE
 
 pytestmark = needs_native
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import DEVICE
-from tests.opaque_types import REFERENCE, Overriding, Reference
-from tests.support import counting, needs_native
+from tests._support.common import counting, needs_native
+from tests._support.devices import DEVICE
+from tests._support.opaque_types import REFERENCE, Overriding, Reference
 
 pytestmark = [
     needs_native,

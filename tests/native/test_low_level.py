@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, TYPE
-from tests.support import on_both
+from tests._support.common import on_both
+from tests._support.devices import AUTOGRAD, BACKEND, TYPE
 
 T = torch.arange(4.0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tests.forking import run_forked
+from tests._support.common import assert_clean, counting, needs_native
+from tests._support.forking import run_forked
 from tests.native.scenarios import GRAD, T, define, inputs
-from tests.support import assert_clean, counting, needs_native
 
 pytestmark = needs_native
 

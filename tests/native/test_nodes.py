@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchop
-from tests.support import needs_native
+from tests._support.common import needs_native
 from torchop._native.extension import recipe
 
 pytestmark = needs_native

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import torchop
-from tests.forking import run_forked
-from tests.support import assert_clean, needs_native, without_notes_of_pytorch
+from tests._support.common import assert_clean, needs_native, without_notes_of_pytorch
+from tests._support.forking import run_forked
 from torchop._native.extension.api import NOTICE, NOTICE_IN_BACKGROUND
 
 pytestmark = needs_native

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.native.scenarios import Makers
-from tests.opaque_types import (
+from tests._support.common import counting, needs_native, outcome
+from tests._support.opaque_types import (
     CONSTANT,
     REFERENCE,
     Constant,
@@ -29,7 +29,7 @@ from tests.opaque_types import (
     Slotted,
     Touchy,
 )
-from tests.support import counting, needs_native, outcome
+from tests.native.scenarios import Makers
 
 pytestmark = needs_native
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import adding, counting, needs_native
+from tests._support.common import adding, counting, needs_native
 
 pytestmark = needs_native
 

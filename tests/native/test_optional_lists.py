@@ -12,7 +12,7 @@ import torch.autograd.forward_ad
 from torch import Tensor
 
 import torchop
-from tests.support import needs_native, node_of, outcome
+from tests._support.common import needs_native, node_of, outcome
 from torchop._rules.autograd.rule import AutogradRule
 
 pytestmark = needs_native

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 import torchop
-from tests.devices import BACKEND
-from tests.forking import run_forked
-from tests.support import assert_clean, needs_native
+from tests._support.common import assert_clean, needs_native
+from tests._support.devices import BACKEND
+from tests._support.forking import run_forked
 from torchop._compat import overload_functions
 from torchop._native import switch
 

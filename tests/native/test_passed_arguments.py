@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, TYPE
-from tests.support import counting, needs_native
+from tests._support.common import counting, needs_native
+from tests._support.devices import AUTOGRAD, BACKEND, TYPE
 
 pytestmark = needs_native
 

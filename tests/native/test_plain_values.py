@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import torchop
+from tests._support.common import counting, needs_native, outcome
 from tests.native.scenarios import T, define, inputs
-from tests.support import counting, needs_native, outcome
 
 pytestmark = needs_native
 

@@ -8,9 +8,9 @@ import signal
 import pytest
 import torch
 
-from tests.forking import run_forked
+from tests._support.common import assert_clean, counting, needs_native, run_program
+from tests._support.forking import run_forked
 from tests.native.scenarios import define
-from tests.support import assert_clean, counting, needs_native, run_program
 
 pytestmark = needs_native
 

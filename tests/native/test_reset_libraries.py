@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND
-from tests.support import needs_native
+from tests._support.common import needs_native
+from tests._support.devices import BACKEND
 
 pytestmark = needs_native
 

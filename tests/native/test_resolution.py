@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torchop
-from tests.strategies import manifold as stable  # the source of a test decides what it gets
-from tests.support import needs_native, outcome
+from tests._support.common import needs_native, outcome
+from tests._support.strategies import (
+    manifold as stable,  # the source of a test decides what it gets
+)
 
 pytestmark = needs_native
 

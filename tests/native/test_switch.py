@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import torchop
-from tests.devices import BACKEND
-from tests.forking import run_forked
-from tests.support import assert_clean, needs_native
+from tests._support.common import assert_clean, needs_native
+from tests._support.devices import BACKEND
+from tests._support.forking import run_forked
 from torchop._native import switch
 from torchop._native.extension import recipe
 

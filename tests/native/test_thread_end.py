@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.forking import run_forked
-from tests.support import assert_clean, needs_native
+from tests._support.common import assert_clean, needs_native
+from tests._support.forking import run_forked
 
 pytestmark = needs_native
 

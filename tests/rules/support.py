@@ -5,7 +5,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
-from tests.support import on_both
+from tests._support.common import on_both
 
 # --------------------------------------------------------------------------------------------------
 # Operators

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import DEVICE, TYPE
+from tests._support.common import on_both
+from tests._support.devices import DEVICE, TYPE
 from tests.rules.support import adding_one as define
 from tests.rules.support import assert_only_ours_refuses
-from tests.support import on_both
 
 FLOAT = torch.ones(2)
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointPolicy
 
 import torchop
-from tests.subsystems.graphs import fresh_compiler
+from tests.integration.compile.graphs import fresh_compiler
 from torchop._rules.user.checkpoint_policy import register_checkpoint_policy
 
 RANDOM = (torch.Tag.nondeterministic_seeded,)

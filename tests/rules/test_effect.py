@@ -8,9 +8,9 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchop
-from tests.devices import BACKEND, TYPE
+from tests._support.common import on_both
+from tests._support.devices import BACKEND, TYPE
 from tests.rules.support import cloning
-from tests.support import on_both
 from torchop._compat import registries
 
 ORDERED = torchop.EffectType.ORDERED

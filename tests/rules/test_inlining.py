@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
-from tests.subsystems.graphs import fresh_compiler, operators
+from tests.integration.compile.graphs import fresh_compiler, operators
 from torchop._compat import registries
 from torchop._compat.classes import FunctionalTensorMode
 from torchop._rules.kernels.rule import KernelRule

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchop
-from tests.devices import OTHER, TYPE
-from tests.support import on_both
+from tests._support.common import on_both
+from tests._support.devices import OTHER, TYPE
 
 X = torch.ones(2, 3)
 

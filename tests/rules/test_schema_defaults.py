@@ -6,8 +6,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
-from tests.devices import TYPE
-from tests.support import on_both
+from tests._support.common import on_both
+from tests._support.devices import TYPE
 
 SCHEMA = (
     "(Tensor x, int n=3, float f=0.5, bool b=True, str s='text', ScalarType dtype=float64, "

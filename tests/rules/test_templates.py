@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.test_docs import collect
+from tests.project.test_docs import collect
 from torchop._core.definition import CompiledRule
 from torchop._define.registrations import Registrations
 from torchop._rules import RULES

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests._support.common import on_both
 from tests.rules.support import assert_only_ours_refuses
-from tests.support import on_both
 
 
 class Mode(TorchDispatchMode):

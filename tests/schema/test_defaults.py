@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torchop
-from tests import strategies
+from tests._support import strategies
 from torchop import SchemaError
 from torchop._compat import schemas
 from torchop._schema import defaults

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
+from tests._support.devices import TYPE
+from tests._support.releases import INPLACE, OUT, needs_tags, of_form
 from tests.define.families import sine
-from tests.devices import TYPE
-from tests.releases import INPLACE, OUT, needs_tags, of_form
 from torchop._schema import forms
 from torchop._schema.forms import Form, form_of
 

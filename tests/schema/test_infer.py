@@ -14,8 +14,8 @@ from hypothesis import assume, given
 from torch import Tensor
 
 import torchop
-from tests import strategies
-from tests.releases import GENERATOR, needs_enums
+from tests._support import strategies
+from tests._support.releases import GENERATOR, needs_enums
 from torchop import SchemaError
 from torchop._compat import operators, schemas
 from torchop._schema.schema import Schema

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torchop
-from tests import strategies
+from tests._support import strategies
 from torchop import OperatorNameError
 from torchop._compat import operators, schemas
 from torchop._schema.naming import OpName

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from torch.overrides import TorchFunctionMode
 
-from tests import strategies
+from tests._support import strategies
 from torchop._compat import schemas
 from torchop._schema import defaults
 from torchop._schema.schema import Schema

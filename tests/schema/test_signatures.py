@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import strategies
+from tests._support import strategies
 from torchop import SchemaError
 from torchop._schema import signatures
 

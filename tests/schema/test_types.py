@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._library.infer_schema import SUPPORTED_PARAM_TYPES, SUPPORTED_RETURN_TYPES
 from torch.types import Number
 
-from tests import strategies
-from tests.releases import ENUM, GENERATOR, needs_enums
+from tests._support import strategies
+from tests._support.releases import ENUM, GENERATOR, needs_enums
 from torchop._schema import advice, kinds, types
 
 

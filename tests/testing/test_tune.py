@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.forking import run_forked
+from tests._support.forking import run_forked
 from torchop._core.lock import registration_lock
 from torchop._rules.providers import tuned
 from torchop.testing._timing import Timing, Way, timed

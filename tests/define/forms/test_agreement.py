@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests.strategies import laid_out, number_dtypes, shapes, stable
+from tests._support.strategies import laid_out, number_dtypes, shapes, stable
 
 
 class Call(NamedTuple):

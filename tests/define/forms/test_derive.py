@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
+from tests._support.devices import OTHER, TYPE
 from tests.define.families import SAMPLES
-from tests.devices import OTHER, TYPE
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 

@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 import torchop
-from tests.support import counting
+from tests._support.common import counting
 from torchop._native.reasons import Reason
 
 T = torch.zeros(2)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND
-from tests.forking import run_forked
+from tests._support.common import adding, assert_clean, counting, needs_native
+from tests._support.devices import AUTOGRAD, BACKEND
+from tests._support.forking import run_forked
 from tests.inspect.explain.checking import T
-from tests.support import adding, assert_clean, counting, needs_native
 
 pytestmark = needs_native
 

@@ -6,9 +6,9 @@ import torch
 import torch.autograd.forward_ad
 
 import torchop
-from tests.devices import BACKEND
+from tests._support.common import adding, needs_native
+from tests._support.devices import BACKEND
 from tests.inspect.explain.checking import T, check, needing_grad
-from tests.support import adding, needs_native
 from torchop._native.extension import recipe
 from torchop._native.reasons import Reason
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, BACKEND_SHOWN, OTHER, OTHER_BACKEND, TYPE
+from tests._support.common import counting, needs_native
+from tests._support.devices import AUTOGRAD, BACKEND, BACKEND_SHOWN, OTHER, OTHER_BACKEND, TYPE
 from tests.inspect.explain.checking import T, check
-from tests.support import counting, needs_native
 from torchop._native.reasons import Reason
 
 pytestmark = needs_native

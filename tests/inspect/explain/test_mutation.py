@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native
 from tests.inspect.explain.checking import T, check
-from tests.support import needs_native
 from torchop._compat import aliasing
 from torchop._native.reasons import Reason
 

@@ -12,9 +12,9 @@ import torch.profiler
 from torch import Tensor
 
 import torchop
-from tests.devices import AUTOGRAD, BACKEND, TYPE
+from tests._support.common import counting, needs_native
+from tests._support.devices import AUTOGRAD, BACKEND, TYPE
 from tests.inspect.explain.checking import T, check, needing_grad
-from tests.support import counting, needs_native
 from torchop._native.extension.recipe import CSRC
 from torchop._native.reasons import Reason
 from torchop._rules.autograd.derived import replay

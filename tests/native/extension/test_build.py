@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import in_threads
+from tests._support.common import in_threads
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import files
 from torchop._native.extension.build import Build

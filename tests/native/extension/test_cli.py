@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torchop
-from tests.support import Outcome
+from tests._support.common import Outcome
 from torchop import __main__
 from torchop._compat import compile_caches
 from torchop._native.extension import files, recipe

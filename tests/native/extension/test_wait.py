@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.support import in_threads
+from tests._support.common import in_threads
 from torchop._errors import NativeBuildWarning, NativeUnavailableError
 from torchop._native.extension.api import NOTICE, NOTICE_IN_BACKGROUND, Extension
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import counting
+from tests._support.common import counting
 from torchop._rules.autograd.rule import AutogradRule
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tests._support.common import needs_native
 from tests.native.gradients.recording import all_native, differentiable, leaf, save_inputs
-from tests.support import needs_native
 from torchop._compat import autograd
 from torchop._native import switch
 from torchop._rules.autograd.rule import AutogradRule

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torchop
+from tests._support.common import needs_native
 from tests.native.gradients.recording import (
     all_native,
     differentiable,
@@ -17,7 +18,6 @@ from tests.native.gradients.recording import (
     on_both_ways,
     outcome,
 )
-from tests.support import needs_native
 
 pytestmark = needs_native
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchop
+from tests._support.common import counting, needs_native
 from tests.native.gradients.recording import (
     all_native,
     differentiable,
@@ -13,7 +14,6 @@ from tests.native.gradients.recording import (
     leaf,
     on_both_ways,
 )
-from tests.support import counting, needs_native
 
 pytestmark = needs_native
 

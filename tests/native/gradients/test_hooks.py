@@ -11,6 +11,7 @@ import torch._dynamo.compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 import torchop
+from tests._support.common import counting, needs_native
 from tests.native.gradients.recording import (
     all_native,
     differentiable,
@@ -18,7 +19,6 @@ from tests.native.gradients.recording import (
     leaf,
     on_both_ways,
 )
-from tests.support import counting, needs_native
 
 pytestmark = needs_native
 

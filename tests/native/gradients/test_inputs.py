@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests._support.common import needs_native
 from tests.native.gradients.recording import all_native, differentiable, leaf, on_both_ways
-from tests.support import needs_native
 from torchop._rules.autograd.rule import AutogradRule
 
 pytestmark = needs_native

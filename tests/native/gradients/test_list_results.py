@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native
 from tests.native.gradients.recording import (
     all_native,
     differentiable,
@@ -18,7 +19,6 @@ from tests.native.gradients.recording import (
     outcome,
     save_inputs,
 )
-from tests.support import needs_native
 
 pytestmark = needs_native
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native
 from tests.native.gradients.recording import all_native, differentiable, leaf, on_both_ways, outcome
-from tests.support import needs_native
 
 pytestmark = needs_native
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests.devices import DEVICE
+from tests._support.common import needs_native
+from tests._support.devices import DEVICE
 from tests.native.gradients.recording import all_native
 from tests.rules.support import save_inputs
-from tests.support import needs_native
 
 X, W = (torch.arange(12.0, dtype=torch.double).reshape(3, 4).sin() + n for n in (2, 3))
 

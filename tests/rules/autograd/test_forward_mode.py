@@ -11,9 +11,9 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import torchop
-from tests.devices import BACKEND
+from tests._support.common import on_both
+from tests._support.devices import BACKEND
 from tests.rules.support import save_inputs
-from tests.support import on_both
 
 X = torch.linspace(0.5, 2.0, 4, dtype=torch.double)
 Y = torch.linspace(-1.0, 1.0, 4, dtype=torch.double)

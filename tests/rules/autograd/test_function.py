@@ -13,9 +13,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from tests._support.common import on_both
 from tests.rules.support import leaf, save_inputs
 from tests.rules.support import with_formula as define
-from tests.support import on_both
 
 
 def total(xs: List[Tensor], scale: float = 1.0) -> Tensor:

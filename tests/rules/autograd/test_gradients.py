@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native, on_both
 from tests.rules.support import leaf
 from tests.rules.support import with_formula as define
-from tests.support import needs_native, on_both
 from torchop import _hooks
 from torchop._rules.autograd import gradients
 

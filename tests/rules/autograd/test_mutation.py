@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchop
-from tests.subsystems.graphs import fresh_compiler
-from tests.support import counting, needs_native
+from tests._support.common import counting, needs_native
+from tests.integration.compile.graphs import fresh_compiler
 
 
 def save_output(ctx: Any, inputs: Any, output: Any) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import in_threads, on_both
 from tests.rules.support import assert_only_ours_refuses, save_inputs
-from tests.support import in_threads, on_both
 
 
 def define(namespace, library=torchop):

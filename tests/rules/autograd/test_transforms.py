@@ -9,8 +9,8 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.testing import assert_close
 
 import torchop
+from tests._support.common import on_both
 from tests.rules.support import save_inputs
-from tests.support import on_both
 
 X = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64)
 

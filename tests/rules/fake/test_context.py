@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchop
+from tests._support.common import on_both
 from tests.rules.support import on_fake, on_meta
-from tests.support import on_both
 
 
 def define(namespace, fake, library=torchop):

@@ -15,9 +15,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
+from tests._support.common import on_both
 from tests.rules.support import assert_only_ours_refuses, on_fake, on_meta
 from tests.rules.support import cloning as define
-from tests.support import on_both
 
 
 def on_symbols(op) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import needs_native
+from tests._support.common import needs_native
 
 
 def define(namespace: str, arguments: str, name: str = "op") -> Any:

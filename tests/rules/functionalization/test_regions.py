@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests.subsystems.graphs import fresh_compiler
+from tests.integration.compile.graphs import fresh_compiler
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 import torchop
 import torchop.export
-from tests.devices import TYPE
-from tests.subsystems.graphs import fresh_compiler
+from tests._support.devices import TYPE
+from tests.integration.compile.graphs import fresh_compiler
 from torchop._schema.text import arguments_of, results_of, write, write_results
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
-from tests.devices import AUTOGRAD, OTHER, TYPE
-from tests.support import on_both
+from tests._support.common import on_both
+from tests._support.devices import AUTOGRAD, OTHER, TYPE
 
 # --------------------------------------------------------------------------------------------------
 # Factories

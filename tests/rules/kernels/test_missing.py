@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND, TYPE
+from tests._support.devices import BACKEND, TYPE
 from tests.rules.support import adding_one as define
 
 

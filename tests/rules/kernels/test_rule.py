@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 import torchop
-from tests.devices import BACKEND, OTHER, TYPE
+from tests._support.common import on_both
+from tests._support.devices import BACKEND, OTHER, TYPE
 from tests.rules.support import adding_one as define
 from tests.rules.support import assert_only_ours_refuses
-from tests.support import on_both
 
 
 def adding(amount):

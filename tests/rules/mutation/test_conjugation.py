@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests.releases import needs_tags, of_form
-from tests.subsystems.graphs import fresh_compiler
-from tests.support import on_both
+from tests._support.common import on_both
+from tests._support.releases import needs_tags, of_form
+from tests.integration.compile.graphs import fresh_compiler
 
 
 @pytest.fixture(autouse=True)

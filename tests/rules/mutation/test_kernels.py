@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND
-from tests.support import on_both
+from tests._support.common import on_both
+from tests._support.devices import BACKEND
 
 
 def one(x: Tensor, y: Tensor) -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import torchop
-from tests.devices import DEVICE, TYPE
-from tests.forking import run_forked
+from tests._support.common import needs_native
+from tests._support.devices import DEVICE, TYPE
+from tests._support.forking import run_forked
 from tests.rules.support import adding_one as define
-from tests.support import needs_native
 from torchop import _hooks
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import choice as choosing

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchop
-from tests.devices import OTHER, TYPE
-from tests.forking import run_forked
+from tests._support.common import assert_clean
+from tests._support.devices import OTHER, TYPE
+from tests._support.forking import run_forked
 from tests.rules.support import adding_one as define
-from tests.support import assert_clean
 
 
 def adding(amount):

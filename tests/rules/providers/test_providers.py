@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import BACKEND, DEVICE, TYPE, needs_context_in_backward
-from tests.forking import run_forked
+from tests._support.common import assert_clean, needs_native
+from tests._support.devices import BACKEND, DEVICE, TYPE, needs_context_in_backward
+from tests._support.forking import run_forked
 from tests.rules.support import adding_one as define
-from tests.support import assert_clean, needs_native
 
 
 def adding(amount):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import TYPE
+from tests._support.devices import TYPE
 from torchop._core.lock import registration_lock
 from torchop._rules.providers import measurements, tuned
 from torchop._rules.providers.measurements import Measured, Measurement

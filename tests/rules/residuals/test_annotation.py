@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import TYPE
+from tests._support.devices import TYPE
 
 Cube = Annotated[Tensor, "of x", torchop.Residuals(slope=Tensor)]
 

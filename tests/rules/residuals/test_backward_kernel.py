@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests.devices import BACKEND, TYPE
-from tests.support import counting, needs_native
+from tests._support.common import counting, needs_native
+from tests._support.devices import BACKEND, TYPE
 from torchop import MissingFakeError, MissingFormulaError, RuleSignatureError
 from torchop.testing._check.calls import Call
 from torchop.testing._check.checks.residuals import every_residual_is_read

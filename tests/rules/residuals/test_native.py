@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.forking import run_forked
+from tests._support.common import needs_native
+from tests._support.forking import run_forked
 from tests.native.gradients.recording import all_native, leaf
-from tests.support import needs_native
 from torchop._rules.autograd.rule import AutogradRule
 from torchop.testing._check.calls import Call
 from torchop.testing._check.checks.residuals import every_residual_is_read

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import (
 )
 
 import torchop
-from tests.devices import TYPE
+from tests._support.common import needs_native
+from tests._support.devices import TYPE
 from tests.rules.support import leaf_of
-from tests.support import needs_native
 from torchop import AliasError, ForwardModeError, MissingFormulaError, ResultError
 from torchop._rules.residuals import handover
 

@@ -12,7 +12,7 @@ from torch.func import grad, jacrev, vmap
 from torch.testing import assert_close
 
 import torchop
-from tests.devices import TYPE
+from tests._support.devices import TYPE
 
 
 @pytest.fixture(autouse=True)

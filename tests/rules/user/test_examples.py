@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import TYPE
+from tests._support.devices import TYPE
 from torchop import CustomOp
 
 VALUES = {"examples": lambda: [(torch.ones(2),)]}

@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torchop
-from tests.devices import TYPE
-from tests.forking import run_forked
+from tests._support.devices import TYPE
+from tests._support.forking import run_forked
 from torchop import CustomOp
 
 VALUES = {"flop_formula": lambda x: 7}

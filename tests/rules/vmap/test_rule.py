@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import on_both
 from tests.rules.support import assert_only_ours_refuses
-from tests.support import on_both
 
 X = torch.arange(6.0).reshape(2, 3)
 

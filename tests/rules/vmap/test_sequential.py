@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, jacrev
 
 import torchop
-from tests.devices import BACKEND
+from tests._support.devices import BACKEND
 
 X = torch.arange(12.0).reshape(3, 4)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.devices import TYPE
+from tests._support.devices import TYPE
 from tests.schema.structure.structures import (
     Checked,
     Frozen,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.devices import TYPE
+from tests._support.devices import TYPE
 from torchop import GradientError, RuleSignatureError
 
 

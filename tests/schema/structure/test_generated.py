@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torchop
-from tests import strategies
+from tests._support import strategies
 from tests.schema.structure.generated import Structured, same, structures
 
 

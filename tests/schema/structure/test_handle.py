@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.releases import needs_tags
+from tests._support.common import needs_native
+from tests._support.releases import needs_tags
 from tests.schema.structure.structures import Frozen, Mode, WithTensor
-from tests.support import needs_native
 from torchop import ArgumentError, SchemaError
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torchop
-from tests import strategies
+from tests._support import strategies
 from torchop._schema.structure.source import Source, is_plain
 
 executed: list[str] = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.opaque_types import Constant, Reference
+from tests._support.opaque_types import Constant, Reference
 from torchop import ArgumentError
 
 

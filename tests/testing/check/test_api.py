@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import outcome
+from tests._support.common import outcome
 from torchop.testing import CheckReport, check
 from torchop.testing._check.api import report_of
 from torchop.testing._check.calls import Call, CannotCheck

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing._internal.custom_op_db import custom_op_db
 
-from tests import combinations
+from tests._support import combinations
 from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.table import CHECKS
 

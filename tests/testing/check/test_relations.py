@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torchop
-from tests.strategies import stable
+from tests._support.strategies import stable
 from torchop.testing import check, probes
 from torchop.testing._check.calls import CannotCheck, Example
 from torchop.testing._check.layouts import LAYOUTS, lay_out

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.forking import run_forked
+from tests._support.forking import run_forked
 from torchop.testing import check
 from torchop.testing._check.run import plan_checks, run_check
 

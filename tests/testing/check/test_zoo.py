@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests import combinations
-from tests.forking import run_compiling
-from tests.support import assert_clean
+from tests._support import combinations
+from tests._support.common import assert_clean
+from tests._support.forking import run_compiling
 from tests.testing.zoo import RIGHT, WRONG, Specimen
 from tests.testing.zoo.neighbours import close_descriptors
 from torchop.testing import Result

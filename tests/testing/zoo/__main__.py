@@ -41,7 +41,7 @@ The columns count wrong operators:
 
 A check with 0 in the last column is not superfluous if it names the fault better, or if the run has
 left out its operators. Two checks need an accelerator, and have their wrong operators in
-`tests/device`. `nox -s zoo -- --page` measures and writes this page.
+`tests/integration/device`. `nox -s zoo -- --page` measures and writes this page.
 
 | check | question | faults | found | alone |
 | --- | --- | --- | --- | --- |

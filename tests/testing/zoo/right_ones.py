@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.releases import of_form
+from tests._support.releases import of_form
 from tests.testing.zoo.specimen import (
     define,
     image,

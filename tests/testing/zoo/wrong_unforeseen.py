@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.releases import of_form
+from tests._support.releases import of_form
 from tests.testing.zoo.specimen import define, floats_only, like, one, two, wrong
 
 _C = ctypes.CDLL(None)

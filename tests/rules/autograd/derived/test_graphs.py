@@ -9,10 +9,10 @@ from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
-from tests.devices import TYPE
+from tests._support.common import counting, needs_native
+from tests._support.devices import TYPE
 from tests.rules.autograd.derived.support import derived, sine
 from tests.rules.support import leaf_of
-from tests.support import counting, needs_native
 from torchop._rules.autograd.derived.replay import ambient_state
 
 

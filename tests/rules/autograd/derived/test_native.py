@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchop
+from tests._support.common import counting, needs_native
 from tests.rules.support import leaf_of
-from tests.support import counting, needs_native
 from torchop import GradientError
 from torchop._rules.autograd.derived import replay
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.devices import TYPE
+from tests._support.devices import TYPE
 from tests.rules.autograd.derived.support import derived, dropout
 
 

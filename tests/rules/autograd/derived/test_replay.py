@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import needs_native
 from tests.rules.autograd.derived.support import derived
-from tests.support import needs_native
 from torchop import _hooks
 from torchop._compat import devices
 from torchop._core import generators

@@ -16,9 +16,9 @@ from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 from torch.distributed.tensor._sharding_prop import _select_min_cost_strategy
 
 import torchop
-from tests.forking import run_forked
-from tests.strategies import stable
-from tests.support import assert_clean
+from tests._support.common import assert_clean
+from tests._support.forking import run_forked
+from tests._support.strategies import stable
 from torchop._compat import dtensor_moves, simulated_ranks
 from torchop._compat.dtensor import propagator
 from torchop._compat.dtensor_strategies import Moving, decisive_specs, op_specs

@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding as stock_register_sharding
 
 import torchop
-from tests.forking import run_forked
+from tests._support.common import assert_clean
+from tests._support.forking import run_forked
 from tests.rules.user.sharding.operators import X, define, sine
 from tests.rules.user.sharding.ranks import assert_right, gathered, on_mesh, words
-from tests.support import assert_clean
 
 
 def elementwise(x: Any, *rest: Any) -> Any:

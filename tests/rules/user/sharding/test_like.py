@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.forking import run_forked
+from tests._support.common import assert_clean
+from tests._support.forking import run_forked
 from tests.rules.user.sharding.operators import X, define, sine
 from tests.rules.user.sharding.ranks import assert_right, gathered, on_mesh, words
-from tests.support import assert_clean
 from torchop._rules.user.sharding import SHARDING, register_sharding
 from torchop.testing import check_sharding
 

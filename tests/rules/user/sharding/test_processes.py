@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import run_compiling
+from tests._support.forking import run_compiling
 from tests.rules.user.sharding import program
 
 LIMIT = 600  # seconds, of which a quiet machine needs 30

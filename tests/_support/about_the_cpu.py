@@ -1,0 +1,212 @@
+"""The tests that are about the CPU, or what there is on it alone, by file: see `on_device.py`."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parents[1]
+NUMPY = "it has kernels, or values, of NumPy"
+INDUCTOR = "Inductor compiles for few types of devices"
+KINDS = "only the CPU has such tensors"
+CPU = "it has kernels, tensors or generators for the CPU"
+DEFAULT = "it makes tensors on the default device, which this plug-in does not set"
+WORDS = "it expects words in which the CPU is named"
+CHECKPOINT = "compiled and selective checkpoints keep random numbers of few types of devices"
+OPCHECK = "stock opcheck knows formulas on few types of devices"
+STOCK = "operators of PyTorch fail there, too"
+STANDIN = "there, operators of PyTorch run on the CPU"
+LACKING = "the stand-in has no such tensors"
+THREADS = "backward runs in one thread for each device"
+RANKS = "simulated ranks are on the CPU"
+# What holds for the stand-in, and for no GPU of a type that PyTorch knows.
+NOT_ON_GPUS = {INDUCTOR, CHECKPOINT, OPCHECK, STANDIN, LACKING}
+
+# What is left out, and why: files, and folders.
+FILES = {
+    "native/extension": "it is about compiling",
+    "native/test_leaks.py": "tests/integration/device has it, with fewer calls",
+    "native/test_mutants.py": "it is about source files",
+    "rules/user/sharding": RANKS,
+    "rules/user/test_sharding.py": RANKS,
+}
+TESTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "core/test_checking.py": {
+        LACKING: ("test_to_read_a_compressed_tensor_is_not_to_write_it",),
+    },
+    "core/test_end.py": {
+        INDUCTOR: ("test_operators_of_two_libraries_compile_one_after_another",),
+    },
+    "core/test_snapshot.py": {
+        LACKING: (
+            "test_every_way_of_writing_is_found[through DLPack]",
+            "test_one_bit_is_found_in_every_kind[quantized]",
+            "test_one_bit_is_found_in_every_kind[quantized by channel]",
+            "test_what_nobody_wrote_is_unchanged[quantized]",
+            "test_what_nobody_wrote_is_unchanged[quantized by channel]",
+        ),
+    },
+    "define/forms/test_derive.py": {
+        INDUCTOR: ("test_inplace_form_differentiates_through_the_formula[inductor]",),
+    },
+    "define/test_class_attributes.py": {
+        CPU: ("test_other_forms_and_torch_dispatch",),
+    },
+    "define/test_handle_as_def.py": {
+        CPU: ("test_functions_of_torch_library_reach_our_rules",),
+    },
+    "define/test_out_op_buffers.py": {
+        NUMPY: ("test_read_only_memory_cannot_be_known",),
+    },
+    "define/test_out_op_kernels.py": {
+        NUMPY: ("test_gradients_flow_through_the_functional_and_the_inplace_form",),
+    },
+    "inspect/explain/test_explain.py": {
+        WORDS: ("test_operator_of_pytorch",),
+    },
+    "inspect/explain/test_reasons.py": {
+        LACKING: ("test_keys[quantized]",),
+    },
+    "inspect/test_call_record.py": {
+        LACKING: ("test_unusual_tensors_are_recorded_by_their_kind[quantized tensor]",),
+    },
+    "rules/autograd/derived/test_left_autograd.py": {
+        NUMPY: ("test_what_left_is_named[through_numpy_and_back]",),
+    },
+    "rules/autograd/derived/test_native.py": {
+        CPU: (
+            "test_a_generator_that_is_passed_is_replayed",
+            "test_autocast_is_that_of_the_forward",
+        ),
+    },
+    "rules/autograd/derived/test_random_numbers.py": {
+        CPU: (
+            "test_a_generator_among_the_arguments_is_replayed",
+            "test_a_seed_of_the_forward_that_is_set_again_is_left_for_others[False]",
+            "test_autocast_is_that_of_the_forward",
+        ),
+        CHECKPOINT: ("test_what_a_checkpoint_saved_knows_its_random_numbers[True]",),
+    },
+    "rules/autograd/derived/test_refused_bodies.py": {
+        CPU: (
+            "test_a_body_that_leaves_autograd_is_refused[through_detached_numpy]",
+            "test_a_compiled_graph_may_return_an_output_that_nobody_differentiates",
+            "test_one_output_that_left_autograd_is_refused_in_vmap",
+        ),
+    },
+    "rules/autograd/derived/test_replay.py": {
+        CPU: ("test_a_body_without_the_tag_may_restore_or_read_the_state[reads]",),
+        DEFAULT: ("test_the_default_device_is_that_of_the_forward",),
+    },
+    "rules/autograd/test_gradients.py": {
+        CPU: ("test_the_message_names_the_input[another device]",),
+    },
+    "rules/autograd/test_mutation.py": {
+        INDUCTOR: (
+            "test_compiled_gradients_are_those_of_eager[inductor]",
+            "test_compiled_training_updates_the_buffer[inductor]",
+        ),
+        STOCK: ("test_gradients_are_those_of_native_in_place_operators[a view]",),
+    },
+    "rules/fake/test_rule.py": {
+        CPU: ("test_real_input_beside_a_meta_tensor_does_not_return_uninitialized_memory",),
+    },
+    "rules/kernels/test_backend_select.py": {
+        CPU: ("test_factory_without_a_device_means_what_pytorch_means_under_torch_ops",),
+    },
+    "rules/kernels/test_missing.py": {
+        LACKING: ("test_missing_kernel_for_a_tensor_that_is_not_dense_names_the_layout[sparse]",),
+    },
+    "rules/kernels/test_rule.py": {
+        LACKING: ("test_dispatch_key_without_a_device_type_has_a_kernel_of_its_own",),
+    },
+    "rules/providers/test_priority.py": {
+        INDUCTOR: ("test_a_warning_points_at_the_users_line[inductor]",),
+    },
+    "rules/user/test_flop_formula.py": {
+        CPU: ("test_the_counter_counts_what_the_formula_says",),
+    },
+    "integration/subsystems/test_autograd_features.py": {
+        THREADS: ("test_backward_runs_in_many_threads_at_once",),
+    },
+    "integration/compile/test_aliases.py": {
+        INDUCTOR: ("test_inductor_alone_takes_the_copy_out",),
+    },
+    "integration/compile/test_combined.py": {
+        CHECKPOINT: ("test_a_program_is_trained_as_in_eager_mode[_checkpoints_in_regions]",),
+    },
+    "integration/compile/test_derived.py": {
+        CHECKPOINT: (
+            "test_a_checkpoint_in_a_compiled_graph",
+            "test_a_checkpoint_in_a_compiled_graph_draws_the_same_numbers",
+        ),
+    },
+    "integration/compile/test_fake_kernels.py": {
+        INDUCTOR: ("test_outputs_that_a_fake_kernel_describes_by_one_tensor_stay_apart[inductor]",),
+    },
+    "integration/compile/test_mutation.py": {
+        INDUCTOR: ("test_an_operator_with_out_sees_what_the_output_holds[inductor]",),
+    },
+    "integration/compile/test_mutation_and_gradients.py": {
+        INDUCTOR: tuple(
+            f"test_what_requires_grad_is_refused_as_in_eager_mode[{which}-inductor]"
+            for which in (
+                "a leaf is read-plain",
+                "a leaf is written without grad-plain",
+                "a leaf is written without grad-with a result",
+                "a leaf is written without grad-inplace",
+                "a leaf is written without grad-out",
+            )
+        ),
+    },
+    "integration/subsystems/test_modes.py": {
+        STANDIN: ("test_the_profiler_shows_the_name_of_the_operator",),
+        CPU: ("test_a_device_context_moves_neither_the_arguments_nor_what_a_kernel_makes",),
+    },
+    "integration/subsystems/test_tags.py": {
+        CHECKPOINT: (
+            "test_a_seeded_operator_draws_the_same_numbers_when_a_checkpoint_recomputes_it[True]",
+        ),
+    },
+    "testing/test_contents.py": {
+        NUMPY: ("test_memory_shared_through_numpy_is_found",),
+    },
+    "testing/test_opcheck.py": {
+        CPU: ("test_gradients_registered_at_a_backend_key_are_found",),
+        OPCHECK: ("test_result_is_the_dictionary_of_torch_library",),
+    },
+}
+
+
+def reason(file: str, name: str, device_type: str) -> str | None:
+    """Why a test, in a file of this folder, is about the CPU; None if it is not."""
+    function, _, parameters = name.rstrip("]").partition("[")
+    for reason, entries in TESTS.get(file, {}).items():
+        if reason in NOT_ON_GPUS and device_type != "standin":
+            continue
+        for entry in entries:  # "test_one", or "test_one[word]" with one of the words of parameters
+            of_entry, _, word = entry.rstrip("]").partition("[")
+            if of_entry == function and (not word or f"-{word}-" in f"-{parameters}-"):
+                return reason
+    return None
+
+
+def of_failure(raised: pytest.ExceptionInfo[BaseException], device_type: str) -> str | None:
+    """Why a test is about the CPU, if what it raised says so; None if it does not.
+
+    An error of torchop says nothing of that kind, so a line of the tests has to ask for NumPy, and
+    Inductor has to look up what it knows of the device.
+    """
+    error: BaseException | None = raised.value
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, TypeError) and "tensor to numpy" in str(error):
+            return NUMPY if Path(frames[-1].filename).is_relative_to(HERE) else None
+        if "Inductor" in type(error).__name__ and (
+            f"KeyError: {device_type!r}" in str(error) or frames[-1].name == "get_backend_features"
+        ):
+            return INDUCTOR
+        error = error.__cause__
+    return None

@@ -1,0 +1,122 @@
+"""Tests of many combinations, of which a usual run takes some.
+
+    @pytest.mark.pairwise
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("name", PROGRAMS)
+
+It takes so many combinations that each value of one parameter meets each value of another, as far
+as they do among all of them. `--all-combinations` runs the rest too.
+
+Where Inductor is one of the values of a parameter `backend`, most of the time goes into what it
+generates of PyTorch's own operators, for which it starts g++. So in two thirds of these tests they
+are called instead, as with `torch.compile(mode="lite")`, unless all combinations are asked for.
+
+A test that itself goes through many things for each of its parameters takes a share of them:
+
+    for check in combinations.share(checks, SPECIMENS.index(specimen), 8, request.config):
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+from tests._support.releases import is_older
+
+T = TypeVar("T")
+OPTION = "--all-combinations"
+MARKERS = (
+    "pairwise: of its combinations, runs so many that all pairs of values are there; "
+    f"{OPTION} runs them all",
+    f"without_cpp: Inductor generates no C++; set for two thirds of its tests, without {OPTION}",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(OPTION, action="store_true", help="run tests marked `pairwise` completely")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption(OPTION):
+        return
+    left_out: set[pytest.Item] = set()
+    for group in _groups(items).values():
+        if group[0].get_closest_marker("pairwise") is not None:
+            chosen = pairwise([item.callspec.params for item in group])
+            left_out |= {item for number, item in enumerate(group) if number not in chosen}
+            group = [item for item in group if item not in left_out]
+        by_inductor = [item for item in group if item.callspec.params.get("backend") == "inductor"]
+        for number, item in enumerate(by_inductor):
+            # Before 2.13, Inductor cannot call in-place operators in this way.
+            if number % 3 != 0 and not is_older("2.13"):
+                item.add_marker("without_cpp")
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _groups(items: list[pytest.Item]) -> dict[Any, list[Any]]:
+    """The combinations of each test."""
+    tests: dict[Any, list[Any]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests[item.path, item.originalname].append(item)  # type: ignore[attr-defined]
+    return tests
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if item.get_closest_marker("without_cpp") is None:
+        return (yield)
+    from torch._inductor import config
+
+    with config.patch(fallback_by_default=True):
+        return (yield)
+
+
+def pairwise(combinations: Sequence[dict[str, Any]]) -> set[int]:
+    """The numbers of the combinations to run, always the same ones.
+
+    Args:
+        combinations: the values of all parameters, in the order of the tests.
+    """
+    chosen: set[int] = set()
+    missing = [pairs(combination) for combination in combinations]
+    while True:
+        gains = [len(each) for each in missing]
+        best = max(gains, default=0)
+        if best == 0:
+            return chosen
+        chosen.add(gains.index(best))
+        covered = missing[gains.index(best)]
+        missing = [each - covered for each in missing]
+
+
+def pairs(combination: dict[str, Any]) -> set[Any]:
+    """The pairs of values in a combination."""
+    values = sorted((name, repr(value)) for name, value in combination.items())
+    return set(itertools.combinations(values, 2))
+
+
+def share(things: Sequence[T], turn: int, of: int, config: pytest.Config) -> list[T]:
+    """Every so many-th thing, so that tests with turns in a row have all, or all at once on demand.
+
+    Args:
+        things: what there is.
+        turn: the number of the test, from 0.
+        of: how many tests have all things together.
+        config: what pytest was asked for.
+    """
+    if config.getoption(OPTION):
+        return list(things)
+    return [thing for number, thing in enumerate(things) if number % of == turn % of]

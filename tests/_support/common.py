@@ -1,0 +1,196 @@
+"""What several test files need: operators, scenarios, programs, threads and command lines."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import torchop
+
+
+class Both(NamedTuple):
+    """What a scenario returned, or the exception it raised."""
+
+    ours: Any
+    stock: Any
+
+
+def on_both(scenario: Callable[[Any, str], Any], namespace: str) -> Both:
+    """Runs `scenario(library, namespace)` with torchop, and with torch.library.
+
+    A test that asserts on both halves shows that its scenario can tell right from wrong.
+    """
+    ours = _outcome(scenario, torchop, namespace)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock = _outcome(scenario, torch.library, f"{namespace}_stock")
+    return Both(ours, stock)
+
+
+def _outcome(scenario: Callable[[Any, str], Any], library: Any, namespace: str) -> Any:
+    try:
+        return scenario(library, namespace)
+    except Exception as error:
+        return error
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the type and the message of the exception that it raises."""
+    try:
+        return call()
+    except Exception as error:
+        return type(error), str(error)
+
+
+def node_of(tensor: torch.Tensor) -> Any:
+    """The name of a tensor's node, and where its edges go; None without a node."""
+    node = tensor.grad_fn
+    return node and (node.name(), [(type(edge), index) for edge, index in node.next_functions])
+
+
+def adding(namespace: str, amount: float = 1, **options: Any) -> torchop.CustomOp[..., Any]:
+    """`ns::op`, which adds an amount to its tensor, defined with these options of `custom_op`."""
+    return torchop.custom_op(
+        f"{namespace}::op",
+        lambda x: x + amount,
+        mutates_args=(),
+        schema="(Tensor x) -> Tensor",
+        **options,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Native calls
+
+# Only where the whole run asks for it: a build that fails stops the run before any test.
+needs_native = pytest.mark.skipif(
+    os.environ.get("TORCHOP_NATIVE") == "0", reason="TORCHOP_NATIVE=0 turns native calls off"
+)
+
+
+@contextlib.contextmanager
+def counting(op: torchop.CustomOp[..., Any]) -> Iterator[dict[str, int]]:
+    """Yields a dictionary that holds, after the block, the calls of the block by reason."""
+    calls: dict[str, int] = {}
+    before = torchop.native.counters(op)
+    yield calls
+    after = torchop.native.counters(op)
+    calls.update({reason: n - before.get(reason, 0) for reason, n in after.items()})
+    for reason in [reason for reason, n in calls.items() if n == 0]:
+        del calls[reason]
+
+
+def run_program(
+    source: str, *arguments: str, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a Python of its own, whose end it may be; warnings are errors there too."""
+    return subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(source), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+# Some builds of PyTorch log what the machine lacks.
+_LACKING = re.compile(r"^.*(triton not found|No CUDA runtime).*\n", re.MULTILINE)
+
+
+def without_notes_of_pytorch(text: str) -> str:
+    """What a program printed, without what PyTorch says of the machine."""
+    return _LACKING.sub("", text)
+
+
+def assert_clean(done: subprocess.CompletedProcess[str]) -> str:
+    """The output of a program, which must have ended well and in silence."""
+    ended = f"exit code {done.returncode}\n{done.stderr}"  # pytest would shorten a comparison
+    assert done.returncode == 0, ended
+    assert not without_notes_of_pytorch(done.stderr), ended
+    return done.stdout
+
+
+def load_tool(name: str) -> Any:
+    """A program of `tools/`, as a module."""
+    file = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --------------------------------------------------------------------------------------------------
+# Threads
+
+THREADS = 8
+
+
+def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
+    """Runs `work(number)` in as many threads, starting together; returns what each returned."""
+    barrier = threading.Barrier(count)
+    results: list[Any] = [None] * count
+
+    def run(number: int) -> None:
+        barrier.wait()
+        try:
+            results[number] = work(number)
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise errors[0]
+    return results
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+
+class Outcome:
+    """What a command line wrote, and its exit code."""
+
+    def __init__(self, *arguments: str) -> None:
+        from click.testing import CliRunner
+
+        from torchop import cli
+
+        result = CliRunner().invoke(cli.main, arguments)
+        if not isinstance(result.exception, SystemExit | None):
+            raise result.exception
+        self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
+
+    def row(self, name: str) -> list[str]:
+        """The cells of a row of the table, without the name."""
+        (found,) = [line for line in self.out.splitlines() if line.startswith(f"{name} ")]
+        return found.split()[1:]
+
+
+def close_operators(namespace: dict[str, Any]) -> None:
+    """Frees the names of operators, so that the next page can use them too."""
+    for value in namespace.values():
+        if isinstance(value, torchop.CustomOp):
+            value._definition.deregister("the page that defined it is over")
+        elif isinstance(value, torchop.Library):
+            value.close()

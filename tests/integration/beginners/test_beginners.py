@@ -1,0 +1,130 @@
+"""Whether a message alone tells a beginner how to go on."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+
+# Each of them enters its mistakes.
+from tests.integration.beginners import (  # noqa: F401
+    calling,
+    compiling,
+    defining,
+    gradients,
+    kernels,
+    registering,
+    transforms,
+)
+from tests.integration.beginners.mistake import MISTAKES, compiled, multiply_of, scale_of
+
+LONGEST = 400
+INTERNAL = re.compile(
+    r"_torchop|torchop\._|/torchop/|GeneratedBackward|\b_[a-z]+\.py\b|0x[0-9a-f]{6}"
+)
+
+
+class Said(NamedTuple):
+    """What a beginner reads: the class of the exception or warning, its text and its notes."""
+
+    kind: type[BaseException]
+    text: str
+
+
+# What the compiler writes around a message of ours. On 2.15, it quotes it.
+_IN_A_COMPILER = re.compile(
+    r"^\s*(?:torchop\.)?(\w+Error): (.*?)(?=^\s*Hint:|^Set |^ For more details|\Z)", re.M | re.S
+)
+
+
+def said(make: Callable[[str], Any], namespace: str) -> Said:
+    """Makes the mistake, and returns what is raised or else warned of."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("ignore")
+        for kind in (torchop.RedefinitionWarning, torchop.SchemaWarning):
+            warnings.simplefilter("always", kind)
+        try:
+            make(namespace)
+        except Exception as error:
+            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            if type(error).__module__.startswith("torch._dynamo"):
+                inner = _IN_A_COMPILER.search(text.replace("\\n", "\n").replace("\\'", "'"))
+                assert inner is not None, text
+                return Said(getattr(torchop, inner[1]), inner[2])
+            return Said(type(error), text.partition("\nThe error above occurred when calling")[0])
+    assert len(warned) == 1, "accepted in silence"
+    return Said(warned[0].category, str(warned[0].message))
+
+
+def explanation(text: str) -> str:
+    """A message without the code that it shows, which stands indented on lines of its own."""
+    lines = text.strip().splitlines()
+    return "\n".join(line for line in lines if line and not line.startswith("  "))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_message_names_the_operator_the_cause_and_the_fix(name: str, namespace: str) -> None:
+    make, kind, cause, fix = MISTAKES[name]
+    message = said(make, namespace)
+    assert issubclass(message.kind, kind), message
+    assert cause.replace("{n}", namespace) in message.text
+    assert fix.replace("{n}", namespace) in message.text
+    # The operator, the function that was to be one, or where there is neither an example of a name.
+    assert re.search(rf"\b{namespace}::|{name}\.<locals>|mylib::|'out'", message.text), message.text
+    assert len(explanation(message.text)) < LONGEST, message.text
+    assert not INTERNAL.search(message.text), message.text
+
+
+def test_these_are_the_mistakes_of_a_beginner() -> None:
+    assert len(MISTAKES) >= 52
+
+
+def test_a_mistake_that_is_none_is_noticed(namespace: str) -> None:
+    with pytest.raises(AssertionError, match="accepted in silence"):
+        said(scale_of, namespace)
+
+
+def test_what_looks_like_a_mistake_and_is_none(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::f", mutates_args=())
+    def f(x: Tensor, sizes: list[int] = [], weight: Tensor = None) -> Tensor:  # type: ignore[assignment]  # noqa: B006
+        sizes.append(len(sizes))
+        return x * len(sizes) if weight is None else x * weight
+
+    for _ in range(2):  # the default is in the schema, and a new list in each call
+        assert f(torch.ones(1)) == 1
+    assert f(torch.ones(1), weight=torch.full((1,), 3.0)) == 3
+    assert scale_of(namespace)(torch.ones(1), np.float32(3)) == 3  # type: ignore[comparison-overlap]
+
+    # A generator may be what returns a list.
+    @torchop.custom_op(f"{namespace}::listed", mutates_args=())
+    def listed(x: Tensor) -> list[Tensor]:
+        yield x + 1
+
+    assert [int(y) for y in listed(torch.ones(1))] == [2]
+    # Autograd casts a gradient, and sums it over what it was broadcast by.
+    x = torch.ones(1, 3, requires_grad=True)
+    multiply = multiply_of(namespace)
+    multiply.register_autograd(lambda ctx, grad: (grad.double(), None))
+    multiply(x, torch.ones(2, 3)).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0, 2.0, 2.0]]
+    # An operator without a vmap rule is called once for each element.
+    assert torch.vmap(scale_of(f"{namespace}_vmap"))(torch.ones(2, 3)).sum() == 12
+
+
+def test_inductor_names_the_operator_of_a_wrong_fake_kernel(namespace: str) -> None:
+    # The words are Inductor's; of ours is what `opcheck` says of the same operator.
+    scale = scale_of(namespace)
+    scale.register_fake(lambda x, factor: x.new_empty(3))
+    with pytest.raises(AssertionError, match=rf"torch\.ops\.{namespace}\.scale\.default"):
+        compiled(scale, torch.ones(2, 3), "inductor")
+    with pytest.raises(torchop.testing.OpCheckError, match="the fake kernel must return the same"):
+        torchop.opcheck(scale, (torch.ones(2, 3),))

@@ -1,0 +1,31 @@
+"""A compiler without memories for every test, and what Dynamo traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+
+from tests.integration.compile.graphs import fresh_compiler
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    with fresh_compiler():
+        yield
+
+
+@pytest.fixture
+def traced(monkeypatch) -> list[str]:
+    """The names of the functions that Dynamo traces below that which is compiled."""
+    names = []
+    inline = InliningInstructionTranslator.inline_call
+
+    def inline_and_note(parent: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(func.get_name())
+        return inline(parent, func, *args, **kwargs)
+
+    monkeypatch.setattr(InliningInstructionTranslator, "inline_call", inline_and_note)
+    return names

@@ -1,0 +1,240 @@
+"""Calls of an operator with an effect are made as often as the program says, in order."""
+
+from __future__ import annotations
+
+import functools
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.testing import assert_close
+
+import torchop
+from tests.integration.compile.effects.calls import CALLS, compiled_with, nested_regions, trained
+
+
+@compiled_with
+def test_every_call_is_kept_in_order_in_inference(log: Any, logged: Any, backend: str) -> None:
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        log(x, 1)
+        logged(x, 2)  # the result is not used
+        y = x + 1
+        log(y, 3)
+        log(y, 3)
+        return y
+
+    assert function(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert CALLS == [1, 2, 3, 3]
+
+
+@compiled_with
+def test_every_call_is_kept_in_order_around_a_backward(
+    log: Any, logged: Any, namespace: str, backend: str
+) -> None:
+    through = torchop.custom_op(f"{namespace}::through", lambda x: x.clone(), schema=SAME, **PURE)
+    through.register_fake(lambda x: torch.empty_like(x))
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        log(grad, 10)
+        log(grad, 11)
+        return grad
+
+    through.register_autograd(backward)
+
+    def function(x: Tensor) -> Tensor:
+        log(x, 1)
+        y = through(logged(x.sin(), 2)).cos()
+        logged(y, 3)
+        return y
+
+    expected, calls = trained(function)
+    assert calls == [1, 2, 3, 10, 11]
+    gradient, compiled = trained(torch.compile(function, backend=backend, fullgraph=True))
+    assert compiled == calls
+    assert_close(gradient, expected)
+
+
+SAME = "(Tensor x) -> Tensor"
+PURE: dict[str, Any] = {"mutates_args": ()}
+
+
+@pytest.mark.pairwise
+@compiled_with
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_checkpointed_call_happens_once_when_compiled(
+    log: Any, logged: Any, backend: str, reentrant: bool, blocks: int
+) -> None:
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+
+    def block(x: Tensor) -> Tensor:
+        y = logged(x.sin(), 1)
+        log(y, 2)
+        return logged(y.cos(), 3).sin()
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(blocks):
+            x = checkpoint(block, x)
+        return x
+
+    expected, calls = trained(function)
+    assert calls == [1, 2, 3] * 2 * blocks  # eager mode computes a block again, and so calls again
+    gradient, compiled = trained(torch.compile(function, backend=backend, fullgraph=True))
+    assert compiled == [1, 2, 3] * blocks
+    assert_close(gradient, expected)
+
+
+@compiled_with
+@pytest.mark.filterwarnings("ignore:.*context_fn.*")
+def test_a_policy_cannot_make_a_compiled_call_happen_again(logged: Any, backend: str) -> None:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+
+    contexts = functools.partial(
+        torch.utils.checkpoint.create_selective_checkpoint_contexts, policy
+    )
+
+    def function(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(
+            lambda x: logged(logged(x.sin(), 1).cos(), 2).sin(),
+            x,
+            use_reentrant=False,
+            context_fn=contexts,
+        )
+
+    expected, _ = trained(function)
+    gradient, calls = trained(torch.compile(function, backend=backend, fullgraph=True))
+    assert calls == [1, 2]
+    assert_close(gradient, expected)
+
+
+def test_a_policy_decides_about_calls_in_eager_mode(logged: Any) -> None:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        policies = torch.utils.checkpoint.CheckpointPolicy
+        return policies.MUST_SAVE if op is logged.overload else policies.PREFER_RECOMPUTE
+
+    contexts = functools.partial(
+        torch.utils.checkpoint.create_selective_checkpoint_contexts, policy
+    )
+
+    def function(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(
+            lambda x: logged(x.sin(), 1).cos(), x, use_reentrant=False, context_fn=contexts
+        )
+
+    assert trained(function)[1] == [1]
+
+
+@compiled_with
+@pytest.mark.parametrize("outputs", ["several", "list", "none without tensors"])
+def test_calls_of_every_shape_are_kept(namespace: str, backend: str, outputs: str) -> None:
+    def several(xs: list[Tensor], n: int, *, m: int = 3) -> tuple[Tensor, Tensor]:
+        CALLS.append((n, m))
+        return xs[0] + 1, xs[1] * 2
+
+    def listed(xs: list[Tensor], n: int, *, m: int = 3) -> list[Tensor]:
+        CALLS.append((n, m))
+        return [xs[0] + 1, xs[1] * 2]
+
+    def nothing(n: int, *, m: int = 3) -> None:
+        CALLS.append((n, m))
+
+    kernel: Any = {"several": several, "list": listed, "none without tensors": nothing}[outputs]
+    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), effects="ordered")
+    if kernel is not nothing:
+        op.register_fake(lambda xs, n, *, m=3: kernel(xs, n, m=m))
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        tensors = () if kernel is nothing else ([x, x],)
+        op(*tensors, 1)
+        result = op(*tensors, 2, m=4)
+        return x if result is None else result[0] + result[1]
+
+    expected = [1.0, 1.0] if kernel is nothing else [4.0, 4.0]
+    function(torch.ones(2))
+    CALLS.clear()  # the fake kernel is the kernel here
+    assert function(torch.ones(2)).tolist() == expected
+    assert CALLS == [(1, 3), (2, 4)]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+def test_an_exported_program_keeps_the_calls_when_it_is_saved_and_loaded(
+    log: Any, logged: Any, strict: bool, decomposed: bool
+) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            log(x, 1)
+            logged(x, 2)
+            log(x, 3)
+            return x + 1
+
+    program = torch.export.export(Model(), (torch.ones(2),), strict=strict)
+    if decomposed:
+        program = program.run_decompositions()
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    CALLS.clear()
+    assert torch.export.load(file).module()(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert CALLS == [1, 2, 3]
+
+
+@compiled_with
+def test_transforms_and_other_regions_keep_the_calls(log: Any, backend: str) -> None:
+    def regions(x: Tensor) -> Tensor:
+        log(x, 1)
+        with torch.no_grad():
+            log(x, 2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            log(x, 3)
+        return (x * x).sum()
+
+    function = torch.compile(torch.func.grad(regions), backend=backend, fullgraph=True)
+    assert function(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert CALLS == [1, 2, 3]
+
+
+@compiled_with
+@pytest.mark.filterwarnings("ignore:Please add support for subgraph args")
+def test_a_nested_region_keeps_the_calls_in_inference(log: Any, backend: str) -> None:
+    function = torch.compile(nested_regions(log), backend=backend, fullgraph=True)
+    assert_close(function(torch.ones(2)), torch.ones(2).sin().sin())
+    assert CALLS == [1, 1]
+
+
+def test_caches_of_graphs_keep_the_calls(cached: None, log: Any) -> None:
+    def function(x: Tensor) -> Tensor:
+        log(x, 1)
+        return x + 1
+
+    for _ in range(2):
+        torch.compile(function, fullgraph=True)(torch.ones(2))
+        torch._dynamo.reset()
+    assert CALLS == [1, 1]
+
+
+@compiled_with
+def test_calls_are_dropped_where_it_is_said_that_nothing_is_lost(
+    namespace: str, backend: str
+) -> None:
+    @torchop.custom_op(f"{namespace}::check", mutates_args=(), effects="none")
+    def check(x: Tensor) -> None:
+        CALLS.append(1)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        check(x)
+        return x + 1
+
+    function(torch.ones(2))
+    assert CALLS == []
+    check(torch.ones(2))
+    assert CALLS == [1]

@@ -1,0 +1,216 @@
+"""Copies that Inductor takes out, beside an operator that reads them and writes their origin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import torchop
+from tests._support.common import on_both
+from tests._support.releases import needs_tags
+from tests.integration.compile import mutating
+
+FORMS = ["plain", "inplace", "out"]
+
+
+def reverse(target: Tensor, source: Tensor) -> Tensor:
+    """Writes the elements one by one, so that it matters if both have the same memory."""
+    for i in range(len(source)):
+        target[i] = source[len(source) - 1 - i]
+    return target
+
+
+def define(form: str, namespace: str, library: Any) -> Callable[[Tensor, Tensor], Any]:
+    """An operator of one form that reverses, to be called as `write(source, target)`."""
+    write = mutating.define(form, namespace, library, reverse)
+    return lambda source, target: write(target, source)
+
+
+def copy_into(x: Tensor) -> Tensor:
+    copy = torch.empty_like(x)
+    copy.copy_(x)
+    return copy
+
+
+# The ways of copying that Inductor 2.13 undoes.
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone": lambda x: x.clone(),
+    "clone of a view": lambda x: x.view(2, 2).clone().view(4),
+    "a clone of a clone": lambda x: x.clone().clone(),
+    "copy_": copy_into,
+    "cat": lambda x: torch.cat([x]),
+    "conversions": lambda x: x.double().float(),
+    "repeat": lambda x: x.repeat(1),
+    "pad": lambda x: torch.nn.functional.pad(x, (0, 0)),
+    "pow": lambda x: x**1,
+    "a slice": lambda x: x[:4].clone(),
+    "all of it scattered": lambda x: torch.slice_scatter(torch.zeros_like(x), x),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_that_is_read_keeps_its_contents(namespace, name, form):
+    write = define(form, namespace, torchop)
+
+    def function(x: Tensor) -> Tensor:
+        write(COPIES[name](x), x)
+        return x * 2
+
+    x = torch.arange(4.0)
+    assert torch.compile(function, fullgraph=True)(x).tolist() == [6.0, 4.0, 2.0, 0.0]
+    assert x.tolist() == [3.0, 2.0, 1.0, 0.0]
+
+
+takes_copies_out = pytest.mark.needs_torch(
+    "2.11", "Inductor takes copies out that operators write", before="2.15"
+)
+
+
+@takes_copies_out
+@pytest.mark.parametrize("form", ["plain", pytest.param("inplace", marks=needs_tags)])
+def test_inductor_alone_takes_the_copy_out(namespace, form):
+    def scenario(library, namespace):
+        write = define(form, namespace, library)
+
+        def function(x: Tensor) -> Tensor:
+            write(x.clone(), x)
+            return x * 2
+
+        return torch.compile(function, fullgraph=True)(torch.arange(4.0)).tolist()
+
+    both = on_both(scenario, namespace)
+    assert both.ours == [6.0, 4.0, 2.0, 0.0]
+    assert both.stock == [6.0, 4.0, 4.0, 6.0]  # what it writes first, it reads last
+
+
+@pytest.mark.parametrize("form", ["plain", "inplace"])
+def test_a_copy_in_a_program_that_trains_keeps_its_contents(namespace, form):
+    write = define(form, namespace, torchop)
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        write(x.clone(), x)
+        return (x * weight).sum()
+
+    x, weight = torch.arange(4.0), torch.ones(4, requires_grad=True)
+    torch.compile(function, fullgraph=True)(x, weight).backward()
+    assert x.tolist() == weight.grad.tolist() == [3.0, 2.0, 1.0, 0.0]
+
+
+def _made(namespace: str) -> Any:
+    @torchop.custom_op(f"{namespace}::made", mutates_args=())
+    def made(x: Tensor) -> Tensor:
+        return x.clone()
+
+    made.register_fake(lambda x: torch.empty_like(x))
+    return made
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_copies_of_one_intermediate_stay_two(namespace, form):
+    write, made = define(form, namespace, torchop), _made(namespace)
+
+    def function(x: Tensor) -> Tensor:
+        y = made(x)
+        source, target = y.clone(), y.clone()
+        write(source, target)
+        return target * 2
+
+    assert torch.compile(function, fullgraph=True)(torch.arange(4.0)).tolist() == [6, 4, 2, 0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_copies_of_a_part_and_in_a_row_of_calls(namespace, form):
+    write = define(form, namespace, torchop)
+
+    def function(x: Tensor) -> Tensor:
+        write(x[1:].clone(), x[1:])
+        write(x.clone(), x)
+        write(x[:3].clone(), x[1:])
+        return x + 1
+
+    x, expected = torch.arange(4.0), torch.arange(4.0)
+    assert torch.compile(function, fullgraph=True)(x).tolist() == function(expected).tolist()
+    assert x.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("where", ["argument of a list", "keyword-only list"])
+def test_a_copy_in_a_list_is_found(namespace, where):
+    star = "*, " if where.startswith("keyword") else ""
+    schema = f"(Tensor(a!) target, {star}Tensor?[] sources) -> ()"
+    if star:  # tensors by keyword are for operators with out=
+        schema = "(Tensor?[] sources, *, Tensor(a!) target) -> Tensor(a!)"
+
+    def kernel(target=None, sources=None):
+        for source in sources:
+            if source is not None:
+                reverse(target, source)
+        return target if star else None
+
+    if star:
+
+        def function_of(sources, *, target):
+            return kernel(target, sources)
+    else:
+
+        def function_of(target, sources):
+            return kernel(target, sources)
+
+    op = torchop.custom_op(f"{namespace}::op", function_of, mutates_args={"target"}, schema=schema)
+
+    def program(x: Tensor) -> Tensor:
+        op(sources=[None, x.clone()], target=x)
+        return x * 2
+
+    assert torch.compile(program, fullgraph=True)(torch.arange(4.0)).tolist() == [6, 4, 2, 0]
+
+
+# --------------------------------------------------------------------------------------------------
+# What needs no copy
+
+
+def _clones(function: Callable[..., Any], *args: Any) -> int:
+    """How many copies by our operator a program has when it is compiled."""
+    _, (code,) = run_and_get_code(torch.compile(function, fullgraph=True), *args)
+    return code.count("torch.ops.torchop.clone.default(")
+
+
+RIGHT = {
+    "another input": lambda write, x, y: write(y, x),
+    "computed from what is written": lambda write, x, y: write(x + 1, x),
+    "computed from both": lambda write, x, y: write(x * y, x),
+    "an intermediate": lambda write, x, y: write(y.sin().clone(), x),
+    "another view of what is written": lambda write, x, y: write(x[2:], x[:2]),
+    "a clone of another input": lambda write, x, y: write(y.clone(), x),
+    "written into fresh memory": lambda write, x, y: write(x, torch.empty_like(x)),
+    "written into zeros": lambda write, x, y: write(x.clone(), torch.zeros(4)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", RIGHT)
+def test_programs_that_are_right_get_no_copies(namespace, name, form):
+    write = define(form, namespace, torchop)
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        RIGHT[name](write, x, y)
+        return x + 1
+
+    assert _clones(function, torch.arange(4.0), torch.arange(4.0)) == 0
+
+
+@takes_copies_out
+def test_the_copy_of_the_program_is_the_only_one(namespace):
+    write = define("plain", namespace, torchop)
+
+    def function(x: Tensor) -> None:
+        write(x.clone(), x)
+
+    _, (code,) = run_and_get_code(torch.compile(function, fullgraph=True), torch.arange(4.0))
+    assert code.count("torch.ops.torchop.clone.default(") == 1
+    assert "empty_strided" not in code.partition("def call(")[2].partition("runner =")[0]

@@ -1,0 +1,126 @@
+"""What Inductor allocates and copies for operators that write into large buffers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import torchop
+from tests._support.releases import needs_tags
+
+from .mutating import FORMS, define
+
+ROWS, WIDTH = 512, 16
+
+
+class Costs(NamedTuple):
+    """What the generated code does beside calling operators."""
+
+    allocations: list[int]  # in elements
+    kernels: int
+
+
+def costs(function: Callable[..., Any], *args: Any) -> Costs:
+    _, (code,) = run_and_get_code(torch.compile(function, fullgraph=True), *args)
+    body = code.partition("def call(")[2].partition("runner =")[0]
+    sizes = re.findall(r"empty_strided(?:_\w+)?\(\(([\d, ]+)\)", body)
+    allocations = [
+        torch.Size(int(n) for n in size.split(",") if n.strip()).numel() for size in sizes
+    ]
+    return Costs(allocations, len(re.findall(r"^\s+cpp_fused_\w+\(", body, re.MULTILINE)))
+
+
+def _module(write: Any) -> Any:
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(ROWS, WIDTH))
+
+        def forward(self, row: Tensor) -> None:
+            write(self.cache[7:8], row)
+
+    return Attention()
+
+
+def _several(write: Any) -> Any:
+    def function(cache: Tensor, row: Tensor) -> None:
+        for position in range(4):
+            write(cache[position : position + 1], row)
+
+    return function
+
+
+def _cache() -> Tensor:
+    return torch.zeros(ROWS, WIDTH)
+
+
+def _row() -> Tensor:
+    return torch.ones(1, WIDTH)
+
+
+def _written(write: Any) -> Any:
+    def function(cache: Tensor, row: Tensor) -> None:
+        write(cache, row)
+
+    return function
+
+
+def _and_read(write: Any) -> Any:
+    def function(cache: Tensor, row: Tensor) -> Tensor:
+        write(cache[3:4], row)
+        return cache[:2]
+
+    return function
+
+
+# Those that torch.library has, too.
+FORMS_OF_BOTH = [
+    pytest.param(form, marks=[needs_tags] if form in ("inplace", "out") else []) for form in FORMS
+]
+
+PROGRAMS: dict[str, tuple[Callable[[Any], Any], Callable[[], tuple[Tensor, ...]]]] = {
+    "all of an input": (_written, lambda: (_cache(), _row())),
+    "a row of a module's buffer": (_module, lambda: (_row(),)),
+    "rows of an input in order": (_several, lambda: (_cache(), _row())),
+    "a row of an input that is read then": (_and_read, lambda: (_cache(), _row())),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_cache_is_written_where_it_is(namespace, name, form):
+    make, args = PROGRAMS[name]
+    found = costs(make(define(form, namespace, torchop)), *args())
+    assert not [size for size in found.allocations if size >= ROWS * WIDTH]
+    assert found == Costs([], 0)  # not even a row is copied
+
+
+@pytest.mark.parametrize("form", FORMS_OF_BOTH)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_costs_more_than_in_torch_library(namespace, name, form):
+    make, args = PROGRAMS[name]
+    ours = costs(make(define(form, namespace, torchop)), *args())
+    stock = costs(make(define(form, f"{namespace}_stock", torch.library)), *args())
+    assert sum(ours.allocations) <= sum(stock.allocations)
+    assert ours.kernels <= stock.kernels
+    if form == "out":
+        assert stock.allocations  # so these can fail: fresh outputs, which are copied then
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_old_value_costs_one_copy_if_it_is_used_later(namespace, form):
+    write = define(form, namespace, torchop)
+
+    def function(cache: Tensor, row: Tensor) -> Tensor:
+        before = cache * 1.5
+        write(cache, row)
+        return before
+
+    found = costs(function, _cache(), _row())
+    assert found.allocations == [ROWS * WIDTH]

@@ -1,0 +1,253 @@
+"""Operators that mutate, in every form, under every compiler: results equal those of eager mode."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._dynamo.exc
+from torch import Tensor
+from torch.testing import assert_close
+
+import torchop
+from tests._support.common import assert_clean, on_both
+from tests._support.forking import run_compiling
+from tests._support.releases import of_form
+from tests.integration.compile.graphs import BACKENDS, Recorder
+from tests.integration.compile.mutating import FORMS, PROGRAMS, assert_equals_eager, define, inputs
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_compiled_program_does_what_it_does_in_eager_mode(namespace, name, form, backend):
+    write = define(form, namespace, torchop)
+
+    def function(x: Tensor, y: Tensor) -> Any:
+        return PROGRAMS[name](write, x, y)
+
+    assert_equals_eager(torch.compile(function, backend=backend, fullgraph=True), function)
+
+
+@pytest.mark.parametrize("form", ["plain", "out"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_exported_program_does_what_it_does_in_eager_mode(namespace, name, form):
+    write = define(form, namespace, torchop)
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            return PROGRAMS[name](write, x, y)
+
+    exported = torch.export.export(Module(), inputs())
+    assert_equals_eager(exported.module(), Module())
+    assert_equals_eager(exported.run_decompositions().module(), Module())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_sizes_may_change_without_compiling_again(namespace, form, backend):
+    write = define(form, namespace, torchop)
+    recorder = Recorder(backend)
+
+    def function(x: Tensor, y: Tensor) -> Any:
+        z = x + y
+        write(z[1:], y[1:])
+        write(x[: x.shape[0] // 2], y[: x.shape[0] // 2])
+        return z
+
+    compiled = torch.compile(function, backend=recorder, fullgraph=True, dynamic=True)
+    for rows in (4, 6, 9):
+        ours, expected = (
+            (torch.arange(rows * 3.0).view(rows, 3), torch.ones(rows, 3)) for _ in range(2)
+        )
+        assert_close(compiled(*ours), function(*expected))
+        assert_close(ours, expected)
+    assert len(recorder.graphs) == 1
+
+
+_CACHED = """
+import sys
+import torch, torchop
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+namespace = sys.argv[1]
+
+@torchop.custom_op(f"{namespace}::reverse", mutates_args=("target",))
+def reverse(source: Tensor, target: Tensor) -> None:
+    for i in range(4):
+        target[i] = source[3 - i]
+
+
+OUT = "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)"
+
+
+@torchop.custom_op(f"{namespace}::square", mutates_args=("out",), schema=OUT)
+def square(x: Tensor, *, out: Tensor) -> Tensor:
+    return torch.mul(x, x, out=out)
+
+
+@torchop.custom_op(f"{namespace}::listed", mutates_args=("x",))
+def listed(x: Tensor) -> list[Tensor]:
+    return [x.add_(1) * 2]
+
+
+listed.register_fake(lambda x: [torch.empty_like(x)])
+
+
+@torch.compile(fullgraph=True)
+def function(x: Tensor) -> Tensor:
+    reverse(x.clone(), x)
+    squares = torch.empty_like(x)
+    square(x, out=squares)
+    return listed(squares)[0] + squares
+
+
+print(function(torch.arange(4.0)).tolist(), counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_a_graph_from_a_cache_finds_the_operators_it_names():
+    namespace = f"cached_{uuid.uuid4().hex}"  # which no cache knows
+    for hits in (0, 1):  # the second process traces nothing
+        done = run_compiling(_CACHED, namespace)
+        assert assert_clean(done) == f"[30.0, 15.0, 6.0, 3.0] {hits}\n"
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensors that are no arguments of the program
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_buffer_of_a_module_is_written(namespace, form, backend):
+    write = define(form, namespace, torchop)
+
+    class Cache(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rows", torch.ones(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            write(self.rows[1:3], x)
+            return self.rows.sum()
+
+    ours, expected = Cache(), Cache()
+    compiled = torch.compile(ours, backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert_close(compiled(torch.ones(2, 4)), expected(torch.ones(2, 4)))
+        assert_close(ours.rows, expected.rows)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tensor_of_a_closure_that_is_also_an_argument_is_written(namespace, form, backend):
+    write = define(form, namespace, torchop)
+    constant = torch.ones(4)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        write(constant, y)
+        return x + constant
+
+    assert_close(function(torch.ones(4), torch.ones(4)), torch.full((4,), 4.0))
+    assert_close(constant, torch.full((4,), 3.0))
+    # Now the closure and the argument are one tensor.
+    assert_close(function(constant, torch.ones(4)), torch.full((4,), 14.0))
+    assert_close(constant, torch.full((4,), 7.0))
+
+
+# --------------------------------------------------------------------------------------------------
+# Operators with out= that read what is there
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_operator_with_out_sees_what_the_output_holds(namespace, backend):
+    def scenario(library, namespace):
+        @library.custom_op(
+            f"{namespace}::op",
+            mutates_args={"out"},
+            **of_form("out", "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)"),
+        )
+        def op(x: Tensor, *, out: Tensor) -> Tensor:
+            out[1:] += x[1:]  # reads it, and leaves a part as it was
+            return out
+
+        def function(x: Tensor, out: Tensor) -> Tensor:
+            return op(x, out=out) + op(x, out=torch.full_like(x, 5.0))
+
+        out = torch.full((64,), 3.0)
+        result = torch.compile(function, backend=backend, fullgraph=True)(torch.ones(64), out)
+        return result.tolist(), out.tolist()
+
+    expected = [8.0] + [10.0] * 63, [3.0] + [4.0] * 63
+    both = on_both(scenario, namespace)
+    assert both.ours == expected
+    if backend != "eager":
+        assert both.stock != expected
+
+
+def _writes_by_mode(library: Any, name: str, star: str) -> Any:
+    def kernel(x: Tensor, by: float, mode: str = " mode") -> Tensor:
+        x.copy_(x + by if mode == "add" else x * by)
+        return x.sum()
+
+    schema = f'(Tensor(a!) x, float by, {star}str mode=" mode") -> Tensor'
+    op = library.custom_op(name, kernel, mutates_args=("x",), schema=schema)
+    op.register_fake(lambda x, by, mode=" mode": x.new_empty(()))
+    return op
+
+
+@pytest.mark.parametrize("star", ["", "*, "])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_argument_may_be_named_mode(namespace: str, backend: str, star: str) -> None:
+    op = _writes_by_mode(torchop, f"{namespace}::f", star)
+
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        y = x + 1
+        return op(y[1:], 2.0, mode="add"), op(y, 3.0), op(x[:1], 5.0, mode="times"), y
+
+    given, expected = torch.arange(3.0), torch.arange(3.0)
+    compiled = torch.compile(program, backend=backend, fullgraph=True)(given)
+    torch.testing.assert_close(compiled, program(expected))
+    torch.testing.assert_close(given, expected)
+
+
+def test_an_argument_may_have_a_name_like_that_of_mode(namespace: str) -> None:
+    """What is traced for the list with None has a name of its own for `mode`, and for no other."""
+
+    def write(xs: list[Tensor | None], *, mode_: int) -> None:
+        for x in xs:
+            if x is not None:
+                x.add_(mode_)
+
+    op = torchop.custom_op(
+        f"{namespace}::f",
+        write,
+        mutates_args=("xs",),
+        schema="(Tensor(a!)?[] xs, *, SymInt mode_) -> ()",
+    )
+
+    def write_both(x: Tensor, mode: int, mode_: int) -> None:
+        x.add_(mode - mode_)
+
+    both = torchop.custom_op(f"{namespace}::both", write_both, mutates_args=("x",))
+
+    def program(x: Tensor) -> Tensor:
+        y = x + 1
+        op([None, y], mode_=3)
+        both(y, 7, 2)
+        return y
+
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.zeros(2)).tolist() == program(torch.zeros(2)).tolist() == [9, 9]
+
+
+def test_an_argument_named_mode_fails_in_pytorch(namespace: str) -> None:
+    op = _writes_by_mode(torch.library, f"{namespace}::f", "")
+    with pytest.raises(Exception, match="multiple values for argument 'mode'"):
+        torch.compile(lambda x: op(x, 2.0), backend="aot_eager")(torch.ones(2))

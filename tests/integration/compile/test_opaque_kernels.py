@@ -1,0 +1,203 @@
+"""Compilers look into no kernel and no rule of an operator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch._dynamo.exc
+from torch import Tensor
+from torch.testing import assert_close
+
+import torchop
+from tests._support.devices import BACKEND, TYPE
+from tests.integration.compile.cases import define_cube
+from tests.integration.compile.graphs import Recorder
+
+
+def test_compiling_does_not_depend_on_whether_the_operator_ran_before(namespace):
+    cube = define_cube(namespace)
+    recorder = Recorder()
+    compiled = torch.compile(lambda x: cube(x), backend=recorder, fullgraph=True)
+    compiled(torch.ones(2))
+    cube(torch.ones(2))
+    cube(torch.ones(2, requires_grad=True))
+    compiled(torch.ones(2))
+    assert len(recorder.graphs) == 1
+
+
+def test_a_kernel_registered_after_compilation_runs_without_compiling_again(namespace):
+    cube = define_cube(namespace)
+    recorder = Recorder("aot_eager")
+    compiled = torch.compile(lambda x: cube(x), backend=recorder, fullgraph=True)
+    compiled(torch.ones(2))
+    cube.register_kernel(TYPE, lambda x, shift=0.0: torch.full_like(x, 5.0))
+    assert_close(compiled(torch.ones(2)), torch.full((2,), 5.0))
+    assert len(recorder.graphs) == 1
+
+
+@pytest.mark.parametrize("define", [torch.library.custom_op, torchop.custom_op])
+def test_what_a_graph_holds_of_an_operator_is_compiled_again_when_it_is_replaced(namespace, define):
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    op = define(f"{namespace}::double", double, mutates_args=())
+    op.register_fake(lambda x: torch.empty_like(x))
+    op.register_autograd(lambda ctx, grad: grad * 2)
+    recorder = Recorder("aot_eager")
+    compiled = torch.compile(lambda x: op(x), backend=recorder, fullgraph=True)
+    gradients, graphs = [], []
+    for factor in (2, 5, None):
+        if factor is None:
+            op.register_fake(lambda x: torch.empty_like(x, dtype=torch.float64))
+        else:
+            op.register_autograd(lambda ctx, grad, factor=factor: grad * factor)
+        for _ in range(2):
+            x = torch.ones(2, requires_grad=True)
+            result = compiled(x)
+            result.sum().backward()
+            gradients.append(x.grad[0].item())
+            graphs.append(len(recorder.graphs))
+    if define is torchop.custom_op:
+        assert gradients == [2, 2, 5, 5, 5, 5]
+        assert graphs == [1, 1, 2, 2, 3, 3]
+    else:
+        assert gradients == [2] * 6
+        assert graphs == [1] * 6
+
+
+def test_formulas_that_hold_tensors_are_told_apart(namespace):
+    @dataclasses.dataclass
+    class Scaled:
+        by: Tensor
+
+        def __call__(self, ctx, grad):
+            return grad * self.by
+
+    op = torchop.custom_op(
+        f"{namespace}::double", lambda x: x * 2, schema="(Tensor x) -> Tensor", mutates_args=()
+    )
+    revisions = []
+    for formula in (Scaled(torch.ones(2)), Scaled(torch.ones(2))):  # asking whether they are equal
+        op.register_autograd(formula)  # would raise an error
+        revisions.append(op._definition.revision)
+    assert revisions[0] < revisions[1]
+
+
+def test_a_compiled_function_may_ask_a_handle_for_what_it_lacks(namespace):
+    cube = define_cube(namespace)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        return x if hasattr(cube, "a_mark_of_a_decorator") else cube(x)
+
+    assert_close(function(torch.full((2,), 2.0)), torch.full((2,), 8.0))
+
+
+# What Dynamo does to make an attribute of a tensor known to be absent; it hides the warning itself,
+# unless warnings are errors.
+_reads_grad = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
+
+
+def _opaque(namespace: str) -> Any:
+    """An operator whose kernel, fake kernel and formula call functions that nothing else calls."""
+
+    @torchop.custom_op(f"{namespace}::opaque", mutates_args=())
+    def opaque(x: Tensor) -> Tensor:
+        return torch.erfinv(x)
+
+    @opaque.register_fake
+    def _(x):
+        return torch.empty_like(torch.digamma(x))
+
+    opaque.register_autograd(
+        lambda ctx, grad: torch.polygamma(1, grad),
+        setup_context=lambda ctx, inputs, output: torch.lgamma(output),
+    )
+    return opaque
+
+
+def _a_graph(op: Any, x: Tensor) -> Tensor:
+    return op(x * 0.5)
+
+
+def _a_resumed_frame(op: Any, x: Tensor) -> Tensor:
+    y = x * 0.5
+    torch._dynamo.graph_break()
+    return op(y)
+
+
+def _a_frame_left_to_python(op: Any, x: Tensor) -> Tensor:
+    y = x
+    for _ in range(2):
+        with torch._dynamo.error_on_graph_break(False):
+            torch._dynamo.graph_break()  # in a loop and a context: Dynamo gives up on the frame
+        y = op(y * 0.5)
+    return y
+
+
+FRAMES = [_a_graph, _a_resumed_frame, _a_frame_left_to_python]
+
+
+@pytest.mark.pairwise
+@_reads_grad
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("through", ["handle", "overload"])
+@pytest.mark.parametrize("frame", FRAMES)
+def test_rules_are_never_traced_wherever_the_call_stands(namespace, frame, through, requires_grad):
+    handle = _opaque(namespace)
+    op = handle if through == "handle" else handle.overload
+    recorder = Recorder()
+    compiled = torch.compile(lambda x: frame(op, x), backend=recorder)
+    x = torch.full((2,), 0.5, requires_grad=requires_grad)
+    assert_close(compiled(x), frame(op, x))
+    assert _functions(recorder) <= {"mul", "opaque.default"}
+
+
+def test_a_kernel_that_nobody_protects_is_traced(namespace):
+    """The test above can fail: this is what Dynamo does below a frame, if it may."""
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("bare(Tensor x) -> Tensor")
+    library.impl("bare", lambda x: torch.erfinv(x), BACKEND)
+    recorder = Recorder()
+    op = getattr(torch.ops, namespace).bare.default
+    torch.compile(lambda x: _a_frame_left_to_python(op, x), backend=recorder)(torch.zeros(2))
+    assert "erfinv" in _functions(recorder)
+
+
+def test_a_kernel_of_a_library_is_not_traced_either(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("protected(Tensor x) -> Tensor")
+        library.impl("protected", lambda x: torch.erfinv(x), BACKEND)
+        recorder = Recorder()
+        op = getattr(torch.ops, namespace).protected.default
+        torch.compile(lambda x: _a_frame_left_to_python(op, x), backend=recorder)(torch.zeros(2))
+        assert "erfinv" not in _functions(recorder)
+
+
+def _functions(recorder: Recorder) -> set[str]:
+    """The names of what the graphs call."""
+    called = [node for g in recorder.graphs for node in g.graph.nodes if node.op.startswith("call")]
+    return {getattr(node.target, "__name__", node.target) for node in called}
+
+
+def test_a_compiled_function_called_inside_a_kernel_is_compiled(namespace):
+    inner, outer = Recorder(), Recorder()
+    compiled_inside = torch.compile(lambda x: x.cos() + 1, backend=inner)
+
+    @torchop.custom_op(f"{namespace}::compiles", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return compiled_inside(x)
+
+    op.register_fake(lambda x: torch.empty_like(x))
+    function = torch.compile(lambda x: op(x) * 2, backend=outer, fullgraph=True)
+    x = torch.randn(3)
+    assert_close(op(x), x.cos() + 1)
+    assert_close(function(x), 2 * (x.cos() + 1))
+    assert len(inner.graphs) == len(outer.graphs) == 1
+    assert _functions(inner) == {"cos", "add"}

@@ -1,0 +1,261 @@
+"""Derived formulas whose bodies draw random numbers on a device, and while a graph is captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.cudagraphs import get_device_node_mapping
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import torchop
+from tests._support.common import needs_native
+from tests.integration.device import standin
+from tests.rules.autograd.derived.support import derived
+from torchop import GradientError, _hooks
+from torchop._compat import devices
+from torchop._rules.autograd.derived import replay
+from torchop._rules.autograd.derived.replay import ambient_state
+
+
+def draws_elsewhere(x: Tensor) -> Tensor:
+    return x * torch.rand(8, device="standin:1").to(x.device)
+
+
+def restores_elsewhere(x: Tensor) -> Tensor:
+    state = torch.standin.get_rng_state("standin:1")
+    noise = torch.rand(8, device="standin:1").to(x.device)
+    torch.standin.set_rng_state(state, "standin:1")
+    return x * noise
+
+
+def draws(x: Tensor) -> Tensor:
+    return x * torch.rand_like(x)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "standin:0", "standin:1"])
+@pytest.mark.parametrize("body", [draws_elsewhere, restores_elsewhere, draws])
+def test_random_numbers_of_every_device_are_those_of_the_forward(namespace, device, native, body):
+    op = derived(f"{namespace}::f", body)
+    x = torch.ones(8, device=device).requires_grad_()
+    for _ in range(2):  # the first call that records a gradient is never native
+        with torchop.native.disabled() if not native else torch.enable_grad():
+            result = op(x)
+        torch.rand(8, device="standin:1")
+        state = torch.standin.get_rng_state("standin:1")
+        gradient = torch.autograd.grad(result, x, torch.ones(8, device=device))[0]
+        assert torch.equal(gradient.cpu(), result.detach().cpu())
+        assert torch.equal(torch.standin.get_rng_state("standin:1"), state)
+
+
+@needs_native
+def test_a_plain_state_holds_those_of_all_devices():
+    values = torch.ones(2), torch.ones(2, device="standin:1")
+    packed = _hooks.extension.pack_plain(values, None, 2)
+    assert torch.equal(packed, replay._of_all_devices(values, 2, False).packed)
+    assert _hooks.extension.pack_plain(values, packed, 2) is packed
+    assert _hooks.extension.pack_plain(values[:1], packed, 2) is packed  # whatever the arguments
+    for device in ("cpu", "standin:0", "standin:1"):
+        torch.rand(1, device=device)
+        again = _hooks.extension.pack_plain(values, packed, 2)
+        assert torch.equal(again, replay._of_all_devices(values, 2, False).packed)
+        assert not torch.equal(again, packed)
+        packed = again
+
+
+@needs_native
+def test_a_state_that_is_not_plain_is_left_to_python(side_stream, monkeypatch):
+    values = (torch.ones(2, device="standin:1"),)
+    assert _hooks.extension.pack_plain(values, None, 1) is None  # the second device is not in use
+    assert _hooks.extension.pack_plain(values, None, 0) is None
+    with torch.autocast("standin", torch.bfloat16):
+        assert _hooks.extension.pack_plain(values, None, 2) is None
+    with standin.capture():
+        assert _hooks.extension.pack_plain(values, None, 2) is None
+    state = ambient_state(values)
+    lacking = devices.traits("standin")._replace(get_rng_state=None)
+    monkeypatch.setattr(devices, "traits", lambda device_type: lacking)
+    assert ambient_state(values) is not state
+    assert replay.replayed(None, state.packed[:0], values, lambda: 3) == 3
+
+
+@needs_native
+@pytest.mark.parametrize("body", [draws_elsewhere, draws])
+def test_a_replay_in_the_present_state_puts_back_what_it_draws(namespace, body, monkeypatch):
+    op = derived(f"{namespace}::f", body)
+    x = torch.ones(8, device="standin:0").requires_grad_()
+    op(x)
+    monkeypatch.setattr(replay, "_of_all_devices", None)  # plain states are packed natively
+    torch.manual_seed(0)
+    result = op(x)
+    torch.manual_seed(0)
+    states = [torch.standin.get_rng_state(device) for device in ("standin:0", "standin:1")]
+    (gradient,) = torch.autograd.grad(result, x, torch.ones_like(x))
+    assert torch.equal(gradient.cpu(), result.detach().cpu())
+    for device, state in zip(("standin:0", "standin:1"), states, strict=True):
+        assert torch.equal(torch.standin.get_rng_state(device), state)
+
+
+def draws_where_it_is_told(x: Tensor, device: torch.device) -> Tensor:
+    return x * torch.rand(8, device=device).to(x.device)
+
+
+def test_a_graph_replays_the_generator_of_a_device_that_is_an_argument(namespace):
+    op = derived(f"{namespace}::f", draws_where_it_is_told)
+    op.register_fake(lambda x, device: torch.empty_like(x))
+    there = torch.device("standin", 1)
+    x = torch.ones(8, requires_grad=True)
+    result = compiled(lambda x: op(x, there))(x)
+    torch.rand(8, device=there)
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    assert torch.equal(gradient, result.detach())
+
+
+def test_autocast_of_a_device_that_no_argument_is_on_is_that_of_the_forward(namespace):
+    dtypes = []
+
+    def multiplies_elsewhere(x: Tensor) -> Tensor:
+        there = x.to("standin:1")
+        product = there @ there
+        dtypes.append(product.dtype)
+        return product.to(x)
+
+    op = derived(f"{namespace}::f", multiplies_elsewhere)
+    x = torch.eye(2, requires_grad=True)
+    for _ in range(2):
+        with torch.autocast("standin", torch.bfloat16):
+            result = op(x)
+        dtypes.clear()
+        torch.autograd.grad(result.sum(), x)
+        assert set(dtypes) == {torch.bfloat16}
+
+
+def sine(x: Tensor) -> Tensor:
+    return x.sin() * 2
+
+
+@pytest.fixture
+def side_stream():
+    """PyTorch refuses to capture the backward of what ran on the default stream."""
+    with torch.standin.stream(torch.Stream("standin")):
+        yield
+
+
+@pytest.mark.parametrize("captured", ["both", "forward", "backward"])
+def test_a_body_without_random_numbers_can_be_captured(namespace, captured, side_stream):
+    op = derived(f"{namespace}::f", sine)
+    x = torch.ones(8, device="standin").requires_grad_()
+    grad = torch.ones(8, device="standin")
+    for _ in range(2):
+        torch.rand(8, device="standin")
+        with standin.capture() if captured != "backward" else torch.enable_grad():
+            result = op(x)
+        with standin.capture() if captured != "forward" else torch.enable_grad():
+            (gradient,) = torch.autograd.grad(result, x, grad)
+        torch.testing.assert_close(gradient.cpu(), 2 * x.detach().cpu().cos())
+
+
+def inner_noise(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("nested", [False, True])
+def test_random_numbers_in_a_capture_are_refused(namespace, native, nested, side_stream):
+    inner = torchop.custom_op(f"{namespace}::inner", inner_noise, mutates_args=())
+
+    def body(x: Tensor) -> Tensor:
+        return x * (inner(x) if nested else torch.rand_like(x))
+
+    op = derived(f"{namespace}::f", body)
+    x = torch.ones(8, device="standin").requires_grad_()
+    message = rf"^{namespace}::f: its body draws .* aten.rand_like.* A graph is being captured "
+    result = op(x)
+    with torchop.native.disabled() if not native else torch.enable_grad():
+        for _ in range(2):
+            with standin.capture(), pytest.raises(GradientError, match=message):
+                op(x)
+    with standin.capture(), pytest.raises(GradientError, match=message):
+        torch.autograd.grad(result, x, torch.ones(8, device="standin"))
+    with standin.capture(), torch.no_grad():
+        op(x)  # nothing has to be drawn again
+
+
+# --------------------------------------------------------------------------------------------------
+# Graphs that are compiled for CUDA graphs
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.fixture
+def for_cuda_graphs():
+    with torch._inductor.config.patch("triton.cudagraphs", True):
+        yield
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("tracing_mode", ["real", "fake"])
+def test_a_graph_for_cuda_graphs_has_nothing_on_the_cpu(
+    namespace, cuda_graphs, tagged, tracing_mode
+):
+    tags = (torch.Tag.nondeterministic_seeded,) * tagged
+    op = derived(f"{namespace}::f", sine, tags=tags)
+    op.register_fake(like="x")
+    x = torch.ones(8, device="standin").requires_grad_()
+
+    def train(x):
+        return torch.autograd.grad(op(x), x, torch.ones_like(x))
+
+    with torch._inductor.config.patch("triton.cudagraphs", cuda_graphs):
+        graph = make_fx(train, tracing_mode=tracing_mode)(x)
+    assert f"{namespace}.f__training.default" in {str(node.target) for node in graph.graph.nodes}
+    # Inductor makes no CUDA graph of what has a tensor on the CPU.
+    devices = {device.type for device in get_device_node_mapping(graph)}
+    assert devices == ({"standin"} if cuda_graphs and not tagged else {"standin", "cpu"})
+    (gradient,) = graph(x)
+    torch.testing.assert_close(gradient.cpu(), 2 * x.detach().cpu().cos())
+
+
+def test_compiled_training_for_cuda_graphs(namespace, for_cuda_graphs):
+    op = derived(f"{namespace}::f", sine)
+    op.register_fake(like="x")
+    x = torch.ones(8, device="standin").requires_grad_()
+    result = compiled(op)(x)
+    (gradient,) = torch.autograd.grad(result, x, torch.ones(8, device="standin"))
+    torch.testing.assert_close(gradient.cpu(), 2 * x.detach().cpu().cos())
+
+
+@pytest.mark.parametrize("body", [draws, restores_elsewhere])
+def test_random_numbers_that_cuda_graphs_would_lose_are_refused(namespace, for_cuda_graphs, body):
+    x = torch.ones(8, device="standin").requires_grad_()
+    op = derived(f"{namespace}::f", body)
+    op.register_fake(like="x")
+    message = (
+        rf"^{namespace}::f: its body draws random numbers .* torch.Tag.nondeterministic_seeded"
+    )
+    with pytest.raises(GradientError, match=message):
+        compiled(op)(x)
+    op = derived(f"{namespace}::tagged", body, tags=torch.Tag.nondeterministic_seeded)
+    op.register_fake(like="x")
+    result = compiled(op)(x)
+    torch.rand(8, device="standin:1")
+    (gradient,) = torch.autograd.grad(result, x, torch.ones(8, device="standin"))
+    if body is draws:  # a graph keeps the state of the devices of its arguments
+        assert torch.equal(gradient.cpu(), result.detach().cpu())
+
+
+def test_settings_that_cuda_graphs_would_lose_are_refused(namespace, for_cuda_graphs):
+    op = derived(f"{namespace}::f", sine)
+    op.register_fake(like="x")
+    x = torch.ones(8, device="standin").requires_grad_()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(GradientError, match="the graph does not record that autocast"):
+            compiled(op)(x)
+    finally:
+        torch.set_default_dtype(torch.float32)

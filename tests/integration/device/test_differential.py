@@ -1,0 +1,31 @@
+"""Generated calls on a device, both ways; `nox -s fuzz` compares more."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.integration.device import target
+from tests.integration.differential import test_differential as differential
+from tests.integration.differential.describe import Names, describe
+from tests.integration.differential.observe import differences
+from tests.integration.differential.test_differential import (  # noqa: F401  # tests
+    test_native_calls_do_what_the_dispatcher_does,
+    workshop,
+)
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "TORCHOP_FUZZ_EXAMPLES" not in os.environ:
+        monkeypatch.setattr(differential, "EXAMPLES", 400)
+
+
+@target.only_on_the_standin
+def test_contents_of_memory_that_the_host_cannot_read_are_compared():
+    one, other = (
+        describe(torch.full((2,), number, device="standin"), Names()) for number in (1.0, 2.0)
+    )
+    assert [line.partition(":")[0] for line in differences(one, other)] == ["/contents"]

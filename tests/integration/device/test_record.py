@@ -1,0 +1,26 @@
+"""Calls that are recorded do on a device what they do without being recorded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import torchop
+from tests.integration.device.target import SECOND, TYPE
+
+
+def test_a_recorded_call_under_autocast(namespace):
+    @torchop.custom_op(f"{namespace}::product", mutates_args=())
+    def product(x: Tensor) -> Tensor:
+        # The rule turns autocast off for what a kernel calls.
+        return x.float() @ x.float()
+
+    product.register_autocast(TYPE, torch.bfloat16)
+    x = torch.ones(2, 2, device=SECOND)
+    with torch.autocast(TYPE, torch.bfloat16):
+        expected = product(x)
+        with torchop.record(f"{namespace}::*") as calls:
+            result = product(x)
+    assert expected.dtype is torch.float32
+    assert result.dtype is expected.dtype
+    assert list(calls) == [f"{namespace}::product"]

@@ -1,0 +1,412 @@
+"""The device itself: what tests of other things rely on."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+
+from tests._support.common import assert_clean
+from tests._support.forking import run_forked
+from tests.integration.device import standin
+
+LOADED = "import torch\nfrom tests.integration.device import standin\nstandin.load()\n"
+
+
+def test_tensors_move_there_and_back():
+    x = torch.arange(6.0).reshape(2, 3)
+    there = x.to("standin:1")
+    assert there.device == torch.device("standin", 1)
+    assert there.to("standin:0").device.index == 0
+    assert torch.equal(there.cpu(), x)
+    assert torch.equal(there.t().to("standin:0").cpu(), x.t())
+    z = torch.view_as_complex(torch.arange(6.0).reshape(3, 2))
+    assert torch.equal(z.to("standin").conj().cpu(), z.conj())
+
+
+def test_a_tensor_that_grows_stays_on_its_device():
+    x = torch.ones(2, device="standin:1")
+    x.resize_(5000).fill_(3)
+    assert x.untyped_storage().device == x.device
+    assert x.untyped_storage().data_ptr() == x.data_ptr()
+    assert (x + 1).unique().tolist() == [4]
+    y = torch.empty(0, device="standin:1").set_(x.untyped_storage())
+    assert y.device == x.device
+
+
+def test_the_host_cannot_read_its_memory():
+    read = "import ctypes; print(ctypes.string_at({}.data_ptr(), 4))"
+    done = run_forked(LOADED + read.format("torch.ones(3)"))
+    assert done.returncode == 0, done.stderr
+    done = run_forked(LOADED + read.format("torch.ones(3).to('standin')"))
+    assert done.returncode == -11, done.stderr
+    assert done.stdout == ""
+
+
+def test_the_current_device_and_stream():
+    assert torch.empty(2, device="standin").device.index == 0
+    with torch.standin.device(1):
+        assert torch.empty(2, device="standin").device.index == 1
+        assert torch.standin.current_device() == 1
+    stream, event = torch.Stream("standin:1"), torch.Event("standin:1")
+    x = torch.ones(2, device="standin:1")
+    with standin.trace() as lines:
+        event.record(torch.accelerator.current_stream(1))
+        stream.wait_event(event)
+        with torch.standin.device(1), torch.standin.stream(stream):
+            x.add_(1)
+        x.record_stream(stream)
+    place = f"1.{stream.stream_id}"
+    assert lines == [
+        "record an event on 1.0",
+        f"{place} waits for 1.0",
+        f"aten::add.out on {place}",
+        f"keep memory for {place}",
+    ]
+    with pytest.raises(RuntimeError, match="invalid device ordinal 2"):
+        torch.empty(2, device="standin:2")
+
+
+def test_waits_of_the_host_are_traced():
+    x, pinned = torch.ones(2, device="standin"), torch.ones(2).pin_memory()
+    assert pinned.is_pinned()
+    with standin.host_waits() as waits:
+        x.cpu()
+        torch.ones(2).to("standin")
+        x.sum().item()
+        x.nonzero()
+        x[x > 0]
+        torch.equal(x, x)
+        torch.standin.synchronize()
+        torch.accelerator.current_stream().synchronize()
+    assert waits == [
+        "copy to the host",
+        "copy from the host",
+        "read a value",
+        "aten::nonzero",
+        "aten::nonzero",  # the places of a mask
+        "aten::equal",
+        "synchronize device 0",
+        "synchronize stream 0.0",
+    ]
+    places = torch.tensor([0], device="standin")
+    with standin.host_waits() as waits:
+        x + 1
+        x.to("standin:1")
+        x[places]
+        pinned.to("standin", non_blocking=True)
+        pinned.copy_(x, non_blocking=True)
+    assert waits == []
+
+
+def test_random_numbers():
+    torch.manual_seed(3)
+    first = torch.rand(4, device="standin:1")
+    state = torch.standin.get_rng_state("standin:1")
+    second = torch.rand(4, device="standin:1")
+    torch.standin.set_rng_state(state, "standin:1")
+    assert torch.equal(torch.rand(4, device="standin:1"), second)
+    generator = torch.Generator("standin:1").manual_seed(3)
+    assert torch.equal(torch.rand(4, device="standin:1", generator=generator), first)
+    with torch.random.fork_rng([0, 1], device_type="standin"):
+        third = torch.randn(4, device="standin:1")
+    assert torch.equal(torch.randn(4, device="standin:1"), third)
+    with pytest.raises(RuntimeError, match="Expected a 'standin' device type for generator"):
+        torch.rand(4, device="standin", generator=torch.Generator())
+
+
+def test_the_allocator_counts():
+    before = [torch.accelerator.memory_allocated(device) for device in (0, 1)]
+    x = torch.empty(5000, device="standin:1")
+    assert torch.standin.memory_allocated(1) == before[1] + 20480  # in pages
+    assert torch.accelerator.memory_allocated(0) == before[0]
+    torch.accelerator.reset_peak_memory_stats(1)
+    torch.empty(5000, device="standin:1")
+    del x
+    assert torch.accelerator.max_memory_allocated(1) == before[1] + 40960
+    assert torch.accelerator.memory_allocated(1) == before[1]
+
+
+def test_memory_ends_on_request():
+    x = torch.ones(10, device="standin:1")
+    ooms = torch.accelerator.memory_stats(1)["num_ooms"]
+    with standin.memory_limit(4096):
+        y = x + 1
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 8192 bytes"):
+            torch.empty(2048, device="standin:1")
+        with pytest.raises(torch.OutOfMemoryError):
+            x + 1
+        del y
+        assert (x + 1).tolist() == [2] * 10  # there is room again
+    assert torch.accelerator.memory_stats(1)["num_ooms"] == ooms + 2
+    assert torch.empty(2048, device="standin:1").numel() == 2048
+
+
+def test_a_graph_replays_its_work_in_the_same_memory():
+    x, pinned = torch.ones(3, device="standin:1"), torch.ones(3).pin_memory()
+    with torch.standin.device(1), standin.capture() as graph:
+        y = torch.cat([x, x.t() * 2])
+        z = y.add_(1).reshape(2, 3).sum(0)
+        pinned.copy_(z, non_blocking=True)
+        numbers = torch.arange(4, device="standin:1") * x[0]  # resized by its kernel
+    assert (y.tolist(), z.tolist(), pinned.tolist()) == ([2, 2, 2, 3, 3, 3], [5] * 3, [5] * 3)
+    x.fill_(2)
+    assert z.tolist() == [5] * 3
+    for _ in range(2):
+        graph.replay()
+    assert (y.tolist(), z.tolist(), pinned.tolist()) == ([3, 3, 3, 5, 5, 5], [8] * 3, [8] * 3)
+    assert numbers.tolist() == [0, 2, 4, 6]
+    torch.manual_seed(0)
+    with standin.capture() as graph:
+        drawn = torch.rand(8, device="standin")
+    before = drawn.tolist()
+    graph.replay()
+    assert drawn.tolist() != before
+
+
+def test_a_capture_refuses_what_cudas_does():
+    x, host = torch.ones(2, device="standin"), torch.ones(2)
+    event = torch.Event("standin")
+    event.record(torch.accelerator.current_stream())
+    torch.manual_seed(1)
+    state = torch.standin.get_rng_state()
+    with standin.capture():
+        assert torch.standin.is_current_stream_capturing()
+        x + 1
+        with pytest.raises(RuntimeError, match="get_state during graph capture"):
+            torch.standin.get_rng_state()
+        with pytest.raises(RuntimeError, match="set_state during graph capture"):
+            torch.standin.set_rng_state(state)
+        torch.manual_seed(1)
+        with pytest.raises(RuntimeError, match="only if new seed is the same"):
+            torch.manual_seed(2)
+        with pytest.raises(RuntimeError, match="dependency created on uncaptured work"):
+            torch.accelerator.current_stream().wait_event(event)
+        with pytest.raises(RuntimeError, match="is being captured already"), standin.capture():
+            pass
+    for forbidden in (
+        lambda: x.sum().item(),
+        lambda: x.cpu(),
+        lambda: x.copy_(host, non_blocking=True),
+        lambda: torch.accelerator.synchronize(),
+        lambda: torch.accelerator.current_stream().query(),
+        lambda: event.query(),
+    ):
+        with (  # which breaks what is captured
+            pytest.raises(RuntimeError, match="due to a previous error during capture"),
+            standin.capture(),
+            pytest.raises(RuntimeError, match="not permitted when stream is capturing"),
+        ):
+            forbidden()
+    assert x.sum().item() == 2
+    assert not torch.standin.is_current_stream_capturing()
+
+
+def test_the_work_of_other_streams_is_not_captured():
+    x, other = torch.ones(2, device="standin"), torch.Stream("standin")
+    with standin.capture() as graph, torch.standin.stream(other):
+        y = x + 1
+    x.fill_(5)
+    graph.replay()
+    assert y.tolist() == [2, 2]
+    with standin.capture() as graph:
+        main = torch.accelerator.current_stream()
+        other.wait_stream(main)
+        with torch.standin.stream(other):
+            y = x + 1
+        main.wait_stream(other)
+    x.fill_(7)
+    graph.replay()
+    assert y.tolist() == [8, 8]
+    with pytest.raises(RuntimeError, match="unjoined work"), standin.capture():
+        other.wait_stream(torch.accelerator.current_stream())
+
+
+def test_a_graph_keeps_the_memory_of_its_pool_alone():
+    x = torch.ones(2, device="standin")
+    reserved = torch.accelerator.memory_reserved(0)
+    with standin.capture() as graph:
+        y = (x + 1) * 2
+    assert torch.accelerator.memory_reserved(0) == reserved + 8192  # also of what was given back
+    with standin.capture(pool=graph.pool()) as second:
+        z = y + x
+    assert second.pool() == graph.pool()
+    x.fill_(3)
+    graph.replay()
+    second.replay()
+    assert z.tolist() == [11, 11]
+    del y, z, graph, second
+    assert torch.accelerator.memory_reserved(0) == reserved
+    with standin.capture() as graph:
+        x + 1
+    del x
+    with pytest.raises(RuntimeError, match="memory that was given back after it was captured"):
+        graph.replay()
+
+
+@pytest.mark.needs_torch("2.12", "torch.accelerator.Graph")
+def test_the_graphs_of_torch_accelerator():
+    x = torch.ones(2, device="standin")
+    graph = torch.accelerator.Graph()
+    with torch.Stream("standin"), graph:
+        y = x + 1
+    x.fill_(3)
+    graph.replay()
+    assert y.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.permute(2, 0, 1),
+        lambda x: x[:, ::2],
+        lambda x: x[:1].expand(2, 3, 4),
+        lambda x: x[None].contiguous(memory_format=torch.channels_last),
+        lambda x: torch.complex(x, -x).conj().mT,
+    ],
+)
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.neg,
+        torch.clone,
+        lambda x: x * 2,
+        lambda x: x + x.mT.mT,
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.linalg.qr(x)[0],
+        lambda x: x.sum(-1),
+    ],
+)
+def test_results_have_the_strides_of_the_cpu(layout, function):
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    expected, result = function(layout(x)), function(layout(x.to("standin:1")))
+    assert result.stride() == expected.stride()
+    torch.testing.assert_close(result.cpu(), expected)
+
+
+def test_autocast():
+    x = torch.ones(2, 2, device="standin")
+    with torch.autocast("standin", torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+        assert (x + x).dtype is torch.float32
+
+
+def test_gradients():
+    x = torch.full((2,), 3.0, device="standin:1", requires_grad=True)
+    (x * x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.device == x.device
+    assert x.grad.tolist() == [6, 6]
+
+
+def test_gradients_that_are_zero_have_no_memory():
+    x = torch.tensor([-1.0, 2.0], device="standin:1", requires_grad=True)
+    (grad,) = torch.autograd.grad(x.sign().sum(), x, create_graph=True)
+    assert grad.device == x.device
+    assert (grad + x.detach()).tolist() == [-1, 2]
+    zeros = torch._efficientzerotensor((2,), device="standin:1")
+    assert (zeros._is_zerotensor(), zeros.device) == (True, x.device)
+    assert (zeros + x.detach()).tolist() == [-1, 2]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions(transposed):
+    convolve = torch.conv_transpose1d if transposed else torch.conv1d
+    x = torch.arange(12.0, dtype=torch.float64).reshape(2, 2, 3)
+    weight = torch.tensor([[[1.0, -2.0], [0.5, 3.0]], [[4.0, 1.0], [-1.0, 2.0]]]).double()
+    bias = torch.tensor([0.25, -1.0], dtype=torch.float64)
+    found = []
+    for device in ("cpu", "standin:1"):
+        inputs = [t.to(device).requires_grad_() for t in (x, weight, bias)]
+        y = convolve(*inputs)
+        grads = torch.autograd.grad(y.square().sum(), inputs)
+        found.append([t.tolist() for t in (y, *grads)])
+        assert {t.device for t in grads} == {y.device} == {torch.device(device)}
+    assert found[0] == found[1]
+
+
+def test_other_operators_run_on_the_cpu():
+    x = torch.tensor([1.0, 2.0], device="standin")
+    assert (x + 1).tolist() == [2, 3]
+    assert (x * torch.tensor(2.0)).tolist() == [2, 4]
+    with pytest.raises(RuntimeError, match="all tensors to be on the same device"):
+        x + torch.ones(2)
+    with pytest.raises(RuntimeError, match="all tensors to be on the same device"):
+        x + torch.ones(2, device="standin:1")
+    with standin.without_fallback(), pytest.raises(NotImplementedError, match="aten::add"):
+        x + 1
+    assert (x + 1).tolist() == [2, 3]
+    both = torch.zeros(2, 2, device="standin")
+    both[:, 1].fill_(3)
+    assert both.tolist() == [[0, 3], [0, 3]]
+
+
+def test_the_fallback_can_be_left_out_from_the_start():
+    program = LOADED + "x = torch.empty(2).to('standin')\nx + 1"
+    assert run_forked(program).returncode == 0
+    done = run_forked(program, STANDIN_FALLBACK="0")
+    assert "Could not run 'aten::add" in done.stderr
+
+
+def test_it_can_run_the_operators_of_pytorch_alone():
+    """And those of others only with a kernel for the device, as a GPU does."""
+    program = LOADED + (
+        "library = torch.library.Library('others', 'DEF')\n"
+        "library.define('op(Tensor x) -> Tensor')\n"
+        "library.impl('op', lambda x: x + 1, 'CPU')\n"
+        "x = torch.ones(2, device='standin', requires_grad=True)\n"
+        "(torch.nn.functional.gelu(x).sum() + x.new_ones(2).topk(1).values).backward()\n"
+        "print(x.grad.device, torch.ops.others.op(torch.ones(1)))\n"
+        "torch.ops.others.op(x)"
+    )
+    assert run_forked(program).returncode == 0
+    done = run_forked(program, STANDIN_FALLBACK="pytorch")
+    assert done.stdout == "standin:0 tensor([2.])\n"
+    assert "Could not run 'others::op' with arguments from the 'standin' backend" in done.stderr
+
+
+GREENLETS = """
+import greenlet
+main, is_prepared = greenlet.getcurrent(), False
+
+def kernel(x):
+    if is_prepared:
+        main.switch()
+    return x + 1
+
+library = DEFINED_BY.Library("greenlets", "FRAGMENT")
+library.define("op(Tensor x) -> Tensor")
+library.impl("op", kernel, "KEY")
+op, x, results = torch.ops.greenlets.op, torch.ones(2, device="DEVICE"), []
+op(x)
+is_prepared = True
+waiting = [greenlet.greenlet(lambda: results.append(op(x).tolist())) for _ in range(2)]
+for one in waiting * 2:
+    one.switch()
+print(results)
+"""
+
+
+@pytest.mark.parametrize(
+    ("defined_by", "key", "device", "survives"),
+    [
+        ("torchop", "PrivateUse1", "standin", True),
+        ("torch.library", "CPU", "cpu", False),
+        ("torch.library", "CPU", "standin", False),
+    ],
+)
+def test_greenlets_in_the_fallback_are_those_in_any_dispatched_call(
+    defined_by, key, device, survives
+):
+    """pybind11 aborts if they leave its calls in another order, and has no part in native ones."""
+    pytest.importorskip("greenlet")
+    program = LOADED + "import torchop\n" + GREENLETS
+    for word, value in (("DEFINED_BY", defined_by), ("KEY", key), ("DEVICE", device)):
+        program = program.replace(word, value)
+    done = run_forked(program)
+    if survives:
+        assert assert_clean(done) == "[[2.0, 2.0], [2.0, 2.0]]\n"
+    else:
+        assert done.returncode == -signal.SIGABRT
+        assert "loader_life_support" in done.stderr

@@ -1,0 +1,181 @@
+"""Native calls and the dispatcher, compared on generated operators and calls.
+
+`nox -s fuzz` compares more, from another place; `SEED` repeats a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+
+import torchop
+from tests.integration.differential.examples import examples
+from tests.integration.differential.known import hangs, unknown
+from tests.integration.differential.observe import Example, differences, observe
+from tests.integration.differential.operators import Operator, Workshop
+from tests.integration.differential.stock import (
+    is_comparable,
+    is_deliberate,
+    is_wanted_of_accelerated,
+    outcome,
+)
+from torchop._native.reasons import Reason
+
+EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "900"))
+SEED = int(os.environ.get("TORCHOP_FUZZ_SEED", "0"))
+# After the tenth example of a run, Hypothesis makes six of seven from parts of those before. Many
+# short runs, each with its own seed, find more.
+EXAMPLES_OF_A_RUN = 11
+# One in so many examples is compared with stock, which takes 30 ms to make an operator; 0 for none.
+# What an example is decides, so that one that fails does so again.
+STOCK = int(os.environ.get("TORCHOP_FUZZ_STOCK", "12"))
+NATIVE_SHARE = 0.35
+CALLS_PER_REASON = 25
+# Most calls that record a gradient are native; those of the in-place form, for one, are not.
+RARE = {Reason.GRADIENT: 4, Reason.CAPTURE: 0}  # the latter only on an accelerator
+
+
+class Tally:
+    """What the examples of a run were like."""
+
+    def __init__(self) -> None:
+        self.examples = self.native = self.stock = self.accelerated = self.skipped = 0
+        self.calls: Counter[Reason] = Counter()
+
+    def count(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+        for reason in Reason:
+            self.calls[reason] += after[reason] - before[reason]
+
+    def __str__(self) -> str:
+        share = self.native / max(self.examples, 1)
+        lines = [
+            f"{self.examples} examples, {share:.0%} with a native call; {self.stock} compared with "
+            f"stock, {self.accelerated} of them with a native call of stock's operator, "
+            f"{self.skipped} left out as known to hang",
+            *(f"{self.calls[reason]:8} {reason.name}" for reason in Reason),
+        ]
+        return "\n".join(lines)
+
+    def too_few(self) -> list[Reason]:
+        """The reasons of which there were too few calls to say anything about them."""
+        return [
+            reason for reason in Reason if self.calls[reason] < RARE.get(reason, CALLS_PER_REASON)
+        ]
+
+
+@pytest.fixture
+def workshop() -> Iterator[Workshop]:
+    # Some of PyTorch's warnings come once per process, and would be seen in one arm only.
+    warned = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    # Has PyTorch compile its formulas for forward mode, which warns in whichever call is first.
+    importlib.import_module("torch._decomp.decompositions_for_jvp")
+    logging.disable()  # fake tensors log each exception that they raise
+    workshop = Workshop()
+    yield workshop
+    workshop.close()
+    logging.disable(logging.NOTSET)
+    torch.set_warn_always(warned)
+
+
+# Each arm records its own warnings, and they are compared.
+@pytest.mark.filterwarnings("ignore")
+def test_native_calls_do_what_the_dispatcher_does(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tally = Tally()
+    for number in range(-(-EXAMPLES // EXAMPLES_OF_A_RUN)):
+
+        @seed(SEED * 1_000_000 + number)
+        @settings(
+            max_examples=EXAMPLES_OF_A_RUN,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(examples())
+        def run(example: Example) -> None:
+            check(example, workshop, tally)
+
+        run()
+    with capsys.disabled():
+        print(f"\n{tally}")
+    assert tally.native >= NATIVE_SHARE * tally.examples
+    # Two standard deviations below the share, as the runs on a device compare thirty.
+    deviation = (tally.stock * NATIVE_SHARE * (1 - NATIVE_SHARE)) ** 0.5
+    assert tally.accelerated >= max(1, NATIVE_SHARE * tally.stock - 2 * deviation)
+    if EXAMPLES >= 3000:
+        assert tally.too_few() == []
+
+
+def check(example: Example, workshop: Workshop, tally: Tally) -> None:
+    """Runs an example both ways, and compares."""
+    if hangs(example):
+        tally.skipped += 1
+        return
+    operator = workshop.operator(example.operator)
+    # What a kernel wrote into a default of its own, a second call would see.
+    times = 1 + example.script.grows_lists
+    try:
+        arms = {}
+        start = operator.counters()
+        for native in (True, False) if example.native_first else (False, True):
+            before = operator.counters()
+            if native:
+                arms[native] = observe_again(example, operator, times)
+                tally.native += operator.counters()[Reason.NATIVE] > before[Reason.NATIVE]
+            else:
+                with torchop.native.disabled():
+                    arms[native] = observe_again(example, operator, times)
+        tally.count(start, operator.counters())
+        tally.examples += 1
+    finally:
+        workshop.release(operator)
+    found = unknown(example, differences(arms[True], arms[False]))
+    assert not found, "native != dispatched:\n" + "\n".join(found)
+    if STOCK and zlib.crc32(repr(example).encode()) % STOCK == 0 and is_comparable(example):
+        tally.stock += 1
+        stock = workshop.operator(example.operator, stock=True)
+        seen = observe_again(example, stock, times)
+        compare_with_stock(example, arms[False], seen)
+        tally.accelerated += compare_accelerated(example, stock, seen)
+        workshop.release(stock)
+
+
+def compare_with_stock(example: Example, ours: dict[str, object], stock: dict[str, object]) -> None:
+    """Compares what the user gets with what `torch.library` would give."""
+    if is_deliberate(example, ours, stock):
+        return
+    found = differences(outcome(ours), outcome(stock))
+    assert not found, "torchop != torch.library:\n" + "\n".join(found)
+
+
+def observe_again(example: Example, operator: Operator, times: int) -> dict[str, object]:
+    """Runs an example so many times, and describes the last one."""
+    if not operator.fills_defaults:
+        operator.restore_defaults()  # they stand in, with all that was written into them
+    return [observe(example, operator) for _ in range(times)][-1]
+
+
+def compare_accelerated(example: Example, operator: Operator, stock: dict[str, object]) -> bool:
+    """Compares a stock operator with itself, accelerated; returns whether a call was native."""
+    times = 1 + example.script.grows_lists
+    with torchop.accelerate(operator.name):
+        accelerated = observe_again(example, operator, times)
+        native = torchop.native.counters(operator.handle).get("native", 0)
+        with operator.changed():
+            changed = observe(example, operator)
+    with operator.changed():
+        expected = observe(example, operator)
+    found = differences(accelerated, stock) + differences(changed, expected)
+    found = [line for line in found if not is_wanted_of_accelerated(example, stock, line)]
+    assert not found, "accelerated != torch.library:\n" + "\n".join(found)
+    return native > 0

@@ -1,0 +1,473 @@
+"""Operators under modes, on subclasses and in tracers: each meets the operator once, and whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchop
+from tests._support.common import on_both
+from tests._support.devices import TYPE
+from tests.integration.compile.graphs import operators
+
+
+@pytest.fixture
+def mix(namespace: str) -> torchop.CustomOp:
+    """An operator of two tensors and a number, with every rule that it can have."""
+
+    @torchop.custom_op(f"{namespace}::mix", mutates_args=())
+    def mix(x: Tensor, y: Tensor, weight: float = 0.5) -> Tensor:
+        return x * weight + y * (1 - weight)
+
+    @mix.register_fake
+    def _(x, y, weight=0.5):
+        return torch.empty_like(x)
+
+    def setup_context(ctx, inputs, output):
+        ctx.weight = inputs[2]
+
+    @mix.register_autograd(setup_context=setup_context)
+    def backward(ctx, grad):
+        return grad * ctx.weight, grad * (1 - ctx.weight), None
+
+    return mix
+
+
+# --------------------------------------------------------------------------------------------------
+# Fake tensors
+
+
+def test_under_a_fake_mode_the_fake_kernel_answers(mix):
+    mode = FakeTensorMode()
+    x = mode.from_tensor(torch.ones(2, 3))
+    with mode:
+        result = mix(x, x)
+    assert isinstance(result, FakeTensor)
+    assert result.shape == (2, 3)
+
+
+def test_fake_inputs_alone_are_enough(mix):
+    mode = FakeTensorMode()
+    x = mode.from_tensor(torch.ones(2, 3))
+    result = mix(x, x)
+    assert isinstance(result, FakeTensor)
+    assert result.fake_mode is mode
+
+
+def test_a_factory_is_fake_under_a_fake_mode(namespace):
+    @torchop.custom_op(f"{namespace}::ramp", mutates_args=())
+    def ramp(length: int, device: torch.device) -> Tensor:
+        return torch.arange(length, device=device)
+
+    ramp.register_fake(lambda length, device: torch.empty(length, device=device, dtype=torch.int64))
+    with FakeTensorMode():
+        result = ramp(5, "cuda")  # a device that need not exist
+        assert isinstance(result, FakeTensor)
+        assert (result.shape, result.device.type) == ((5,), "cuda")
+    assert ramp(3, "cpu").tolist() == [0, 1, 2]
+
+
+def test_gradients_are_fake_under_a_fake_mode(mix):
+    mode = FakeTensorMode()
+    x = mode.from_tensor(torch.ones(2, requires_grad=True))
+    with mode:
+        (grad,) = torch.autograd.grad(mix(x, x, 0.25).sum(), x)
+    assert isinstance(grad, FakeTensor)
+
+
+def test_a_real_tensor_beside_a_fake_one_is_refused_as_for_any_operator(mix):
+    real = torch.ones(2)
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(real)
+    with mode, pytest.raises(AssertionError, match="convert all Tensors to FakeTensors"):
+        mix(fake, real)
+
+
+def test_a_size_that_depends_on_data_needs_a_shape_environment(namespace):
+    @torchop.custom_op(f"{namespace}::nonzero", mutates_args=())
+    def nonzero(x: Tensor) -> Tensor:
+        return torch.nonzero(x)
+
+    @nonzero.register_fake
+    def _(x):
+        return x.new_empty([torchop.get_ctx().new_dynamic_size(), x.dim()], dtype=torch.int64)
+
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        result = nonzero(mode.from_tensor(torch.ones(2, 3)))
+        assert isinstance(result.shape[0], torch.SymInt)
+        assert result.shape[1] == 2
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="nonzero"):
+        nonzero(mode.from_tensor(torch.ones(2, 3)))
+
+
+# --------------------------------------------------------------------------------------------------
+# make_fx
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_make_fx_records_the_operator(mix, tracing_mode):
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return mix(x.sin(), y, weight=0.25) + 1
+
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    graph = make_fx(function, tracing_mode=tracing_mode)(x, y)
+    assert operators(graph) == [
+        torch.ops.aten.sin.default,
+        mix.overload,
+        torch.ops.aten.add.Tensor,
+    ]
+    assert_close(graph(x, y), function(x, y))
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_make_fx_records_the_formula_of_a_gradient(mix, tracing_mode):
+    def gradient(x: Tensor) -> Tensor:
+        return torch.autograd.grad(mix(x, x.detach(), 0.25).sum(), x)[0]
+
+    x = torch.randn(3, requires_grad=True)
+    graph = make_fx(gradient, tracing_mode=tracing_mode)(x)
+    assert mix.overload in operators(graph)
+    assert_close(graph(x), torch.full((3,), 0.25))
+
+
+def test_symbolic_tracing_serves_other_sizes(mix):
+    graph = make_fx(lambda x: mix(x, x * 2), tracing_mode="symbolic")(torch.ones(3))
+    assert graph(torch.ones(7)).tolist() == [1.5] * 7
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_make_fx_records_a_mutation(namespace, tracing_mode):
+    @torchop.custom_op(f"{namespace}::add_into", mutates_args={"out"})
+    def add_into(x: Tensor, out: Tensor) -> None:
+        out.add_(x)
+
+    def function(x: Tensor) -> Tensor:
+        out = torch.zeros(2)
+        add_into(x, out)
+        return out
+
+    graph = make_fx(function, tracing_mode=tracing_mode)(torch.ones(2))
+    assert add_into.overload in operators(graph)
+    assert graph(torch.full((2,), 4.0)).tolist() == [4.0, 4.0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Modes
+
+
+class Watch(TorchDispatchMode):
+    """Writes down the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_dispatch_mode_sees_the_operator_once_and_nothing_of_its_kernel(mix, requires_grad):
+    x = torch.ones(2, requires_grad=requires_grad)
+    y = torch.zeros(2)
+    with Watch() as watch:
+        result = mix(x, y, weight=0.25)
+    ((func, args, kwargs),) = watch.seen
+    assert func is mix.overload
+    assert args[0] is x or torch.equal(args[0], x)
+    assert (len(args), args[2], kwargs) == (3, 0.25, {})
+    assert result.requires_grad is requires_grad
+
+
+def test_nested_dispatch_modes_see_it_from_the_inside_out(mix):
+    order = []
+
+    class Named(TorchDispatchMode):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            order.append((self.name, func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Named("outer"), Named("inner"):
+        mix(x, x)
+    assert order == [("inner", mix.overload), ("outer", mix.overload)]
+
+
+def test_a_rule_for_a_mode_takes_the_place_of_its_own_handler(mix):
+    @mix.register_torch_dispatch(Watch)
+    def _(mode, func, types, args, kwargs):
+        mode.seen.append("rule")
+        return torch.full_like(args[0], 42.0)
+
+    x = torch.ones(2)
+    with Watch() as watch:
+        result = mix(x, x)
+    assert watch.seen == ["rule"]
+    assert result.tolist() == [42.0, 42.0]
+    assert mix(x, x).tolist() == [1.0, 1.0]
+
+
+def test_a_function_mode_sees_the_overload(mix):
+    seen = []
+
+    class Record(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        assert mix(torch.ones(2), torch.zeros(2)).tolist() == [0.5, 0.5]
+    assert seen.count(mix.overload) == 1
+
+
+def test_a_device_context_moves_neither_the_arguments_nor_what_a_kernel_makes(namespace):
+    def scenario(library, namespace):
+        @library.custom_op(f"{namespace}::plus_ones", mutates_args=())
+        def plus_ones(x: Tensor) -> Tensor:
+            return x + torch.ones(x.shape)
+
+        x = torch.zeros(2)
+        with torch.device("meta"):
+            assert torch.ones(2).is_meta
+            return plus_ones(x).tolist()
+
+    assert on_both(scenario, namespace) == ([1.0, 1.0], [1.0, 1.0])
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensor subclasses
+
+
+class Tagged(torch.Tensor):
+    """A subclass without handlers of its own."""
+
+
+class Refuses(TwoTensor):
+    """A subclass that does not know operators that are not PyTorch's."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func.namespace != "aten":
+            raise NotImplementedError(f"Refuses does not know {func}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_a_subclass_with_a_dispatch_handler_decides_what_happens(mix):
+    x = TwoTensor(torch.zeros(2), torch.ones(2))
+    result = mix(x, x + 1, 0.5)
+    assert isinstance(result, TwoTensor)
+    assert (result.a.tolist(), result.b.tolist()) == ([0.5, 0.5], [1.5, 1.5])
+
+
+def test_a_gradient_flows_through_a_subclass(mix):
+    x = TwoTensor(torch.zeros(2), torch.ones(2)).requires_grad_()
+    (mix(x, x.detach(), 0.25) * x.detach()).sum().backward()
+    assert isinstance(x.grad, TwoTensor)
+    assert (x.grad.a.tolist(), x.grad.b.tolist()) == ([0.0, 0.0], [0.25, 0.25])
+
+
+def test_a_rule_teaches_an_operator_to_a_subclass_that_does_not_know_it(mix):
+    x = Refuses(torch.zeros(2), torch.ones(2))
+    with pytest.raises(NotImplementedError, match=f"Refuses does not know {mix.overload}"):
+        mix(x, x)
+
+    @mix.register_torch_dispatch(Refuses)
+    def _(cls, func, types, args, kwargs):
+        assert (cls, func) == (Refuses, mix.overload)
+        x, y = args[:2]
+        return Refuses(func(x.a, y.a), func(x.b, y.b))
+
+    result = mix(x, x)
+    assert isinstance(result, Refuses)
+    assert (result.a.tolist(), result.b.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_subclass_is_compiled_with_a_rule_and_without(mix, compiled):
+    backend = torch.compile(backend="aot_eager", fullgraph=True) if compiled else lambda f: f
+    function = backend(lambda x: mix(x, x * 2, 0.5) + 1)
+    result = function(TwoTensor(torch.zeros(2), torch.ones(2)))
+    assert isinstance(result, TwoTensor)
+    assert (result.a.tolist(), result.b.tolist()) == ([1.0, 1.0], [2.5, 2.5])
+
+    @mix.register_torch_dispatch(TwoTensor)
+    def _(cls, func, types, args, kwargs):
+        return TwoTensor(func(args[0].a, args[1].a) + 10, func(args[0].b, args[1].b) + 20)
+
+    torch._dynamo.reset()
+    result = function(TwoTensor(torch.zeros(2), torch.ones(2)))
+    assert (result.a.tolist(), result.b.tolist()) == ([11.0, 11.0], [22.5, 22.5])
+
+
+def test_a_subclass_without_handlers_is_kept_as_for_any_operator(mix):
+    x = torch.ones(2).as_subclass(Tagged)
+    assert type(mix(x, x)) is type(x + x) is Tagged
+
+
+def test_a_parameter_is_taken_as_a_tensor(mix):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    result = mix(parameter, torch.zeros(2))
+    assert type(result) is Tensor
+    result.sum().backward()
+    assert parameter.grad.tolist() == [0.5, 0.5]
+
+
+# --------------------------------------------------------------------------------------------------
+# Counting and profiling
+
+
+def test_the_flop_counter_asks_a_formula_of_the_operator(namespace):
+    @torchop.custom_op(f"{namespace}::matmul", mutates_args=())
+    def matmul(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    def flops(a_shape, b_shape, *args, out_shape=None, **kwargs):
+        return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+
+    a, b = torch.ones(2, 3), torch.ones(3, 4)
+    packet = matmul.overload.overloadpacket
+    with FlopCounterMode(display=False) as without:
+        matmul(a, b)
+    with FlopCounterMode(display=False, custom_mapping={packet: flops}) as with_formula:
+        matmul(a, b)
+    assert without.get_total_flops() == 0  # nothing of the kernel is seen
+    assert with_formula.get_total_flops() == 2 * 2 * 3 * 4
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_profiler_shows_the_name_of_the_operator(mix, namespace, requires_grad):
+    x = torch.ones(2, requires_grad=requires_grad)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        mix(x, torch.ones(2))
+    names = [event.name for event in profile.events()]
+    assert names.count(f"{namespace}::mix") == 1
+    assert names.count("aten::mul") == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# TorchScript
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_a_jit_trace_records_the_operator(mix, namespace):
+    def function(x: Tensor) -> Tensor:
+        return mix(x, x * 2, 0.25) + 1
+
+    x = torch.randn(3)
+    traced = torch.jit.trace(function, (x,))
+    assert [node.kind() for node in traced.graph.nodes()].count(f"{namespace}::mix") == 1
+    y = torch.randn(5)
+    assert_close(traced(y), function(y))
+
+
+# --------------------------------------------------------------------------------------------------
+# Views that are not what they hold
+
+
+def test_a_kernel_gets_conjugate_and_negative_views_resolved(namespace):
+    bits = []
+
+    @torchop.custom_op(f"{namespace}::copy", mutates_args=())
+    def copy(x: Tensor) -> Tensor:
+        bits.append((x.is_conj(), x.is_neg()))
+        return torch.from_numpy(x.numpy().copy())
+
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    assert copy(x.conj()).tolist() == [1 - 2j, 3 + 4j]
+    negative = torch._neg_view(torch.tensor([1.0, -2.0]))
+    assert copy(negative).tolist() == [-1.0, 2.0]
+    assert copy(x.conj().imag).tolist() == [-2.0, 4.0]
+    assert bits == [(False, False)] * 3
+
+
+# --------------------------------------------------------------------------------------------------
+# Autocast
+
+
+def _dtypes(namespace: str) -> tuple[torchop.CustomOp, list[Any]]:
+    seen: list[Any] = []
+
+    @torchop.custom_op(f"{namespace}::see", mutates_args=())
+    def see(x: Tensor, ys: list[Tensor], *, scale: float = 1.0) -> Tensor:
+        seen.append((x.dtype, *(y.dtype for y in ys), torch.is_autocast_enabled(TYPE)))
+        return x * scale
+
+    see.register_fake(lambda x, ys, *, scale=1.0: torch.empty_like(x))
+    return see, seen
+
+
+def test_without_a_rule_autocast_leaves_the_inputs_alone(namespace):
+    see, seen = _dtypes(namespace)
+    with torch.autocast(TYPE, dtype=torch.bfloat16):
+        assert see(torch.ones(2), [torch.ones(2)]).dtype is torch.float32
+    assert seen == [(torch.float32, torch.float32, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_rule_casts_every_eligible_input_and_switches_autocast_off_inside(namespace, dtype):
+    see, seen = _dtypes(namespace)
+    see.register_autocast(TYPE, dtype)
+    with torch.autocast(TYPE, dtype=torch.bfloat16):
+        others = [torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)]
+        result = see(torch.ones(2), [torch.ones(2), *others], scale=2.0)
+    assert seen == [(dtype, dtype, torch.float64, torch.int64, False)]
+    assert (result.dtype, result.tolist()) == (dtype, [2.0, 2.0])
+    see(torch.ones(2), [])
+    assert seen[1:] == [(torch.float32, False)]
+
+
+def test_a_gradient_comes_back_in_the_dtype_of_the_input(namespace):
+    see, _ = _dtypes(namespace)
+    see.register_autocast(TYPE, torch.bfloat16)
+    see.register_autograd(lambda ctx, grad: (grad, None))
+    x = torch.ones(2, requires_grad=True)
+    with torch.autocast(TYPE, dtype=torch.bfloat16):
+        result = see(x, [])
+    assert result.dtype is torch.bfloat16
+    result.sum().backward()
+    assert x.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_autocast_is_compiled(namespace, backend):
+    see, seen = _dtypes(namespace)
+    see.register_autocast(TYPE, torch.bfloat16)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast(TYPE, dtype=torch.bfloat16):
+            return see(x, [x], scale=2.0)
+
+    assert function(torch.ones(2)).dtype is torch.bfloat16
+    assert seen[-1][:2] == (torch.bfloat16, torch.bfloat16)
+
+
+def test_a_mutated_argument_keeps_its_memory_under_autocast_where_stock_loses_the_write(namespace):
+    def scenario(library, namespace):
+        @library.custom_op(f"{namespace}::accumulate", mutates_args={"total"})
+        def accumulate(x: Tensor, total: Tensor) -> None:
+            total.add_(x)
+
+        accumulate.register_autocast(TYPE, torch.bfloat16)
+        total = torch.zeros(2)
+        with torch.autocast(TYPE, dtype=torch.bfloat16):
+            accumulate(torch.ones(2), total)
+        return total.tolist()
+
+    assert on_both(scenario, namespace) == ([1.0, 1.0], [0.0, 0.0])

@@ -1,0 +1,203 @@
+"""Many threads at once: defining, registering, tracing, replacing."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import torchop
+from tests._support.common import THREADS, in_threads
+from tests._support.devices import TYPE
+
+
+@pytest.fixture(autouse=True)
+def _switch_often() -> Iterator[None]:
+    """Lets Python switch between threads far more often than it does by itself."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(interval)
+
+
+# --------------------------------------------------------------------------------------------------
+# Registering
+
+
+def _define(namespace: str, number: int) -> torchop.CustomOp:
+    """An operator whose every rule answers with its number."""
+
+    @torchop.custom_op(f"{namespace}::op{number}", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + number
+
+    op.register_fake(lambda x: x.new_empty(x.shape[0] + number))
+    op.register_autograd(lambda ctx, grad: grad * number)
+    op.register_vmap(lambda info, in_dims, x: (x - number, in_dims[0]))
+    op.register_kernel(TYPE, lambda x: x + 2 * number)
+    return op
+
+
+def test_a_thousand_operators_from_eight_threads_each_have_their_own_rules(namespace):
+    total = 1000
+    ops: dict[int, torchop.CustomOp] = {}
+
+    def define_some(thread: int) -> None:
+        for number in range(thread, total, THREADS):
+            ops[number] = op = _define(namespace, number)
+            assert op(torch.ones(1)).item() == 1 + 2 * number
+
+    in_threads(define_some)
+    assert sorted(ops) == list(range(total))
+    packets = getattr(torch.ops, namespace)
+    x = torch.ones(1, requires_grad=True)
+    for number, op in ops.items():
+        assert op.overload is getattr(packets, f"op{number}").default
+        assert op(x).item() == 1 + 2 * number
+        assert op(torch.empty(1, device="meta")).shape == (1 + number,)
+        assert torch.autograd.grad(op(x), x)[0].item() == number
+        assert torch.vmap(op)(torch.ones(2)).tolist() == [1.0 - number] * 2
+
+
+def test_a_thousand_registrations_on_one_operator_leave_the_last_of_each(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + 0
+
+    last: list[int] = []
+    lock = threading.Lock()
+
+    def register_some(thread: int) -> None:
+        for step in range(125):
+            number = thread * 1000 + step
+            with lock:
+                last.append(number)
+                op.register_kernel(TYPE, lambda x, number=number: torch.full_like(x, number))
+                op.register_fake(lambda x, number=number: x.new_empty(number))
+            # Calls in between see some registration, never a mixture.
+            assert op(torch.ones(2)).unique().numel() == 1
+
+    in_threads(register_some)
+    assert len(last) == 1000
+    assert op(torch.ones(1)).item() == last[-1]
+    assert op(torch.ones(1, device="meta")).shape == (last[-1],)
+
+
+def test_threads_that_define_the_same_operator_leave_exactly_one(namespace):
+    def define(thread: int) -> torchop.CustomOp:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(20):
+                op = torchop.custom_op(
+                    f"{namespace}::contested",
+                    lambda x: x + thread,
+                    mutates_args=(),
+                    schema="(Tensor x) -> Tensor",
+                )
+        return op
+
+    handles = in_threads(define)
+    alive = [op for op in handles if _outcome(op) != "gone"]
+    assert len(alive) == 1
+    value = getattr(torch.ops, namespace).contested(torch.zeros(1)).item()
+    assert value == alive[0](torch.zeros(1)).item() == handles.index(alive[0])
+
+
+def _outcome(op: Any) -> Any:
+    try:
+        return op(torch.zeros(1)).item()
+    except torchop.OperatorGoneError:
+        return "gone"
+
+
+def test_rules_for_pytorchs_own_operators_can_be_registered_from_many_threads(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        for number in range(64):
+            library.define(f"op{number}(Tensor x) -> Tensor")
+
+        def register_some(thread: int) -> None:
+            for number in range(thread, 64, THREADS):
+                name = f"{namespace}::op{number}"
+                torchop.register_kernel(name, TYPE, lambda x, n=number: x + n, lib=library)
+                torchop.register_autograd(name, lambda ctx, g, n=number: g * n, lib=library)
+
+        in_threads(register_some)
+        x = torch.ones(1, requires_grad=True)
+        for number in range(64):
+            result = getattr(getattr(torch.ops, namespace), f"op{number}")(x)
+            assert result.item() == 1 + number
+            assert torch.autograd.grad(result, x)[0].item() == number
+
+
+# --------------------------------------------------------------------------------------------------
+# Tracing
+
+
+@pytest.mark.usefixtures("fake_kernels_in_threads")
+def test_each_fake_kernel_gets_the_context_of_its_own_thread(namespace):
+    @torchop.custom_op(f"{namespace}::nonzero", mutates_args=())
+    def nonzero(x: Tensor) -> Tensor:
+        return torch.nonzero(x)
+
+    entered = threading.Barrier(THREADS)
+
+    @nonzero.register_fake
+    def _(x):
+        entered.wait()  # all are inside their fake kernel now
+        size = torchop.get_ctx().new_dynamic_size()
+        entered.wait()
+        return x.new_empty([size, x.dim()], dtype=torch.int64)
+
+    def trace(thread: int) -> None:
+        environment = ShapeEnv()
+        with FakeTensorMode(shape_env=environment) as mode:
+            for _ in range(5):
+                result = nonzero(mode.from_tensor(torch.ones(3)))
+                assert result.fake_mode is mode
+                assert result.shape[0].node.shape_env is environment
+
+    in_threads(trace)
+
+
+def test_a_context_is_unknown_to_threads_that_run_no_fake_kernel(namespace):
+    @torchop.custom_op(f"{namespace}::look", mutates_args=())
+    def look(x: Tensor) -> Tensor:
+        return x.clone()
+
+    elsewhere = []
+
+    def ask() -> None:
+        with pytest.raises(RuntimeError, match="outside a fake kernel"):
+            torchop.get_ctx()
+        elsewhere.append("refused")
+
+    @look.register_fake
+    def _(x):
+        assert torchop.get_ctx() is not None
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return torch.empty_like(x)
+
+    with FakeTensorMode() as mode:
+        look(mode.from_tensor(torch.ones(2)))
+    assert elsewhere == ["refused"]
+
+
+def test_the_first_gradient_may_be_recorded_by_many_threads_at_once(namespace):
+    for number in range(20):
+        op = _define(namespace, number)
+
+        def differentiate(thread: int, op: Any = op) -> float:
+            x = torch.ones(1, requires_grad=True)
+            return torch.autograd.grad(op(x), x)[0].item()
+
+        assert in_threads(differentiate) == [number] * THREADS

@@ -1,0 +1,40 @@
+"""Run the tests of `device/` in a child process, because their device cannot be unloaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "device"
+
+
+@pytest.mark.project  # as long as a fifteenth of the rest, which `nox -s device` runs alone
+def test_device() -> None:
+    run(str(FOLDER))
+
+
+@pytest.mark.project  # most of it compiles the device, as the test above does
+def test_other_tests_with_their_tensors_on_the_device() -> None:
+    """The session `on_device` runs more of these files."""
+    file = str(FOLDER.parents[1] / "core" / "test_checking.py")
+    assert "xfailed" in run("-p", "tests._support.on_device", file, TORCHOP_TEST_DEVICE="standin:1")
+
+
+def run(*arguments: str, **environment: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        cwd=FOLDER.parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout

@@ -1,0 +1,400 @@
+"""Every example of the documentation, run; and the documentation, built.
+
+A page is a program: its Python blocks run in order, in one namespace. What a block prints must be
+shown, in an `output` block right after it, and what is shown must be what is printed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import doctest
+import importlib
+import importlib.util
+import io
+import json
+import pkgutil
+import pydoc
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import PIL.Image
+import pytest
+import torch
+import torch._dynamo
+import torch.compiler.config
+from hypothesis import HealthCheck, settings
+from markdown_it import MarkdownIt
+
+import torchop
+from tests._support.common import close_operators, needs_native
+from torchop._rules.providers import tuned
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts),
+]
+PLAIN = {"", "bash", "console", "text", "toml"}  # shown, not run
+DIRECTIVES = {"{calls-chart}", "{eval-rst}", "{include}", "{kernels-chart}", "{toctree}"}
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# What Hypothesis takes for slow in an example of a page is the machine, if it is busy.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
+
+
+# --------------------------------------------------------------------------------------------------
+# The collector
+
+
+class Block(NamedTuple):
+    """A block of a page: `python` or `pycon`, and what the page says it prints."""
+
+    place: str
+    line: int  # of the first line of code, from 0
+    language: str
+    code: str
+    output: str
+
+
+@pytest.fixture(autouse=True)
+def measurements_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Examples that measure kernels write a table, which later runs are not to find."""
+    monkeypatch.setattr(tuned, "users_table", lambda: tmp_path / "tuning.json")
+
+
+def collect(path: Path) -> list[Block]:
+    """The blocks of a page that are to be run.
+
+    Raises:
+        ValueError: a block that nobody would run or check.
+    """
+    tokens = MarkdownIt("commonmark").parse(path.read_text(encoding="utf-8"))
+    found: list[Block] = []
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        if token.type == "code_block":
+            raise ValueError(f"{path.name}:{token.map[0] + 1}: an indented block is not run")
+        if token.type != "fence":
+            continue
+        place, language = f"{path.name}:{token.map[0] + 1}", token.info.partition(" ")[0]
+        if language in {"python", "pycon"}:
+            found.append(Block(place, token.map[0] + 1, language, token.content, ""))
+        elif language == "output":
+            if before is None or before.type != "fence" or before.info != "python":
+                raise ValueError(f"{place}: output stands right after the block that prints it")
+            found[-1] = found[-1]._replace(output=token.content)
+        elif language not in PLAIN | DIRECTIVES:
+            raise ValueError(f"{place}: blocks of {language!r} are not run")
+    return found
+
+
+def run_page(path: Path) -> int:
+    """Runs the blocks of a page, and returns how many there are.
+
+    Raises:
+        AssertionError: a block raised, or printed something else than the page shows.
+    """
+    page = types.ModuleType("mylib")  # whose operators the pages define
+    page.__file__ = str(path)
+    found = collect(path)
+    with _as_in_a_fresh_process(page):
+        for block in found:
+            if block.language == "pycon":
+                _run_doctest(
+                    doctest.DocTestParser().get_doctest(
+                        block.code, vars(page), block.place, str(path), block.line
+                    )
+                )
+            else:
+                _run(block, path, page)
+    return len(found)
+
+
+def _run(block: Block, path: Path, page: types.ModuleType) -> None:
+    printed = io.StringIO()
+    # With as many empty lines before it that a traceback, and Dynamo, find the source in the page.
+    code = compile("\n" * block.line + block.code, str(path), "exec", dont_inherit=True)
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(code, vars(page))
+    except Exception as error:
+        raise AssertionError(f"{block.place} raised {type(error).__name__}: {error}") from error
+    if not doctest.OutputChecker().check_output(block.output, printed.getvalue(), FLAGS):
+        raise AssertionError(
+            f"{block.place} shows\n{block.output or 'nothing'}\nbut printed\n{printed.getvalue()}"
+        )
+
+
+def _run_doctest(test: doctest.DocTest) -> None:
+    report = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
+    result = runner.run(test, out=report.write, clear_globs=False)
+    assert result.attempted, f"{test.name} holds no example"
+    assert not result.failed, f"{test.name}:\n{report.getvalue()}"
+
+
+@contextlib.contextmanager
+def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
+    """Forgets what other pages compiled, defined and configured."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    sys.modules[page.__name__] = page  # Dynamo and pickle look functions up by their module
+    try:
+        with (
+            torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False),
+            torch.compiler.config.patch(cache_key_tag=""),
+        ):
+            yield
+    finally:
+        del sys.modules[page.__name__]
+        close_operators(vars(page))
+
+
+# --------------------------------------------------------------------------------------------------
+# The pages
+
+
+# Pages that show which calls are native.
+NATIVE = {"accelerate", "class-form", "debugging", "engines", "native-calls"}
+
+
+NEEDS = {
+    "torchop._schema.forms.Form": pytest.mark.needs_torch("2.13", "torch.Tag.out"),
+}
+
+
+def _parameter(page: Path) -> Any:
+    marks = [needs_native] * (page.stem in NATIVE)
+    marks += [NEEDS[page.stem]] if page.stem in NEEDS else []
+    return pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=marks)
+
+
+@pytest.mark.project
+@pytest.mark.parametrize("page", [_parameter(page) for page in PAGES])
+def test_examples_of_page_run(page: Path) -> None:
+    run_page(page)
+
+
+def test_pages_hold_examples() -> None:
+    # A collector that finds nothing finds no mistake either.
+    counts = {page: len(collect(page)) for page in PAGES}
+    lessons = {page for page in PAGES if page.parent.name in {"tutorials", "how-to"}}
+    assert len(lessons) >= 15
+    reference = {DOCS / "reference" / name for name in ("schema-types.md", "errors.md")}
+    for page in {ROOT / "README.md", DOCS / "index.md"} | lessons | reference:
+        assert counts[page] > 0, page
+    assert sum(counts.values()) > 60
+
+
+def test_blocks_of_the_readme_run_alone(tmp_path: Path) -> None:
+    blocks = collect(ROOT / "README.md")
+    assert len(blocks) >= 3
+    for block in blocks:
+        output = f"```output\n{block.output}```\n" if block.output else ""
+        run_page(page_of(tmp_path, f"```{block.language}\n{block.code}```\n{output}"))
+
+
+def test_readme_and_architecture_are_short() -> None:
+    for name, most in (("README.md", 180), ("ARCHITECTURE.md", 220)):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) < most, name
+
+
+def test_first_screen_says_what_why_and_how_fast() -> None:
+    screen = (ROOT / "README.md").read_text(encoding="utf-8").partition("## ")[0]
+    assert "turns Python functions into PyTorch operators" in screen
+    assert "Why" in screen
+    assert "docs/_static/calls.svg" in screen
+
+
+def test_quick_start_is_short() -> None:
+    code = collect(ROOT / "README.md")[0].code
+    assert "custom_op" in code
+    assert "torch.compile" in code
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+
+
+# --------------------------------------------------------------------------------------------------
+# The docstrings
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(torchop.__path__, "torchop.")
+    return ["torchop", *(module.name for module in found)]
+
+
+def docstring_examples() -> dict[str, doctest.DocTest]:
+    """The examples of every docstring, each to be run on its own."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found: dict[str, doctest.DocTest] = {}
+    for name in modules():
+        for test in finder.find(importlib.import_module(name), name):
+            if test.examples:
+                test.globs = {"__name__": "docstring"}  # as for a user: nothing is imported yet
+                found[test.name] = test
+    return found
+
+
+EXAMPLES = docstring_examples()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in EXAMPLES]
+)
+def test_example_of_docstring_runs(name: str) -> None:
+    test = EXAMPLES[name]
+    _run_doctest(test)
+    close_operators(test.globs)
+
+
+def test_docstrings_hold_examples() -> None:
+    assert {
+        "torchop._define.custom_op.custom_op",
+        "torchop._define.library.Library",
+    } <= set(EXAMPLES)
+    assert len(EXAMPLES) >= 15
+
+
+# --------------------------------------------------------------------------------------------------
+# The collector can fail
+
+
+def page_of(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "page.md"
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python\n1 / 0\n```\n", r"page.md:1 raised ZeroDivisionError"),
+        ("A\n\n```python\nprint(2)\n```\n```output\n3\n```\n", r"page.md:3 shows\n3\n\nbut .*\n2"),
+        ("```python\nprint(2)\n```\n", r"shows\nnothing\nbut printed\n2"),
+        ("```python\nx = 1\n```\n```output\n1\n```\n", r"shows\n1\n\nbut printed\n$"),
+        ("```pycon\n>>> 1 + 1\n3\n```\n", r"Expected:\s+3\s+Got:\s+2\s"),
+        ("```pycon\nx = 1\n```\n", r"holds no example"),
+        ("- item\n\n  ```python\n  y\n  ```\n", r"NameError: name 'y'"),
+        ("```python\nx = 1\n```\n\n> ```python\n> assert x == 2\n> ```\n", r"AssertionError"),
+    ],
+    ids=["raises", "prints", "hides", "claims", "doctest", "empty", "in a list", "in a quote"],
+)
+def test_wrong_example_fails(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run_page(page_of(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```py\n1 / 0\n```\n",
+        "```Python\n1 / 0\n```\n",
+        "```{code-block} python\n1 / 0\n```\n",
+        "Text\n\n    1 / 0\n",
+        "```output\n3\n```\n",
+        "```python\nprint(3)\n```\n\nText\n\n```output\n3\n```\n",
+    ],
+    ids=["py", "Python", "directive", "indented", "lone output", "far output"],
+)
+def test_block_that_would_not_be_checked_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"^page.md:\d"):
+        run_page(page_of(tmp_path, text))
+
+
+def test_blocks_of_page_share_a_namespace_and_end_with_it(tmp_path: Path) -> None:
+    text = """
+        ```python
+        import torch, torchop
+        @torchop.custom_op("docs_meta::twice", mutates_args=())
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            return x + x
+        ```
+        ```python
+        print(twice(torch.ones(1)))
+        ```
+        ```output
+        tensor([2.])
+        ```
+        ```pycon
+        >>> twice(torch.zeros(1))
+        tensor([0...])
+        ```
+    """
+    for _ in range(2):  # the second time, the name is free
+        assert run_page(page_of(tmp_path, text)) == 3
+    assert not hasattr(torch.ops.docs_meta, "twice")
+
+
+# --------------------------------------------------------------------------------------------------
+# The chart
+
+
+def chart() -> Any:
+    spec = importlib.util.spec_from_file_location("chart", DOCS / "_extensions" / "chart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_the_readme_shows_the_numbers_that_were_measured() -> None:
+    module = chart()
+    results = json.loads(module.RESULTS.read_text(encoding="utf-8"))
+    assert module.PICTURE.read_text(encoding="utf-8") == module.svg(results)
+    results["calls"]["14 tensors"]["torchop handle"]["median"] += 1
+    assert module.PICTURE.read_text(encoding="utf-8") != module.svg(results)
+
+
+def test_the_picture_of_a_link_shows_the_numbers_that_were_measured() -> None:
+    module = chart()
+    results = json.loads(module.RESULTS.read_text(encoding="utf-8"))
+    with PIL.Image.open(module.LINK_PICTURE) as picture:
+        assert picture.size == (1200, 630)
+        assert f"<title>{picture.text['Description']}" in re.sub(
+            " id=[^>]*", "", module.svg(results)
+        )
+
+
+def test_the_chart_of_kernels_shows_the_numbers_that_were_measured() -> None:
+    module = chart()
+    found = json.loads(module.KERNELS.read_text(encoding="utf-8"))
+    picture = module.kernels_svg(found)
+    for comparison in found:
+        for timed in (*comparison["kernels"], comparison["operator"]):
+            assert f">{timed['microseconds']:.1f} µs<" in picture
+    # What the page says of it: neither kernel is the faster one of all calls, and the operator
+    # runs the one that is.
+    fastest = [comparison["kernels"][0]["provider"] for comparison in found]
+    assert set(fastest) == {"cpp", "reference"}
+    assert fastest == [comparison["chosen"] for comparison in found]
+
+
+def test_the_table_of_the_readme_has_the_numbers_that_were_measured() -> None:
+    calls = json.loads(chart().RESULTS.read_text(encoding="utf-8"))["calls"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, table = readme.partition("| one call of 14 tensors |")
+    rows = [line.split(" | ") for line in table.splitlines()[2:5]]
+    for cells, row in zip(rows, ("14 tensors", "grad, saves one", "mutates one"), strict=True):
+        routes = ("torchop handle", "custom_op", "define + impl")
+        for cell, route in zip(cells[1:4], routes, strict=True):
+            assert cell == f"{calls[row][route]['median']:.1f} us", (row, route)
+
+
+# --------------------------------------------------------------------------------------------------
+# Links into the documentation of others
+
+
+@pytest.mark.parametrize("inventory", ["python", "torch"])
+def test_names_of_the_stored_inventories_exist(inventory: str) -> None:
+    text = (DOCS / "_inventories" / f"{inventory}.txt").read_text(encoding="utf-8")
+    names = [line.split()[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(names) > 20
+    assert names == sorted(set(names))
+    for name in names:
+        assert hasattr(builtins, name) or pydoc.locate(name) is not None, name

@@ -1,0 +1,467 @@
+"""The layout of the package: imports run one way, every folder and file has its place, a ring of
+tools needs no private name of the core, and the lines of code have three limits.
+
+Imports inside functions and under `TYPE_CHECKING` count, because a reader follows them too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import graphlib
+import importlib
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import torchop
+from tests._support.forking import run_forked
+
+PACKAGE = Path(torchop.__file__).parent
+CSRC = PACKAGE / "_native/csrc"
+# From the ground up. A package imports from itself and from those in the rows before its own.
+LAYERS = (
+    ("_errors",),
+    ("_hooks",),
+    ("_compat",),
+    ("_schema",),
+    ("_core",),
+    ("extend",),
+    ("_rules",),
+    ("_native",),
+    ("_define",),
+    ("native",),
+    ("__init__",),
+    ("_accelerate",),
+    ("_inspect",),
+    ("compat", "testing", "mypy_plugin", "sphinx"),
+    ("cli", "export"),
+    ("__main__",),
+)
+LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
+MOST_ENTRIES, MOST_LINES = 20, 455
+# Lines of code, without blank lines, comments and docstrings. Limits for a design: a change that
+# needs more merges or removes something else, or raises the limit in a commit that says why.
+MOST_PYTHON_LINES = 29_800  # of the whole package
+MOST_CORE_LINES = 15_890  # of Python, in all packages that are not in the ring
+MOST_CPP_LINES = 5_850
+# What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
+# from public names and `torchop.extend`, as the tools of others are. The files of `_compat` that
+# only they use belong to them.
+RING = (
+    "__main__",
+    "_accelerate",
+    "_inspect",
+    "_rules.providers",
+    "_rules.user",
+    "cli",
+    "compat",
+    "export",
+    "mypy_plugin",
+    "sphinx",
+    "testing",
+)
+# Where the core offers what is in the ring: `torchop`, and the methods of handles.
+OFFERS = {"torchop", "torchop._define.registrations"}
+# What the rooms of the ring use of the core besides, and why.
+EXCEPTIONS = {
+    "_accelerate": (
+        "it has native calls made for operators that others defined",
+        {"_compat", "_core.lock", "_core.registry", "_native", "_schema"},
+    ),
+    "_inspect": (
+        "it tells what the rules, the plan and the dispatcher would do with a call",
+        {"_compat", "_core.definition", "_core.registry", "_core.user_rule", "_errors", "_native"}
+        | {"_rules", "_schema"},
+    ),
+    "_rules.providers": (
+        "what chooses between the kernels of providers becomes a part of plans",
+        {"_compat", "_core", "_errors", "_hooks", "_rules.kernels", "_schema"},
+    ),
+    "_rules.user": (
+        "they tell parts of PyTorch that have no public place for it, and their functions "
+        "`register_...` are typed as those of the core",
+        {"_compat", "_rules.checkpoint_modes", "_rules.residuals", "_schema.callables"},
+    ),
+    "cli": ("it compiles the extension, and says why that fails", {"_native.extension"}),
+    "compat": (
+        "engines name devices by dispatch keys, and results may share memory with arguments",
+        {"_compat.dispatch", "_core.library", "_define.declare", "_errors", "_schema.callables"},
+    ),
+    "export": ("it compares results of operators in a mode of PyTorch", {"_compat.classes"}),
+    "testing": (
+        "it drives PyTorch's checks, fake tensors and simulated ranks, offers `checking`, finds "
+        "writes as that does, and writes what it measured into the cache of the user",
+        {
+            "_compat",
+            "_core.checking",
+            "_core.snapshot",
+            "_native.extension",
+            "_rules.residuals.handover",
+        },
+    ),
+}
+# What is in a file, but is no code.
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+    tokenize.INDENT,
+    tokenize.NEWLINE,
+    tokenize.NL,
+}
+# Why an import may wait until a function runs; it stands on its line.
+REASON = re.compile(r"#\s*\S")
+
+
+class Import(NamedTuple):
+    """One import of a module of ours, or of a name in it."""
+
+    importer: str
+    imported: str
+    name: str  # empty for a module
+    line: int
+    is_late: bool  # inside a function
+    comment: bool
+
+
+def sources(package: Path) -> dict[str, Path]:
+    """The files of a package, by the name of the module."""
+    modules = {}
+    for path in package.rglob("*.py"):
+        parts = (package.name, *path.relative_to(package).with_suffix("").parts)
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    return modules
+
+
+def imports(package: Path) -> list[Import]:
+    """Every import of a module of the package, by a module of it."""
+    modules = sources(package)
+    return [each for name in modules for each in _imports_of(name, modules)]
+
+
+@functools.cache
+def of_torchop() -> list[Import]:
+    """Those of the package itself, which several tests look at."""
+    return imports(PACKAGE)
+
+
+def _imports_of(importer: str, modules: dict[str, Path]) -> Iterator[Import]:
+    text = modules[importer].read_text(encoding="utf-8")
+    lines, tree = text.splitlines(), ast.parse(text)
+    if importer == "torchop":  # whose late names are imported where they are used, see below
+        tree.body = [node for node in tree.body if not _is_for_type_checkers(node)]
+    for node, is_late in _nodes(tree, is_late=False):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            assert node.level == 0, f"{importer}:{node.lineno}: a relative import"
+            # A name may be that of a module in a package.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        comment = any(REASON.search(line) for line in lines[node.lineno - 1 : node.end_lineno])
+        for name in names:
+            imported, _, attribute = (name, "", "") if name in modules else name.rpartition(".")
+            if imported in modules:
+                yield Import(importer, imported, attribute, node.lineno, is_late, comment)
+
+
+def _nodes(node: ast.AST, is_late: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, is_late
+        else:
+            is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from _nodes(child, is_late or is_function)
+
+
+def _is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "typing.TYPE_CHECKING"
+
+
+def entry_of(module: str) -> str:
+    """The entry of the package that a module belongs to."""
+    return (module.split(".") + ["__init__"])[1]
+
+
+def upward(found: list[Import]) -> list[str]:
+    """The imports that do not go down."""
+    wrong = []
+    for each in found:
+        importer, imported = entry_of(each.importer), entry_of(each.imported)
+        if importer != imported and LEVELS[importer] <= LEVELS[imported]:
+            wrong.append(f"{each.importer}:{each.line} imports {each.imported}")
+    return wrong
+
+
+def circle(found: list[Import]) -> list[str]:
+    """A circle of modules that import each other; empty if there is none."""
+    graph: dict[str, set[str]] = {}
+    for each in found:
+        if each.importer != each.imported:
+            graph.setdefault(each.importer, set()).add(each.imported)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_entry_has_a_layer() -> None:
+    entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__",)}
+    assert entries == {*LEVELS, "py"}  # py.typed, which nobody reads
+    assert len(LEVELS) <= MOST_ENTRIES
+
+
+def test_no_import_goes_up() -> None:
+    assert upward(of_torchop()) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circle(of_torchop()) == []
+
+
+def test_late_names_are_imported_for_type_checkers() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = filter(_is_for_type_checkers, tree.body)
+    named: dict[str, tuple[str, ...]] = {}
+    for node in block.body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            module = node.module.removeprefix("torchop.")
+            named[module] = (*named.get(module, ()), *(alias.name for alias in node.names))
+    assert named.pop("torchop") == torchop._MODULES
+    assert named == torchop._LATE
+    assert {name for names in named.values() for name in names} <= set(torchop.__all__)
+
+
+def ring(found: list[Import]) -> dict[str, str]:
+    """The modules of the ring, each with its room: those of `RING`, and what only these import.
+
+    A file of `_compat` that `torchop` alone imports connects PyTorch with a tool, so it is one too.
+    """
+    users: dict[str, set[str]] = {}
+    for each in found:
+        users.setdefault(each.importer, set())
+        users.setdefault(each.imported, set()).add(each.importer)
+    rooms = {name: room for name in users if (room := room_of_the_ring(name))}
+    files = {name for name in users if name.startswith("torchop._compat.") and users[name]}
+    while alone := {n for n in files - rooms.keys() if users[n] - OFFERS <= rooms.keys()}:
+        rooms.update(dict.fromkeys(alone, "_compat"))
+    return rooms
+
+
+def room_of_the_ring(module: str) -> str:
+    """The room of `RING` that a module is in; an empty string for others."""
+    path = module.removeprefix("torchop.")
+    return next((room for room in RING if f"{path}.".startswith(f"{room}.")), "")
+
+
+def of_the_core(found: list[Import]) -> list[Import]:
+    """The imports of private names of the core by the rooms of the ring."""
+    rooms, private = ring(found), []
+    for each in found:
+        path = f"{each.imported}.{each.name}".removeprefix("torchop.").split(".")
+        is_private = any(part.startswith("_") and not part.endswith("__") for part in path)
+        is_of_a_tool = rooms.get(each.importer, "_compat") != "_compat"
+        if is_of_a_tool and is_private and each.imported not in rooms and not is_public(each):
+            private.append(each)
+    return private
+
+
+def is_public(each: Import) -> bool:
+    """Whether `torchop` has the name too, which it may be importing just now."""
+    if each.name not in torchop.__all__:
+        return False
+    module = importlib.import_module(each.imported)
+    return getattr(module, each.name) is getattr(torchop, each.name)
+
+
+def test_the_core_imports_nothing_of_the_ring() -> None:
+    found = of_torchop()
+    rooms = ring(found)
+    wrong = [
+        f"{each.importer}:{each.line} imports {each.imported}"
+        for each in found
+        if each.imported in rooms and each.importer not in {*rooms, *OFFERS}
+    ]
+    assert wrong == []
+
+
+def test_the_ring_uses_public_names() -> None:
+    found = of_torchop()
+    used: dict[str, set[str]] = {room: set() for room in EXCEPTIONS}
+    unexpected = []
+    for each in of_the_core(found):
+        room = room_of_the_ring(each.importer)
+        _, allowed = EXCEPTIONS.get(room, ("", set()))
+        module = each.imported.removeprefix("torchop.")
+        known = {name for name in allowed if f"{module}.".startswith(f"{name}.")}
+        used.setdefault(room, set()).update(known)
+        if not known:
+            unexpected.append(f"{each.importer}:{each.line} imports {module}.{each.name}")
+    assert unexpected == [], "use a public name or torchop.extend, or see EXCEPTIONS"
+    assert {room: allowed for room, (_, allowed) in EXCEPTIONS.items()} == used
+
+
+def test_a_private_name_of_the_core_is_found() -> None:
+    def importing(importer: str, imported: str, name: str) -> Import:
+        return Import(f"torchop.{importer}", f"torchop.{imported}", name, 1, False, False)
+
+    private = importing("cli.schema", "_schema.schema", "Schema")
+    private_file = importing("cli.schema", "_compat.dispatch", "")
+    public = importing("cli.schema", "_errors", "SchemaError")
+    extended = importing("cli.schema", "extend", "Schema")
+    of_the_ring = importing("cli.schema", "_inspect.explain", "")
+    core = importing("_core.registry", "_compat.dispatch", "")
+    alone = importing("cli.check", "_compat.on_demand", "")
+    found = [private, private_file, public, extended, of_the_ring, core, alone]
+    assert of_the_core(found) == [private, private_file]
+
+
+def test_importing_torchop_imports_the_core_alone() -> None:
+    program = "import sys, torchop; print(*sys.modules)"
+    loaded = run_forked(program).stdout.split()
+    rooms = {room_of_the_ring(name) for name in loaded if name.startswith("torchop.")}
+    assert rooms == {"", "_rules.providers", "_rules.user"}
+
+
+def test_the_core_is_small() -> None:
+    rooms = ring(of_torchop())
+    count = sum(
+        python_lines(path.read_text(encoding="utf-8"))
+        for name, path in sources(PACKAGE).items()
+        if name not in rooms and not room_of_the_ring(name)  # which may import nothing of ours
+    )
+    assert count <= MOST_CORE_LINES
+
+
+def test_an_import_inside_a_function_says_why() -> None:
+    late = [each for each in of_torchop() if each.is_late and not each.comment]
+    assert [f"{each.importer}:{each.line}" for each in late] == []
+
+
+def test_no_file_is_long() -> None:
+    files = {**sources(PACKAGE), **{path.name: path for path in CSRC.iterdir()}}
+    lines = {
+        name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()
+    }
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_the_page_about_native_calls_names_every_file() -> None:
+    page = PACKAGE.parents[1] / "docs/dev/native-calls.md"
+    table = set(re.findall(r"`(\w+)\.(?:cpp|h)`", page.read_text(encoding="utf-8")))
+    assert {path.stem for path in CSRC.iterdir()} - table == set()
+
+
+@functools.cache
+def python_lines(text: str) -> int:
+    """Lines that hold code of Python: no blank lines, comments or docstrings."""
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines -= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def cpp_lines(text: str) -> int:
+    """Lines that hold code of C++, whose comments here are of whole lines."""
+    return sum(
+        1 for line in text.splitlines() if line.strip() and not line.strip().startswith("//")
+    )
+
+
+def test_the_package_is_small() -> None:
+    files = sources(PACKAGE).values()
+    count = sum(python_lines(path.read_text(encoding="utf-8")) for path in files)
+    assert count <= MOST_PYTHON_LINES
+
+
+def test_the_call_path_is_small() -> None:
+    count = sum(cpp_lines(path.read_text(encoding="utf-8")) for path in CSRC.iterdir())
+    assert count <= MOST_CPP_LINES
+
+
+def test_comments_and_docstrings_are_not_code() -> None:
+    text = '"""A docstring,\nof two lines."""\n\n# a comment\nx = """\nno docstring"""\n'
+    assert python_lines(text) == 2
+    assert (
+        python_lines("def f():\n    'A docstring.'\n    return (\n        1\n    )  # one\n") == 4
+    )
+    assert cpp_lines("// a comment\n\nint x = 1;  // one\n") == 1
+
+
+def names_in(tree: str) -> set[str]:
+    """The files and folders that the tree in ARCHITECTURE.md names."""
+    return set(re.findall(r"[a-z_]+", tree))
+
+
+def test_the_tree_names_every_file() -> None:
+    text = (PACKAGE.parents[1] / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    (tree,) = re.findall(r"```text\ntorchop/\n(.*?)```", text, re.DOTALL)
+    modules = {part for name in sources(PACKAGE) for part in name.split(".")[1:]}
+    # One room's helpers are said to be there; these have files of their own to say what they do.
+    rooms = ("_compat", "cli", "testing", "_schema.structure", "_rules.", "_define.forms")
+    helpers = {
+        name.rpartition(".")[2]
+        for name in sources(PACKAGE)
+        if any(f".{room}" in f".{name.removeprefix('torchop.')}" for room in rooms)
+    }
+    assert modules - helpers - names_in(tree) == set()
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package with two layers, whose imports are as they should be."""
+    folder = tmp_path / "torchop"
+    for name, text in {
+        "__init__.py": "",
+        "_errors.py": "",
+        "_core/__init__.py": "",
+        "_core/definition.py": "from torchop import _errors\n",
+        "_rules/__init__.py": "from torchop._core.definition import Definition\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    assert upward(imports(folder)) == circle(imports(folder)) == []
+    return folder
+
+
+UPWARD = {
+    "at the top": "from torchop._rules import RULES\n",
+    "as a module": "from torchop import _rules\n",
+    "by its full name": "import torchop._rules\n",
+    "inside a function": "def f():\n    from torchop import _rules  # for a reason\n",
+    "for type checkers": "if TYPE_CHECKING:\n    from torchop._rules import RULES\n",
+}
+
+
+@pytest.mark.parametrize("text", UPWARD.values(), ids=UPWARD)
+def test_an_import_that_goes_up_is_found(package: Path, text: str) -> None:
+    (package / "_core" / "definition.py").write_text(text)
+    (wrong,) = upward(imports(package))
+    assert wrong.startswith("torchop._core.definition:")
+    assert circle(imports(package)) != []
+
+
+def test_a_circle_inside_a_package_is_found(package: Path) -> None:
+    (package / "_core" / "lock.py").write_text(
+        "def f():\n    from torchop._core import definition\n"
+    )
+    (package / "_core" / "definition.py").write_text("from torchop._core import lock\n")
+    assert upward(imports(package)) == []
+    assert set(circle(imports(package))) == {"torchop._core.lock", "torchop._core.definition"}
+    (late,) = [each for each in imports(package) if each.is_late]
+    assert not late.comment
