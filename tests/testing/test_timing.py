@@ -24,7 +24,7 @@ def test_ways_take_turns_under_their_modes() -> None:
         return Way(make, torch.enable_grad if name == "first" else torch.no_grad)
 
     ways = {"first": way("first"), "second": way("second")}
-    timings = timed(ways, (), 0.01)
+    timings = timed(ways, (), 0.1)
     assert list(timings) == ["first", "second"]
     rounds = made[8:]  # at first, three calls of each find how long one takes
     assert rounds[:4] == ["first, recording: True", "second, recording: False"] * 2
