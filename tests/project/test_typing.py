@@ -19,7 +19,7 @@ import pytest
 pytestmark = pytest.mark.project  # mypy reads all of PyTorch where it has not yet
 
 ROOT = Path(__file__).parents[2]
-SAMPLES = ROOT / "tests" / "typing"
+SAMPLES = Path(__file__).parent / "typing"
 
 
 class Report(NamedTuple):
