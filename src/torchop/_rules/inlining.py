@@ -19,7 +19,6 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._errors import TracingError, short_repr, short_text
 from torchop._rules.effect import Declared, functionalize_unless_dropped
 from torchop._rules.fake.rule import FakeRule
-from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
@@ -202,15 +201,13 @@ def _hook(
 
 
 def _chosen(
-    definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any] | None:
     """Return the kernel of the provider that the call would choose, or None for the reference.
 
     If a provider's condition depends on a symbolic size, its result becomes a guard.
     """
-    device = backend_select.requested_device(definition.schema, args, kwargs)
-    device = device or next((t.device.type for t in tensors_in((*args, *kwargs.values()))), "cpu")
-    choice = definition.rule(KernelRule).choice(device)
+    choice = definition.rule(KernelRule).choice(args, kwargs)
     provider = choice and choice.trace(*definition.schema.fill_defaults(args, kwargs))
     return provider and bind(provider.function, definition.schema)
 

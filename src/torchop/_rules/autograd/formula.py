@@ -72,7 +72,7 @@ class Formula:
         """
         return self.function or self.title
 
-    def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
+    def run(self, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         """Call the kernel through the dispatcher. Return the result and the extras for `save`."""
         return (call(),) if self.training is None else self.training(args, kwargs)
 

@@ -99,7 +99,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         rule = formula()
 
         def run() -> tuple[Any, ...]:
-            return rule.run(ctx, call.args, call.kwargs, lambda: _redispatch(definition, call))
+            return rule.run(call.args, call.kwargs, lambda: _redispatch(definition, call))
 
         with autograd.below_autograd():
             # With active transforms, outer levels must differentiate the operators called here.

@@ -55,27 +55,22 @@ class FakeRule(CompiledRule[Fake]):
         """Install the kernel for meta tensors."""
         definition = self.definition
         if definition.is_ours and "meta" in definition.declaration.devices:
+            self.is_installed = True
             return  # the operator's own meta kernel also runs on fake tensors
         # Needed without a fake kernel too, or meta tensors would reach a kernel for all devices.
         definition.implement("Meta", self.kernel)
-        if not definition.is_ours:
-            self.is_installed = True
+        self.is_installed = True
         if definition.schema.form is not Form.PLAIN or definition.schema.returns_nothing:
             # These operators need no fake kernel. Without this, FakeTensor would run the Meta
             # kernel, and reject inputs on several devices.
             self._push(NO_FUNCTION)
-
-    @property
-    def in_meta(self) -> bool:
-        """Return whether meta tensors reach this rule or the definition's own meta kernel."""
-        return self.definition.is_ours or self.is_installed
 
     def reject_data_access(self) -> None:
         """Raise if FakeTensor calls a kernel for all devices with tensors that have no data.
 
         For sparse tensors, the dispatcher skips the Meta kernel.
         """
-        if self.in_meta:
+        if self.is_installed:
             raise missing_fake(self.definition)
 
     def leave_to_kernel(self) -> None:
@@ -108,7 +103,7 @@ class FakeRule(CompiledRule[Fake]):
         with registration_lock:
             if not allow_override:
                 self._check_override()
-            if not self.in_meta:
+            if not self.is_installed:
                 self._check_not_composite()
             if schema.form is not Form.PLAIN and definition.is_ours:
                 warn(
@@ -124,7 +119,7 @@ class FakeRule(CompiledRule[Fake]):
         self.update(self._install, function=function)
 
     def _install(self) -> None:
-        if not self.in_meta:
+        if not self.is_installed:
             self.install()
         assert self.function is not None
         # Push again for each function, because PyTorch reports the source of the last one.
@@ -184,7 +179,7 @@ class FakeRule(CompiledRule[Fake]):
         source = registries.fake_source(name)
         if source not in (None, NO_FUNCTION):
             existing = f"fake impl registered at {source}"
-        elif not self.in_meta and dispatch.has_kernel(name, "Meta"):
+        elif not self.is_installed and dispatch.has_kernel(name, "Meta"):
             existing = "DispatchKey::Meta implementation"
         else:
             return

@@ -22,6 +22,7 @@ from torchop._compat import compilers
 from torchop._core.call import Call, map_arguments, map_tensors, values_by_name
 from torchop._core.definition import Definition
 from torchop._rules.helper_operators import define_helper_operator
+from torchop._rules.residuals.handover import as_tuple
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 from torchop._schema.text import results_of, without_writes, write, write_results
@@ -102,20 +103,7 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
 
 def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
     schema = definition.schema
-    text = functional_schema(schema, [*results_of(schema.written), "Tensor[]"])
-    return text, writing_into_copies(schema, lambda *a, **k: definition.overload(*a, **k))
-
-
-def functional_schema(schema: Schema, results: Sequence[str]) -> str:
-    """Return the schema, without a name, of a functional version of an operator that writes."""
-    return write(map(without_writes, schema.written_arguments), write_results(results))
-
-
-def writing_into_copies(schema: Schema, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel of a functional version of an operator that writes, called by `call`.
-
-    It returns the results, and a list with the new value of each written tensor.
-    """
+    results = write_results([*results_of(schema.written), "Tensor[]"])
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -128,11 +116,10 @@ def writing_into_copies(schema: Schema, call: Callable[..., Any]) -> Callable[..
             return written[-1]
 
         args, keywords = map_tensors(schema, args, kwargs, copied)
-        returned = call(*args, **keywords)
-        results = returned if len(schema.returns) > 1 else (returned,) * len(schema.returns)
-        return (*results, written)
+        returned = definition.overload(*args, **keywords)
+        return (*as_tuple(schema, returned), written)
 
-    return kernel
+    return write(map(without_writes, schema.written_arguments), results), kernel
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torchop._compat import compilers, dispatch, fake_tensors, registries
+from torchop._core.call import tensors_in
 from torchop._core.checking import checked
 from torchop._core.contract import (
     ResultCheck,
@@ -201,11 +202,17 @@ class KernelRule(CompiledRule[Kernels]):
     def provider_names(self) -> list[str]:
         return [] if self.providers is None else self.providers.names
 
-    def choice(self, device: str) -> Any:
-        """Return the chooser for calls on one device; None without alternatives."""
-        if self.providers is None or device in self.disabled:
+    def choice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the object that chooses the provider of a call, or None without providers."""
+        if self.providers is None:
             return None
-        return self.providers.choice(self.definition.name, device, self._active(), self._prepared)
+        definition = self.definition
+        device = backend_select.requested_device(definition.schema, args, kwargs)
+        tensors = tensors_in((*args, *kwargs.values()))
+        device = device or next((tensor.device.type for tensor in tensors), "cpu")
+        if device in self.disabled:
+            return None
+        return self.providers.choice(definition.name, device, self._active(), self._prepared)
 
     def _chosen(self) -> Mapping[str | None, Callable[..., Any]]:
         """Return the function to run per device, which may choose between providers."""

@@ -16,13 +16,13 @@ from typing import Any
 import torch.library
 
 from torchop._compat import libraries
-from torchop._core.call import Call, tensors_in, values_by_name
+from torchop._core.call import Call, values_by_name
 from torchop._core.definition import Definition
 from torchop._core.library import check_library
 from torchop._core.lock import registration_lock
 from torchop._core.registry import find_schema, op_name, own_definition, resolve
 from torchop._errors import nearest, short_repr
-from torchop._rules.kernels import backend_select, register
+from torchop._rules.kernels import register
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import priority
@@ -152,12 +152,8 @@ def choice_of_call(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Choice | None, tuple[Any, ...], dict[str, Any]]:
     """Return the chooser of a call, or None without providers, and the call's full arguments."""
-    schema = definition.schema
-    arguments, keywords = every_argument(schema, args, kwargs)
-    device = backend_select.requested_device(schema, args, dict(kwargs))
-    tensors = tensors_in((*arguments, *keywords.values()))
-    device = device or next((tensor.device.type for tensor in tensors), "cpu")
-    return definition.rule(KernelRule).choice(device), arguments, keywords
+    arguments, keywords = every_argument(definition.schema, args, kwargs)
+    return definition.rule(KernelRule).choice(arguments, keywords), arguments, keywords
 
 
 def every_argument(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:

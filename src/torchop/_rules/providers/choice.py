@@ -117,10 +117,10 @@ class Choice:
     A plan holds this object, or a C++ object that calls it, as the kernel of one device.
     """
 
-    __slots__ = ("_has_random", "_kernels", "_selections")
+    __slots__ = ("_has_random", "_selections", "kernels")
 
     def __init__(self, kernels: DeviceKernels) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self._has_random = not all(p.deterministic for p in kernels.providers.values())
         # By the settings of open blocks, and whether only deterministic kernels are allowed.
         self._selections: dict[tuple[Settings, bool], Selection] = {}
@@ -149,10 +149,6 @@ class Choice:
         function = selection.function or selection.lookup(args, kwargs)
         return function(*args, **kwargs)
 
-    @property
-    def kernels(self) -> DeviceKernels:
-        return self._kernels
-
     def explain(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, str], Function]:
@@ -167,7 +163,7 @@ class Choice:
             if other is provider or (is_measured and other is TUNED_PROVIDER):
                 break
             skipped[other.name] = _UNMEASURED if other is TUNED_PROVIDER else _DECLINED
-        for name in (*self._kernels.providers, REFERENCE):
+        for name in (*self.kernels.providers, REFERENCE):
             if name != chosen and is_measured:
                 skipped[name] = f"{chosen} was measured as the fastest"
             elif name != chosen:
@@ -196,7 +192,7 @@ class Choice:
 
     def _made(self, settings: Settings, is_deterministic: bool) -> Selection:
         """Evaluate the order by everything known before a call."""
-        kernels = self._kernels
+        kernels = self.kernels
         order = priority.active_order(kernels.op, kernels.device, kernels.author, settings)
         only_deterministic = settings.deterministic_only or is_deterministic
         candidates: list[Provider] = []
@@ -243,20 +239,20 @@ class Choice:
         return Selection(order, pairs, fallback, skipped, falls_back, report, tuned)
 
     def _absence_reason(self, name: str, order: ActiveOrder) -> str:
-        op, device, *_ = self._kernels
-        if name in self._kernels.known:
+        op, device, *_ = self.kernels
+        if name in self.kernels.known:
             return f"it has no kernel for {device or 'every device'}"
-        if name in self._kernels.removed:
+        if name in self.kernels.removed:
             return "it was removed, with the library that it was registered through"
         if order.is_exact:
-            raise priority.unknown_provider(order.by, op, name, self._kernels.known)
+            raise priority.unknown_provider(order.by, op, name, self.kernels.known)
         return f"{op} has no such provider"
 
     def _profiled(self, settings: Settings, name: str, function: Function) -> Function:
         """Wrap a kernel to label it in a profiler, if `profile` is set."""
         if not settings.profile:
             return function
-        label = f"{self._kernels.op}[{name}]"
+        label = f"{self.kernels.op}[{name}]"
 
         def profiled(*args: Any, **kwargs: Any) -> Any:
             with torch.profiler.record_function(label):
@@ -268,7 +264,7 @@ class Choice:
     def _raising_kernel(
         self, order: ActiveOrder, candidates: list[Provider], skipped: Mapping[str, str]
     ) -> Function:
-        op, device, reference, providers, *_ = self._kernels
+        op, device, reference, providers, *_ = self.kernels
         reasons = {name: why for name, why in skipped.items() if name in order.names}
         reasons |= {
             provider.name: _UNMEASURED if provider is TUNED_PROVIDER else _DECLINED
@@ -301,7 +297,7 @@ class Choice:
 
     def _report(self, selection: Selection, is_declined: bool) -> None:
         """Report each skipped provider of the order once."""
-        op, device, _, providers, known, removed, *_ = self._kernels
+        op, device, _, providers, known, removed, *_ = self.kernels
         reportable = {*providers, *(set(removed) - set(known))}
         reasons = {name: why for name, why in selection.skipped.items() if name in reportable}
         if is_declined:
@@ -314,9 +310,9 @@ class Choice:
             provider = providers.get(name)
             never_runs = provider is None or provider.why_unsupported() is not None
             warns = falls_back or never_runs
-            if (name, warns) in self._kernels.reported:
+            if (name, warns) in self.kernels.reported:
                 continue
-            self._kernels.reported.add((name, warns))
+            self.kernels.reported.add((name, warns))
             on = "" if device is None else f" on {device}"
             end = ", and the reference runs instead" if falls_back else ""
             text = f"{op}: the provider {name!r} is skipped{on}, because {why}{end}."

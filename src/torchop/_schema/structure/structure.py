@@ -259,8 +259,7 @@ class Structure:
         keywords = [f"{leaf.name}={variables[leaf.name]}" for leaf in self.keyword_only]
         return ", ".join((*positional, *keywords))
 
-    def _user_call(self, expressions: Sequence[str] | None = None) -> str:
-        values = expressions or [parameter.name for parameter in self.parameters]
+    def _user_call(self, values: Sequence[str]) -> str:
         return ", ".join(
             f"{parameter.name}={value}" if parameter.keyword_only else value
             for parameter, value in zip(self.parameters, values, strict=True)

@@ -40,7 +40,7 @@ class DerivedFormula(Formula):
     def title(self) -> str:
         return "autograd derived"
 
-    def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
+    def run(self, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         """Call the kernel. Return the result and the ambient state, if the backward needs it."""
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         values = (*filled, *keywords.values())

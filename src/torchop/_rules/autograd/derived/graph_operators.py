@@ -34,6 +34,7 @@ from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.checkpoint_modes import register_for_checkpoints
 from torchop._rules.helper_operators import define_helper_operator, free_name
+from torchop._rules.residuals.handover import as_tuple
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import results_of, write, write_results
@@ -48,16 +49,9 @@ _IN_CUDA_GRAPH = (
 )
 
 
-ForGraphs = tuple["TrainingOperator", Definition]
-
-
 def derived_formula(definition: Definition) -> DerivedFormula:
-    return DerivedFormula(definition, _operators_for_graphs(definition))
-
-
-def _operators_for_graphs(definition: Definition) -> ForGraphs:
-    """Return the two helper operators, and define them on first use."""
-    # Stored on the library so that they live as long as the operator. Deriving again reuses them,
+    """Return the derived formula of an operator, and define its helper operators on first use."""
+    # Stored on the library, so they live as long as the operator. Deriving again reuses them,
     # because compiled graphs refer to them by name.
     attributes: dict[str, Any] = definition.library.__dict__
     if "_torchop_for_graphs" not in attributes:
@@ -70,8 +64,7 @@ def _operators_for_graphs(definition: Definition) -> ForGraphs:
             attributes["_torchop_for_graphs"] = training, backward
 
         all_or_nothing(f"the derived formula of {definition}", build)
-    for_graphs: ForGraphs = attributes["_torchop_for_graphs"]
-    return for_graphs
+    return DerivedFormula(definition, attributes["_torchop_for_graphs"])
 
 
 class TrainingOperator:
@@ -139,7 +132,7 @@ class TrainingOperator:
         state = ambient_state(values, in_graph=True)
         if not is_without_state:
             result = definition.overload(*args, **kwargs)
-            return (*_as_tuple(definition, result), state.packed)
+            return (*as_tuple(definition.schema, result), state.packed)
         if not state.is_plain:
             raise GradientError(
                 f"{definition}: its derived formula runs the body again in the backward, but the "
@@ -148,12 +141,13 @@ class TrainingOperator:
             )
         with ForbidRandomNumbers(definition, _IN_CUDA_GRAPH):
             result = definition.overload(*args, **kwargs)
-        return (*_as_tuple(definition, result), _no_state(values))
+        return (*as_tuple(definition.schema, result), _no_state(values))
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
         is_without_state = kwargs.pop(self.number) == _WITHOUT_STATE
         values = (*args, *kwargs.values())
-        results = _as_tuple(self._definition, self._definition.overload(*args, **kwargs))
+        result = self._definition.overload(*args, **kwargs)
+        results = as_tuple(self._definition.schema, result)
         if is_without_state:
             return (*results, _no_state(values))
         # If the arguments are on the meta device, so must all results be.
@@ -169,10 +163,6 @@ def _accelerator_device(values: Sequence[Any]) -> torch.device | None:
 
 def _no_state(values: Sequence[Any]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=_accelerator_device(values))
-
-
-def _as_tuple(definition: Definition, result: Any) -> tuple[Any, ...]:
-    return result if len(definition.schema.returns) > 1 else (result,)
 
 
 def define_backward(definition: Definition) -> Definition:
