@@ -1,8 +1,9 @@
-"""The compiled rules and the installers.
+"""Compiled rules and installers.
 
-An operator has one object of each compiled rule. An installer is a function that registers the
-dispatcher kernels and mode rules that a new operator has from the start. Public rules
-(`torchop.Rule`) are in `user`.
+Every operator owns one instance of each compiled rule, which holds the functions registered for it
+(kernels, the fake kernel, the backward formula, ...). Installers run when an operator is defined
+and register its initial dispatcher kernels and mode rules. Instances of `torchop.Rule` are in
+`user`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How a compiler's trace records an operator that mutates."""
+"""Functionalization of operators that mutate arguments."""

@@ -1,12 +1,12 @@
-"""Helper operators that replace a mutating operator in a functional trace.
+"""Helper operators that replace an operator that mutates arguments in a functional trace.
 
-Each calls the original operator, with a schema that PyTorch's functionalization and Inductor
-handle correctly:
+A helper operator calls the original operator, but has a schema that PyTorch's functionalization and
+Inductor handle correctly:
 
-- `name__mutable` mutates the same arguments but does not return them. Each list that may hold None
-  becomes a list of tensors and a mask. An argument `mode` is renamed, because PyTorch passes it by
-  keyword to a function with a parameter `mode`.
-- `name__functional` mutates nothing, and returns the new values after the results.
+- `name__mutable` mutates the same arguments, but does not return them. A list that may contain None
+  becomes a list of tensors and a mask. An argument named `mode` is renamed, because PyTorch passes
+  the arguments as keywords to a function that has a parameter `mode`.
+- `name__functional` mutates nothing. It returns the new values after the results.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from torchop._schema.text import results_of, without_writes, write, write_result
 MUTABLE = "mutable"
 FUNCTIONAL = "functional"
 
-# The name of an argument `mode` in a helper operator; no user's argument has this name.
+# Replaces the argument name `mode` in helper operators. No operator of a user has such a name.
 _MODE = "torchop_mode"
 _NAMED_MODE = re.compile(r"^(\S+) mode(?==|$)")
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 
 
 def define_of_kind(definition: Definition, kind: str) -> Definition:
-    """Define a helper operator of this kind; the dispatcher must know the original operator."""
+    """Define a helper operator of this kind. The original operator must already be registered."""
     schema, kernel = (_mutable if kind == MUTABLE else _functional)(definition)
-    # On fake tensors the helper calls the operator, whose fake kernel describes the results.
+    # The kernel is also the fake kernel: it calls the original operator, which has one.
     return define_helper_operator(definition, kind, schema, kernel, kernel)
 
 
 def masks(schema: Schema) -> dict[str, str]:
-    """Return the mask argument for each mutated list that may hold None."""
+    """Map each mutated list argument that may contain None to the name of its mask argument."""
     return {
         argument.name: f"{argument.name}_given"
         for argument in schema.arguments
@@ -53,13 +53,16 @@ def masks(schema: Schema) -> dict[str, str]:
 
 
 def is_misread(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call writes a list with None, or has an argument named `mode`."""
+    """Return whether a call mutates a list that contains None, or passes an argument `mode`.
+
+    PyTorch's functionalization handles neither correctly.
+    """
     values = values_by_name(schema, args, kwargs)
     return "mode" in values or any(t is None for n in masks(schema) for t in values.get(n) or ())
 
 
 def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Return the arguments for the mutable helper, given a call of the operator."""
+    """Convert the arguments of the operator to arguments of `name__mutable`."""
     names = masks(schema)
     given: dict[str, list[bool] | None] = dict.fromkeys(names.values())
 
@@ -123,7 +126,7 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor with its strides; the clone of a slice would be contiguous."""
+    """Copy a tensor including strides. `clone` would make the copy of a slice contiguous."""
     copy = torch.empty_strided(
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

@@ -1,11 +1,12 @@
-"""Protect clones that a compiler may remove although an operator writes the cloned memory.
+"""Protect copies that a compiler might remove although an operator mutates the copied memory.
 
-`y = x.clone(); reverse(y, x)` is correct only while `y` is a copy. Workaround for
-pytorch/pytorch#198031: Inductor's passes `remove_noop_ops`, `pointless_convert` and `remove_no_ops`
-remove a copy without other users, and the reinplacing pass then lets the operator write in place.
-It considers later readers of the memory only, not the other arguments of the operator.
+In `y = x.clone(); reverse(y, x)`, `y` must remain a copy if `reverse` writes into `y` and reads
+`x`. Workaround for pytorch/pytorch#198031: Inductor's passes `remove_noop_ops`, `pointless_convert`
+and `remove_no_ops` remove a copy that has no other users. The reinplacing pass then makes the
+operator write in place, because it only looks for later uses of the memory, not at the other
+arguments.
 
-`torchop::clone` adds a copy that no pass removes; the original clone is removed instead.
+`torchop::clone` adds a copy that no pass removes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _clone(x: Tensor) -> Tensor:
     return x.clone()
 
 
-# Defined at import, because a cached or exported graph may call it without a trace.
+# Defined at import, because a cached or exported graph may call it without any tracing.
 _library = torch.library.Library("torchop", "FRAGMENT")
 libraries.define(_library, "clone(Tensor x) -> Tensor", (Tag.pt2_compliant_tag,))
 libraries.implement(_library, "clone", dispatch.kernel_key("default"), _clone)
@@ -38,7 +39,7 @@ registries.FakeRegistration("torchop::clone", _clone, __name__).push()
 def copy_hidden_aliases(
     mode: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a traced call, with `torchop::clone` of removable copies."""
+    """Return the arguments of a traced call, with `torchop::clone` added where it is needed."""
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     memory = {tracing.traced_memory(tensor) for tensor in mutated}
     sources: set[torch.fx.Node] = set()
@@ -48,7 +49,7 @@ def copy_hidden_aliases(
     def separate(argument: Argument, tensor: Tensor) -> Any:
         if (
             argument.is_mutated
-            # the program itself passes two views of the same memory
+            # The program itself passes two views of the same memory, so no copy is involved.
             or tracing.traced_memory(tensor) in memory
             or not sources & _sources(tracing.traced_node(mode, tensor))
         ):
@@ -56,12 +57,12 @@ def copy_hidden_aliases(
         with mode:
             return torch.ops.torchop.clone.default(tensor)
 
-    # Tensors have no node without a graph.
+    # `sources` is empty if no graph is being recorded.
     return map_tensors(schema, args, kwargs, separate) if sources else (args, kwargs)
 
 
 def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
-    """Return the nodes whose memory `node` may share after compilers removed copies."""
+    """Return the nodes that `node` may share memory with once a compiler has removed copies."""
     sources: set[torch.fx.Node] = set()
     remaining = [] if node is None else [node]
     while remaining:
@@ -73,8 +74,7 @@ def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
     return sources
 
 
-# Operators that may return an unchanged input. Views and `..._copy` operators are matched
-# separately.
+# Operators that may return their input unchanged, in addition to views and `..._copy` operators.
 _COPIES = frozenset(
     {
         "cat",
@@ -105,7 +105,7 @@ def _may_be_removed(node: torch.fx.Node) -> bool:
         return False
     name = target._overloadpacket.__name__
     if name in _ARITHMETIC:
-        # A no-op with 0 in a sum, or 1 in a product.
+        # Inductor removes the addition of 0 and the multiplication by 1.
         return any(_is_constant(operand) for operand in node.all_input_nodes)
     return (
         name in _COPIES

@@ -1,8 +1,8 @@
-"""Mutating operators inside `torch.compiler.nested_compile_region`.
+"""Support operators that mutate arguments inside `torch.compiler.nested_compile_region`.
 
 Workaround for pytorch/pytorch#186807 and #189523: PyTorch traces such a region with C++
-functionalization, whose fallback rejects custom operators that mutate. The call is traced with a
-functional mode instead, so that the operator's functionalization rule applies.
+functionalization, which rejects custom operators that mutate arguments. The call is traced in
+FunctionalTensorMode instead, where the operator's functionalization rule applies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchop._schema.schema import Argument, Schema
 
 
 def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
-    """Return the C++ functionalization kernel of an operator that mutates."""
+    """Return the kernel for C++ functionalization of an operator that mutates arguments."""
     schema = definition.schema
 
     def functionalize(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
 
 
 def needs_check_of_regions(schema: Schema) -> bool:
-    """Return whether PyTorch may miss that a region mutates an input through this operator."""
+    """Return whether PyTorch may not notice that a region mutates an input with this operator."""
     keyword_only = {argument.name for argument in schema.keyword_only}
     return any(
         argument.is_mutated and (argument.kind != "Tensor" or argument.name in keyword_only)
@@ -70,10 +70,10 @@ def needs_check_of_regions(schema: Schema) -> bool:
 
 
 def checking_regions(definition: Definition) -> Callable[..., Any]:
-    """Return a rule that rejects mutations that PyTorch misses in a region.
+    """Return a rule that raises for mutations that PyTorch would lose.
 
-    `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails on a
-    mutated list and on None, and ignores keyword arguments, so such a write would be lost.
+    `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails on
+    mutated lists and on None, and ignores mutated keyword arguments.
     """
     schema = definition.schema
 
@@ -105,7 +105,7 @@ def _map_results(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _check_memory(definition: Definition, args: Any, kwargs: Any) -> None:
-    """Reject mutated arguments that may overlap, because each is traced as separate memory."""
+    """Raise if mutated arguments may overlap, because each one is traced as separate memory."""
     for (name, one), (other_name, other) in combinations(
         mutated_tensors(definition.schema, args, kwargs), 2
     ):

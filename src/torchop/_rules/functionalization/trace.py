@@ -1,18 +1,19 @@
-"""Functionalization: how compilers trace an operator that mutates.
+"""The functionalization rule of operators that mutate arguments.
 
-PyTorch functionalizes operators that return fresh tensors. Other operators are replaced in the
-trace by helper operators that PyTorch compiles correctly:
+PyTorch functionalizes operators that return only fresh tensors. In all other cases, a helper
+operator that PyTorch compiles correctly replaces the operator in the trace:
 
-- An operator with `torch.Tag.inplace` or `torch.Tag.out` is traced as one that returns nothing, and
-  the trace continues with the arguments. Inductor 2.13 treats a returned argument as fresh memory
-  and reuses it for later results. PyTorch also passes uninitialized memory in place of the caller's
-  tensor for `out=`.
-- An operator that mutates a list with None is traced with a list of tensors. An operator with an
-  argument `mode` is traced under another argument name.
-- An operator that returns lists is traced as a functional one that writes into copies. So is a
-  call in which every mutated argument is None; it copies nothing.
+- An operator with `torch.Tag.inplace` or `torch.Tag.out` is traced as an operator that returns
+  nothing, and the trace continues with the mutated arguments. Inductor 2.13 treats a returned
+  argument as fresh memory, and reuses that memory for later results. For `out=`, PyTorch also
+  passes uninitialized memory instead of the caller's tensor.
+- If an operator mutates a list that contains None, the list is traced without None. An argument
+  named `mode` is traced under another name.
+- An operator that returns lists is traced as a functional operator that writes into copies. The
+  same helper operator is used if all mutated arguments of a call are None.
 
-Some arguments are replaced for every form: views of another dtype, and `hidden_aliases`.
+Mutated views of another dtype and the copies described in `hidden_aliases` need special handling
+for every operator.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from torchop._schema.schema import Argument, Schema
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the rules by which compilers trace an operator that mutates.
+    """Install the functionalization rule, and later the helper operators, of a mutable operator.
 
-    PyTorch functionalizes helper operators correctly, so they need no rules.
+    Helper operators need no rule, because PyTorch functionalizes them correctly.
     """
     schema = definition.schema
     if not schema.is_mutable or definition.declaration.is_helper:
@@ -65,8 +66,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
         )
 
     def finish() -> None:
-        # Defined with the operator, because a cached or exported graph may call helpers without a
-        # trace.
+        # Not defined lazily, because a cached or exported graph may call them without any tracing.
         for kind in _needed(schema):
             helpers[kind] = define_of_kind(definition, kind)
         cpp_functionalization.implement(definition.overload, functionalizing_in_regions(definition))
@@ -74,12 +74,12 @@ def install(definition: Definition) -> Callable[[], None] | None:
     return finish
 
 
-# Result types that a trace supports.
+# Result types that functionalization supports.
 _TRACEABLE = ("Tensor", "List[Tensor]")
 
 
 def _traced_results(schema: Schema) -> tuple[str, ...]:
-    """Return the types of the results that are not arguments."""
+    """Return the result types. In-place and out= forms return arguments, which do not count."""
     return schema.returns if schema.form is Form.PLAIN else ()
 
 
@@ -96,11 +96,11 @@ def _needed(schema: Schema) -> Iterator[str]:
 def _functionalizing(
     definition: Definition, helpers: Mapping[str, Definition]
 ) -> Callable[..., Any]:
-    """Return the functional-trace rule of an operator that mutates.
+    """Return the rule for FunctionalTensorMode.
 
     Args:
         definition: the operator.
-        helpers: the helper operators that may replace it in the trace, by kind.
+        helpers: the helper operators that may replace the operator, by kind.
     """
     schema = definition.schema
 
@@ -114,7 +114,7 @@ def _functionalizing(
         with saved_under_budget(op, args, kwargs):
             result, written = _trace(definition, helpers, mode, types, values, keywords)
         if result is NotImplemented:
-            return result  # another mode or subclass may handle the operator
+            return result  # another mode or subclass may handle the call
         with mode:
             for tensor, value in (*written, *copies):
                 tensor.copy_(value)
@@ -137,10 +137,11 @@ def _trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, _Values]:
-    """Call the operator or a helper in the functional trace.
+    """Trace a call of the operator or of a helper operator.
 
     Returns:
-        The result, and the tensors that a functional helper wrote, with their new values.
+        The result, and pairs of a mutated tensor and the new value that `name__functional`
+        returned.
     """
     schema = definition.schema
     functional = helpers.get(FUNCTIONAL)
@@ -170,11 +171,14 @@ def _trace(
 def _copy_typed_views(
     mode: Any, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], _Values]:
-    """Replace mutated views of another dtype by copies, in the arguments of a traced call.
+    """Replace mutated arguments that are views of another dtype by copies.
 
-    PyTorch's functionalization describes a mutated view by sizes and strides, without the dtype: an
-    operator that writes into `torch.view_as_complex(x)` would get real numbers. So it gets a copy,
-    which is copied back.
+    PyTorch's functionalization describes a mutated view by sizes and strides, without the dtype. An
+    operator that writes into `torch.view_as_complex(x)` would receive real numbers. Therefore the
+    operator writes into a copy, and the caller copies the new value back.
+
+    Returns:
+        The arguments, the keyword arguments, and pairs of a view and its copy.
     """
     copies: _Values = []
 
@@ -199,7 +203,10 @@ def _copy_typed_views(
 def _names_if_shared(
     definition: Definition, args: Any, kwargs: Any, tensors: Sequence[Tensor]
 ) -> str:
-    """Return the names of the mutated arguments if any of `tensors` shares memory."""
+    """Return the names of all mutated arguments if two of them share memory with a given tensor.
+
+    Otherwise return an empty string.
+    """
     mutated = mutated_tensors(definition.schema, args, kwargs)
     memory = [tracing.traced_memory(tensor) for _, tensor in mutated]
     if all(memory.count(tracing.traced_memory(tensor)) < 2 for tensor in tensors):

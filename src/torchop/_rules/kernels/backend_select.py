@@ -1,7 +1,7 @@
-"""Select a backend for calls without tensors, or with tensors in an optional list only.
+"""Select a backend for calls whose tensors the dispatcher does not see.
 
-Uses a kernel at BackendSelect, which every call reaches after autograd and modes, and before a
-backend.
+These are calls of factory functions, and calls with tensors in optional lists. A kernel at the
+BackendSelect key runs after autograd and modes, and redispatches the call to the right backend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEVICE_KINDS = ("Device", "Optional[Device]")
 
 
 def install_for_factory(definition: Definition) -> None:
-    """Redispatch calls of a factory function to the backend of the `device` argument."""
+    """Make calls of a factory function select the backend by their `device` argument."""
     schema = definition.schema
     if any(argument.holds_tensors for argument in schema.arguments):
         return
@@ -35,21 +35,24 @@ def install_for_factory(definition: Definition) -> None:
 
 
 def install_for_optional_lists(definition: Definition) -> None:
-    """Include the tensors of `Tensor?[]` and `Tensor[]?` arguments in the choice of a backend."""
+    """Make tensors in `Tensor[]?` and `Tensor?[]?` arguments take part in backend selection."""
     if definition.schema.has_optional_tensor_lists:
         definition.implement("BackendSelect", _by_overlooked_tensors(definition), with_keyset=True)
         definition.implement(functorch.ENTRY, _check_transforms(definition), with_keyset=True)
 
 
 def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the device type requested by a call without tensors; None if not applicable."""
+    """Return the device type that a call of a factory function requests.
+
+    Return None if the operator takes tensors, or has no `device` argument.
+    """
     argument = _device_argument(schema)
     if argument is None or any(argument.holds_tensors for argument in schema.arguments):
         return None
     values = dict(passed([(schema.arguments.index(argument), argument.name)], args, kwargs))
     device = values.get(argument.name, argument.default)
-    # None means the CPU even under `with torch.device(...)`, which affects functions of torch but
-    # not operators under `torch.ops`.
+    # None means the CPU even inside `with torch.device(...)`, which changes the default of
+    # functions such as torch.zeros, but not of operators in torch.ops.
     return "cpu" if device is None else dispatch.device(device).type
 
 
@@ -81,7 +84,7 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
 
 
 def _check_transforms(definition: Definition) -> Callable[..., Any]:
-    # A functorch transform runs before BackendSelect, and ignores these tensors.
+    # functorch transforms run before BackendSelect, so the kernel there comes too late for them.
     overlooked = _tensors_of_call(definition.schema, are_overlooked=True)
     visible_tensors = _tensors_of_call(definition.schema, are_overlooked=False)
     transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)
@@ -107,7 +110,11 @@ def _check_transforms(definition: Definition) -> Callable[..., Any]:
 def _tensors_of_call(
     schema: Schema, *, are_overlooked: bool
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]:
-    """Return a function that yields the tensors that the dispatcher ignores, or the others."""
+    """Return a function that yields a call's tensors.
+
+    With `are_overlooked`, it yields only those that the dispatcher ignores when it computes
+    dispatch keys, and otherwise only the others.
+    """
     places = [
         (index, argument.name)
         for index, argument in enumerate(schema.arguments)

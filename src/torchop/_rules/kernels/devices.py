@@ -1,4 +1,4 @@
-"""Parse device types, for kernels and for provider priorities."""
+"""Parse the `device_types` argument of `register_kernel` and `set_priority`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
 
 
 def device_list(device_types: DeviceTypes) -> list[str | None]:
-    """Return the device types as a list without duplicates; None means every device."""
+    """Return the device types as a list without duplicates. None stands for every device."""
     if device_types is None:
         return [None]
     try:
         devices: list[Any] = [device_types] if isinstance(device_types, str) else list(device_types)
     except TypeError:
-        devices = [device_types]  # rejected below
+        devices = [device_types]  # the loop below raises
         if inspect.isroutine(device_types):
             raise TypeError(
                 "register_kernel takes the device types first. Write @register_kernel('cpu'), or "
@@ -37,7 +37,7 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
 
 
 def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
-    """Return the device types of an operator; raise for types that PyTorch does not have."""
+    """Return the device types as a tuple. Raise RuntimeError for types that PyTorch lacks."""
     devices = device_list(device_types)
     for device in devices:
         if device is not None:
@@ -46,7 +46,7 @@ def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ..
 
 
 def device_key(op: object, device: str) -> str:
-    """Return the dispatch key of a device type; raise RuntimeError for other strings."""
+    """Return the dispatch key of a device type. Raise RuntimeError for any other string."""
     try:
         return dispatch.dispatch_key_name(device)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Calls on a device without a kernel: raise, or use the backend's fallback."""
+"""Handle calls on a device without a kernel: use the backend's fallback, or raise an error."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ EVERY_DEVICE = dispatch.kernel_key("default")
 
 
 class Refusals:
-    """The dispatcher kernels that raise for devices without a kernel.
+    """The dispatcher kernels that raise an error on devices without a kernel.
 
-    Initially one kernel for every device. It shadows a backend's fallback for all operators, such
-    as PyTorch's CPU fallback. So when a call is on a device with such a fallback, the kernel is
-    moved to the keys of the other backends.
+    At first, one kernel at CompositeExplicitAutograd covers every device. It would hide a backend's
+    own fallback, such as a CPU fallback for all operators. So the first call on a device with a
+    fallback replaces it by one kernel for each of the other backends.
     """
 
     def __init__(self, definition: Definition, kernel: Callable[..., Any]) -> None:
         self._definition = definition
         self._kernel = kernel
-        # Maps a dispatch key to a function that removes the kernel.
+        # Maps each dispatch key with such a kernel to a function that removes it.
         self._places: dict[str, Callable[[], None]] = {}
-        # Removed kernels. Calls that are inside them would otherwise run freed code.
+        # Keeps removed kernels alive for calls in other threads that are still running them.
         self._held: list[Any] = []
         self._raise_at(EVERY_DEVICE)
 
@@ -40,14 +40,17 @@ class Refusals:
         self._places[key] = self._definition.implement_temporarily(key, self._kernel)
 
     def remove_all(self) -> None:
-        """Remove all of these kernels, after a kernel for every device was registered."""
+        """Remove these kernels because a kernel for every device was registered."""
         for key in list(self._places):
             self._remove(key)
 
     def keys_of_fallback(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> DispatchKeySet | None:
-        """Return the keys that redispatch a call to a backend's fallback; None if it has none."""
+        """Return the keys for redispatching a call to the backend's fallback.
+
+        Return None if the backend has no fallback.
+        """
         schema = self._definition.schema
         device = backend_select.requested_device(schema, args, kwargs)
         if device is None:
@@ -57,7 +60,7 @@ class Refusals:
         return self.uncovered(keyset)
 
     def uncovered(self, keyset: DispatchKeySet) -> DispatchKeySet | None:
-        """Like `keys_of_fallback`, for a call with these keys."""
+        """Do the same as `keys_of_fallback`, given the dispatch keys of the call."""
         keyset = dispatch.from_backend(keyset)
         if not dispatch.has_backend_fallback(keyset):
             return None
@@ -66,14 +69,14 @@ class Refusals:
         return keyset
 
     def _uncover(self, key: str) -> None:
-        # Other threads may have looked the kernel up without having called it yet.
+        # Another thread may have looked up the kernel, but not called it yet.
         self._held.append(dispatch.computed_kernel(str(self._definition), key))
         if EVERY_DEVICE in self._places:
             for other in dispatch.keys_of_every_device(str(self._definition)):
                 if other != key:
                     self._raise_at(other)
             self._remove(EVERY_DEVICE)
-        if key in self._places:  # another call may have been first
+        if key in self._places:  # unless another thread has removed it
             self._remove(key)
 
     def _remove(self, key: str) -> None:
@@ -86,7 +89,7 @@ def refuse(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Never:
-    """Raise an error that names the device without a kernel, and the devices that have one."""
+    """Raise an error that names the device of the call, and the devices that have a kernel."""
     served = sorted(device for device in kernels if device)
     have = f"it has kernels for: {', '.join(served)}" if served else "it has no kernel at all"
     tensors = list(tensors_in((*args, *kwargs.values())))
@@ -112,5 +115,5 @@ def refuse(
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """Return the layout, or "quantized", which selects the backend together with the device."""
+    """Return the layout or "quantized". Together with the device, it determines the backend."""
     return "quantized" if tensor.is_quantized else str(tensor.layout)

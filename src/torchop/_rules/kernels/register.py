@@ -1,4 +1,4 @@
-"""`register_kernel`, for reference kernels and for kernels of providers."""
+"""`register_kernel`: register reference kernels and the kernels of providers."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ def register_kernel(
             written `"default"`) for all devices without their own kernel. For an operator that
             `custom_op` did not define, also a dispatch key, except with `provider`.
         func: the kernel; it takes the operator's arguments. Without it, a decorator is returned.
-        provider: the provider of this kernel, such as `"triton"`. Without it, the kernel becomes
-            the reference on these devices. With it, the kernel is an alternative to the reference,
-            used when a priority names the provider: `CustomOp.set_priority`,
-            `torchop.set_priority`, `torchop.priority`. The following arguments are for providers
-            only.
+        provider: the name of the library or technique that provides this kernel, such as
+            `"triton"`. The kernel is then an alternative to the reference, used when a priority
+            names the provider: see `CustomOp.set_priority`, `torchop.set_priority` and
+            `torchop.priority`. Without `provider`, the kernel becomes the reference on these
+            devices. The arguments below, except `lib`, require `provider`.
         supported: whether the kernel can run in this process: a bool, or a function without
-            parameters, called once when a call first needs the answer.
-        supports: a predicate of the operator's arguments: whether the kernel supports a call. It
-            gets tensors without data. It may read shapes, strides, dtypes, devices and plain
-            values, and the answer is cached for all calls with the same ones.
-        batch_invariant: whether a row has the same bits for any other rows in the batch.
-        deterministic: whether equal calls give equal bits. If not, calls skip the kernel under
-            `torch.use_deterministic_algorithms`.
-        tolerance: the allowed difference from the reference: `(rtol, atol)` by dtype.
-        configs: keyword arguments of this kernel alone, such as tile sizes, as a list of dicts. The
-            first dict is used.
-        lib: the library that owns the registration, so that closing it removes the kernel; by
-            default the registration is permanent.
+            parameters that is called once, when it is first needed.
+        supports: a function of the operator's arguments that returns whether the kernel supports
+            the call. Tensors are passed without data. It may read shapes, strides, dtypes, devices
+            and plain values; its result is cached for all calls in which these are equal.
+        batch_invariant: whether each row of the result is bitwise independent of the other rows in
+            the batch.
+        deterministic: whether equal inputs give bitwise equal results. If not, the kernel is
+            skipped under `torch.use_deterministic_algorithms`.
+        tolerance: the allowed difference from the reference, a dict from dtype to `(rtol, atol)`.
+        configs: a list of dicts of additional keyword arguments for this kernel, such as tile
+            sizes. The first dict is the default.
+        lib: the library that owns the registration. Closing it removes the kernel. By default, the
+            registration is permanent.
 
     Returns:
         `func`; without it, a decorator.
@@ -100,7 +101,7 @@ def register_kernel(
         "tolerance": tolerance,
         "configs": configs,
     }
-    devices = device_list(device_types)  # validate now, even if the decorator is applied later
+    devices = device_list(device_types)  # raise here, not when the decorator is applied
     if provider is None:
         rule = resolve(op, "register_kernel", lib).rule(KernelRule)
         _check_options(rule.definition, options)
@@ -110,8 +111,8 @@ def register_kernel(
     )
 
 
-# Set by `_rules/providers`, which imports this package's kernel rule. Called with the operator,
-# device types, function, provider, library and options.
+# Set by `_rules/providers`, because that package imports this one. Called with the operator, the
+# device types, the function, the provider, the library and the options.
 register_provider: Any = None
 
 

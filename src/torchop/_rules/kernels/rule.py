@@ -1,4 +1,4 @@
-"""The rule for kernels: an operator's implementations by device type."""
+"""The kernel rule: an operator's kernels by device type."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ log = logging.getLogger(registries.LOGGER_NAME)
 
 
 class Kernels(NamedTuple):
-    """Kernels of a call plan by device type; None means all other devices."""
+    """The kernels of a call plan by device type. None stands for all other devices."""
 
     functions: Mapping[str | None, Callable[..., Any]]
-    # Kernels without those of providers.
+    # The kernels that were registered without a provider.
     references: Mapping[str | None, Callable[..., Any]]
     check_result: ResultCheck
     outputs_are_fresh: bool
@@ -51,7 +51,7 @@ class Kernels(NamedTuple):
     def finish(
         self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Check a kernel's result, and convert it to the schema's returns."""
+        """Check the result of a kernel, and convert it to the returns of the schema."""
         result = self.check_result(result, definition)
         if self.returns_arguments:
             check_returned_arguments(definition, definition.schema, args, kwargs, result)
@@ -64,14 +64,16 @@ class Kernels(NamedTuple):
 
 
 class ProviderTable(Protocol):
-    """The kernels of providers, in addition to the operator's own; immutable.
+    """The kernels that providers registered for an operator. Immutable.
 
     Attributes:
-        names: the providers.
-        functions: returns the function that a plan runs per device type, given the operator's name,
-            the operator's own kernels, the disabled device types, and a wrapper for each kernel.
-        choice: returns the chooser for one device type, given the same.
-        cache_parts: yields cache-key parts for graphs that inline kernels, given the name.
+        names: the names of the providers.
+        functions: takes the operator's name, the reference kernels, the disabled device types and a
+            function that wraps kernels. Returns the function to run for each device type.
+        choice: takes the operator's name, a device type, the reference kernels and a function that
+            wraps kernels. Returns the object that chooses the provider of each call.
+        cache_parts: takes the operator's name. Yields parts of the cache key of graphs that inline
+            kernels.
     """
 
     names: list[str]
@@ -81,34 +83,34 @@ class ProviderTable(Protocol):
 
 
 class KernelRule(CompiledRule[Kernels]):
-    # By device type. None until a kernel is registered for an operator that was defined with one
     """The kernels of an operator by device type, and the dispatcher kernels that run them.
 
-    A dispatcher kernel looks up its function in the plan on every call. So registering, disabling
-    or replacing a function only invalidates the plan, and installs a dispatcher kernel for a new
-    device type.
+    A dispatcher kernel looks up the function in the plan on every call. Registering, disabling or
+    replacing a function therefore only invalidates the plan. A new device type also gets a
+    dispatcher kernel.
     """
 
-    # for every device.
+    # Kernels by device type. None for an operator that was defined for every device and has no
+    # other kernel yet.
     registered: Mapping[str | None, Callable[..., Any]] | None = None
-    # Open `set_enabled` blocks in the order of entry: their device type, and whether they enable.
+    # The open `set_enabled` blocks in the order of entry. The values are the device type and
+    # whether the block enables its kernel.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
-    # Kernels of providers, or None.
     providers: ProviderTable | None = None
-    # Whether a lenient operator returned a result that shares memory, and its user was warned.
+    # Whether the user was warned about a result that shares memory. Only for lenient operators.
     has_aliases = False
-    # The kernels that raise for other devices, if the operator was defined for some devices only.
+    # The kernels that raise for all other devices. None if the operator was defined for every
+    # device.
     refusals: Refusals | None = None
-    # Dispatch key -> device type in the other mappings, because "cpu" and "CPU" name the same
-    # kernel.
+    # Maps dispatch keys to device types as used in `registered`: "cpu" and "CPU" are one key.
     installed: Mapping[str, str | None] = NOTHING
 
     def install(self) -> None:
-        """Install the function of the operator, as the kernel for its devices."""
+        """Install the operator's function as the kernel for the declared devices."""
         if self._is_for_every_device:
             self._install(EVERY_DEVICE, None)
         else:
-            # This kernel raises an error that names the devices with kernels.
+            # On other devices, `_run_on_every_device` raises an error that lists these devices.
             self.refusals = Refusals(self.definition, self._run_on_every_device)
             definition = self.definition
             assert definition.function is not None
@@ -146,7 +148,7 @@ class KernelRule(CompiledRule[Kernels]):
             functions=functions,
             references=functions if self.providers is None else each_checked(self._active()),
             check_result=result_check(definition.schema.returns),
-            # Operators of other libraries may return views that their schema does not declare.
+            # Operators that other libraries define may return views without declaring them.
             outputs_are_fresh=definition.is_ours
             and not definition.schema.is_view
             and not self.has_aliases,
@@ -183,7 +185,7 @@ class KernelRule(CompiledRule[Kernels]):
             self.update(install, registered=functions)
 
     def places(self, devices: Sequence[str | None]) -> tuple[list[str | None], Callable[[], None]]:
-        """Return the keys in `registered` for these devices, and an install function."""
+        """Return the keys in `registered` for these devices, and a function that installs them."""
         keys: dict[str, str | None] = {}
         for device in devices:
             keys.setdefault(self._key(device), device)
@@ -194,8 +196,7 @@ class KernelRule(CompiledRule[Kernels]):
             for key, device in keys.items():
                 self._install(key, device)
 
-        # A device type and its dispatch key share one kernel, stored under the name registered
-        # first.
+        # A device type and its dispatch key share one kernel, stored under the name used first.
         return [self.installed.get(key, device) for key, device in keys.items()], install
 
     @property
@@ -215,7 +216,7 @@ class KernelRule(CompiledRule[Kernels]):
         return self.providers.choice(definition.name, device, self._active(), self._prepared)
 
     def _chosen(self) -> Mapping[str | None, Callable[..., Any]]:
-        """Return the function to run per device, which may choose between providers."""
+        """Return the function to run for each device type. It may choose between providers."""
         active = self._active()
         if self.providers is None:
             return active
@@ -226,7 +227,7 @@ class KernelRule(CompiledRule[Kernels]):
 
     @contextlib.contextmanager
     def set_enabled(self, device_type: str, enabled: bool) -> Iterator[None]:
-        """Enable or disable one device's kernel in a block."""
+        """Enable or disable the kernel of a device type inside a `with` block."""
         action, state = ("enable", "enabled") if enabled else ("disable", "disabled")
         problems = []
         if device_type not in self.functions:
@@ -236,7 +237,7 @@ class KernelRule(CompiledRule[Kernels]):
         for problem in problems:
             message = "%s: attempted to %s the kernel for %r, but %s."
             log.warning(message, self.definition, action, device_type, problem)
-        block = object()  # blocks may end in another order than they began
+        block = object()  # blocks may be exited in a different order than they were entered
         with registration_lock:
             self.update(switches={**self.switches, block: (device_type, enabled)})
         try:
@@ -248,11 +249,11 @@ class KernelRule(CompiledRule[Kernels]):
 
     @property
     def disabled(self) -> frozenset[str]:
-        """Return the device types whose last open block disables them."""
+        """Return the device types that are disabled by the latest `set_enabled` block for them."""
         return frozenset(device for device, on in dict(self.switches.values()).items() if not on)
 
     def _active(self) -> Mapping[str | None, Callable[..., Any]]:
-        """Return the reference function per device."""
+        """Return the reference kernel for each device type, after `set_enabled` and guards."""
         functions, guard = self.functions, self.definition.declaration.guard
         if guard is None and not self.switches:
             return functions
@@ -265,7 +266,7 @@ class KernelRule(CompiledRule[Kernels]):
     def _key(self, device: str | None) -> str:
         if device is None:
             return EVERY_DEVICE
-        # For operators defined with torchop, only device types are accepted, not dispatch keys.
+        # Dispatch keys are accepted only for operators that torchop did not define.
         if self.definition.is_ours:
             return device_key(self.definition, device)
         return dispatch.kernel_key(device)
@@ -297,7 +298,7 @@ class KernelRule(CompiledRule[Kernels]):
         return self._run(None, args, kwargs)
 
     def run_reference(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the reference kernel at a dispatch key, never a provider's."""
+        """Run the reference kernel at a dispatch key, never the kernel of a provider."""
         return self._run(self.installed.get(key), args, kwargs, is_reference=True)
 
     @compilers.never_traced
@@ -312,7 +313,7 @@ class KernelRule(CompiledRule[Kernels]):
         kernels = definition.plan[KernelRule]
         functions = kernels.references if is_reference else kernels.functions
         function = functions.get(device)
-        if function is None and is_reference:  # only providers have a kernel for this device
+        if function is None and is_reference:  # all kernels for this device are from providers
             function = functions.get(None)
         if function is None:
             if self.refusals is not None:
@@ -323,12 +324,12 @@ class KernelRule(CompiledRule[Kernels]):
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
-        if definition.schema.has_defaults:  # native calls pass defaults too
+        if definition.schema.has_defaults:  # for the same arguments as in a native call
             args, kwargs = definition.schema.fill_defaults(args, kwargs)
         if definition.schema.is_mutable:
             mutation.check_arguments(definition, args, kwargs)
         function = not_recording(definition, function)
-        # The kernel may modify its lists, and the checks below need the caller's.
+        # The kernel may modify its lists, but `finish` needs the original ones.
         passed = _with_lists_copied(args) if definition.schema.has_lists else args
         if dispatch.is_handled_by_mode():
             with dispatch.with_transforms():
@@ -348,7 +349,7 @@ _PLACE = "_torchop_place"
 
 
 def place_of(kernel: Any) -> tuple[KernelRule, str | None] | None:
-    """Return the rule and device type of a kernel that a rule registered with the dispatcher."""
+    """Return the rule and device type of a dispatcher kernel, or None if no rule installed it."""
     rule = getattr(kernel, "__self__", None)
     place: tuple[KernelRule, str | None] | None = getattr(kernel, _PLACE, None)
     return (rule, None) if isinstance(rule, KernelRule) else place
@@ -367,9 +368,9 @@ def _guarded(function: Callable[..., Any], guard: Guard | None) -> Callable[...,
 
 
 def fitted_kernel(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel adapted to the operator's arguments; raise if its signature does not fit."""
+    """Adapt a kernel to the schema's arguments. Raise RuleSignatureError if this is impossible."""
     if function is definition.function:
-        return function  # the definition checked it already
+        return function  # checked when the operator was defined
     check_no_generator(f"{definition}: a kernel", function, definition.schema)
     return fitted(f"{definition}: a kernel", function, definition.schema)
 
@@ -379,7 +380,7 @@ def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
-    # The dispatcher accepts None for every Tensor argument, as an undefined tensor.
+    # The dispatcher does not reject None for Tensor arguments: it passes an undefined tensor.
     name = definition.schema.positional[position].name
     return ArgumentError(
         f"{definition}: argument {name!r} is None, but the schema says Tensor: "

@@ -1,1 +1,1 @@
-"""Mutated arguments: checks, version counters and views."""
+"""Checks, version counters and view handling for mutated arguments."""

@@ -1,9 +1,9 @@
-"""Version counters, view tracking, and conjugate and negative views of mutated arguments.
+"""Dispatcher kernels for operators that mutate arguments.
 
-`x.conj()` shares the memory of `x` and sets the conjugate bit. Kernels ignore this bit, so they get
-resolved tensors, and the values they write are copied back into the view, as for PyTorch's own
-in-place operators. PyTorch's fallback supports only operators that return the single tensor they
-mutate.
+They bump version counters, and resolve conjugate and negative views. `x.conj()` shares the memory
+of `x` and only sets the conjugate bit, which kernels ignore. Therefore kernels receive resolved
+copies, and written values are copied back into the view. PyTorch's fallback for these keys supports
+only operators that return the single tensor that they mutate.
 """
 
 from __future__ import annotations
@@ -34,33 +34,30 @@ from torchop._schema.schema import Argument
 
 
 def written(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
-    """Return the written tensors of a call, without omitted arguments."""
+    """Return the tensors that a call passes to mutated arguments."""
     values = passed(definition.schema.mutated_places, args, kwargs)
     return [(where, tensor) for _, where, tensor in named_tensors(values, "argument")]
 
 
 def read(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
-    """Return the tensors of a call that are not written."""
+    """Return the tensors that a call passes to arguments that are not mutated."""
     mutated = definition.schema.mutated
     named = named_inputs(definition.schema, args, kwargs)
     return [(where, tensor) for name, where, tensor in named if name not in mutated]
 
 
 def check_arguments(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Reject written tensors with internal overlap.
-
-    For generated forms, also reject overlap with other arguments.
-    """
+    """Raise if a mutated tensor overlaps itself; for in-place and out= forms, also the inputs."""
     writes = written(definition, args, kwargs)
     check_memory(definition, writes)
-    # A kernel with several buffers may support overlap. The in-place and out= forms must return the
-    # result of the functional operator.
+    # Other kernels may support overlapping buffers. Only the two forms must compute the same values
+    # as the functional operator.
     if definition.schema.form is not Form.PLAIN:
         check_overlap(definition, writes, read(definition, args, kwargs))
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the kernels of an operator that mutates arguments or returns views."""
+    """Install dispatcher kernels if the operator mutates arguments or returns views."""
     if definition.schema.is_view:
         libraries.install_view_tracking(definition.library, definition.name.local)
     if not definition.schema.is_mutable:
@@ -73,7 +70,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 class _MutationKernels:
-    """The dispatcher kernels of one operator that mutates."""
+    """The dispatcher kernels of one operator that mutates arguments."""
 
     __slots__ = ("definition",)
 
@@ -82,7 +79,7 @@ class _MutationKernels:
 
     @compilers.never_traced
     def count_versions(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        """Bump the versions of written tensors, at the key ADInplaceOrView."""
+        """Bump the versions of mutated tensors. Runs at the ADInplaceOrView key."""
         definition = self.definition
         writes = written(definition, args, kwargs)
         check_version(definition, writes)
@@ -93,9 +90,9 @@ class _MutationKernels:
 
     @compilers.never_traced
     def resolve_views(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        """Resolve conjugate and negative views for the kernel, and copy written values back."""
+        """Resolve conjugate and negative views, run the kernel, and copy written values back."""
         definition, schema = self.definition, self.definition.schema
-        # Each written view, with the resolved tensor that the kernel writes.
+        # Pairs of a mutated view and its resolved copy.
         copies: list[tuple[Tensor, Tensor]] = []
 
         def resolved(argument: Argument, tensor: Tensor) -> Tensor:
@@ -110,7 +107,7 @@ class _MutationKernels:
         _check_shared_memory(definition, args, kwargs, copies)
         keyset = dispatch.below_math_bits(keyset)
         result = dispatch.redispatch(definition.overload, keyset, values, keywords)
-        with dispatch.without_keys("ADInplaceOrView"):  # versions are bumped already
+        with dispatch.without_keys("ADInplaceOrView"):  # `count_versions` has bumped the versions
             for view, new in copies:
                 view.copy_(new)
         if schema.form is Form.PLAIN:
@@ -121,9 +118,9 @@ class _MutationKernels:
 def _check_shared_memory(
     definition: Definition, args: Any, kwargs: Any, copies: list[tuple[Tensor, Tensor]]
 ) -> None:
-    """Reject a view that shares memory with another written tensor.
+    """Raise if a conjugate or negative view shares memory with another mutated argument.
 
-    Both would be copied, and the last copy-back would overwrite the other.
+    Both would be written separately, and the copy-back of one would overwrite the other.
     """
     schema = definition.schema
     memory = [storage_of(tensor) for _, tensor in mutated_tensors(schema, args, kwargs)]

@@ -1,6 +1,6 @@
-"""Checks of written tensors, with the messages of PyTorch's in-place operators.
+"""Checks of mutated tensors, with the same messages as PyTorch's in-place operators.
 
-They run before the kernel, so a rejected tensor is unchanged.
+The checks run before the kernel, so a rejected call changes nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torchop._compat import aliasing, dispatch
 from torchop._core.contract import storage_of
 from torchop._errors import MutationError
 
-# A tensor after its description for messages, such as "argument 'x'" or "input 'xs[2]'".
+# A description for messages, such as "argument 'x'" or "input 'xs[2]'", and the tensor.
 Placed = tuple[str, Tensor]
 
 
 def check_history(operator: object, written: Sequence[Placed]) -> None:
-    """Reject tensors that autograd does not allow to be modified in place."""
+    """Raise if autograd does not allow one of the tensors to be modified in place."""
     for where, tensor in written:
         problem = _history_problem(tensor)
         if problem is not None:
@@ -28,7 +28,7 @@ def check_history(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
-    """Reject tensors that require grad, for an operator that autograd cannot record."""
+    """Raise if one of the tensors requires grad, because autograd cannot record the operator."""
     check_history(operator, [(where, t) for where, t in written if t.requires_grad])
     for where, tensor in written:
         if tensor.requires_grad:
@@ -43,10 +43,10 @@ def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Placed]) -> None:
-    """Reject inputs that a formula would save after they were overwritten.
+    """Raise if a mutated tensor shares memory with an input that the formula may save.
 
-    `setup_context` runs after the kernel. PyTorch detects writes after a tensor was saved, but not
-    before.
+    `setup_context` runs after the kernel, so it would save the overwritten value. PyTorch only
+    detects writes that happen after a tensor was saved.
     """
     for where, tensor in written:
         for place, other in read:
@@ -60,11 +60,10 @@ def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Plac
 
 
 def check_version(operator: object, written: Sequence[Placed]) -> None:
-    """Reject tensors without a version counter."""
+    """Raise if one of the tensors has no version counter."""
     if torch.is_inference_mode_enabled():
         return
-    # Hide this query from subclasses and modes, which do not see it in PyTorch's C++ kernels
-    # either.
+    # PyTorch does this check in C++, where subclasses and modes do not see it.
     with dispatch.plain_tensors():
         unversioned = [where for where, tensor in written if tensor.is_inference()]
     for where in unversioned:
@@ -77,7 +76,7 @@ def check_version(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_memory(operator: object, written: Sequence[Placed]) -> None:
-    """Reject written tensors with internal overlap."""
+    """Raise if one of the mutated tensors overlaps itself, as after `expand`."""
     for where, tensor in written:
         if aliasing.overlaps_itself(tensor):
             raise _error(
@@ -96,9 +95,10 @@ def check_overlap(
     *,
     may_be_the_same: bool = True,
 ) -> None:
-    """Reject written tensors that overlap an input or each other.
+    """Raise if mutated tensors overlap each other or an input.
 
-    With `may_be_the_same`, an input may be exactly a written tensor, as in `torch.sin(x, out=x)`.
+    With `may_be_the_same`, an input may be identical to a mutated tensor, as in
+    `torch.sin(x, out=x)`.
     """
     for where, tensor in written:
         for place, other in read:
@@ -143,7 +143,7 @@ def _history_problem(tensor: Tensor) -> str | None:
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two dense tensors overlap; False for tensors that are not dense."""
+    """Return whether two dense tensors overlap. Return False if one of them is not dense."""
     if not (aliasing.is_dense(one) and aliasing.is_dense(other)):
         return False
     if storage_of(one) != storage_of(other):
