@@ -1,4 +1,4 @@
-"""The rule for autocast."""
+"""The autocast rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Register = TypeVar("Register", bound=Callable[..., None])
 
 
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
-    """The dtype to which autocast casts floating-point inputs, by device type."""
+    """For each device type, the dtype to which autocast casts floating-point inputs."""
 
     dtypes: Mapping[str, torch.dtype] = NOTHING
 
@@ -75,11 +75,10 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
         def cast(argument: Argument, tensor: torch.Tensor) -> torch.Tensor:
             eligible = (
                 tensor.is_floating_point()
-                # PrivateUse1 is renamed when a backend registers.
+                # "privateuseone" and the name of the registered backend are one device type.
                 and (tensor.device.type == device_type or key == _autocast_key(tensor.device.type))
-                # like PyTorch's autocast
-                and tensor.dtype is not torch.float64
-                # The kernel must write into the caller's tensor.
+                and tensor.dtype is not torch.float64  # as in PyTorch's autocast
+                # The kernel must write into the caller's tensor, not into a copy.
                 and not argument.is_mutated
             )
             return tensor.to(dtype) if eligible else tensor
@@ -92,9 +91,9 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
 
 
 def _require_both(register: Register) -> Register:
-    """Raise a TypeError that names the operator if one of the two arguments is missing.
+    """Name the operator in the TypeError for a call without one of the two arguments.
 
-    Default values would allow this in the function itself, but type checkers would then accept such
+    With default values, the function could check this itself, but type checkers would accept such
     calls.
     """
 
@@ -124,16 +123,15 @@ def register_autocast(
 ) -> None:
     """Register the dtype in which an operator runs inside an autocast region.
 
-    Floating-point tensors on the device, except float64, are cast; then the operator runs with
-    autocast disabled. A second registration for a device replaces the dtype. Mutated arguments are
-    not cast.
+    Floating-point tensors on the device are cast, except for float64 tensors and mutated arguments.
+    Then the operator runs with autocast disabled. Registering again replaces the dtype.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         device_type: `"cpu"`, `"cuda"`, or any other device type that supports autocast.
         cast_inputs: a floating-point dtype.
-        lib: the library that owns the registration; by default it is permanent.
+        lib: the library that owns the registration. By default, it is permanent.
 
     Raises:
         OperatorNotFoundError: the operator is not defined.

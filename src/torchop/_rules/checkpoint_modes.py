@@ -1,4 +1,8 @@
-"""Selective checkpointing: apply an operator's policy as well as the region's."""
+"""Rules for selective activation checkpointing.
+
+They combine the policy of an operator with the policy function of the checkpointed region, and save
+the results of effectful and random operators.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,22 @@ Policy: TypeAlias = Any
 
 
 class Decision(NamedTuple):
-    """A registered policy, as compile caches compare it, and its decision function."""
+    """The checkpoint policy of an operator.
+
+    Attributes:
+        registered: the policy as the user registered it, for cache keys.
+        decide: returns the policy of a call, given the context and the arguments.
+    """
 
     registered: str | Callable[..., Any]
     decide: Callable[..., Policy]
 
 
 def install(definition: Definition) -> None:
-    """Prevent compilers from recomputing the operator in the backward if it is random.
+    """Prevent compilers from recomputing a random operator in the backward.
 
-    Mutating operators are handled by the rule for functional traces. Helpers have other tags, and
-    get the rule from `register_for_checkpoints`.
+    The functionalization rule does the same for operators that mutate arguments, and
+    `register_for_checkpoints` for helper operators.
     """
     declaration = definition.declaration
     if (
@@ -39,20 +48,23 @@ def install(definition: Definition) -> None:
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The rule for checkpointing modes, for operators with a policy or an effect."""
+    """Handle a call in a checkpointing mode, for an operator with a policy or an effect."""
     if registries.effect_of(op._name) is not None:
-        # A compiler would recompute a checkpointed call in the backward, together with all earlier
-        # effectful calls, which PyTorch's pass against this does not cover.
+        # Otherwise a compiler could recompute the call in the backward, together with all earlier
+        # effectful calls. PyTorch's pass that prevents recomputation does not cover this case.
         with checkpointing.saving_in_trace():
             return mode.__torch_dispatch__(op, types, args, kwargs)
     return _with_policies(op, "", mode, op, types, args, kwargs)
 
 
 def register_for_checkpoints(called: object, op: OpOverload | None = None, extra: str = "") -> None:
-    """Register the default rule for checkpointing modes, for calls of `called`.
+    """Register the default rules of an operator for checkpointing modes and for traces.
 
-    If `called` is a helper of `op`, policies see `op`, without the helper's keyword-only argument
-    `extra`.
+    Args:
+        called: the operator.
+        op: if `called` is a helper operator, the operator that is passed to policy functions
+            instead.
+        extra: a keyword argument that only the helper operator has.
     """
     hook = in_checkpoint if op is None else functools.partial(_with_policies, op, extra)
     for mode in checkpointing.POLICY_MODES:
@@ -61,16 +73,16 @@ def register_for_checkpoints(called: object, op: OpOverload | None = None, extra
 
 
 def register_for_traces(called: object, op: OpOverload | None = None, extra: str = "") -> None:
-    """Register the default rule that saves results under an activation memory budget."""
+    """Register the default rule for traces. The arguments are as in `register_for_checkpoints`."""
     hook = in_trace if op is None else functools.partial(_saving, op, extra)
     registries.register_default_torch_dispatch(str(called), ProxyTorchDispatchMode, hook)
 
 
 def in_trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a call, and save its results if the operator is random or its policy says so.
+    """Trace a call. Save the results if the operator is random or has a `SAVE` policy.
 
-    Workaround for pytorch/pytorch#190758: under `activation_memory_budget` the partitioner
-    recomputes any operator whose node is not marked MUST_SAVE.
+    Workaround for pytorch/pytorch#190758: under `activation_memory_budget`, the partitioner may
+    recompute any node that is not marked MUST_SAVE.
     """
     return _saving(op, "", mode, op, types, args, kwargs)
 
@@ -84,7 +96,10 @@ def _saving(op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, 
 def saved_under_budget(
     op: Any, args: Any, kwargs: Any, proxy_mode: Any = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Save traced results in a block, if the operator is random or its policy says so."""
+    """Return a context in which traced results are saved.
+
+    Return a null context if the operator is not random and does not have a `SAVE` policy.
+    """
     if Tag.nondeterministic_seeded not in op.tags:
         rule = get_rule("checkpoint_policy")
         if not rule.has(op):
@@ -98,8 +113,8 @@ def saved_under_budget(
 def _with_policies(
     op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Call the operator with a mode that combines the policies of the region and of `op`."""
-    rule = get_rule("checkpoint_policy")  # by name, because core code must not import it
+    """Call the operator while the mode's policy function respects the policy of `op`."""
+    rule = get_rule("checkpoint_policy")  # the core must not import the rule
     of_operator = rule.lookup(op).decide if rule.has(op) else None
     of_region = mode.policy_fn
 
@@ -118,7 +133,7 @@ def _with_policies(
 
 
 def _stronger(operator: Policy, region: Policy | bool) -> Policy | bool:
-    """Return the policy that is a MUST, or else the operator's; the operator's MUST wins."""
-    # PyTorch treats True as MUST_SAVE and False as PREFER_RECOMPUTE.
+    """Return the operator's policy, unless only the region's policy is a `MUST` policy."""
+    # A region's policy function may return True for MUST_SAVE and False for PREFER_RECOMPUTE.
     region_must = region if isinstance(region, bool) else region.name.startswith("MUST")
     return region if region_must and not operator.name.startswith("MUST") else operator

@@ -1,4 +1,4 @@
-"""Effects: side effects whose calls compilers must neither remove nor reorder."""
+"""The effect rule. Compilers neither remove nor reorder calls of operators with a side effect."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from torchop._rules.checkpoint_modes import register_for_checkpoints
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# None declares nothing; `"none"` declares the absence of effects, so compilers may remove calls.
+# None means that nothing is declared. `"none"` means that the operator has no effect, so compilers
+# may remove its calls.
 Effect: TypeAlias = "EffectType | Literal['ordered', 'none'] | None"
 Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
-# The prefix of TorchScript class names in schemas.
+# The prefix of the names of TorchScript classes in schemas.
 _CUSTOM_CLASS = "__torch__"
-# The effect with which each operator was last functionalized, by name. PyTorch caches compiled code
-# by operator name, so the entries outlive a redefinition.
+# The effect that each operator had when it was last traced. By name and never removed, because
+# PyTorch's caches find compiled code by the operator's name.
 _traced: dict[str, EffectType | None] = {}
 
 
 class EffectRule(CompiledRule[Declared]):
-    """The side effect that `custom_op` or `register_effect` declares, such as an ordered effect.
+    """The effect that `custom_op` or `register_effect` declares for an operator.
 
-    Graphs pass a token through calls with an effect, so compilers neither remove nor reorder them.
-    Calls under vmap raise, because vmap does not define how often the effect happens for a batch.
+    Graphs pass a token from one effectful call to the next, which prevents compilers from removing
+    or reordering them. Calls under vmap raise unless a vmap rule is registered, because vmap does
+    not define how often the effect happens for a batch.
     """
 
     declared: Declared = None
@@ -40,7 +42,7 @@ class EffectRule(CompiledRule[Declared]):
     remove_vmap_guard: Callable[[], object] | None = None
 
     def watch(self) -> None:
-        """Check the effect in each functional trace of a functional operator."""
+        """Check each traced call: see `functionalize_unless_dropped`."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
             registries.register_default_torch_dispatch(
                 str(self.definition), FunctionalTensorMode, functionalize_unless_dropped
@@ -58,7 +60,7 @@ class EffectRule(CompiledRule[Declared]):
         return "no effect" if self.declared == "none" else f"effect {self.declared.name}"
 
     def register(self, effect: Effect) -> None:
-        """Declare the effect; None removes a declaration."""
+        """Declare the effect. None removes a declaration."""
         definition = self.definition
         declared = check_effect(definition.name, effect, definition.schema, "register_effect")
         if not definition.is_ours and _kind(declared) is not None:
@@ -69,8 +71,8 @@ class EffectRule(CompiledRule[Declared]):
             if self.restore_effect is None:
                 libraries.on_close(definition.library, restore)
                 if not definition.is_ours:
-                    # The checkpointing rule does nothing without an effect, and a policy may need
-                    # it.
+                    # Keep the checkpointing rule: a policy may need it, and without an effect it
+                    # changes nothing.
                     libraries.on_close(definition.library, self._withdraw_watch)
             self.restore_effect = restore
             self.update(self._install, declared=declared)
@@ -99,13 +101,13 @@ class EffectRule(CompiledRule[Declared]):
         )
 
     def _withdraw_watch(self) -> None:
-        """Remove the check of dropped calls, unless another library declared an effect."""
+        """Undo `watch`, unless another library has declared an effect."""
         if registries.effect_of(str(self.definition)) is None:
             registries.remove_default_rules(str(self.definition), FunctionalTensorMode)
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Check traces of an operator that returns nothing, and later declare its effect."""
+    """Check traced calls if the operator returns nothing, and later declare the effect."""
     schema, effect = definition.schema, definition.declaration.effect
     if schema.returns_nothing:
         definition.rule(EffectRule).watch()
@@ -122,7 +124,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
-    """Return the effect that `custom_op` declares; warn if a declaration is missing."""
+    """Return the effect that `custom_op` declares. Warn if the operator should declare one."""
     declared = check_effect(name, effect, schema, "effects")
     if declared is not None:
         check_not_traced(name, declared)
@@ -138,7 +140,7 @@ def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
 
 
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
-    """Return a user's effect after checking that PyTorch respects it."""
+    """Validate an effect. Raise ValueError if PyTorch would ignore it."""
     declared: Declared = EffectType.ORDERED if effect == "ordered" else effect
     if declared not in (None, "none") and not isinstance(declared, EffectType):
         raise ValueError(
@@ -166,7 +168,7 @@ def _check_not_composite(definition: Definition) -> None:
 
 
 def check_not_traced(name: OpName, declared: Declared) -> None:
-    """Reject an effect that already compiled graphs would ignore."""
+    """Raise if graphs that were compiled earlier would ignore a new effect."""
     effect = _kind(declared)
     before = _traced.get(str(name), effect)
     if before is effect:
@@ -193,7 +195,7 @@ def _kind(declared: Declared) -> EffectType | None:
 
 
 def how_to_declare(name: object) -> str:
-    """Return advice for an operator that returns nothing and mutates nothing."""
+    """Return the advice for an operator that returns nothing and mutates nothing."""
     return (
         f"{name} returns nothing and mutates nothing, so a compiler would remove it. If its side "
         'effect matters, declare it: effects="ordered" in custom_op, or '
@@ -204,7 +206,7 @@ def how_to_declare(name: object) -> str:
 
 
 def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Functionalize a call, or raise if compilers would silently drop it."""
+    """Trace a call in FunctionalTensorMode. Raise if the compiler would silently remove it."""
     name = op._name
     effect = registries.effect_of(name)
     if effect is None:
@@ -220,7 +222,8 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
     _traced[name] = effect
     if effect is None:
         return mode.__torch_dispatch__(op, types, args, kwargs)
-    # Checkpointing modes do the same, but exist for regions without a policy only since 2.13.
+    # The checkpointing rule does the same. But before PyTorch 2.13, regions without a policy have
+    # no checkpointing mode.
     with checkpointing.saving_in_trace():
         return mode.__torch_dispatch__(op, types, args, kwargs)
 
@@ -244,9 +247,9 @@ def register_effect(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        effect: `EffectType.ORDERED`, also written `"ordered"`; `"none"` for an operator without an
-            effect; None to remove the declaration.
-        lib: the library that owns the registration; by default it is permanent.
+        effect: `EffectType.ORDERED` or `"ordered"`; `"none"` if the operator has no effect; None to
+            remove the declaration.
+        lib: the library that owns the registration. By default, it is permanent.
 
     Raises:
         TracingError: the operator was already compiled without the effect.

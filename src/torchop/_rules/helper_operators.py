@@ -1,8 +1,8 @@
-"""Operators derived from another operator, and deregistered together with it.
+"""Define operators that are derived from another operator and deregistered together with it.
 
-Forms, such as the in-place form, are derived operators that users call. A helper operator replaces
-the original in compiled graphs, under a derived name. Helper operators are defined early, because
-graphs loaded from caches and files look them up by name.
+Users call some derived operators, such as the in-place form. The others are helper operators:
+`name__kind` replaces the operator `name` in compiled graphs. They are defined together with the
+operator, because graphs that are loaded from a cache or file look them up by name.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def define_helper_operator(
     """Define the helper operator `name__kind` of the operator `name`.
 
     Args:
-        definition: the operator; the helper operator gets the same tags.
+        definition: the operator. The helper operator has the same tags.
         kind: the suffix of the name.
         schema: the schema without the name.
         function: the kernel.
         fake: the fake kernel.
         tags: additional tags.
-        error: the exception to raise if another package has an operator of that name.
-        origin: the operator from whose public rules the helper derives its own; by default
+        error: the exception to raise if another package defined an operator of this name.
+        origin: the operator that the helper operator inherits public rules from. By default,
             `definition`.
-        convention: how to call functions that users register for the helper operator.
+        convention: the calling convention of functions that users register for the helper operator.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
@@ -63,7 +63,7 @@ def define_helper_operator(
         name,
         Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}"),
         function,
-        # The site of another package's operator is unknown.
+        # An operator of another package has no known site.
         definition.declaration.site or Site(__name__, str(name), __file__, 0),
         tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *tags))),
         fake=fake,
@@ -82,14 +82,14 @@ def define_derived(
     owner: Definition | None = None,
     lib: torch.library.Library | None = None,
 ) -> Definition:
-    """Define a derived operator.
+    """Define an operator that is derived from `origin`.
 
     Args:
-        origin: the operator from whose public rules the derived operator gets its own.
-        declaration: the derived operator.
-        kind: the relation to `origin`, for public rules.
-        owner: the operator with which this one is deregistered; by default `origin`.
-        lib: the caller's library that owns the derived operator.
+        origin: the operator to inherit public rules from, such as sharding rules.
+        declaration: the declaration of the derived operator.
+        kind: how the operator is derived from `origin`, such as `"inplace"`. Public rules need it.
+        owner: deregistering this operator also deregisters the derived one. By default, `origin`.
+        lib: a library whose closing also deregisters the derived operator.
     """
     name, owner = declaration.name, owner or origin
     owners_name, reference = str(owner), weakref.ref(owner)
@@ -109,7 +109,7 @@ def define_derived(
 
 
 def free_name(name: str, schema: Schema) -> str:
-    """Append underscores to `name` until no argument of the schema has this name."""
+    """Append underscores to `name` until it differs from the names of all arguments."""
     while any(argument.name == name for argument in schema.arguments):
         name += "_"
     return name

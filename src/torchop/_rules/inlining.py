@@ -1,7 +1,7 @@
-"""Inlining: compilers trace the operator's function for their backend.
+"""The inlining rule: compilers replace a call of the operator by the operators in its function.
 
-Graphs of Dynamo and `torch.export` contain a call of the operator. When this graph is traced again
-for the backend, below autograd, the call is replaced by the operators in the function.
+The graphs of Dynamo and `torch.export` still contain the call. It is replaced when AOTAutograd
+traces the graph for the backend, below autograd.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 
 Choice = Literal["opaque", "inline"]
-# For all backends of torch.compile, or by the name of the backend; "opaque" for all others.
+# One choice for all backends of torch.compile, or a mapping by backend with the default "opaque".
 Compile: TypeAlias = "Choice | Mapping[str, Choice]"
 
 
 class Inlined(NamedTuple):
-    """The backends that trace the function of an operator; None for all of them.
+    """The backends that inline an operator.
 
-    If the function `launches` Triton kernels, calls on a device with its own kernel are not
-    inlined, because the function only runs on GPUs.
+    Attributes:
+        backends: the names of the backends. None means all backends.
+        launches: whether the function launches Triton kernels. Such a function only runs on GPUs,
+            so calls on a device with its own kernel are not inlined.
     """
 
     backends: tuple[str, ...] | None
@@ -43,7 +45,7 @@ class Inlined(NamedTuple):
         return "inlined by " + ("compilers" if self.backends is None else ", ".join(self.backends))
 
     def by_current_backend(self) -> bool:
-        """Return whether this thread is tracing for a backend that inlines the operator."""
+        """Return whether the current trace is for a backend that inlines the operator."""
         return compilers.decomposes_for_backends() and (
             self.backends is None or compilers.compiling_backend() in self.backends
         )
@@ -52,13 +54,16 @@ class Inlined(NamedTuple):
 def declared_inlining(
     name: OpName, choice: Any, declared: Declared, *, launches: bool = False
 ) -> Inlined | None:
-    """Return which compilers trace the operator's function; None if none does.
+    """Validate the `compile` argument of `custom_op`.
 
     Args:
         name: the name of the operator, for messages.
-        choice: the argument `compile` of `custom_op`.
+        choice: the argument.
         declared: the effect of the operator.
-        launches: whether the function launches Triton kernels, which every compiler traces.
+        launches: whether the function launches Triton kernels. All backends inline such functions.
+
+    Returns:
+        The backends that inline the operator, or None if there are none.
     """
     if launches:
         return Inlined(None, launches=True)
@@ -83,19 +88,19 @@ def declared_inlining(
 
 
 class InliningRule(CompiledRule["Inlined | None"]):
-    """The compilers that trace the operator's function instead of recording a call."""
+    """The backends that inline an operator, or None."""
 
     inlined: Inlined | None = None
 
     def disable(self) -> None:
-        """Turn inlining off, because a user's rule for functional traces replaces it."""
+        """Disable inlining, because a registered rule for FunctionalTensorMode takes precedence."""
         self.inlined = None
 
     def cache_parts(self) -> Iterator[object]:
         if self.inlined is not None:
             yield from (str(self.inlined), self.definition.function)
             providers = self.definition.rule(KernelRule).providers
-            if providers is not None:  # the graph contains the chosen provider's kernel
+            if providers is not None:  # the graph inlines the kernel of the chosen provider
                 yield from providers.cache_parts(self.definition.name)
 
     def repr_text(self) -> str | None:
@@ -106,10 +111,10 @@ class InliningRule(CompiledRule["Inlined | None"]):
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the rule for functional traces that inlines the operator, if it is declared.
+    """Install the rule for FunctionalTensorMode, if the declaration says that calls are inlined.
 
-    Must run before installers of other default rules for functional traces, because the first
-    default rule wins. The installer for operators that mutate calls `around` instead.
+    This must run before installers of other default rules for FunctionalTensorMode, because the
+    first default rule wins. Operators that mutate arguments have another rule, made by `around`.
     """
     inlined = definition.declaration.inlined
     if inlined is None:
@@ -120,7 +125,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
         registries.register_default_torch_dispatch(str(definition), FunctionalTensorMode, hook)
 
     def finish() -> None:
-        # A traceable function also runs on fake tensors.
+        # A function that can be traced is also a fake kernel.
         if definition.schema.form is Form.PLAIN:
             definition.rule(FakeRule).replace(_traceable(definition, inlined))
 
@@ -128,18 +133,18 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a rule for functional traces that inlines if declared, and otherwise calls `opaque`.
+    """Wrap a rule for FunctionalTensorMode so that it inlines calls where this is declared.
 
     Args:
         definition: the operator.
-        opaque: the rule that records a call of the operator.
+        opaque: the rule that records a call of the operator in the graph.
     """
     inlined = definition.declaration.inlined
     return opaque if inlined is None else _hook(definition, inlined, opaque)
 
 
 def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
-    """Return the device of an argument tensor for which a kernel is registered, or None."""
+    """Return the first device of the arguments that has its own kernel, or None."""
     kernels = definition.rule(KernelRule)
     installed = {key for key, device in kernels.installed.items() if device in kernels.functions}
     devices = (tensor.device.type for tensor in tensors_in(tuple(args)))
@@ -147,7 +152,7 @@ def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
 
 
 def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
-    """Return the function of an operator, with errors that explain why it cannot be traced."""
+    """Wrap an operator's function to explain errors that occur because it cannot be traced."""
     assert definition.function is not None
     function = bind(definition.function, definition.schema)
 
@@ -178,7 +183,7 @@ def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
 def _hook(
     definition: Definition, inlined: Inlined, opaque: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return the rule for functional traces; it calls `opaque` when not inlining."""
+    """Return the rule for FunctionalTensorMode. It calls `opaque` if the call is not inlined."""
     schema, body = definition.schema, _traceable(definition, inlined)
     check_result = result_check(schema.returns)
 
@@ -187,7 +192,7 @@ def _hook(
         if own or not inlined.by_current_backend() or registries.effect_of(op._name) is not None:
             return opaque(mode, op, types, args, kwargs)
         if not all(map(tracing.is_traceable_type, types)):
-            return NotImplemented  # the subclass may handle the operator
+            return NotImplemented  # the subclass may handle the call
         with mode:
             traced = _chosen(definition, args, kwargs or {}) or body
             result = check_result(traced(*args, **(kwargs or {})), definition, "function")
@@ -203,9 +208,9 @@ def _hook(
 def _chosen(
     definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any] | None:
-    """Return the kernel of the provider that the call would choose, or None for the reference.
+    """Return the kernel of the provider that would run the call, or None for the reference.
 
-    If a provider's condition depends on a symbolic size, its result becomes a guard.
+    If `supports` of a provider depends on a symbolic size, the result becomes a guard.
     """
     choice = definition.rule(KernelRule).choice(args, kwargs)
     provider = choice and choice.trace(*definition.schema.fill_defaults(args, kwargs))

@@ -1,4 +1,4 @@
-"""The rule for TorchDispatchModes and Tensor subclasses."""
+"""The torch_dispatch rule, for TorchDispatchModes and Tensor subclasses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
 class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
-    """An operator's function for each mode or subclass."""
+    """The functions registered for an operator by mode class or Tensor subclass."""
 
     functions: Mapping[type, Callable[..., Any]] = NOTHING
 
@@ -39,7 +39,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         return "torch_dispatch for " + ", ".join(names) if names else None
 
     def retract(self) -> None:
-        # Removes default rules only; closing the library removes a user's rules.
+        # Registered rules are removed when their library closes.
         registries.remove_default_rules(str(self.definition))
 
     def register(self, cls: type, function: Callable[..., Any]) -> None:
@@ -58,7 +58,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         def install() -> None:
             if cls is FunctionalTensorMode:
                 definition.rule(InliningRule).disable()
-            # first, because it raises for a closed library
+            # This comes first, because it raises if the library is closed.
             libraries.on_close(definition.library, withdraw)
             registries.register_torch_dispatch(name, cls, hook)
 
@@ -78,8 +78,8 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = definition.plan[TorchDispatchRule][cls](*args, **kwargs)
         if result is NotImplemented:
-            return result  # another subclass may handle the operator
-        # PyTorch reads results by the schema without checking their number.
+            return result  # another subclass may handle the call
+        # PyTorch does not check the number of results before it converts them.
         return check_result(result, definition, f"torch_dispatch rule for {cls.__name__}")
 
     return call
@@ -99,12 +99,13 @@ def register_torch_dispatch(
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         torch_dispatch_class: the mode, or the subclass with `__torch_dispatch__`.
-        func: `func(mode_or_cls, func, types, args, kwargs)`, where `func` is the `OpOverload` and
-            the rest is as in `__torch_dispatch__`. Without it, a decorator is returned.
-        lib: the library that owns the registration; by default it is permanent.
+        func: `func(mode_or_cls, func, types, args, kwargs)`, where the argument `func` is the
+            `OpOverload`, and the others are those of `__torch_dispatch__`. Without it, a decorator
+            is returned.
+        lib: the library that owns the registration. By default, it is permanent.
 
     Returns:
-        `func`; without it, a decorator.
+        `func`, or a decorator if `func` is omitted.
 
     Raises:
         OperatorNotFoundError: the operator is not defined.

@@ -1,1 +1,1 @@
-"""Fake kernels: output metadata for FakeTensor and meta tensors."""
+"""Fake kernels, which compute output metadata for FakeTensor and meta tensors."""

@@ -1,4 +1,4 @@
-"""`get_ctx`: the context in which a fake kernel creates data-dependent sizes."""
+"""`get_ctx`: fake kernels use this context to create data-dependent sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchop._core.definition import Definition
 
 
 class NoContext:
-    """The context for meta tensors, which do not support data-dependent sizes."""
+    """The context of a fake kernel that runs for meta tensors. It cannot create sizes."""
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
@@ -30,7 +30,7 @@ class NoContext:
 
 
 class _Stack(threading.local):
-    """Contexts of the fake kernels running in this thread, innermost last."""
+    """The contexts of the fake kernels that are running in this thread, innermost last."""
 
     def __init__(self) -> None:
         self.contexts: list[Any] = []
@@ -41,7 +41,7 @@ _running = _Stack()
 
 @contextlib.contextmanager
 def running(context: Any) -> Iterator[None]:
-    """Make `get_ctx` return this context in this thread."""
+    """Make `get_ctx` return `context` in this thread, inside a `with` block."""
     _running.contexts.append(context)
     try:
         yield
@@ -50,7 +50,7 @@ def running(context: Any) -> Iterator[None]:
 
 
 def innermost() -> Any:
-    """Return the context of this thread's innermost torchop fake kernel, or None."""
+    """Return the context of the fake kernel that this thread is running, or None."""
     return _running.contexts[-1] if _running.contexts else None
 
 

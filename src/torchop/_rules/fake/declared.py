@@ -1,4 +1,4 @@
-"""Fake kernels from declarations of each output's shape, dtype and memory format."""
+"""Fake kernels that are declared by the shape, dtype and memory format of each output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torchop._errors import FakeKernelError, RuleSignatureError, short_repr
 from torchop._schema.callables import check_callable
 from torchop._schema.schema import Argument
 
-# Options of a declaration: one entry per output, or a single value for a single output.
+# The options of `register_fake`: a sequence with one entry per output, or one value if there is
+# only one output.
 Like = str | Sequence["str | None"] | None
 Shape = Callable[..., Any] | Sequence["Callable[..., Any] | None"] | None
 DType = str | torch.dtype | Sequence["str | torch.dtype | None"] | None
@@ -26,7 +27,7 @@ Format = torch.memory_format | Sequence["torch.memory_format | None"] | None
 class _Output(NamedTuple):
     like: str
     is_list: bool
-    # The shape function, and the operator's arguments that its parameters name.
+    # A function that returns the shape. `parameters` are the names of the arguments it takes.
     shape: Callable[..., Any] | None
     parameters: tuple[str, ...]
     dtype: str | torch.dtype | None
@@ -51,7 +52,7 @@ def declared(
 
 
 class _MisfitError(Exception):
-    """The mismatch between a declaration and the schema."""
+    """A declaration does not fit the schema."""
 
 
 def _outputs(definition: Definition, options: Mapping[str, Any]) -> Iterator[_Output]:
@@ -64,7 +65,7 @@ def _outputs(definition: Definition, options: Mapping[str, Any]) -> Iterator[_Ou
 
 
 class DeclaredFake(functools.partial[Any]):
-    """A fake kernel from a declaration, whose data is part of cache keys."""
+    """A fake kernel made from a declaration. Cache keys include the arguments of the partial."""
 
     is_declared = True
 

@@ -13,12 +13,12 @@ from torchop._rules.effect import how_to_declare
 from torchop._schema.schema import Schema
 from torchop._schema.types import spell
 
-# The message contains the fix, so FakeTensor's traceback in the log adds nothing.
+# FakeTensor would log a traceback for this exception, although its message contains the fix.
 fake_tensors.keep_out_of_log(MissingFakeError)
 
 
 def missing_fake(definition: Definition) -> MissingFakeError:
-    """Return the error for an operator without a fake kernel, with a template of one."""
+    """Return the error for a missing fake kernel. The message contains a template for one."""
     missing = f"There was no fake impl registered for {definition}"
     if definition.schema.returns_nothing:
         return MissingFakeError(f"{missing}, nor an effect. {how_to_declare(definition)}")
@@ -34,8 +34,8 @@ def missing_fake(definition: Definition) -> MissingFakeError:
 
 
 def data_was_read(definition: Definition, error: Exception) -> Exception:
-    """Return the error for a fake kernel that read tensor data."""
-    # Keep the first line of PyTorch's message; the rest is advice about logging.
+    """Return the error for a fake kernel that reads the data of a tensor."""
+    # Omit all but the first line of PyTorch's message, which gives advice about logging.
     reading = short_text(str(error).partition("\n")[0])
     message = (
         f"{definition}: the fake kernel read the data of a tensor ({reading}). It runs on tensors "
@@ -43,23 +43,23 @@ def data_was_read(definition: Definition, error: Exception) -> Exception:
         "depends on data, make it with torchop.get_ctx().new_dynamic_size()."
     )
     if isinstance(error, fake_tensors.DATA_DEPENDENT_ERRORS):
-        # Dynamo turns these exception types into graph breaks.
+        # Keep the exception type, because Dynamo handles it as a graph break.
         return fake_tensors.explained_tracing_error(type(error), definition.overload, message)
     return FakeKernelError(message)
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Return `file:line` of a function, for messages."""
+    """Return the location of a function as `file:line`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else short_repr(function)
 
 
 def _suggested(definition: Definition) -> tuple[str, str]:
-    """Return the parameters and a result expression for a template of a fake kernel."""
+    """Return the parameters and the returned expression for the template of a fake kernel."""
     schema, structure = definition.schema, definition.structure
     paths: dict[str, str] = {}
     positional, keyword_only = schema.parameters
-    if structure is not None:  # use the author's parameters, not the schema's arguments
+    if structure is not None:  # show the author's parameters, not the flattened arguments
         paths = {leaf.name: leaf.path for leaf in structure.leaves}
         positional = [p.name for p in structure.parameters if not p.keyword_only]
         keyword_only = [p.name for p in structure.parameters if p.keyword_only]

@@ -1,4 +1,4 @@
-"""The rule for fake kernels, which compute output metadata without data."""
+"""The fake kernel rule. Fake kernels compute output metadata without data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torchop._rules.fake.declared import DType, Format, Like, Shape
 
 
-NO_FUNCTION = "torchop"  # the source of an operator's fake kernel when none was registered
+# The source that PyTorch reports for the fake kernel of an operator that needs no function.
+NO_FUNCTION = "torchop"
 
 
 class Fake(NamedTuple):
@@ -41,15 +42,13 @@ class Fake(NamedTuple):
 
 
 class FakeRule(CompiledRule[Fake]):
-    """The fake kernel of an operator, which also runs for meta tensors.
-
-    Compiled to the user's function and the checks of its results.
-    """
+    """The fake kernel of an operator, which also runs for meta tensors."""
 
     function: Callable[..., Any] | None = None
+    # Whether a kernel of this rule, or the operator's own meta kernel, runs for meta tensors.
     is_installed = False
     registration: registries.FakeRegistration | None = None
-    warned: tuple[str, ...] = ()  # constant arguments for which a warning was issued
+    warned: tuple[str, ...] = ()  # the arguments that `warn_of_guards` has warned about
 
     def install(self) -> None:
         """Install the kernel for meta tensors."""
@@ -57,24 +56,24 @@ class FakeRule(CompiledRule[Fake]):
         if definition.is_ours and "meta" in definition.declaration.devices:
             self.is_installed = True
             return  # the operator's own meta kernel also runs on fake tensors
-        # Needed without a fake kernel too, or meta tensors would reach a kernel for all devices.
+        # Install it even without a fake kernel: otherwise a kernel for every device would run.
         definition.implement("Meta", self.kernel)
         self.is_installed = True
         if definition.schema.form is not Form.PLAIN or definition.schema.returns_nothing:
-            # These operators need no fake kernel. Without this, FakeTensor would run the Meta
-            # kernel, and reject inputs on several devices.
+            # These operators need no fake kernel. Without a registration, FakeTensor would run the
+            # kernel at the Meta key, and reject calls with tensors on several devices.
             self._push(NO_FUNCTION)
 
     def reject_data_access(self) -> None:
-        """Raise if FakeTensor calls a kernel for all devices with tensors that have no data.
+        """Raise MissingFakeError if FakeTensor runs a kernel for every device without data.
 
-        For sparse tensors, the dispatcher skips the Meta kernel.
+        It does so for sparse tensors, for which the dispatcher skips the kernel at the Meta key.
         """
         if self.is_installed:
             raise missing_fake(self.definition)
 
     def leave_to_kernel(self) -> None:
-        """Let FakeTensor run a meta kernel, unless a fake kernel is registered."""
+        """Let FakeTensor run the meta kernel that was just registered, if it has no fake kernel."""
         if self.function is None:
             self.retract()
 
@@ -96,7 +95,7 @@ class FakeRule(CompiledRule[Fake]):
     def register(self, function: Callable[..., Any], *, allow_override: bool = True) -> None:
         definition = self.definition
         schema = definition.schema
-        if not getattr(function, "is_declared", False):  # a declaration describes results only
+        if not getattr(function, "is_declared", False):  # a declaration has no author's function
             function = definition.authored(function)
         function = definition.convention.fake(function)
         function = fitted(f"{definition}: a fake kernel", function, schema)
@@ -122,7 +121,7 @@ class FakeRule(CompiledRule[Fake]):
         if not self.is_installed:
             self.install()
         assert self.function is not None
-        # Push again for each function, because PyTorch reports the source of the last one.
+        # Push for each function anew, because PyTorch's messages contain the source.
         self._push(source_of(self.function))
         if self.definition.is_ours:
             self.definition.rule(EffectRule).watch()
@@ -132,7 +131,7 @@ class FakeRule(CompiledRule[Fake]):
         registration = registries.FakeRegistration(str(definition), self.fake_kernel, source)
         if self.registration is not None:
             self.registration.remove()
-        elif definition.is_ours:  # deregistering removes these rules
+        elif definition.is_ours:  # deregistering the operator removes this rule
             registries.register_default_torch_dispatch(
                 str(definition), FakeTensorMode, self.run_at_once
             )
@@ -148,10 +147,10 @@ class FakeRule(CompiledRule[Fake]):
 
     @compilers.never_traced
     def run_at_once(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run the fake kernel for FakeTensorMode, bypassing the mode's own handling.
+        """Run the fake kernel directly, instead of `FakeTensorMode.dispatch`.
 
-        FakeTensorMode first checks its cache, which holds only PyTorch's operators, and other
-        special cases. That takes longer than a fake kernel.
+        That method first looks the call up in a cache that only holds PyTorch's operators, and
+        checks for special cases. This takes longer than a typical fake kernel.
         """
         kwargs, used = kwargs or {}, self.registration
         tensors = tensors_in((*args, *kwargs.values()))
@@ -162,7 +161,7 @@ class FakeRule(CompiledRule[Fake]):
 
     @compilers.never_traced
     def fake_kernel(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The kernel that FakeTensor runs."""
+        """Run the fake kernel for FakeTensor."""
         definition, mode = self.definition, fake_tensors.active_fake_mode()
         constants = definition.plan[FakeRule].constants
         if len(constants) > len(self.warned) and mode is not None and mode.shape_env is not None:
@@ -197,7 +196,7 @@ class FakeRule(CompiledRule[Fake]):
 
     @compilers.never_traced
     def kernel(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The kernel at the Meta key."""
+        """Run the fake kernel for meta tensors. This is the kernel at the Meta key."""
         definition = self.definition
         with running(NoContext(definition)), fake_tensors.stock_context(innermost):
             result = _run(definition, args, kwargs)
@@ -218,7 +217,7 @@ class FakeRule(CompiledRule[Fake]):
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the kernel for meta tensors, and later the declared fake kernel of an operator."""
+    """Install the kernel for meta tensors, and later the fake kernel of the declaration, if any."""
     rule, fake = definition.rule(FakeRule), definition.declaration.fake
     rule.install()
     return None if fake is None else functools.partial(rule.replace, fake)
@@ -262,10 +261,10 @@ def _check_outputs(definition: Definition, result: Any) -> None:
 
 
 def _fresh(result: Any, taken: set[int]) -> Any:
-    """Return the outputs with new tensors in place of inputs and repeated outputs.
+    """Replace outputs that are inputs, or that are repeated, by new tensors.
 
-    A fake kernel that returns its input only describes the output. A compiler would treat the input
-    as the output.
+    A fake kernel may return an input to say that the output has the same metadata. A compiler would
+    treat the output as an alias of the input.
     """
     if isinstance(result, torch.Tensor):
         if id(result) in taken:
@@ -327,31 +326,33 @@ def register_fake(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        func: takes the operator's arguments and returns tensors with the shape, dtype, device,
-            strides and storage offset that the kernel would return. It must not read data. Without
-            `func` and without a declaration, a decorator is returned.
-        like: instead of `func`, the name of an argument whose metadata the output copies, except
-            for the other options. With several outputs, a tuple of names. For an output that is a
-            list, the name of a list. Optional with `shape`: then the first Tensor.
-        shape: a function that returns the shape of the output, a tuple of ints. Its parameters
-            name arguments of the operator. The output is then contiguous; without `shape`, it has
-            the strides of `torch.empty_like`. With several outputs, a tuple of functions or None.
+        func: takes the operator's arguments, and returns tensors with the same shape, dtype,
+            device, strides and storage offset as the results of the kernel. It must not read data.
+            Without `func` and without a declaration, a decorator is returned.
+        like: declares the output instead of `func`: the name of an argument with the same metadata,
+            except for the options below. For an output that is a list, the name of a list. If there
+            are several outputs, a tuple of names. With `shape`, the default is the first Tensor.
+        shape: a function that returns the shape of the output as a tuple of ints. Its parameters
+            have the names of arguments of the operator. The output is contiguous. Without `shape`,
+            the output has the strides of `torch.empty_like`. If there are several outputs, a tuple
+            of functions or None.
         dtype: the dtype of the output: a `torch.dtype`, or the name of an argument that is a dtype
-            or a Tensor. With several outputs, a tuple of these or None.
-        memory_format: the memory format of the output, as in `torch.empty_like`:
-            `torch.contiguous_format` if the kernel returns a contiguous tensor for any strides of
-            `like`, or `torch.channels_last`. With several outputs, a tuple of these or None.
-        lib: the library that owns the registration; by default it is permanent.
+            or a Tensor. If there are several outputs, a tuple of these or None.
+        memory_format: the memory format of the output, as in `torch.empty_like`. Use
+            `torch.contiguous_format` if the output is contiguous for any strides of `like`. If
+            there are several outputs, a tuple of memory formats or None.
+        lib: the library that owns the registration. By default, it is permanent.
         allow_override: whether to replace an existing fake kernel.
 
     Returns:
-        `func`; without it, a decorator, or None for a declaration.
+        `func`, or a decorator if `func` is omitted. None for a declaration.
 
     Raises:
         OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not accept the operator's arguments, or the declaration
             does not fit the schema.
-        RuntimeError: a fake kernel exists and must not be replaced, or the operator decomposes.
+        RuntimeError: a fake kernel exists and `allow_override` is False, or the operator decomposes
+            into other operators.
 
     Example:
         >>> import torch, torchop
@@ -365,8 +366,8 @@ def register_fake(
         torch.Size([3])
         >>> torchop.register_fake("docs::row_sums", shape=lambda x: (x.shape[0],))
 
-    Based on `torch.library.register_fake`. `_stacklevel` is accepted but unused: the source of a
-    fake kernel is the location of its function.
+    Based on `torch.library.register_fake`. `_stacklevel` is ignored, because messages name the
+    location of the function.
     """
     rule = resolve(op, "register_fake", lib).rule(FakeRule)
     if like is None and shape is None and dtype is None and memory_format is None:
@@ -378,7 +379,7 @@ def register_fake(
             f"{rule.definition}: register_fake takes a function or a declaration (like, shape, "
             "dtype, memory_format), not both. Move the declaration into the function."
         )
-    from torchop._rules.fake.declared import declared  # few programs use it
+    from torchop._rules.fake.declared import declared  # rarely used
 
     rule.register(
         declared(rule.definition, like, shape, dtype, memory_format), allow_override=allow_override

@@ -1,4 +1,4 @@
-"""Warn about arguments whose every value recompiles the program."""
+"""Warn about arguments that cause a recompilation for each new value."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchop._errors import SchemaWarning, warn
 
 
 def symbolic_arguments(definition: Definition, names: tuple[str, ...]) -> list[str]:
-    """Return the arguments that are symbolic in Dynamo's current call."""
+    """Return those of the given arguments that are symbolic in the call that Dynamo is tracing."""
     call = compilers.call_traced_by_dynamo(definition.overload)
     values = {} if call is None else values_by_name(definition.schema, *call)
     return [name for name in names if _is_symbolic(values.get(name))]
 
 
 def warn_of_guards(definition: Definition, names: Sequence[str]) -> None:
-    """Warn that each value of these arguments is compiled separately."""
+    """Warn that the program is recompiled for each value of these arguments."""
     for name in names:
         kind = definition.schema.written_types[name]
         warn(

@@ -1,1 +1,1 @@
-"""vmap rules: how operators handle batches."""
+"""vmap rules, which apply an operator to a batch."""

@@ -1,4 +1,4 @@
-"""The rule for `torch.vmap`."""
+"""The vmap rule."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LEADING = ("info", "in_dims")
 
 
 SEQUENTIAL: Final = "sequential"
-# A user's function, or the name of the built-in rule.
+# A registered function, or the name of the built-in rule.
 VmapFunction = Callable[..., Any] | Literal["sequential"]
 
 
 class VmapRule(CompiledRule["VmapFunction | None"]):
-    """An operator's vmap rule."""
+    """The vmap rule of an operator."""
 
     function: VmapFunction | None = None
 
@@ -97,13 +97,13 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         try:
             return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
         except Exception as error:
-            if compilers.dynamo_is_tracing():  # Dynamo's error shows no traceback
+            if compilers.dynamo_is_tracing():  # Dynamo's error does not show this traceback
                 add_note(error, f"in the vmap rule of {definition}")
             raise
 
     @compilers.never_traced
     def _run_random(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The kernel for random operators, also called when no tensor is batched."""
+        """Run a random operator under vmap. Unlike `kernel`, it also runs if no tensor is batched."""
         definition = self.definition
         if definition.plan[VmapRule] == SEQUENTIAL:
             return map_call(definition, args, kwargs)
@@ -112,7 +112,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
 
 
 def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a rule to check its results and out_dims, which PyTorch does not."""
+    """Wrap a rule to check its output and `out_dims`. PyTorch checks neither."""
     schema, declaration = definition.schema, definition.declaration
     check_result = result_check(schema.returns)
     is_functional = schema.is_functional and not declaration.is_lenient and definition.is_ours
@@ -135,11 +135,11 @@ def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., 
 
 
 def _check_fresh(definition: Definition, args: Any, kwargs: Any, output: Any) -> None:
-    """Reject an output that shares memory with an argument, as for kernels."""
+    """Raise AliasError if an output shares memory with an argument or another output."""
     tensors = [*tensors_in((*args, *kwargs.values()))]
     outputs = [*tensors_in(output if isinstance(output, tuple) else (output,))]
     if any(map(functorch.is_wrapped, (*tensors, *outputs))):
-        # Tensors wrapped by another transform have no storage to compare.
+        # Tensors that are wrapped by another transform have no storage, so compare objects.
         ids = [*map(id, outputs)]
         is_alias = len({*ids}) < len(ids) or any(id(tensor) in ids for tensor in tensors)
     else:
@@ -149,9 +149,9 @@ def _check_fresh(definition: Definition, args: Any, kwargs: Any, output: Any) ->
 
 
 def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: int) -> Any:
-    """Check `out_dims`, and return them in the structure of the output.
+    """Check `out_dims`, and return one dimension or None for each tensor of the output.
 
-    A single value applies to all outputs.
+    A single value of `out_dims` applies to all outputs.
     """
     if isinstance(output, (tuple, list)):
         if not isinstance(dims, (tuple, list)):
@@ -206,16 +206,16 @@ def register_vmap(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        func: `func(info, in_dims, *args, **kwargs) -> (output, out_dims)`. `in_dims` holds the
-            mapped dimension of each positional argument, or None; `out_dims` does the same for the
-            outputs. `info.batch_size` is the size of the dimension, and `info.randomness` the
-            option that the caller passed to `vmap`. Without `func`, a decorator is returned.
-            `"sequential"` calls the operator once per element and stacks the results. For an
-            operator with residuals, see `torchop.residuals`.
-        lib: the library that owns the registration; by default it is permanent.
+        func: `func(info, in_dims, *args, **kwargs) -> (output, out_dims)`. `in_dims` contains the
+            mapped dimension of each positional argument, or None. `out_dims` contains the same for
+            each output. `info.batch_size` is the size of the mapped dimension, and
+            `info.randomness` is the `randomness` argument of `vmap`. Without `func`, a decorator is
+            returned. `"sequential"` calls the operator once per element and stacks the results. For
+            an operator with residuals, see `torchop.residuals`.
+        lib: the library that owns the registration. By default, it is permanent.
 
     Returns:
-        `func`, if it is a function; without `func`, a decorator.
+        `func`, or a decorator if `func` is omitted. None for `"sequential"`.
 
     Raises:
         NotImplementedError: the operator has keyword-only tensors, and `func` is a function.
@@ -223,9 +223,9 @@ def register_vmap(
         RuleSignatureError: `func` does not accept these arguments.
         RuntimeError: the rule is `"sequential"`, and the operator returns views.
 
-    With `"sequential"`, an operator that mutates writes into the slices of the batch, so mutated
-    tensors must be batched. An operator with `torch.Tag.nondeterministic_seeded` follows the
-    `randomness` of `vmap`. For an empty batch, the fake kernel provides the shapes.
+    With `"sequential"`, mutated tensors must be batched, because the operator writes into the
+    slices of the batch. An operator with `torch.Tag.nondeterministic_seeded` respects the
+    `randomness` argument of `vmap`. For an empty batch, the fake kernel determines the shapes.
 
     Example:
         >>> import torch, torchop

@@ -1,4 +1,4 @@
-"""The vmap rule `"sequential"`: call the operator for each element, and stack the results."""
+"""The vmap rule `"sequential"`: call the operator once per element, and stack the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchop._schema.forms import Form
 
 
 class _Mapped:
-    """A batched tensor and the mapped dimension."""
+    """A batched tensor, with the dimension that is mapped."""
 
     __slots__ = ("dim", "tensor")
 
@@ -27,14 +27,14 @@ class _Mapped:
 
 
 def with_dims(value: Any, dim: Any) -> Any:
-    """Mark the batched tensors in an argument, given its entry of `in_dims`."""
+    """Wrap the batched tensors of an argument in `_Mapped`. `dim` is the argument's `in_dims`."""
     if isinstance(dim, (list, tuple)):
         return [with_dims(*pair) for pair in zip(value, dim, strict=True)]
     return value if dim is None else _Mapped(value, dim)
 
 
 def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a call inside the innermost `vmap` by calling the operator for each element."""
+    """Handle a call for the innermost `vmap` by calling the operator once per element."""
     schema = definition.schema
     vmap = functorch.current_vmap()
     args, kwargs = schema.fill_defaults(args, kwargs)
@@ -70,11 +70,11 @@ def map_elements(
     *,
     replay: bool = False,
 ) -> Any:
-    """Call the operator for each element of a batch, and stack the results along dimension 0.
+    """Call the operator once per element of a batch, and stack the results along dimension 0.
 
-    Arguments are marked by `with_dims`. For an empty batch, the fake kernel provides the shapes.
-    With `replay`, all elements draw the same random numbers. The result is None if the operator
-    returns its arguments, whose slices it wrote.
+    Batched tensors in the arguments are wrapped by `with_dims`. For an empty batch, the fake kernel
+    determines the shapes. With `replay`, all elements draw the same random numbers. Return None for
+    in-place and out= forms, because they write into the batch.
     """
     schema = definition.schema
     elements = [_element(args, kwargs, index) for index in range(batch_size)]
@@ -104,10 +104,10 @@ def _element(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> Call
 
 
 def _results(definition: Definition, elements: list[Call], replay: bool) -> list[Any]:
-    """Call the operator for each element; with `replay`, all draw the same random numbers."""
+    """Call the operator once per element. With `replay`, all draw the same random numbers."""
     if not replay:
         return [definition.overload(*args, **kwargs) for args, kwargs in elements]
-    args, kwargs = elements[0]  # all elements have the same devices and generators
+    args, kwargs = elements[0]  # the devices and generators are the same for all elements
     values = (*args, *kwargs.values())
     if any(map(tracing.is_traced, tensors_in(values))):
         raise RuntimeError(
@@ -127,7 +127,7 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
 def _check_written(
     definition: Definition, batch_size: int, mapped: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Reject writes into memory that elements share."""
+    """Raise if elements of the batch would write into the same memory."""
     for name, value in passed(definition.schema.mutated_places, mapped, kwargs):
         for _, where, _ in named_tensors([(name, value)], "argument"):
             raise MutationError(
@@ -144,7 +144,7 @@ def _check_written(
 
 
 def result_of_one(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the fake result for one element of an empty batch."""
+    """Return the result of the fake kernel for a single element of a batch."""
     with fake_tensors.fake_calls() as make_fake:
 
         def fake_element(value: _Mapped | Tensor) -> Tensor:
@@ -164,10 +164,10 @@ def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
 
 
 def _check_sizes_are_known(definition: Definition, outputs: Sequence[Tensor], what: str) -> None:
-    """Reject data-dependent sizes that would have to be equal for all elements under Dynamo.
+    """Raise if Dynamo is tracing and an output has a data-dependent size.
 
-    Dynamo's graph holds one call for the whole batch. It would find no result with the sizes of the
-    other elements, and report the fake kernel as wrong.
+    Dynamo's graph contains one call for the whole batch. Only the unbacked sizes of one element
+    would appear in it, and Dynamo would report the others as an error of the fake kernel.
     """
     if len(outputs) > 1 and compilers.dynamo_is_tracing():
         for dim, size in enumerate(outputs[0].shape):
@@ -182,13 +182,13 @@ def _check_sizes_are_known(definition: Definition, outputs: Sequence[Tensor], wh
 def _combined(
     definition: Definition, outputs: Sequence[Any], what: str, stack: Callable[..., Tensor]
 ) -> Any:
-    """Combine one output of all elements."""
+    """Combine the values that all elements returned for one output."""
     if not outputs:
-        return None  # an operator without results and an empty batch
+        return None  # an empty batch of an operator that returns nothing
     first = outputs[0]
     kinds = {type(output) if output is None else isinstance(output, Tensor) for output in outputs}
     if all(isinstance(output, Tensor) for output in outputs):
-        # A set of shapes would hash symbolic sizes, which are not hashable.
+        # Symbolic sizes are not hashable, so a set of shapes does not work.
         other = next((o for o in outputs if fake_tensors.shapes_differ(first, o)), None)
         if other is None:
             _check_sizes_are_known(definition, outputs, what)
