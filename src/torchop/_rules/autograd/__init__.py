@@ -1,1 +1,1 @@
-"""Autograd rules: backward formulas, forward-mode formulas and formulas derived from the kernel."""
+"""The autograd rule: backward formulas, forward-mode formulas and derived formulas."""

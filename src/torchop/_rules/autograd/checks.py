@@ -1,4 +1,4 @@
-"""Checks that an operator can have a backward or forward-mode formula."""
+"""Check whether an operator can have a backward or forward-mode formula."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
 
 
 def check_has_gradient(definition: Definition) -> None:
-    """Raise if no backward formula could be correct for the operator."""
+    """Raise if no backward formula of the operator could be correct."""
     schema = definition.schema
     if schema.form is Form.OUT:
         raise RuntimeError(
@@ -40,7 +40,7 @@ def check_has_gradient(definition: Definition) -> None:
 
 
 def check_no_autograd_function(definition: Definition, backward: object) -> None:
-    """Raise if an `autograd.Function` class was passed in place of its `backward`."""
+    """Raise if the user passed an `autograd.Function` class instead of a function."""
     if isinstance(backward, type) and issubclass(backward, torch.autograd.Function):
         name = backward.__name__
         raise RuleSignatureError(
@@ -53,7 +53,7 @@ def check_no_autograd_function(definition: Definition, backward: object) -> None
 def check_tensors(
     definition: Definition, caller: str, supported: frozenset[str], *, reason: str, mode: str
 ) -> None:
-    """Raise NotImplementedError for tensors in positions that formulas do not support."""
+    """Raise NotImplementedError for arguments and results that formulas do not support."""
     schema = definition.schema
     if schema.keyword_only_tensors:
         raise NotImplementedError(
@@ -74,8 +74,7 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
 
     Args:
         definition: the operator.
-        decomposes: True if its calls decompose into calls of the functional operator, as for a
-            derived in-place form.
+        decomposes: whether the operator is a derived form that calls the functional operator.
     """
     schema = definition.schema
     if decomposes or schema.form is Form.OUT:
@@ -112,7 +111,7 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
 
 
 def check_replaces_no_gradient(definition: Definition) -> None:
-    """Raise if registering only a jvp would replace another library's autograd kernel."""
+    """Raise if a jvp alone would replace an autograd kernel of another library."""
     for key in ("Autograd", "CompositeImplicitAutograd"):
         if dispatch.has_kernel(str(definition), key):
             raise RuntimeError(
@@ -123,7 +122,7 @@ def check_replaces_no_gradient(definition: Definition) -> None:
 
 
 def _non_functional_problem(definition: Definition) -> str | None:
-    """Return why a non-functional operator cannot have a formula; None if it can."""
+    """Return why an operator that mutates or aliases cannot have a formula, or None if it can."""
     schema = definition.schema
     if schema.form is Form.INPLACE or _is_simple_view(definition):
         return None
@@ -135,7 +134,7 @@ def _non_functional_problem(definition: Definition) -> str | None:
             "(torch.Tag.inplace) returns the tensor that it mutates, and can have one"
         )
     if schema.returns_written:
-        # Before PyTorch has torch.Tag.inplace, libraries cannot declare the in-place form.
+        # Releases before PyTorch 2.13 have no torch.Tag.inplace, so the message omits it.
         tag = (
             " without being tagged as in-place (torch.Tag.inplace)"
             if form_tags(Form.INPLACE)

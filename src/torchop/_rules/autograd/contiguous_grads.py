@@ -1,4 +1,4 @@
-"""The `contiguous_grads` option: gradients for kernels that ignore strides."""
+"""The `contiguous_grads` option of `register_autograd`, for kernels that ignore strides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
-    """Wrap `backward` so that it receives gradients in `torch.contiguous_format`.
+    """Wrap a formula to pass it only contiguous gradients.
 
     Autograd may pass gradients that are expanded (from `sum`), slices (from `torch.cat`) or lazily
     conjugated (from `conj`).
@@ -25,14 +25,14 @@ def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
     return cast(FunctionType, contiguous)
 
 
-# The code object shared by all wrapped formulas. Native calls use it to recognize them, and call
+# All wrapped formulas share this code object. Native calls recognize the wrapper by it, and call
 # `__wrapped__` directly if all gradients are contiguous.
 CONTIGUOUS_CODE = with_contiguous_grads(print).__code__
 
 
 def _contiguous(grad: Any) -> Any:
     if isinstance(grad, Tensor):
-        # Sparse layouts have no strides, and `contiguous` raises for them.
+        # Sparse layouts have no strides, so `contiguous` raises for them.
         if grad.layout not in _WITH_STRIDES:
             return grad
         # `contiguous` does not materialize lazy conjugation or negation.

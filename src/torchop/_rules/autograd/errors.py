@@ -1,4 +1,4 @@
-"""Errors for missing formulas, and for formulas that read tensor data during tracing."""
+"""Errors for missing formulas, and for formulas that read data while being traced."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def missing_formula(definition: Definition) -> MissingFormulaError:
 def raise_if_data_was_read(
     definition: Definition, part: str, values: Iterable[Any], error: Exception
 ) -> None:
-    """Raise TracingError if `error` comes from reading a tensor without data.
+    """Raise TracingError if `error` was raised because a tensor has no data.
 
-    The message suggests a backward kernel. Return if the failure has another cause.
+    The message suggests writing a backward kernel. Return without raising for all other errors.
 
     Args:
         definition: the operator.
@@ -45,7 +45,7 @@ def raise_if_data_was_read(
     tensor = next((t for t in tensors_in(values) if tracing.has_no_data(t)), None)
     if tensor is None or not reads_data(error, definition.overload):
         return
-    # Keep only the first line. PyTorch appends advice about its logs; `__cause__` still has it.
+    # The other lines are advice about PyTorch's logs, and still appear in `__cause__`.
     reading = short_text(str(error).partition("\n")[0])
     raise TracingError(
         f"{definition}: the {part} cannot run {_place(tensor)}, because it read the data of a "
@@ -57,7 +57,7 @@ def raise_if_data_was_read(
 
 
 def _place(tensor: Tensor) -> str:
-    """Describe the context in which a tensor has no data."""
+    """Describe why a tensor has no data."""
     if tracing.is_traced(tensor):
         return "in a compiler's trace"
     if functorch.is_wrapped(tensor):
@@ -67,7 +67,7 @@ def _place(tensor: Tensor) -> str:
 
 
 def _outline(definition: Definition) -> str:
-    """Return the signature of a backward kernel that takes every tensor of a call."""
+    """Return the signature of a backward kernel that takes all gradients and all tensors."""
     schema, structure = definition.schema, definition.structure
     results = [kind for kind in schema.returns if "Tensor" in kind]
     grads = ["grad"] if len(results) == 1 else [f"grad_{n}" for n in range(len(results))]
@@ -75,7 +75,7 @@ def _outline(definition: Definition) -> str:
     differentiated = [argument for argument in schema.positional if argument.holds_tensors]
     if structure is None:
         parameters += [f"{each.name}: {_annotation(each.kind)}" for each in differentiated]
-    else:  # show the author's parameters, not the flattened schema
+    else:  # show the author's parameters, not the flattened arguments
         parameters += [f"{p.name}: {spell(p.declared.annotation)}" for p in structure.parameters]
     gradients = [_gradient(argument) for argument in differentiated]
     returned = gradients[0] if len(gradients) == 1 else f"tuple[{', '.join(gradients)}]"

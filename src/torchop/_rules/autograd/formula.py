@@ -1,4 +1,4 @@
-"""The backward formula of an operator, as stored in its call plan."""
+"""The backward formula of an operator, as stored in the call plan."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from typing import Any
 from torchop._rules.autograd.forward_mode import Tangents
 from torchop._schema.callables import setup_caller
 
-# `Callable[..., Any]` accepts every function. The other two give lambda parameters a type.
+# `Callable[..., Any]` accepts every function. The other two types are for the parameters of
+# lambdas.
 SetupContext = (
     Callable[[Any, Any, Any], Any] | Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
 )
 
 
 class Formula:
-    """A formula written by the user, or the absence of one. `derived` has a subclass.
+    """A formula that the user registered. The subclass `DerivedFormula` needs no function.
 
-    A call through the dispatcher calls `run` and then `save`. A native call has no active modes,
-    tracers or tensor subclasses, so it calls `before_kernel`, the kernel, and then `save`.
+    A call through the dispatcher calls `run` and then `save`. Native calls happen without modes,
+    tracing and Tensor subclasses. They call `before_kernel`, the kernel, and `save`.
 
     Attributes:
-        definition: the operator; None in `NO_FORMULA`, which operators without a formula share.
-        function: the user's `backward(ctx, *grads)`; None for a derived formula.
+        definition: the operator. None in `NO_FORMULA`, which all operators without a formula share.
+        function: the user's `backward(ctx, *grads)`. None for a derived formula.
         setup_context: the user's function.
-        setup: `setup_context` with the uniform signature
+        setup: calls `setup_context`. It always has the signature
             `(ctx, inputs, keyword_only_inputs, output)`.
-        backward: the function that computes the gradients; None if there is no formula.
-        training: the training form, if `setup_context` takes residuals. See
+        backward: the function that computes the gradients. None if no formula is registered.
+        training: the training form of the operator, if `setup_context` takes residuals. See
             `residuals/training.py`.
         save: `save(ctx, inputs, keyword_only_inputs, output, *extra)`, called after the kernel.
-            `extra` holds the remaining values that `run` returned, or the value that
+            `extra` are the values that `run` returned in addition to the result, or the value that
             `before_kernel` returned. None if nothing is saved.
-        before_kernel: `before_kernel(inputs, keyword_only_inputs)`, called by native calls only. If
+        before_kernel: `before_kernel(inputs, keyword_only_inputs)`, called in native calls only. If
             it returns NotImplemented, the call falls back to the dispatcher.
         tangents: the forward-mode formula. Set when the rule compiles the call plan.
     """
@@ -59,21 +60,21 @@ class Formula:
 
     @property
     def title(self) -> str | None:
-        """Return a short name for `repr`; None if there is no formula."""
+        """Return a short name for `repr`, or None if no formula is registered."""
         return None if self.function is None else "autograd"
 
     @property
     def cache_part(self) -> object:
-        """Return the formula's contribution to the cache keys of compiled graphs.
+        """Return the part of the cache keys of compiled graphs that depends on the formula.
 
-        PyTorch's own cache keys ignore the formula: see pytorch/pytorch#144344. Compilers trace a
-        user's function, so the key includes the code. A derived formula is called as an operator,
-        so the name suffices.
+        PyTorch's own cache keys ignore the formula (pytorch/pytorch#144344). Compilers trace a
+        function of the user, so the key depends on the code. A derived formula appears in graphs as
+        a call of a helper operator, so the title is enough.
         """
         return self.function or self.title
 
     def run(self, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Call the kernel through the dispatcher. Return the result and the extras for `save`."""
+        """Call the kernel through the dispatcher. Return the result and `extra` for `save`."""
         return (call(),) if self.training is None else self.training(args, kwargs)
 
 
@@ -81,7 +82,7 @@ NO_FORMULA = Formula(None)
 
 
 class Derived:
-    """Marker for the class form: use it in place of `backward` to derive the formula."""
+    """The type of `torchop.derived`, which in the class form replaces `backward`."""
 
     __slots__ = ()
 

@@ -1,9 +1,9 @@
 """Forward mode: compute the tangents of an operator's outputs.
 
-A call with tangents runs the operator on the primals, calls the formula for the output tangents,
-and combines both into dual tensors. These are ordinary operator calls, so outer transforms can
-differentiate them. If the call also records a gradient, it goes through the `autograd.Function`
-instead, because the saved tensors must keep their tangents for forward-over-reverse.
+For inputs with tangents, torchop calls the operator on the primals, calls the formula to get the
+output tangents, and combines both into dual tensors. These are ordinary calls, so outer transforms
+can differentiate them. If the call also records a gradient, the `autograd.Function` does this
+instead, because for forward-over-reverse the saved tensors must keep their tangents.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torchop._rules.autograd.gradients import (
 from torchop._schema.callables import check_signature
 from torchop._schema.schema import TENSOR_LISTS
 
-# A forward-mode formula and a `setup_context`; None selects that of the backward formula. In a call
-# plan, the signature is `setup_context(ctx, inputs, keyword_only_inputs, output)`.
+# A forward-mode formula and its `setup_context`. None means the `setup_context` of the backward
+# formula. In a call plan, it always takes `(ctx, inputs, keyword_only_inputs, output)`.
 Tangents = tuple[Callable[..., Any], Callable[..., Any] | None]
 
 
-_FOLLOWED = TENSOR_LISTS | {"Tensor", "Optional[Tensor]"}
+_SUPPORTED = TENSOR_LISTS | {"Tensor", "Optional[Tensor]"}
 
 
 def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
@@ -50,7 +50,7 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
     check_tensors(
         definition,
         "register_jvp",
-        _FOLLOWED,
+        _SUPPORTED,
         reason="jvp does not receive their tangents",
         mode="forward mode",
     )
@@ -59,13 +59,13 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
 
 
 class ForwardContext(FunctionCtx):
-    """The `ctx` of a forward-mode formula, which has no autograd node.
+    """The `ctx` of a forward-mode formula. It is not an autograd node.
 
-    `needs_input_grad` contains one flag per input, True if the input has a tangent; a list of
-    tensors has a list of flags.
+    `needs_input_grad` contains True for each input with a tangent. The entry for a list of tensors
+    is a list.
     """
 
-    # Attributes that the methods of `FunctionCtx` assign.
+    # The methods of `FunctionCtx` set these attributes.
     to_save: Any = ()
     saved_for_forward: Any = None
     non_differentiable: Any = ()
@@ -76,7 +76,7 @@ class ForwardContext(FunctionCtx):
 
     @property
     def saved_tensors(self) -> Any:
-        # A `setup_context` shared with the backward may only call `save_for_backward`.
+        # A `setup_context` that is shared with the backward may only call `save_for_backward`.
         return self.to_save if self.saved_for_forward is None else self.saved_for_forward
 
 
@@ -87,14 +87,14 @@ def _materialized(ctx: ForwardContext, primal: Any, tangent: Tensor | None) -> T
 
 
 def has_tangents(values: Sequence[Any]) -> bool:
-    """Return whether any tensor in `values` has a tangent. Call this inside a dual level only."""
+    """Return whether any tensor in `values` has a tangent. A dual level must be active."""
     return any(autograd.unpack_dual(tensor)[1] is not None for tensor in tensors_in(values))
 
 
 def differentiate(
     definition: Definition, rule: Tangents, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a call whose inputs have tangents, and do not require grad."""
+    """Run a call with tangents that does not record a gradient, and return dual tensors."""
     inputs, keywords = definition.schema.fill_defaults(args, kwargs)
     layout = input_layout(definition, inputs)
     primals = [autograd.unpack_dual(value)[0] for value in flatten(inputs, layout)]
@@ -117,7 +117,7 @@ def tangents_of(
     keywords: Mapping[str, Any],
     output: Any,
 ) -> list[Tensor | None]:
-    """Return one tangent or None per output, flattened, from the forward-mode formula."""
+    """Call the forward-mode formula. Return one tangent or None for each output, flattened."""
     jvp, setup_context = rule
     _check_not_compiled(definition, inputs)
     layout = input_layout(definition, inputs)
@@ -130,8 +130,8 @@ def tangents_of(
     outputs = output if isinstance(output, tuple) else (output,)
     returned = jvp(ctx, *unflatten(input_tangents, layout))
     tangents = flatten(_checked(definition, ctx, outputs, returned), layout_of(outputs))
-    # An in-place write to an output also updates its tangent, so the tangent must not alias an
-    # input's tangent.
+    # An in-place write to an output also writes to its tangent, which therefore must not alias the
+    # tangent of an input.
     ids = set(map(id, input_tangents))
     return [
         tangent.clone()
@@ -206,7 +206,7 @@ def _wrong_tangent(
 
 
 def unsupported(definition: Definition) -> ForwardModeError:
-    """Return the error for a call with tangents if the operator has no forward-mode formula."""
+    """Return the error for calling an operator without a forward-mode formula with tangents."""
     return ForwardModeError(
         f"{definition} does not support forward-mode differentiation (torch.func.jvp, jacfwd, dual "
         "tensors): it has no jvp formula, so the tangent of its result would be zero. Register "
@@ -216,7 +216,7 @@ def unsupported(definition: Definition) -> ForwardModeError:
 
 
 def residuals_unsupported(definition: Definition) -> ForwardModeError:
-    """Return the error for a call with tangents that saves residuals, which have no tangents."""
+    """Return the error for a call with tangents that saves residuals."""
     return ForwardModeError(
         f"{definition} was called with dual tensors that require grad, but its gradient uses "
         "residuals, which have no tangents. Register a formula with "

@@ -1,7 +1,7 @@
 """The `torch.autograd.Function` of an operator.
 
-Autograd does not look inside list arguments. The function therefore takes each tensor in a list as
-a separate argument, and restores the lists for `setup_context` and `backward`.
+Autograd ignores tensors inside lists. The function therefore takes each tensor of a list as a
+separate argument, and restores the lists before it calls `setup_context` and `backward`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchop._schema.forms import Form
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A call of the operator, with the layouts for flattening its inputs and outputs."""
+    """A call of the operator. `inputs` and `outputs` describe which values are lists."""
 
     keyset: DispatchKeySet
     args: Sequence[Any]
@@ -45,8 +45,8 @@ class _Call:
 class _Pending(threading.local):
     """Passes the current call from `apply` to `forward`.
 
-    An additional argument of the function would be an input for autograd, and each backward would
-    have to return a None gradient for it.
+    As an argument of the function, the call would be an input of the autograd node, and every
+    backward would return a gradient of None for it.
     """
 
     call: _Call | None = None
@@ -64,9 +64,18 @@ def apply(
     *,
     is_dual: bool = False,
 ) -> Any:
-    """Call the operator and record the call for the backward. `is_dual`: inputs have tangents."""
-    # The dispatcher strips trailing arguments that equal their default, but a formula returns
-    # gradients for them too.
+    """Call the operator and record the call for the backward.
+
+    Args:
+        function: the function from `make_function`.
+        definition: the operator.
+        keyset: the dispatch keys of the call.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        is_dual: whether inputs have tangents.
+    """
+    # The dispatcher drops trailing arguments that equal their default, but formulas return a
+    # gradient for every argument.
     inputs, _ = definition.schema.fill_defaults(args, kwargs)
     call = _Call(keyset, args, kwargs, input_layout(definition, inputs), is_dual)
     operands = flatten(inputs, call.inputs)
@@ -77,7 +86,7 @@ def apply(
         else:
             result = function.apply(*operands)
     finally:
-        _pending.call = None  # if an error occurred before `forward`
+        _pending.call = None  # in case an error occurred before `forward`
     if call.outputs is None:
         return result
     values = unflatten(result, call.outputs)
@@ -85,16 +94,16 @@ def apply(
 
 
 def make_function(definition: Definition, rule_type: Any) -> Any:
-    """Create the autograd function. `rule_type` is the rule whose compiled plan is the formula."""
+    """Create the `autograd.Function` of an operator. `rule_type` is `AutogradRule`."""
     formula: Callable[[], Formula] = functools.partial(definition.compiled, rule_type)
 
     def forward(ctx: Any, *operands: Any) -> Any:
-        # Clear it before the kernel runs: the kernel may call another operator.
+        # Clear it before the kernel runs, because the kernel may call another operator.
         call, _pending.call = _pending.call, None
-        assert call is not None  # set by `apply`, the only caller
+        assert call is not None  # set by `apply`
         if call.inputs is not None:
             ctx._torchop_inputs = call.inputs
-            # Formulas expect one entry per argument, so restore the lists.
+            # Formulas expect one entry per argument.
             ctx.needs_input_grad = unflatten(ctx.needs_input_grad, call.inputs)
         rule = formula()
 
@@ -102,12 +111,12 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             return rule.run(call.args, call.kwargs, lambda: _redispatch(definition, call))
 
         with autograd.below_autograd():
-            # With active transforms, outer levels must differentiate the operators called here.
+            # If transforms are active, outer levels must differentiate the operators called here.
             is_inside = functorch.is_active()
             result, *seen = autograd.outer_levels_differentiate(run) if is_inside else run()
             if definition.schema.form is Form.INPLACE:
-                result = call.args[0]  # a dispatch mode may have returned a different object
-                # Without mark_dirty, autograd would turn the returned input into a view of itself.
+                result = call.args[0]  # a mode may have returned another object
+                # Without mark_dirty, autograd would replace the returned input by a view of it.
                 ctx.mark_dirty(result)
                 tracing.show_mutation(result)
             if call.is_dual:
@@ -119,7 +128,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
                 except Exception as error:
                     values = (*inputs, *keywords.values(), result)
                     raise_if_data_was_read(definition, "setup_context", values, error)
-                    if compilers.dynamo_is_tracing():  # Dynamo's error omits this frame
+                    if compilers.dynamo_is_tracing():  # Dynamo's error does not show this frame
                         add_note(error, f"in setup_context of {definition}")
                     raise
         if isinstance(result, Tensor):
@@ -137,8 +146,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         del ctx._torchop_dual
         inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
         rule = formula().tangents
-        assert rule is not None  # otherwise the autograd kernel raised ForwardModeError
-        # PyTorch disables forward mode here, so re-enable it to unpack the input tangents.
+        assert rule is not None  # otherwise the autograd kernel would have raised
+        # PyTorch disables forward mode in this method. Enable it to unpack the input tangents.
         return autograd.outer_levels_differentiate(
             lambda: tuple(forward_mode.tangents_of(definition, rule, inputs, keywords, result))
         )
@@ -149,7 +158,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
     has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
 
-    # If an in-place operator mutated a view, the gradient belongs to the base, with another shape.
+    # After an in-place operator on a view, the gradient has the shape of the base.
     may_check_fit = schema.form is not Form.INPLACE
 
     def on_error(error: Exception, ctx: Any, *grads: Any) -> None:
@@ -168,8 +177,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             gradients.check_fit(definition, flat, inputs, ctx)
         return flat
 
-    # Compiled autograd traces the first variant, which uses Python code only. The engine calls the
-    # second one, or its C++ implementation.
+    # Compiled autograd traces the first variant, so it only consists of Python code. The autograd
+    # engine calls the second variant, or the C++ implementation of it.
     def make_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx and one gradient per output
@@ -192,9 +201,9 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
                 and are_plain(result, count, args[0])
                 and not (no_tensors and any(result[index] is not None for index in no_tensors))
             ):
-                flat: tuple[Tensor | None, ...] = result  # no lists, and nothing left to check
+                flat: tuple[Tensor | None, ...] = result
                 return flat
-            # While tracing, `ctx` has no input metadata to compare the gradients with.
+            # While tracing, `ctx` has no metadata of the inputs, so shapes are not compared.
             is_traced = are_plain is gradients.are_plain_in_python
             return flatten_and_check(args[0], result, fits=is_traced)
 
@@ -208,9 +217,9 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         jvp,
     )
     context = autograd.context_type(function)
-    # Class attributes serve as defaults: most calls set none of these on the instance.
+    # Defaults, because most calls do not set these attributes.
     context._torchop_inputs = context._torchop_outputs = context._torchop_guard = None
-    # The engine calls `apply` of the context class. Override it to skip the lookup of `vjp`,
+    # The engine calls `apply` of the context class. Replacing it avoids the lookups of `vjp`,
     # `backward` and `boxed_grads_call` in `BackwardCFunction.apply` (torch/autograd/function.py).
     context.apply = make_backward(_hooks.extension.are_plain)
     read: Callable[[Any], Any] = saved_tensors
@@ -231,7 +240,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
 
 
 def _add_hint(definition: Definition, formula: Formula, ctx: Any, error: Exception) -> None:
-    """Add a note to errors caused by a missing or incomplete `setup_context`."""
+    """Add a note to an error that a missing or incomplete `setup_context` caused."""
     attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
     code = getattr(inspect.unwrap(cast(Any, formula.function)), "__code__", None)
     reads_saved = code is not None and "saved_tensors" in code.co_names
@@ -264,11 +273,11 @@ def _redispatch(definition: Definition, call: _Call) -> Any:
 
 
 def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the saved tensors of a node. A formula may read them repeatedly.
+    """Return the saved tensors of a node, also if the formula reads them several times.
 
     Workaround for pytorch/pytorch#82156: saved tensors of a checkpointed region can be unpacked
-    only once. They are cached for the duration of the backward, per thread because several threads
-    may run the backward of one node.
+    only once. The tensors are cached while the backward runs, separately for each thread, because
+    several threads may run the backward of one node.
     """
     cache = _unpacked.by_node.get(id(ctx))
     if cache is None:
@@ -279,17 +288,17 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the saved tensors; raise if a double backward would ignore saved residuals."""
+    """Return the saved tensors. In a double backward, residuals are wrapped by a guard."""
     tensors = autograd.raw_saved_tensors(ctx)
-    # In a transform, the training form has a formula that differentiates the residuals.
+    # In a transform, the formula of the training form guards the residuals.
     if not torch.is_grad_enabled() or functorch.is_active():
         return tensors
-    guard = ctx._torchop_guard or ctx.non_differentiable  # native calls use the second attribute
+    guard = ctx._torchop_guard or ctx.non_differentiable  # native calls set the second attribute
     return guard(ctx, tensors) if guard else tensors
 
 
 class _Unpacked(threading.local):
-    """Saved tensors by node id, for the nodes whose backward is running in this thread."""
+    """The saved tensors of nodes whose backward is running in this thread, by node id."""
 
     def __init__(self) -> None:
         self.by_node: dict[int, list[tuple[Tensor | None, ...]]] = {}
@@ -299,7 +308,7 @@ _unpacked = _Unpacked()
 
 
 class Unpacking:
-    """Enable the cache of `saved_tensors` while the backward of a node runs."""
+    """A context manager that enables the cache of `saved_tensors` for one node."""
 
     __slots__ = ("by_node", "node", "outer")
 

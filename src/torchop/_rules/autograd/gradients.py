@@ -1,4 +1,4 @@
-"""Checks and flattening of the gradients that a backward formula returns."""
+"""Check and flatten the gradients that a backward formula returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchop._schema.schema import Argument
 
 
 def is_differentiable(value: Any) -> bool:
-    """Return whether a value is a tensor that can have a gradient or a tangent."""
+    """Return whether a value is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -27,10 +27,10 @@ _PLAIN = frozenset({Tensor, type(None)})
 
 
 def are_plain_in_python(gradients: Any, count: int, ctx: Any) -> bool:
-    """Return whether `gradients` is a tuple of `count` plain tensors or None.
+    """Return whether `gradients` is a tuple of length `count` that only contains Tensor and None.
 
-    The C++ `are_plain` also compares shapes with the node. This version runs while tracing, when
-    `ctx` is not a node.
+    The C++ function `are_plain` also compares shapes with the autograd node. This one is for
+    tracing, where `ctx` is not a node.
     """
     return (
         type(gradients) is tuple
@@ -42,7 +42,7 @@ def are_plain_in_python(gradients: Any, count: int, ctx: Any) -> bool:
 def check_fit(
     definition: Definition, gradients: Sequence[Any], layout: Layout | None, ctx: Any
 ) -> None:
-    """Raise an error that names the operator if the autograd engine would reject a gradient."""
+    """Raise if the autograd engine would reject a gradient. Its own error has no operator name."""
     for index, gradient, expected in _mismatches(gradients, ctx):
         if not sums_to(expected.shape, gradient.shape):
             problem = (
@@ -57,7 +57,7 @@ def check_fit(
         elif gradient.is_complex() and not expected.dtype.is_complex:
             problem = f"real numbers, got {gradient.dtype}. Return the real part, .real"
         else:
-            continue  # autograd converts it
+            continue  # autograd converts the gradient
         name = flatten(_names_of_entries(definition, layout), layout)[index]
         raise GradientError(
             f"{definition}: backward returned the wrong gradient for input {name!r}: expected "
@@ -74,7 +74,7 @@ def _names_of_entries(definition: Definition, layout: Layout | None) -> list[Any
 
 
 def _mismatches(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """Yield index, gradient and input metadata where a plain gradient differs from its input."""
+    """Yield the index, the gradient and the input's metadata of each mismatch between them."""
     for index, expected in autograd.described_inputs(ctx):
         gradient = gradients[index]
         if type(gradient) is Tensor and (
@@ -86,7 +86,7 @@ def _mismatches(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tenso
 
 
 def sums_to(shape: Sequence[int], of: Sequence[int]) -> bool:
-    """Return whether autograd reduces a gradient of shape `of` to `shape` by summation."""
+    """Return whether autograd can sum a gradient of shape `of` to the shape `shape`."""
     return len(shape) <= len(of) and all(
         size in (1, other) for size, other in zip(reversed(shape), reversed(of), strict=False)
     )
@@ -99,7 +99,7 @@ def flat_gradients(
     arguments = definition.schema.positional
     gradients = result if isinstance(result, tuple) else (result,)
     while len(gradients) > len(arguments) and gradients[-1] is None:
-        gradients = gradients[:-1]  # `autograd.Function` allows additional trailing None
+        gradients = gradients[:-1]  # like `autograd.Function`, allow additional None at the end
     required = _required_gradients(arguments, needed)
     if not required <= len(gradients) <= len(arguments):
         allowed = f"{required} to {len(arguments)}" if required < len(arguments) else str(required)
@@ -137,9 +137,9 @@ def flat_gradients(
 def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
     """Return the minimum number of gradients that a formula must return.
 
-    Formulas written for torch.library omit the gradients of trailing arguments that the call left
-    at their defaults. Here the formula always receives all arguments, so gradients may be omitted
-    for any trailing argument that has a default and needs no gradient.
+    With torch.library, a formula does not return gradients for trailing arguments that the call
+    omits. To support such formulas, gradients may be omitted for all trailing arguments that have a
+    default and need no gradient.
     """
     count = len(arguments)
     while count and arguments[count - 1].has_default:
@@ -163,10 +163,15 @@ def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) 
 def in_fresh_memory(
     gradients: Iterable[Tensor], likes: Iterable[Tensor], inputs: Iterable[Any]
 ) -> list[Tensor]:
-    """Copy gradients where needed, so that each has its own memory and the expected strides.
+    """Copy gradients that share memory or have other strides than `torch.empty_like(like)`.
 
-    Compiled code relies on the fake kernel, which returns `empty_like(like)`. A gradient may
-    instead be expanded, or be one of the incoming gradients.
+    Compiled code relies on the fake kernel, which returns `torch.empty_like(like)`. But a gradient
+    may be expanded, or be one of the incoming gradients.
+
+    Args:
+        gradients: the gradients.
+        likes: one tensor for each gradient.
+        inputs: tensors with which the gradients must not share memory.
     """
     taken = list(tensors_in(inputs))
     count = len(taken)
@@ -175,7 +180,7 @@ def in_fresh_memory(
         is_like = strided and like.is_contiguous() and gradient.stride() == like.stride()
         if strided and not is_like:
             is_like = gradient.stride() == torch.empty_like(like, device="meta").stride()
-        # `is_evidently_fresh` is fast but conservative: see results.h.
+        # `is_evidently_fresh` is fast, but may return False for fresh tensors.
         if (strided and not is_like) or not (
             _hooks.extension.is_evidently_fresh(tuple(taken), {}, gradient)
             or storage_of(gradient) not in map(storage_of, taken)
@@ -185,8 +190,8 @@ def in_fresh_memory(
     return taken[count:]
 
 
-# One entry per argument or output: the length of a list of tensors, or None for other values. A
-# layout of None means that there are no lists, so the values are flat already.
+# The layout of a sequence of values: the length of each value that is a list, and None for each
+# other value. None instead of a layout means that no value is a list.
 Layout = tuple["int | None", ...]
 
 
@@ -206,7 +211,7 @@ def layout_of(values: Sequence[Any]) -> Layout | None:
 
 
 def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
-    """Replace each list by its entries."""
+    """Replace each list in `values` by the entries of the list."""
     if layout is None:
         return values
     flat: list[Any] = []
@@ -219,7 +224,7 @@ def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
 
 
 def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple[Any, ...]:
-    """Restore the lists that `flatten` replaced."""
+    """Invert `flatten`."""
     if layout is None:
         return tuple(flat)
     rest = iter(flat)
@@ -227,7 +232,7 @@ def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple
 
 
 def placed(gradients: Iterable[Any], needed: Sequence[Any]) -> tuple[Any, ...]:
-    """Arrange gradients like `ctx.needs_input_grad`, with None for inputs that need none."""
+    """Arrange gradients like `ctx.needs_input_grad`. Inputs that need no gradient get None."""
     layout = layout_of(needed)
     rest = iter(gradients)
     return unflatten([next(rest) if need else None for need in flatten(needed, layout)], layout)

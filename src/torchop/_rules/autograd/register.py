@@ -1,4 +1,4 @@
-"""Public functions that register backward and forward-mode formulas."""
+"""`register_autograd`, `register_jvp` and `derive_autograd`."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ def register_autograd(
         backward: `backward(ctx, *grads)`. It receives one gradient per output and returns one
             gradient per input: a tensor of the input's shape, or None. Outputs and inputs that are
             lists have lists of gradients. It must consist of PyTorch operators. A formula that
-            reads data, for example through NumPy, works in eager mode only; use `backward_kernel`
-            for compilers, `torch.func` transforms and DTensor. Without `backward`, a decorator is
-            returned.
+            reads data, for example with NumPy, works in eager mode only. For compilers,
+            `torch.func` transforms and DTensor, use `backward_kernel`. Without `backward`, a
+            decorator is returned.
         setup_context: `setup_context(ctx, inputs, output)`, called after the kernel to save values
             on `ctx` for `backward`. If the schema has keyword-only arguments, the signature is
-            `setup_context(ctx, inputs, keyword_only_inputs, output)`. Omitted arguments have their
-            defaults. With an additional parameter `residuals`, it also receives the residuals of
-            the kernel, as attributes; see `torchop.residuals`.
+            `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the call omits
+            have their default. An additional parameter `residuals` receives an object with the
+            residuals of the kernel as attributes: see `torchop.residuals`.
         jvp: the forward-mode formula, as in `register_jvp`. It uses the same `setup_context`.
-        backward_kernel: replaces `backward` and `setup_context` by a function that becomes the
-            operator `name__backward_kernel`. Its first parameters are the gradients of the outputs.
-            The others name the values to save: arguments, `output` (`output_0`, `output_1`, ... if
-            there are several) and residuals. It returns the gradients of all tensor arguments in
-            schema order, in newly allocated memory, with a list for each list of tensors. Its type
-            annotations follow the rules for operators, structures included. The default fake
-            kernel returns tensors like the arguments; register another one if that is wrong.
-        contiguous_grads: pass every gradient to `backward` or `backward_kernel` in
-            `torch.contiguous_format`. Gradients that are already contiguous are not copied. Set
-            this for kernels that ignore strides: the gradient from `loss.sum()` is expanded, with
-            strides of 0, and the gradient from `torch.cat` is a slice of a larger tensor.
-        lib: the library that owns the registration; by default it lasts until the process exits.
+        backward_kernel: a function that becomes the operator `name__backward_kernel`, instead of
+            `backward` and `setup_context`. The first parameters are the gradients of the outputs.
+            The names of the others select the values to save: arguments, residuals, and `output`
+            (`output_0`, `output_1`, ... if there are several outputs). It returns the gradients of
+            all tensor arguments in the order of the schema, in newly allocated memory, with a list
+            for each list of tensors. The same type annotations are allowed as for operators,
+            including structures. The default fake kernel returns tensors like the arguments.
+        contiguous_grads: pass only contiguous gradients to `backward` or `backward_kernel`. Set
+            this for kernels that ignore strides: the gradient from `loss.sum()` is expanded and has
+            strides of 0, and the gradient from `torch.cat` is a slice of a larger tensor. Gradients
+            that are already contiguous are not copied.
+        lib: the library that owns the registration. By default, it is permanent.
 
     Returns:
         `backward`, or a decorator if `backward` is omitted. None if `backward_kernel` is given.
@@ -82,10 +82,10 @@ def register_autograd(
         RuntimeError: the operator returns nothing, returns views, or returns only tensors that it
             mutates.
 
-    An in-place operator returns its first argument. `backward` maps the gradient of the new value
-    to the gradient of the old value, and `setup_context` sees the new value both in `inputs` and as
-    `output`. For other mutable operators, the mutated arguments must not require grad (like the
-    running statistics of batch norm), and their gradients are None.
+    For an in-place operator, `backward` maps the gradient of the new value of the first argument to
+    the gradient of the old value. `setup_context` sees the new value, both in `inputs` and as
+    `output`. For other operators that mutate arguments, the mutated arguments must not require
+    grad, like the running statistics of batch norm. Their gradients are None.
 
     Example:
         >>> import torch, torchop
@@ -133,8 +133,8 @@ def register_jvp(
 ) -> Function:
     """Register the forward-mode formula of an operator, which computes the output tangents.
 
-    It is used by `torch.func.jvp`, `jacfwd`, `hessian`, `linearize` and dual tensors. If the
-    formula consists of differentiable operators, it supports higher derivatives in both modes.
+    `torch.func.jvp`, `jacfwd`, `hessian`, `linearize` and dual tensors use it. If the formula
+    consists of differentiable operators, higher derivatives work in both modes.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -145,9 +145,9 @@ def register_jvp(
             output, with the output's shape and dtype, or None. Without `jvp`, a decorator is
             returned.
         setup_context: saves values on `ctx`, as in `register_autograd`. By default, the
-            `setup_context` of the backward formula is called. `ctx.saved_tensors` holds the tensors
-            passed to `ctx.save_for_forward`, or otherwise to `ctx.save_for_backward`.
-        lib: the library that owns the registration; by default it lasts until the process exits.
+            `setup_context` of the backward formula is called. `ctx.saved_tensors` are the tensors
+            passed to `ctx.save_for_forward` or, without such a call, to `ctx.save_for_backward`.
+        lib: the library that owns the registration. By default, it is permanent.
 
     Returns:
         `jvp`, or a decorator if `jvp` is omitted.
@@ -156,7 +156,7 @@ def register_jvp(
         NotImplementedError: forward mode does not support a tensor type in the schema.
         OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: a function does not accept the arguments that it would receive.
-        RuntimeError: the operator mutates an argument, returns a view or returns nothing; or the
+        RuntimeError: the operator mutates an argument, returns a view or returns nothing, or the
             registration would replace an autograd kernel of another library.
 
     Example:
@@ -188,10 +188,9 @@ def register(
     is_kernel: bool = False,
     contiguous_grads: bool = False,
 ) -> None:
-    """Register `backward`, and optionally `jvp`, as the formulas of an operator.
+    """Register the backward formula of an operator, and optionally the forward-mode formula.
 
-    If `is_kernel`, `backward` becomes an operator that compilers do not trace, and no
-    `setup_context` is needed.
+    With `is_kernel`, `backward` is a backward kernel, which needs no `setup_context`.
     """
     definition = rule.definition
     check_has_gradient(definition)
@@ -227,19 +226,19 @@ def register(
 def derive_autograd(op: OpLike, /) -> None:
     """Derive the backward formula by differentiating the kernel with PyTorch's autograd.
 
-    A call saves its inputs. In eager mode, `backward` runs the kernel again and differentiates it;
-    higher derivatives work too. Compiled graphs call two helper operators instead,
+    A call saves the inputs. In eager mode, the backward runs the kernel again and differentiates
+    it. Higher derivatives work too. Compiled graphs call two helper operators instead:
     `name__training` in the forward and `name__backward` in the backward. Random numbers and
     autocast settings are the same in both runs of the kernel.
 
     Raises:
-        GradientError: a `RuntimeError`: the operator mutates, aliases or has an effect, or
-            one of the helper operators is already defined.
+        GradientError: a `RuntimeError`: the operator mutates or aliases arguments or has an effect,
+            or one of the helper operators is already defined.
         NotImplementedError: autograd does not support a tensor type in the schema.
 
-    If an input does not affect any output, its gradient is zeros. If the kernel leaves autograd,
-    for example through NumPy or `detach`, the backward raises `GradientError`. Python numbers
-    that the kernel reads, as in `x.item()`, are treated as constants.
+    The gradient of an input that does not affect any output is zero. If the kernel computes an
+    output outside of autograd, for example with NumPy or `detach`, the backward raises
+    `GradientError`. Python numbers that the kernel reads, as in `x.item()`, are constants.
 
     Example:
         >>> import torch, torchop

@@ -1,4 +1,4 @@
-"""The autograd rule: the kernel at the Autograd key and the formulas that it uses."""
+"""The autograd rule: the kernel at the Autograd key, and the formulas that it calls."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from torchop._schema.forms import Form
 
 
 class AutogradRule(CompiledRule[Formula]):
-    """The backward formula and the forward-mode formula of one operator."""
+    """The backward formula and the forward-mode formula of an operator."""
 
     formula = NO_FORMULA
     tangents: forward_mode.Tangents | None = None
-    # Differentiable decomposition into other operators, called if the operator has no formula.
+    # A function that calls differentiable operators instead. Used if the operator has no formula.
     decomposition: Callable[..., Any] | None = None
     # Created by the first call that records a gradient, because creating a class is slow.
     cached_function: Any = None
@@ -39,8 +39,8 @@ class AutogradRule(CompiledRule[Formula]):
     def install(self) -> None:
         """Install the kernel at the Autograd key.
 
-        Operators without a formula get it too. Otherwise autograd would not record the call, and
-        `backward` would silently stop there instead of reporting the missing formula.
+        Operators without a formula need it too. Otherwise autograd would not record the call, and
+        the backward would silently stop there instead of raising an error.
         """
         self.definition.implement("Autograd", self.kernel, with_keyset=True)
 
@@ -50,7 +50,7 @@ class AutogradRule(CompiledRule[Formula]):
 
     def compile(self) -> Formula:
         watches = checking.is_active() and self.formula.function is not None
-        # Copy before changing attributes: older call plans share this object.
+        # Copy the formula before changing attributes, because earlier call plans share it.
         is_same = self.tangents is None and not watches
         formula = self.formula if is_same else copy.copy(self.formula)
         if self.tangents is not None:
@@ -78,7 +78,7 @@ class AutogradRule(CompiledRule[Formula]):
             with registration_lock:
                 if self.cached_function is None:
                     self.cached_function = make_function(self.definition, AutogradRule)
-                    self.definition.outdate_plan()  # native calls can record gradients from now on
+                    self.definition.outdate_plan()  # now native calls can record gradients
         return self.cached_function
 
     def register_jvp(
@@ -113,18 +113,18 @@ class AutogradRule(CompiledRule[Formula]):
                 if self.decomposition is None:
                     raise forward_mode.unsupported(definition)
                 return self.decomposition(*args, **kwargs)
-            # If the call also records a gradient, the saved tensors must keep their tangents, so
-            # the autograd function computes the output tangents instead.
+            # If the call records a gradient, the autograd function computes the output tangents.
+            # Only then do the saved tensors keep their tangents.
             if not (torch.is_grad_enabled() and autograd.any_requires_grad(tensors_in(args))):
                 return forward_mode.differentiate(definition, tangents, args, kwargs)
         if schema.form is Form.OUT:
             _refuse_grad(definition, (*args, *kwargs.values()))
         elif torch.is_grad_enabled() and autograd.any_requires_grad(
-            # `torch._C._any_requires_grad` skips lists that contain None.
+            # `torch._C._any_requires_grad` ignores lists that contain None.
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
             decomposition = self.decomposition if self.formula.backward is None else None
-            # The decomposition writes into a copy, so transforms can follow it.
+            # The decomposition writes into a copy, which transforms support.
             if decomposition is None or not functorch.is_active():
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
@@ -133,21 +133,21 @@ class AutogradRule(CompiledRule[Formula]):
             if is_dual and formula.training is not None:
                 raise forward_mode.residuals_unsupported(definition)
             return apply(self.function, definition, keyset, args, kwargs, is_dual=is_dual)
-        # `keyset` selects the next kernel for this call; the guard excludes autograd for the
-        # operators that the kernel calls.
+        # `keyset` excludes autograd for this call. The guard excludes it for the operators that the
+        # kernel calls.
         with autograd.below_autograd():
             keyset = keyset & dispatch.AFTER_AUTOGRAD
             return dispatch.redispatch(definition.overload, keyset, args, kwargs)
 
 
 def install(definition: Definition) -> None:
-    """Install the autograd kernel of a new operator, except if PyTorch's fallback should run."""
+    """Install the autograd kernel of a new operator. Lenient operators use PyTorch's fallback."""
     if not definition.declaration.is_lenient:
         definition.rule(AutogradRule).install()
 
 
 def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if the call mutates a tensor whose gradient would silently become wrong."""
+    """Raise if the call mutates a tensor and gradients would silently be wrong."""
     if not definition.schema.is_mutable:
         return
     if functorch.is_active():

@@ -1,4 +1,4 @@
-"""Residuals: additional kernel results that only the backward uses."""
+"""Residuals: additional results of a kernel that only the backward uses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torchop._schema.naming import OpName
 def declare_residuals(
     name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None
 ) -> Any:
-    """Validate the residuals of a new operator. Return None if it has none.
+    """Return the declared residuals of a new operator, or None if it declares none.
 
     Args:
-        name: the operator.
-        function: the kernel. Its return annotation may declare residuals.
-        types: the `residuals` argument of the user: residual types by name, or None.
+        name: the name of the operator.
+        function: the kernel. The return annotation may declare residuals.
+        types: the argument `residuals` of `custom_op`, a mapping from names to types, or None.
     """
     types = declared_types(name, function, types)
     if types is None:
@@ -32,7 +32,7 @@ def declare_residuals(
 
 
 def residual_count(op: OpLike) -> int:
-    """Return the number of residuals in compiled graphs; 0 if torchop did not define `op`."""
+    """Return the number of residuals of an operator, with structures flattened."""
     definition = own_definition(None, op_name(op, "residual_count"))
     declared = None if definition is None else definition.declaration.residuals
     return 0 if declared is None else len(declared.schema.returns)

@@ -1,4 +1,4 @@
-"""Residuals declared in the annotation of a kernel's result."""
+"""Residuals that are declared in the return annotation of a kernel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torchop._schema.naming import OpName
 
 
 class Residuals:
-    """Declares the residuals of an operator in the return annotation of its kernel.
+    """Declare the residuals of an operator in the return annotation of the kernel.
 
-    Use it as metadata of `typing.Annotated`, as an alternative to the `residuals` argument of
-    `custom_op`. The schema and the signature of the operator contain the result type only.
+    Use this in `typing.Annotated`, as an alternative to the argument `residuals` of `custom_op`.
+    The schema and the signature of the operator only contain the type of the result.
 
     Args:
-        types: the residual types by name.
+        types: the type of each residual, by name.
 
     Example:
         >>> import torch, torchop
@@ -46,7 +46,7 @@ class Residuals:
 def declared_types(
     name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Return the residual types by name, from the annotation or from `types`; None if neither."""
+    """Return the residual types from the annotation or from `types`, or None if both have none."""
     declared = [each for each in _annotated(function)[1:] if isinstance(each, Residuals)]
     if len(declared) + (types is not None) > 1:
         raise SchemaError(
@@ -57,7 +57,7 @@ def declared_types(
 
 
 def hide_residuals(kernel: Any, function: Callable[..., Any]) -> None:
-    """Remove the residuals from the signature of a wrapped kernel."""
+    """Remove the residuals from the signature of `kernel`, which wraps `function`."""
     annotated = _annotated(function)
     alone = tuple(each for each in annotated if not isinstance(each, Residuals))
     if len(alone) < len(annotated):
@@ -66,9 +66,9 @@ def hide_residuals(kernel: Any, function: Callable[..., Any]) -> None:
 
 
 def _annotated(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return the type of a function's result, followed by its `Annotated` metadata."""
+    """Split the return annotation of a function into the type and the `Annotated` metadata."""
     try:
         written = signatures.written_result(function)
-    except SchemaError:  # schema inference will raise it again
+    except SchemaError:  # schema inference will raise the same error
         return (None,)
     return get_args(written) if get_origin(written) is Annotated else (written,)

@@ -1,8 +1,8 @@
-"""The `backward_kernel` option: a function that computes gradients becomes an operator.
+"""The `backward_kernel` option of `register_autograd`.
 
-Its parameter names select the values to save, so no `setup_context` is needed. The operator
-`name__backward_kernel` accepts kernels and rules like any other. A double backward needs a formula
-for it.
+A function that computes gradients becomes the operator `name__backward_kernel`. The names of the
+parameters select the values to save, so no `setup_context` is needed. Users can register kernels
+and rules for the operator. A double backward requires a formula for it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from torchop._schema.declared import declared_schema
 from torchop._schema.schema import Argument
 
 KIND = "backward_kernel"
-# Attribute of a `Library` with the backward kernels by operator name. They live as long as the
-# library.
+# The attribute of a `Library` that stores the backward kernels, by the name of the operator.
 _ATTRIBUTE = "_torchop_backward_kernels"
 
 
 class BackwardKernel:
-    """The signature of a backward kernel, its operator, and the formula that calls it."""
+    """Checks a backward kernel, and makes an operator and a formula from it."""
 
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
@@ -41,10 +40,10 @@ class BackwardKernel:
         check_callable(what, function)
         signature = signatures.signature(function)
         schema = definition.schema
-        # Indices of the results that have a gradient.
+        # The indices of the results that are tensors. The first parameters are their gradients.
         self.results = [n for n, kind in enumerate(schema.returns) if "Tensor" in kind]
         self.count = len(self.results)
-        # The arguments that have a gradient, in the order of the returned gradients.
+        # The arguments that are tensors, in the order of the returned gradients.
         self.differentiated = [a for a in schema.positional if a.holds_tensors]
         names = list(signature.parameters)
         if len(names) < self.count:
@@ -60,7 +59,7 @@ class BackwardKernel:
         self._declare(function, signature)
 
     def _check_saved(self, names: Sequence[str]) -> None:
-        """Raise if a parameter is not an argument, an output or a residual."""
+        """Raise if a parameter does not name an argument, an output or a residual."""
         schema, declared = self.definition.schema, self.definition.declaration.residuals
         structure = self.definition.structure
         arguments = schema.arguments if structure is None else structure.parameters
@@ -79,7 +78,7 @@ class BackwardKernel:
         self.residuals = [n for n in names if n in residuals and n not in self.arguments]
 
     def _check_returned(self, returned: Any) -> list[bool]:
-        """Check the return annotation. Return for each gradient whether it may be None (zeros)."""
+        """Check the return annotation. Return whether each gradient may be None, meaning zero."""
         each = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
         stripped = [types.strip_optional(annotation) for annotation in each]
         if len(each) != len(self.differentiated) or not all(
@@ -123,10 +122,10 @@ class BackwardKernel:
                 )
 
     def define(self) -> Definition:
-        """Define the operator, replacing an earlier backward kernel.
+        """Define the operator, or register the function as a kernel of an existing operator.
 
-        If the earlier kernel is interchangeable, keep its operator and other rules, because
-        compiled graphs may call it, and register this function as its kernel.
+        Compiled graphs may call an operator that was defined for an earlier backward kernel. It is
+        reused if it has the same signature.
         """
         definition = self.definition
         kernels: dict[str, Any] = definition.library.__dict__.setdefault(_ATTRIBUTE, {})
@@ -136,7 +135,7 @@ class BackwardKernel:
             return typing.cast(Definition, before)
         if before is not None:
             before.deregister(f"{definition} has another backward kernel.")
-        # Sharding rules place the gradients like the inputs and results of `origin`.
+        # Sharding rules derive the placements of gradients from the forward operator, `origin`.
         origin = definition
         if self.residuals:
             origin = definition.declaration.residuals.training_form(definition).helper
@@ -150,11 +149,11 @@ class BackwardKernel:
             origin=origin,
             convention=typing.cast(Convention, _ZeroFillingConvention(self)),
         )
-        helper.rule(VmapRule).register(SEQUENTIAL)  # default; the author may register another rule
+        helper.rule(VmapRule).register(SEQUENTIAL)  # the author may register another rule
         return helper
 
     def _can_replace(self, other: BackwardKernel) -> bool:
-        """Return whether graphs that call the operator of `other` can run this kernel."""
+        """Return whether graphs that call the operator of `other` can run this kernel instead."""
         is_flat = self.convention.structure is other.convention.structure is None
         if self.definition is not other.definition:  # the operator was redefined
             return False
@@ -162,7 +161,7 @@ class BackwardKernel:
         return is_flat and one == two
 
     def fill_zeros(self, function: Callable[..., Any]) -> Any:
-        """Wrap an author's kernel so that zeros replace the gradients that are None."""
+        """Wrap an author's kernel to return zeros instead of None."""
 
         @functools.wraps(function)
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +170,7 @@ class BackwardKernel:
                 args, kwargs = self.convention.structure.flat_arguments(*args, **kwargs)
             each = gradients if isinstance(gradients, tuple) else (gradients,)
             if len(each) != len(self.differentiated):
-                return gradients  # the result check will raise
+                return gradients  # the check of the result will raise
             return self._with_zeros(each, args, kwargs)
 
         return kernel
@@ -190,7 +189,7 @@ class BackwardKernel:
         return self._with_zeros([None] * len(self.differentiated), args, kwargs)
 
     def _with_zeros(self, gradients: Sequence[Any], args: Any, kwargs: Any) -> Any:
-        """Replace None by zeros like the argument, if the kernel takes that argument."""
+        """Replace each None by zeros, if the kernel takes the argument with this gradient."""
         names = (argument.name for argument in self.schema.positional)
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         likes = (values.get(argument.name) for argument in self.differentiated)
@@ -198,13 +197,13 @@ class BackwardKernel:
         return filled if len(filled) > 1 else filled[0]
 
     def formula(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return `backward` and `setup_context` for the operator's flat schema."""
+        """Define the operator, and return `backward` and `setup_context` functions that use it."""
         helper = self.define()
         count, of_operator = self.count, self.definition.convention
         inputs = self.definition.schema.positional
         taken = [argument.name for argument in self.schema.positional[count:]]
-        # For each argument with a gradient: its index, and if it is a list that may contain None,
-        # also the index of its saved value.
+        # For each argument with a gradient: the index of the argument, and for a list that may
+        # contain None, also the index of the saved value.
         places = [
             (inputs.index(a), taken.index(a.name) if _may_hold_none(a) else None)
             for a in self.differentiated
@@ -218,7 +217,7 @@ class BackwardKernel:
             known = dict(zip(self.outputs, results, strict=True))
             known |= {name: getattr(residuals, name) for name in self.residuals}
             known |= {**dict(zip(self.arguments, objects, strict=False)), **named}
-            # `flat_arguments` needs values for the gradients. The results have the same types.
+            # `flat_arguments` checks types, so pass the results in place of the gradients.
             grads = [results[place] for place in self.results]
             args: Any = (*grads, *[known[name] for name in self.positional])
             kwargs = {name: known[name] for name in self.keywords}
@@ -247,7 +246,7 @@ class BackwardKernel:
 
 
 class _ZeroFillingConvention(typing.NamedTuple):
-    """The operator's calling convention. Registered kernels, too, may return None for zeros."""
+    """The calling convention of a backward kernel. Registered kernels may return None for zeros."""
 
     of: BackwardKernel
 
@@ -272,7 +271,7 @@ def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
 
 def _is_gradient_of(kind: str, result: str) -> bool:
     """Return whether a parameter of type `kind` accepts the gradient of a result."""
-    # A one-element tuple has a single gradient, not a tuple of gradients.
+    # The gradient of a tuple with one tensor is a tensor.
     expected = "Tensor" if result == "Tuple[Tensor]" else result
     return kind in (expected, f"Optional[{expected}]")
 
@@ -282,9 +281,10 @@ def _may_hold_none(argument: Argument) -> bool:
 
 
 def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
-    """Replace None in a gradient by zeros like the argument `like`, if it is given.
+    """Replace None in a gradient by zeros like the argument, unless `like` is None.
 
-    Schemas cannot return lists with None, so entries for None in the argument are dropped.
+    A schema cannot return a list that contains None. So for a list, entries are omitted where the
+    argument contains None.
     """
     if not argument.is_tensor_list:
         return torch.zeros_like(like) if gradient is None and like is not None else gradient
@@ -300,13 +300,13 @@ def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
 
 
 def _with_none(gradients: Sequence[Tensor], inputs: Any) -> list[Tensor | None]:
-    """Insert None for each input that is None. This reverses the dropping in `_filled`."""
+    """Insert the entries that `_filled` omitted, as None."""
     rest = iter(gradients)
     return [None if tensor is None else next(rest) for tensor in inputs or ()]
 
 
 class _Saved(typing.NamedTuple):
-    """Placeholder for a saved tensor, or for `length` tensors in a list."""
+    """Replaces a saved tensor, or a list of `length` saved tensors."""
 
     length: int | None
 
@@ -320,7 +320,7 @@ _TENSOR = _Saved(None)
 
 
 def _saved(ctx: Any, values: Sequence[Any]) -> list[Any]:
-    """Save the tensors in `values` on `ctx`. Return the values with placeholders for tensors."""
+    """Save the tensors in `values` on `ctx`. Return the values with the tensors replaced."""
     tensors: list[Any] = []
     passed: list[Any] = []
     for value in values:

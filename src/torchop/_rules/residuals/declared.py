@@ -1,4 +1,4 @@
-"""The residuals that an operator declares, and the checks of kernels against the declaration."""
+"""The declared residuals of an operator. Checks what kernels return against the declaration."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Declared:
     """The declared residuals of one operator.
 
     Attributes:
-        named: the namedtuple class whose instance `setup_context` receives.
-        schema: a schema without arguments that returns the flattened residuals.
+        named: a namedtuple class. `setup_context` receives the residuals as an instance.
+        schema: a schema without arguments, with the flattened residuals as results.
     """
 
     def __init__(self, name: OpName, types: Mapping[str, Any]) -> None:
@@ -68,17 +68,18 @@ class Declared:
             )
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a kernel or rule so that it passes on its residuals and returns the result only."""
+        """Wrap a kernel to return only the result. See `wrap_kernel`."""
         return wrap_kernel(function, self) if callable(function) else function
 
     def author_of(self, kernel: Callable[..., Any]) -> Callable[..., Any] | None:
         return author_of(kernel, self)
 
     def in_plan(self, native: Any, formula: Any) -> tuple[Any, ...]:
-        """Return the fields of `Residuals` in residuals.h, for native calls."""
+        """Return the fields of the C++ struct `Residuals`, for native calls."""
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
-        # Native calls call `setup_context` directly, which `torchop.checking` could not observe.
+        # Native calls would call `setup_context` directly, without the checks of
+        # `torchop.checking`.
         is_checked = checking.is_active()
         setup = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)
@@ -91,11 +92,11 @@ class Declared:
 
     @property
     def spelled(self) -> str:
-        """The required return expression of a kernel, for messages."""
+        """Return the expression that a kernel must return, for messages."""
         return f"torchop.residuals(output, {', '.join(self.named._fields)})"
 
     def flat(self, request: Request) -> tuple[Any, ...]:
-        """Return the residuals that a kernel stored, checked and flattened."""
+        """Return the residuals that a kernel stored in a request, checked and flattened."""
         saved = request.saved or ()
         if len(saved) != len(self.named._fields):
             raise ResultError(
@@ -112,7 +113,7 @@ class Declared:
         return as_tuple(self.schema, values)
 
     def rebuilt(self, flat: Sequence[Any]) -> Any:
-        """Return the object for `setup_context`, from flattened residuals."""
+        """Return the object that `setup_context` receives, given the flattened residuals."""
         values: Any = tuple(flat) if len(flat) > 1 else flat[0] if flat else None
         if self.structure is not None:
             values = self.structure.rebuilt_result(values)
@@ -121,7 +122,7 @@ class Declared:
     def check_fresh(
         self, of: Schema, args: Sequence[Any], kwargs: dict[str, Any], output: Any, flat: Any
     ) -> None:
-        """Raise AliasError if a residual shares memory, because compilers assume that none does."""
+        """Raise AliasError if a residual shares memory with an input, a result or a residual."""
         tensors = list(tensors_in(flat))
         others = list(tensors_in(output if isinstance(output, tuple) else (output,)))
         if len(set(map(id, tensors))) == len(tensors) and all(

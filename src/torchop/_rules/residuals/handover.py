@@ -1,8 +1,8 @@
 """Pass residuals from the kernel to the call that records a gradient.
 
-Between the two lie the dispatcher and possibly the choice of a provider, which only return results
-of the schema. The call therefore stores a `Request` for its thread, and the wrapped kernel stores
-the residuals in it.
+The dispatcher is between the two, and it only returns the results that the schema declares. So the
+call creates a `Request` for the current thread, and a wrapper of the kernel stores the residuals in
+the request.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Output = TypeVar("Output")
 
 
 class Returned:
-    """The return value of `torchop.residuals`: a result with its residuals."""
+    """The return value of `torchop.residuals`: a result and the residuals."""
 
-    __slots__ = ("output", "saved")  # `_returned` assigns them; __init__ would double the time
+    __slots__ = ("output", "saved")  # without __init__, because that takes twice as long
     __module__ = "torchop"  # for messages
     _torchop_fix = " Only operators that declare residuals return them, around the whole result."
 
@@ -36,22 +36,23 @@ Returned.__name__ = "residuals(...)"
 def residuals(output: Output, /, *saved: Any) -> Output:
     """Return a result together with residuals: values that only the backward needs.
 
-    Use it in kernels and fake kernels of an operator that declares residuals, with `residuals=` or
-    with `Residuals` in the return annotation. Callers of the operator get `output`. A
-    `setup_context` with a parameter `residuals` gets the residuals as attributes. They are dropped
-    if no gradient is recorded, so a kernel may skip computing them: see `records_gradient`.
+    Use this in the kernels and the fake kernel of an operator that declares residuals, either with
+    the argument `residuals` of `custom_op` or with `torchop.Residuals` in the return annotation.
+    The operator returns `output`. A `setup_context` with a parameter `residuals` receives an object
+    with the residuals as attributes. If no gradient is recorded, residuals are ignored, so a kernel
+    need not compute them: see `records_gradient`.
 
-    A vmap rule returns `torchop.residuals((output, out_dims), ...)`, with the batch dimension of
-    each residual, or None if it has none. None is checked with the fake kernel, so one must be
-    registered.
+    A vmap rule returns `torchop.residuals((output, out_dims), ...)` with the batch dimension of
+    each residual, or None for a residual without one. To check a None, torchop calls the fake
+    kernel, so one must be registered.
 
     Args:
-        output: the result of the operator. In a vmap rule, the pair that such a rule returns.
-        saved: the residuals, in the declared order. They must not share memory with inputs,
-            results or each other.
+        output: the result of the operator. In a vmap rule, the pair `(output, out_dims)`.
+        saved: the residuals in the declared order. They must not share memory with inputs, with
+            results or with each other.
 
     Returns:
-        An object to return from the kernel. Its static type is the type of `output`.
+        An object for the kernel to return. For type checkers, it has the type of `output`.
 
     Raises:
         AliasError: raised by the call if a residual shares memory with another tensor.
@@ -88,8 +89,8 @@ def _returned(output: Any, saved: Any) -> Any:
     return made
 
 
-# Per thread: the request for the next kernel, and whether the running kernel fulfils a request.
-# Empty unless some thread records a gradient, which makes the common case a truth test.
+# For each thread id: the request for the next kernel, and whether the running kernel must return
+# residuals. If no thread has a request, the dict is empty, which is fast to test.
 _recording: dict[int, tuple[Request | None, bool]] = {}
 _NOTHING = (None, False)
 
@@ -97,11 +98,11 @@ _NOTHING = (None, False)
 def records_gradient() -> bool:
     """Return whether the running kernel must return residuals.
 
-    Kernels, fake kernels and vmap rules call it to skip the residuals if no gradient is recorded or
-    the backward does not use them. It is False in operators without residuals, and outside of
-    kernels.
+    Kernels, fake kernels and vmap rules can skip computing residuals if this returns False: no
+    gradient is recorded, or the backward does not use them. It also returns False in operators
+    without residuals, and outside of kernels.
 
-    Import the function by name in kernels that take microseconds: the lookup of
+    In kernels that take microseconds, import the function by name, because the attribute lookup
     `torchop.records_gradient` takes as long as the call.
 
     Example:
@@ -111,7 +112,6 @@ def records_gradient() -> bool:
 
     It corresponds to `ctx.needs_input_grad` in the forward of a `torch.autograd.Function`.
     """
-    # Fast path: no thread is recording.
     return _records() if _recording else False
 
 
@@ -120,7 +120,7 @@ def _records() -> bool:
 
 
 class Request:
-    """A request for the residuals of one call. `saved` is set by the kernel."""
+    """A request for the residuals of a call. The wrapper of the kernel sets `saved`."""
 
     __slots__ = ("key", "saved")
 
@@ -130,21 +130,21 @@ class Request:
 
 
 def in_native_calls(native: Any) -> tuple[Any, ...]:
-    """Switch to the C++ functions, and return the state that native calls share with Python."""
+    """Use the C++ functions from now on, and return the state that they share with this module."""
     global _records, _returned
     _records, _returned = native.make_handover(Returned, _recording)
     return Returned, _recording, (None, True)
 
 
 def request(key: object) -> Request:
-    """Request the residuals of the next kernel that this thread runs for the operator of `key`."""
+    """Request the residuals of the next kernel with this key that the current thread runs."""
     thread, made = get_ident(), Request(key)
     _recording[thread] = made, _recording.get(thread, _NOTHING)[1]
     return made
 
 
 def requested(key: object, call: Callable[[], Output]) -> tuple[Output, Request]:
-    """Run `call`, which calls a kernel. Return its result and the request with the residuals."""
+    """Call `call` with a request. Return the result, and the request with the residuals."""
     thread = get_ident()
     outer = _recording.get(thread, _NOTHING)
     try:
@@ -162,11 +162,10 @@ def _restore(thread: int, state: tuple[Request | None, bool]) -> None:
 
 
 def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]:
-    """Wrap a kernel or fake kernel so that it returns the result, and stores the residuals.
+    """Wrap a kernel or fake kernel to return only the result.
 
-    They are stored in the pending `Request` with the same key, if there is one.
+    If the thread has a `Request` with the same key, the wrapper stores the residuals in it.
     """
-
     if author_of(function, key) is not None:
         return function
 
@@ -177,10 +176,10 @@ def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]
             return result.output if type(result) is Returned else result
         thread = get_ident()
         request, records = _recording.get(thread, _NOTHING)
-        waiting = None  # a request for an outer kernel of another operator
+        waiting = None  # a request for the kernel of another operator
         if request is not None and request.key is not key:
             request, waiting = None, request
-        # Clear the request, because the kernel may call its own operator.
+        # Clear the request, because the kernel may call the operator again.
         _recording[thread] = waiting, request is not None
         try:
             result = function(*args, **kwargs)
@@ -198,9 +197,10 @@ def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]
 
 
 def not_recording(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the kernel of an operator without residuals, so that `records_gradient` is False in it.
+    """Make `records_gradient` return False in the kernel of an operator without residuals.
 
-    Otherwise it would be True inside an outer kernel that must return residuals.
+    If the kernel of another operator must return residuals and calls this operator,
+    `records_gradient` would otherwise return True.
     """
     if not _recording or definition.declaration.residuals is not None:
         return function
@@ -218,13 +218,13 @@ def not_recording(definition: Definition, function: Callable[..., Any]) -> Calla
 
 
 def author_of(function: Any, key: object) -> Callable[..., Any] | None:
-    """Return the function inside a wrapper made by `wrap_kernel`; None for other functions."""
+    """Return the function that `wrap_kernel` wrapped, or None for all other functions."""
     made_for, kernel, author = getattr(function, "_torchop_author", (None, None, None))
-    # `functools.wraps` of another wrapper copies the attribute, but not the identity.
+    # Another wrapper may have copied the attribute with `functools.wraps`.
     return author if made_for is key and kernel is function else None
 
 
 def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:
-    """Return the result of a call as a tuple of results."""
+    """Return a tuple of the results of a call."""
     count = len(schema.returns)
     return tuple(result) if count > 1 else (result,) * count

@@ -1,4 +1,4 @@
-"""Apply an operator's torch_dispatch rules to its training form."""
+"""Apply the torch_dispatch rules of an operator to the training form."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torchop._rules.residuals.vmap import Calls
 
 
 def follow(form: Any, cls: type) -> None:
-    """Register a rule for `cls` on the training form, derived from the operator's rule.
+    """Register a torch_dispatch rule for the training form that calls the rule of the operator.
 
-    A rule that the user registers for the training form takes precedence. Modes of compilers get no
-    rule: they must record the training form itself, whose fake kernel calls the operator.
+    A rule that the user registers for the training form takes precedence. Modes of compilers need
+    no rule: they record a call of the training form.
     """
     if issubclass(cls, TorchDispatchMode) and cls.is_infra_mode():
         return
@@ -29,7 +29,7 @@ def follow(form: Any, cls: type) -> None:
 def _under_mode(
     form: Any, cls: type, mode: Any, func: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Call the operator's rule, and collect the residuals of the call that the rule makes."""
+    """Call the rule of the operator, and collect the residuals of the call of `func` in it."""
     kwargs = kwargs or {}
     definition = form.definition
     rule: Any = registries.torch_dispatch_rule(str(definition), cls)
@@ -49,8 +49,8 @@ def _under_mode(
 
 
 def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
-    # The rule may call the kernel on inner tensors and wrap the results. Residuals need the same
-    # wrapping, which only the author of the rule can write.
+    # The rule may unwrap the arguments and wrap the results. Only its author knows how to wrap
+    # residuals.
     raise ResultError(
         f"{form.definition}: its torch_dispatch rule for {cls.__name__} returns no residuals, but "
         f"a call that records a gradient needs {form.declared.spelled}. Register a rule for "

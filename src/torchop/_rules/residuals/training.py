@@ -1,8 +1,8 @@
 """The training form: a helper operator that returns residuals as additional results.
 
-Below autograd, a call that records a gradient calls `name__with_residuals` in place of the
-operator. Compiled graphs, modes and transforms thus see an ordinary operator whose results are
-saved. Its kernel and its fake kernel call the original operator and request the residuals.
+A call that records a gradient calls `name__with_residuals` instead of the operator, below autograd.
+Compiled graphs, modes and transforms see an ordinary operator. The kernel and the fake kernel call
+the original operator, and request the residuals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchop._rules.residuals.modes import follow
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.text import results_of, write, write_results
 
-# Attribute of a `Library` that owns the training form.
+# The attribute of a `Library` that stores the training form.
 _ATTRIBUTE = "_torchop_with_residuals"
 
 
@@ -43,7 +43,7 @@ class TrainingForm:
         self.declared: Any = definition.declaration.residuals
         schema = definition.schema
         residuals = results_of(self.declared.schema.written)
-        if self.declared.structure is None:  # a structure flattens to another number of values
+        if self.declared.structure is None:  # otherwise there are more results than names
             names = self.declared.named._fields
             residuals = [f"{kind} {name}" for kind, name in zip(residuals, names, strict=True)]
         results = [*results_of(schema.written), *residuals]
@@ -55,9 +55,9 @@ class TrainingForm:
             self._kernel,  # the operator dispatches to its own fake kernel
         )
         op = str(definition)
-        # Cached so that each set of indices has one function object.
+        # Cached, so all calls that save the same residuals share one function.
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
-        self.vmap_rule: Any = None  # registered by `vmap.follow`, not by the user
+        self.vmap_rule: Any = None  # the rule that `vmap.follow` registered
         vmap.follow(self)
         register_for_checkpoints(self.helper, definition.overload)
         self.is_counted = False
@@ -73,7 +73,7 @@ class TrainingForm:
         return (*as_tuple(schema, output), *flat)
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Call the helper operator. Return the operator's result and the flattened residuals."""
+        """Call the training form. Return the result of the operator and the flattened residuals."""
         if not self.is_counted and (mode := flop_counter.loaded_mode()) is not None:
             self.is_counted = True
             op = self.definition.overload
@@ -82,7 +82,7 @@ class TrainingForm:
         return self.split(self.helper.overload(*args, **kwargs))
 
     def split(self, result: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Split the results of the helper operator into the operator's result and residuals."""
+        """Split the results of the training form into the operator's result and the residuals."""
         everything = as_tuple(self.helper.schema, result)
         count = len(self.definition.schema.returns)
         return everything[:count] if count > 1 else everything[0], everything[count:]
@@ -107,8 +107,9 @@ class TrainingForm:
         return save
 
     def mark(self, ctx: Any, residuals: Sequence[Any]) -> None:
-        """Mark which tensors saved by `setup_context` are residuals."""
-        # Compare storages to include views. Tensors of a transform have no accessible storage.
+        """Store on `ctx` which of the saved tensors are residuals."""
+        # Compare storages, because the saved tensor may be a view. In a transform, tensors have no
+        # storage.
         memory = id if functorch.is_active() else storage_of
         given = set(map(memory, tensors_in(residuals)))
         saved = ctx.to_save or ()
@@ -124,7 +125,7 @@ class TrainingForm:
                 )
 
     def computing(self, setup: Callable[..., Any]) -> Callable[..., None]:
-        """Return a `save` function that obtains the residuals by running the kernel again."""
+        """Return a `save` function that runs the kernel again to compute the residuals."""
         return lambda ctx, inputs, keywords, output: setup(
             ctx,
             inputs,
@@ -134,14 +135,14 @@ class TrainingForm:
         )
 
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
-        """Register a formula for the training form, for transforms outside the recorded one."""
+        """Register the formula of the training form, which outer transforms need."""
         count = len(self.definition.schema.returns)
 
         def save(ctx: Any, inputs: Any, keywords: Any, result: Any, *seen: Any) -> None:
             output, flat = self.split(result)
-            # Disable materialization, so that a gradient of a residual is recognizable as not None.
-            # `gradients` materializes the gradients of the results. `ctx` has no getter for the
-            # flag, so intercept the setter.
+            # `gradients` must see whether the gradient of a residual is None, so it materializes
+            # the gradients of the results itself. `ctx` has no getter for the flag, so intercept
+            # the setter.
             materialize = [True]
             ctx.set_materialize_grads = materialize.append
             setup(ctx, inputs, keywords, output, residuals=self.declared.rebuilt(flat))
@@ -166,7 +167,7 @@ class TrainingForm:
 def _metadata(output: Any) -> Any:
     if isinstance(output, (list, tuple)):
         return list(map(_metadata, output))
-    # Values other than tensors have no gradient to materialize.
+    # Only tensors have gradients to materialize.
     return (output.shape, output.dtype, output.device) if isinstance(output, Tensor) else output
 
 
@@ -180,10 +181,11 @@ def _materialized(grad: Any, like: Any) -> Any:
 
 
 def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the saved tensors for a double backward, in which residuals must have no gradient.
+    """Return the saved tensors, with residuals that raise if they are differentiated.
 
-    Without this, residuals would be constants and the second derivative silently wrong. Autograd
-    runs no nodes that are not connected to an input, so each residual is connected to `anchor`.
+    In a double backward, residuals would otherwise be constants, and the second derivative would
+    silently be wrong. Autograd only runs nodes on the way to an input, so each residual gets a node
+    that is connected to `anchor`.
     """
     places = [place for place in places if is_differentiable(tensors[place])]
     if not places:
@@ -200,7 +202,7 @@ def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -
 
 
 class _Constant(torch.autograd.Function):
-    """The identity, whose backward raises MissingFormulaError."""
+    """The identity function. The backward raises MissingFormulaError."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor, op: str) -> Tensor:
@@ -222,7 +224,7 @@ def _through_residual(op: str) -> MissingFormulaError:
 
 
 def training_form(definition: Definition) -> TrainingForm:
-    """Return the training form of an operator; define it on first use."""
+    """Return the training form of an operator, and define it on first use."""
     attributes: dict[str, Any] = definition.library.__dict__
     if _ATTRIBUTE not in attributes:
         attributes[_ATTRIBUTE] = all_or_nothing(definition, lambda: TrainingForm(definition))
@@ -231,7 +233,7 @@ def training_form(definition: Definition) -> TrainingForm:
 
 
 def follow_rule(definition: Definition, cls: type | None = None) -> None:
-    """Update the training form after a rule of the operator (for `cls`, or for vmap) changed."""
+    """Update the training form after the operator's vmap rule, or the rule for `cls`, changed."""
     form = definition.library.__dict__.get(_ATTRIBUTE)
     if form is not None:
         if cls is None:

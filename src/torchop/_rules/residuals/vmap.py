@@ -1,7 +1,7 @@
-"""Apply an operator's vmap rule to its training form.
+"""Apply the vmap rule of an operator to the training form.
 
-The rule calls the operator on the whole batch. If a gradient is recorded, this call returns
-residuals too, and the rule must return their batch dimensions.
+The rule calls the operator with the whole batch. If a gradient is recorded, the residuals of this
+call are collected, and the rule must return their batch dimensions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from torchop._rules.residuals.handover import as_tuple, requested
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._rules.vmap.sequential import result_of_one, with_dims
 
-# Used if the operator has no vmap function. A distinct object, because a user may register
-# "sequential" for the training form.
+# The default rule. A separate object, to distinguish it from "sequential" registered by the user.
 _BY_DEFAULT: Any = type("Default", (str,), {})(SEQUENTIAL)
 
 
 def follow(form: Any) -> None:
-    """Register a vmap rule for the training form, unless the user registered one."""
+    """Register the vmap rule of the training form, unless the user has registered one."""
     rule = form.helper.rule(VmapRule)
     if rule.function is form.vmap_rule:
         is_function = callable(form.definition.rule(VmapRule).function)
@@ -33,7 +32,7 @@ def follow(form: Any) -> None:
 
 def _rule(form: Any) -> Callable[..., Any]:
     definition, declared = form.definition, form.declared
-    checked: set[Any] = set()  # calls that passed; the check runs the fake kernel, which is slow
+    checked: set[Any] = set()  # calls that need no check, because checking runs the fake kernel
 
     def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         of_operator: Any = definition.plan[VmapRule]
@@ -62,7 +61,7 @@ def _rule(form: Any) -> Callable[..., Any]:
         key = _shapes((definition.plan, args, in_dims, (*kwargs.items(),), calls.saved[0], saved))
         try:
             hash(key)
-        except TypeError:  # unhashable, for example symbolic sizes
+        except TypeError:  # symbolic sizes, for example
             key = None
         if key is None or key not in checked:
             _check_dims(form, [*map(with_dims, args, in_dims)], kwargs, calls.saved[0], saved)
@@ -78,8 +77,8 @@ def _rule(form: Any) -> Callable[..., Any]:
 def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> None:
     """Raise if the batch dimensions of residuals are wrong.
 
-    Given a wrong None, autograd would sum gradients over the batch. The fake kernel provides the
-    number of dimensions of a residual for one element.
+    If None is returned for a batched residual, autograd would sum gradients over the batch. The
+    fake kernel shows how many dimensions each residual has without the batch.
     """
     op, names = form.definition, form.declared.named._fields
     try:
@@ -122,10 +121,10 @@ def _length(value: Any) -> int:
 
 
 class Calls(TorchFunctionMode):
-    """Replaces calls of an operator by its training form, and collects the residuals.
+    """A mode that calls the training form instead of the operator, and collects the residuals.
 
-    A `TorchFunctionMode` acts before transforms, modes and autograd, so these see the training
-    form.
+    A `TorchFunctionMode` handles calls before transforms, other modes and autograd, so all of these
+    see the training form.
     """
 
     def __init__(self, form: Any) -> None:

@@ -103,7 +103,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
 
     @compilers.never_traced
     def _run_random(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a random operator under vmap. Unlike `kernel`, it also runs if no tensor is batched."""
+        """Run a random operator under vmap, with or without batched tensors."""
         definition = self.definition
         if definition.plan[VmapRule] == SEQUENTIAL:
             return map_call(definition, args, kwargs)

@@ -1,1 +1,1 @@
-"""Backward formulas derived by differentiating the kernel, the body of the operator."""
+"""Derived formulas, which differentiate the body of the operator (the kernel)."""

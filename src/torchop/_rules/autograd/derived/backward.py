@@ -1,4 +1,4 @@
-"""The derived formula: its backward runs the operator's body again and differentiates it."""
+"""The derived formula: the backward runs the body of the operator again and differentiates it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from torchop._rules.effect import EffectRule
 
 
 class DerivedFormula(Formula):
-    """A formula that saves the inputs, and differentiates the body in the backward."""
+    """A formula that saves the inputs. The backward runs the body again and differentiates it."""
 
     def __init__(self, definition: Definition, for_graphs: tuple[Any, Definition] | None) -> None:
         super().__init__(definition)
-        # The training operator and the backward operator for compiled graphs. None for the formulas
-        # of these two, because AOTAutograd does not support double backward.
+        # The two helper operators for compiled graphs: `name__training` and `name__backward`. None
+        # in the formulas of these operators, because AOTAutograd does not support double backward.
         self.for_graphs = for_graphs
         self.backward = self._backward
         self.save = self._save
@@ -41,7 +41,7 @@ class DerivedFormula(Formula):
         return "autograd derived"
 
     def run(self, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Call the kernel. Return the result and the ambient state, if the backward needs it."""
+        """Call the kernel. Return the result, and the ambient state or None."""
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         values = (*filled, *keywords.values())
         tensors = list(tensors_in(values))
@@ -50,13 +50,13 @@ class DerivedFormula(Formula):
         if self.for_graphs is not None:
             training, _ = self.for_graphs
             if is_batched and tracing.is_tracing(tensors):
-                # The vmap rule calls other operators, so there is no single state to save.
+                # The vmap rule calls other operators, so no single state could be saved.
                 training.forbid_random_numbers()
                 return call(), None
             if not is_batched and (
                 tracing.is_tracing(tensors)
-                # Selective checkpointing may return the cached result of the first call. The
-                # training operator caches the generator state with it.
+                # Selective checkpointing may return the cached result of the first call. The result
+                # of `name__training` includes the generator state of that call.
                 or (training.draws_numbers and checkpointing.selective_checkpointing_is_active())
             ):
                 result, packed = training(args, kwargs)
@@ -64,8 +64,8 @@ class DerivedFormula(Formula):
         state = replay.ambient_state(values)
         with replay.capture_guard(self.definition, state):
             result = call()
-        # With DTensors, `_backward` can use the backward operator only if no state was saved. Save
-        # it only if it can affect the result.
+        # For DTensors, `_backward` can call `name__backward` only if no state was saved. So save
+        # the state only if it may affect the result.
         is_needed = (
             not state.is_plain
             or not dtensor.has_dtensors(values)
@@ -76,9 +76,10 @@ class DerivedFormula(Formula):
         return result, state.packed if is_needed else None
 
     def _before_kernel(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the ambient state for a native call, or NotImplemented during graph capture.
+        """Return the ambient state for a native call.
 
-        During capture, random numbers must be rejected, which `run` does.
+        Return NotImplemented while a CUDA graph is captured, because `run` must then check that the
+        body draws no random numbers.
         """
         self._check_no_effect()
         state = replay.ambient_state((*args, *kwargs.values()))
@@ -92,13 +93,13 @@ class DerivedFormula(Formula):
         result: Any,
         packed: Tensor | None,
     ) -> None:
-        """Save the call on `ctx`, with the ambient state in which the body ran.
+        """Save the arguments, and the ambient state in which the body ran.
 
-        A native call always saves the state: a body may read the state of a generator, or draw and
-        then reset the generator.
+        Native calls always save the state, even if the body left it unchanged: the body may only
+        read the state of a generator, or reset the generator after drawing numbers.
         """
         call, tensors = split_tensors(args, kwargs)
-        # A None gradient lets the backward skip outputs that were not used.
+        # The backward skips outputs whose gradient is None.
         ctx.set_materialize_grads(False)
         ctx._torchop_call = call
         ctx.save_for_backward(*tensors, packed)
@@ -114,8 +115,8 @@ class DerivedFormula(Formula):
         flat_grads = list(output_tensors(self.definition.schema.returns, grads))
         args, kwargs = ctx._torchop_call.with_tensors(tensors)
         needed = of_each_tensor(args, ctx.needs_input_grad)
-        # For DTensors, the backward operator applies the sharding rule of the forward, not the
-        # rules of the operators in the body. A double backward must differentiate the latter.
+        # For DTensors, `name__backward` uses the sharding rule of the operator. The rules of the
+        # operators in the body are only needed for a double backward, which differentiates these.
         on_shards = packed is None and self.for_graphs is not None and not torch.is_grad_enabled()
         if (
             torch.compiler.is_dynamo_compiling()  # in compiled autograd
@@ -133,7 +134,7 @@ class DerivedFormula(Formula):
         return placed(gradients, ctx.needs_input_grad)
 
     def _check_no_effect(self) -> None:
-        # An effect may be registered after the formula was derived.
+        # `derive_autograd` checks this too, but the effect may have been registered later.
         if self.definition.plan[EffectRule] not in (None, "none"):
             raise GradientError(
                 f"{self.definition}: an effect was registered after its formula was derived. The "

@@ -1,4 +1,4 @@
-"""Differentiate the body of an operator with PyTorch's autograd."""
+"""Run the body of an operator again, and differentiate it with PyTorch's autograd."""
 
 from __future__ import annotations
 
@@ -21,46 +21,44 @@ from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.kernels.rule import KernelRule
 
 Result = TypeVar("Result")
-# Maps the tensor inputs of a body to its tensor outputs.
+# A function from the tensor inputs of a call to the tensor outputs.
 Run = Callable[[list[Tensor]], "Sequence[Tensor | None]"]
 
 
 class Rerun(NamedTuple):
-    """A saved call whose body is run again and differentiated."""
+    """A saved call, with methods to run the body again and to differentiate it."""
 
     definition: Definition
     call: SavedCall
     tensors: Sequence[Tensor]
-    # For each tensor, whether it needs a gradient.
-    needed: Sequence[bool]
-    # The packed ambient state of the first run.
-    state: Tensor | None
+    needed: Sequence[bool]  # whether each tensor needs a gradient
+    state: Tensor | None  # the packed ambient state of the first run
 
     def in_saved_state(self, run: Callable[[list[Tensor]], Result]) -> Result:
-        """Run `run` on inputs that record gradients, in the ambient state of the first run."""
+        """Call `run` with inputs that record gradients, in the ambient state of the first run."""
         args, kwargs = self.call.with_tensors(self.tensors)
 
         def run_with_inputs() -> Result:
             pairs = zip(self.tensors, self.needed, strict=True)
             return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
 
-        # If vmap transforms only the backward, the numbers are those of the single forward.
+        # Under a vmap of the backward alone, all elements reuse the random numbers of the forward.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():
             return replayed(self.definition, self.state, (*args, *kwargs.values()), run_with_inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Run the kernel for these inputs and return the checked results as a tuple."""
+        """Run the kernel, and return a tuple of the results."""
         args, kwargs = self.call.with_tensors(inputs)
-        # Call the kernel directly: autograd would record a call of the operator as one node.
+        # Call the kernel directly. For a call of the operator, autograd would record a single node.
         kernels = self.definition.dispatcher_kernels
         key = every = dispatch.kernel_key("default")
-        # The keys below belong to dense tensors. Other layouts use the default kernel.
+        # `dispatch_key_name` returns the key for dense tensors. Use the default kernel for others.
         if all(tensor.layout is torch.strided for tensor in inputs):
-            # As in the dispatcher, a CPU scalar does not select the device.
+            # If the tensors are on the CPU and another device, use the kernel of that device.
             device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")
             key = dispatch.dispatch_key_name(device_type)
         rule = self.definition.rule(KernelRule)
-        if rule.providers is not None:  # providers may not be differentiable
+        if rule.providers is not None:  # their kernels may not be differentiable
             result = rule.run_reference(key, args, kwargs)
         else:
             result = kernels.get(key, kernels[every])(*args, **kwargs)
@@ -76,12 +74,14 @@ class Rerun(NamedTuple):
         create_graph: bool,
         run: Run | None = None,
     ) -> list[Tensor]:
-        """Return the gradient of each tensor that needs one; zeros if no output depends on it.
+        """Return the gradient of each tensor that needs one.
+
+        If no output depends on a tensor, the gradient is zero.
 
         Args:
-            grad_outputs: one gradient per tensor output, flattened; None means zeros.
-            create_graph: record the gradient computation.
-            run: computes the outputs; by default, the kernel does.
+            grad_outputs: one gradient for each tensor output, flattened. None means zero.
+            create_graph: whether to record the computation of the gradients.
+            run: computes the outputs. By default, run the kernel.
         """
         run = run or self.outputs
         inputs, outputs = differentiable(
@@ -92,9 +92,8 @@ class Rerun(NamedTuple):
         self.check_unrecorded(unrecorded, run)
         with autograd.above_autograd():
             if create_graph:
-                # A leaf among `sources` was created by `_body_input` and is not connected to a
-                # caller's graph (as after `torch.func.vjp`). Record the gradients only if another
-                # tensor requires grad.
+                # `_body_input` creates leaves for tensors that have no autograd graph, as after
+                # `torch.func.vjp`. Record the gradients only if any other tensor requires grad.
                 constants = [tensor for tensor in sources if tensor.is_leaf]
                 create_graph = any(
                     _is_recorded(tensor)
@@ -107,12 +106,15 @@ class Rerun(NamedTuple):
             )
 
     def check_unrecorded(self, unrecorded: Sequence[tuple[int, Tensor]], run: Run) -> None:
-        """Raise if an output depends on the inputs in a way that autograd did not record.
+        """Raise if an output depends on the inputs, but autograd did not record how.
 
-        `unrecorded` holds index and gradient of outputs without history. If such an output is
-        independent of the inputs, its gradient is rightly dropped. To find out, the body runs again
-        under a mode that tracks dependencies. Zero gradients, which compilers pass for unused
-        outputs, need no check.
+        To find out, the body runs again in a mode that tracks dependencies. Gradients of outputs
+        that do not depend on the inputs are ignored. Gradients of zero need no check; compilers
+        pass these for unused outputs.
+
+        Args:
+            unrecorded: the index and the gradient of each output without an autograd history.
+            run: computes the outputs.
         """
         received = [index for index, grad in unrecorded if not _is_zero(grad)]
         if not received:
@@ -132,10 +134,13 @@ class Rerun(NamedTuple):
 def by_history(
     outputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, Tensor]]]:
-    """Split outputs by whether they have an autograd history.
+    """Separate outputs with an autograd history from outputs without one.
 
-    Return (output, gradient) pairs with history, and (index, gradient) pairs without. Outputs that
-    have no gradient are in neither list.
+    Outputs without a gradient are ignored.
+
+    Returns:
+        Pairs (output, gradient) for outputs with a history, and pairs (index, gradient) for outputs
+        without one.
     """
     recorded: list[tuple[Tensor, Tensor]] = []
     unrecorded: list[tuple[int, Tensor]] = []
@@ -152,7 +157,7 @@ def by_history(
 def input_gradients(
     outputs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    """Return the gradients of `inputs`, given (output, gradient) pairs; zeros if independent."""
+    """Return the gradients of `inputs`, given pairs (output, gradient)."""
     gradients: Sequence[Tensor | None] = [None] * len(inputs)
     if outputs:
         gradients = autograd.input_gradients(outputs, inputs, create_graph)
@@ -165,19 +170,19 @@ def input_gradients(
 def _is_zero(gradient: Tensor) -> bool:
     try:
         return gradient.layout is torch.strided and not gradient.any()
-    except RuntimeError:  # batched gradients in vmap have no single truth value
+    except RuntimeError:  # a batched tensor in vmap cannot be converted to a bool
         return False
 
 
 def _body_input(tensor: Tensor) -> Tensor:
-    """Return an alias of an input, at which the graph of the body starts.
+    """Return an alias of an input, at which the autograd graph of the body starts.
 
-    If one input was computed from another, the gradient of the second must not include the part
-    that flows through the first.
+    Without the alias, if one input was computed from another, the gradient of the second input
+    would include the gradient that flows through the first one.
     """
     if tensor.requires_grad:
         alias: Tensor = torch.ops.aten.alias.default(tensor)
-        if alias.requires_grad:  # False for a tensor of a transform that has exited
+        if alias.requires_grad:  # not if the tensor belongs to a transform that has ended
             return alias
     return functorch.make_leaf(tensor)
 
@@ -185,7 +190,7 @@ def _body_input(tensor: Tensor) -> Tensor:
 def _is_recorded(tensor: Tensor) -> bool:
     """Return whether autograd records operations on a tensor.
 
-    After a transform has exited, `requires_grad` of its tensors is unreliable, so test an alias.
+    `requires_grad` is unreliable for tensors of transforms that have ended, so test an alias.
     """
     if not functorch.is_wrapped(tensor):
         return tensor.requires_grad
@@ -194,14 +199,14 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 
 def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[Tensor | None]:
-    """Yield the tensors among results (or among their gradients), flattening lists."""
+    """Yield the tensors among the results of a call, or their gradients. Lists are flattened."""
     for kind, value in zip(returns, results, strict=True):
         if "Tensor" in kind:
             yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
-    """Run the body or its backward, and explain errors of operators that are not differentiable."""
+    """Run a part of the derived formula, and explain errors from code without gradients."""
     try:
         return run()
     except RuntimeError as error:
@@ -224,30 +229,31 @@ def _left_autograd(definition: Definition, problem: str) -> GradientError:
     )
 
 
-# Functions that pass the data of a tensor to another library.
+# Functions that give other libraries access to the data of a tensor.
 _EXPORTS_DATA = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
 
 
 class DependencyMode(TorchFunctionMode):
-    """Tracks which tensors depend on inputs that require grad, although autograd recorded nothing.
+    """Finds tensors that depend on inputs that require grad, but have no autograd history.
 
-    Python numbers such as `x.item()` are not tracked: they usually select the computation rather
-    than contribute to its value. A tensor created by another library, for example through
-    `torch.from_numpy`, has no traceable inputs. Once data was exported, every new tensor is
-    assumed to depend on it.
+    Python numbers such as `x.item()` are not tracked, because most programs use them to select a
+    computation, not as values. For tensors from other libraries, such as the results of
+    `torch.from_numpy`, the inputs are unknown. Therefore, once a tensor has passed data to another
+    library, all later tensors of unknown origin are assumed to depend on that tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # id -> (tensor, function where its value left autograd). Holding the tensor prevents reuse
-        # of its id.
+        # Maps the id of a tensor to the tensor, which keeps the id valid, and to the function that
+        # computed the value without autograd, or None.
         self._seen: dict[int, tuple[Tensor, str | None]] = {}
-        # storage -> function, for in-place writes. Views share the storage.
+        # The same for tensors that were written in place, by storage, because views share it.
         self._written: dict[int, str] = {}
+        # The function that first passed the data of a dependent tensor to another library.
         self._exported: str | None = None
 
     def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:
-        """Call `function` on inputs that require grad, and track dependencies."""
+        """Call `function` with inputs that require grad, and track dependencies."""
         self._seen.update({id(tensor): (tensor, None) for tensor in inputs})
         with self:
             return function(inputs)
@@ -269,19 +275,19 @@ class DependencyMode(TorchFunctionMode):
         if name in _EXPORTS_DATA:
             self._exported = self._exported or origin
         for tensor in _tensors((result,)):
-            # These functions read shape and dtype of their argument, but not its values.
+            # These functions read the shape and dtype of a tensor, but not the values.
             is_just_like = name.endswith("_like") or name.startswith("new_")
             is_tracked = is_differentiable(tensor) and not is_just_like
             self._seen.setdefault(id(tensor), (tensor, origin if is_tracked else None))
         for tensor, version in zip(inputs, versions, strict=True):
-            # Writes to integer tensors (indices, masks) only select the computation.
+            # Integer tensors, such as indices and masks, only select a computation.
             is_tracked = is_differentiable(tensor) and not tensor.requires_grad
             if origin and is_tracked and version_of(tensor) != version:
                 self._written.setdefault(_memory_of(tensor), origin)
         return result
 
     def left_autograd_in(self, tensor: Any) -> str | None:
-        """Return the function in which a value left autograd; None if it did not."""
+        """Return the function that computed a value without autograd, or None."""
         if not isinstance(tensor, Tensor) or tensor.requires_grad:
             return None
         _, origin = self._seen.get(id(tensor), (tensor, self._exported))
@@ -289,7 +295,7 @@ class DependencyMode(TorchFunctionMode):
 
 
 def _memory_of(tensor: Tensor) -> int:
-    # Tensor wrappers have no storage of their own.
+    # Subclasses and tensors of transforms may have no storage.
     is_plain = type(tensor) is Tensor and not functorch.is_wrapped(tensor)
     return storage_of(tensor) if is_plain else id(tensor)
 

@@ -1,9 +1,11 @@
 """The helper operators that compiled graphs call for an operator with a derived formula.
 
-`name__training` returns the results of the operator and the packed ambient state in which its body
-ran. `name__backward` takes the gradients of the outputs, the state, a flag per tensor and the
-arguments. Its kernel differentiates the body in that state, so the backward uses the same random
-numbers wherever the compiler schedules it.
+`name__training` replaces the operator `name` in the forward. It returns the results of `name`, and
+the ambient state in which the body ran, packed into a tensor.
+
+`name__backward` computes the gradients. It takes the gradients of the outputs, the ambient state,
+which tensors need a gradient, and the arguments of `name`. The kernel restores the state, so the
+random numbers are the same wherever the compiler schedules the backward.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import results_of, write, write_results
 
-# Call number for a call that does not pack the ambient state.
+# The call number of a call that does not return the ambient state.
 _WITHOUT_STATE = -1
 
 _IN_CUDA_GRAPH = (
@@ -51,8 +53,8 @@ _IN_CUDA_GRAPH = (
 
 def derived_formula(definition: Definition) -> DerivedFormula:
     """Return the derived formula of an operator, and define its helper operators on first use."""
-    # Stored on the library, so they live as long as the operator. Deriving again reuses them,
-    # because compiled graphs refer to them by name.
+    # Stored on the library of the operator, which has the same lifetime. If the formula is derived
+    # again, reuse the helper operators, because compiled graphs call them by name.
     attributes: dict[str, Any] = definition.library.__dict__
     if "_torchop_for_graphs" not in attributes:
 
@@ -76,8 +78,9 @@ class TrainingOperator:
         self._definition = definition
         schema = definition.schema
         arguments = schema.written_arguments
-        # AOTAutograd's CSE merges calls with equal arguments, even if they draw random numbers
-        # (torch/_functorch/compile_utils.py). A call number keeps them distinct.
+        # AOTAutograd merges calls with equal arguments, even if they draw random numbers
+        # (`fx_graph_cse` in torch/_functorch/compile_utils.py). A call number makes the arguments
+        # differ.
         self.number = free_name("call_number", schema)
         self._calls = itertools.count() if self.draws_numbers else itertools.repeat(0)
         if "*" not in arguments:
@@ -89,8 +92,8 @@ class TrainingOperator:
             write(arguments, write_results([*results_of(schema.written), "Tensor"])),
             self._kernel,
             self._fake,
-            # The result includes generator states. With this tag, the recomputation of a compiled
-            # checkpoint restores them.
+            # The results include the states of generators. This tag makes compilers restore these
+            # states when they recompute a checkpointed region.
             tags=(Tag.nondeterministic_seeded,),
             error=GradientError,
         )
@@ -98,14 +101,14 @@ class TrainingOperator:
 
     @property
     def draws_numbers(self) -> bool:
-        """Whether the operator is tagged as drawing random numbers."""
+        """Return whether the tags of the operator declare that it draws random numbers."""
         return Tag.nondeterministic_seeded in self._definition.declaration.tags
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
-        """Call the helper operator. Return the operator's result and the packed state."""
+        """Call `name__training`. Return the result of the operator and the packed ambient state."""
         number = next(self._calls)
-        # Inductor makes no CUDA graph of a graph with a CPU result, so omit the state, unless the
-        # operator declares that it draws random numbers.
+        # The state is a CPU tensor, which would prevent Inductor from using CUDA graphs. Operators
+        # that do not declare random numbers work without it.
         if (
             not self.draws_numbers
             and compilers.makes_cuda_graphs()
@@ -116,7 +119,7 @@ class TrainingOperator:
         return results[0] if len(results) == 1 else tuple(results), packed
 
     def forbid_random_numbers(self) -> None:
-        """Raise if the operator draws random numbers and the backward could not reproduce them."""
+        """Raise if the operator declares that it draws random numbers."""
         if self.draws_numbers:
             raise GradientError(
                 f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded. Inside "
@@ -150,7 +153,7 @@ class TrainingOperator:
         results = as_tuple(self._definition.schema, result)
         if is_without_state:
             return (*results, _no_state(values))
-        # If the arguments are on the meta device, so must all results be.
+        # For meta tensors, all results must be on the meta device.
         is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
         device = "meta" if is_meta else "cpu"
         return (*results, torch.empty(packed_size(values), dtype=torch.uint8, device=device))
@@ -184,7 +187,7 @@ def define_backward(definition: Definition) -> Definition:
         **kwargs: Any,
     ) -> list[Tensor]:
         call, tensors = split_tensors(args, kwargs)
-        # Below autograd, this call is not differentiated. Otherwise, record a double backward.
+        # Unless this runs below autograd, the gradients may be differentiated again.
         create_graph = not autograd.is_excluded()
         rerun = Rerun(definition, call, tensors, needed, state)
         gradients = rerun.gradients(grads, create_graph=create_graph)
@@ -206,7 +209,7 @@ def _vmap_rule(definition: Definition, helper: Definition) -> Any:
         mapped = any(dim is not None for dim in of_each_tensor(values[3:], in_dims[3:]))
         if mapped and callable(definition.plan[VmapRule]):
             return _through_rule(definition, info, in_dims, *values, **kwargs)
-        # The dispatcher strips trailing arguments that equal their default.
+        # `in_dims` has no entry for trailing arguments that equal their default.
         dims = (*in_dims, *[None] * (len(values) - len(in_dims)))
         with functorch.without_randomness_of_vmap():
             arguments = list(map(with_dims, values, dims))
@@ -226,13 +229,13 @@ def _through_rule(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[list[Tensor], list[int]]:
-    """Differentiate the operator's vmap rule, which computes the whole batch at once."""
+    """Compute the gradients of the whole batch at once, by differentiating the vmap rule."""
     rule = definition.plan[VmapRule]
-    assert callable(rule)  # checked by the caller
+    assert callable(rule)  # as the caller has checked
     call, tensors = split_tensors(args, kwargs)
     dims = of_each_tensor(args, in_dims[3:])
     size = info.batch_size
-    # An input shared by the batch still has one gradient per element, so expand it.
+    # Expand unbatched inputs, because they have one gradient per element of the batch.
     batched = [
         _batch_first(tensor, dim, size) if need else tensor
         for tensor, dim, need in zip(tensors, dims, needed, strict=True)
@@ -244,7 +247,7 @@ def _through_rule(
     rule_dims = tuple(dim if argument.holds_tensors else None for argument, dim in pairs)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Call the vmap rule and move the batch dimension of each output to the front."""
+        """Call the vmap rule, and move the batch dimension of each output to the front."""
         rule_args, keywords = call.with_tensors(inputs)
         result, out_dims = rule(info, rule_dims, *rule_args, **keywords)
         results, out_dims = (result, out_dims) if len(returns) > 1 else ((result,), (out_dims,))

@@ -1,8 +1,8 @@
-"""Run the body of an operator again in the ambient state of its first run.
+"""Run the body of an operator again in the ambient state of the first run.
 
-The ambient state consists of the random number generators, autocast, the default dtype and the
-default device. It is packed into one byte tensor, which a formula can save and a compiled graph can
-pass from the forward to the backward.
+The ambient state consists of the states of the random number generators, the autocast settings, the
+default dtype and the default device. All of it is packed into a byte tensor, because formulas save
+tensors, and compiled graphs pass tensors from the forward to the backward.
 """
 
 from __future__ import annotations
@@ -28,37 +28,43 @@ from torchop._errors import GradientError
 
 Result = TypeVar("Result")
 
-# Packed states refer to dtypes by index. Index 0 is the initial default dtype. The order must be
-# the same in all processes that run a cached graph, so a set is sorted.
+# Packed states refer to dtypes by their index here. Index 0 is the initial default dtype. The order
+# must be the same in all processes that run a cached graph, so the set is sorted.
 _DTYPES = (torch.float32, *sorted({*schemas.dtypes().values()} - {torch.float32}, key=str))
 _LENGTH = struct.Struct("<I")
-# The number of accelerators with states, the default dtype and the default device. Followed by two
-# bytes per device type: autocast enabled, autocast dtype. `ambient_state.cpp` writes the same
-# layout for plain states.
+# The number of accelerators with a state, the default dtype and the default device. Two bytes per
+# device type follow: whether autocast is enabled, and the autocast dtype. `ambient_state.cpp`
+# writes the same layout for plain states.
 _SETTINGS = struct.Struct("<BB24s")
 _PLAIN = _SETTINGS.pack(0, 0, b"")
-_UNREADABLE = b"\0"  # written in place of a state; readable states start with 1
+_UNREADABLE = b"\0"  # replaces the state of a generator that cannot be read; others start with 1
 
 
 class AmbientState(NamedTuple):
-    """The current ambient state, packed and classified."""
+    """The current ambient state.
+
+    Attributes:
+        packed: the state as a byte tensor.
+        is_plain: whether autocast is disabled, and the default dtype and device are the initial
+            ones.
+        is_captured: whether the state of a generator cannot be read, because a CUDA graph is being
+            captured.
+    """
 
     packed: Tensor
-    # Autocast is off, and the default dtype and device have their initial values.
     is_plain: bool = True
-    # A generator's state cannot be read because a CUDA graph is being captured.
     is_captured: bool = False
 
 
-# Reused as long as no random numbers are drawn and no setting changes.
+# The state of the latest call. Reused until random numbers are drawn or a setting changes.
 _latest: AmbientState | None = None
 
 
 def ambient_state(values: Sequence[Any], *, in_graph: bool = False) -> AmbientState:
     """Return the current ambient state for a call with arguments `values`.
 
-    It includes the generators of all devices. With `in_graph`, only the devices of the arguments
-    are included, because the packed size must be known during tracing.
+    The state includes the generators of all devices. With `in_graph`, it only includes the
+    generators of the arguments' devices, because tracing must know the size of the packed state.
     """
     global _latest
     state, count = _latest, 0 if in_graph else devices.accelerator_count()
@@ -87,29 +93,28 @@ def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> Ambien
 
 
 def _read(generator: Generator) -> bytes:
-    """Return the state of a generator, prefixed with a byte: 1 if it was readable, else 0."""
+    """Return the state of a generator after a byte of 1, or `_UNREADABLE`."""
     try:
         return b"\1" + _bytes(generator.get())
-    except RuntimeError:  # during CUDA graph capture
+    except RuntimeError:  # a CUDA graph is being captured
         return _UNREADABLE
 
 
 def has_changed(state: AmbientState, values: Sequence[Any]) -> bool:
-    """Return whether the ambient state has changed, for example because the body drew numbers."""
+    """Return whether the ambient state has changed since, for example by drawing numbers."""
     return _bytes(state.packed) != _bytes(ambient_state(values).packed)
 
 
 def _packed_if_plain(values: Sequence[Any], latest: Tensor | None, count: int) -> Tensor | None:
-    """Return the packed state if it is plain, and None if it must be read piece by piece.
+    """Return the packed ambient state if C++ can read it, and None otherwise.
 
-    Plain states have default settings, and the arguments hold no generator and no tensor on a
-    device other than the CPU and the `count` accelerators. If the state equals `latest`, the
-    result is `latest` itself. C++ implements this because every call that records a gradient
-    packs a state.
+    C++ reads states with default settings, unless an argument is a generator, or is on a device
+    other than the CPU and the `count` accelerators. If the state equals `latest`, return `latest`
+    itself. This is fast, because every call that records a gradient packs the state.
     """
     accelerator = devices.accelerator() if count else None
     if accelerator is not None and accelerator.get_rng_state is None:
-        return None  # the backend does not expose generator states to C++
+        return None  # C++ cannot read the generators of this backend
     packed: Tensor | None = _hooks.extension.pack_plain(values, latest, count)
     return packed
 
@@ -119,13 +124,13 @@ def _shared(packed: Tensor, latest: Tensor | None) -> Tensor:
 
 
 def _pack(parts: Sequence[bytes | bytearray]) -> Tensor:
-    """Pack generator states, followed by the settings, into a byte tensor."""
+    """Pack the states of the generators and the settings, in this order, into a byte tensor."""
     packed = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def packed_size(values: Sequence[Any]) -> int:
-    """Return the size of a state packed with `in_graph`. The arguments may be fake tensors."""
+    """Return the size of the packed state of a call in a graph. Works for fake tensors."""
     sizes = [1 + generator.size() for generator in generators_of(values)]
     sizes.append(_SETTINGS.size + 2 * len(_device_types(values, 0)))
     return sum(size + _LENGTH.size for size in sizes)
@@ -134,10 +139,9 @@ def packed_size(values: Sequence[Any]) -> int:
 def replayed(
     definition: Definition, packed: Tensor | None, values: Sequence[Any], run: Callable[[], Result]
 ) -> Result:
-    """Run `run` in a saved ambient state, and restore the current state afterwards.
+    """Call `run` in a saved ambient state, and restore the current state afterwards.
 
-    `packed` is empty if the body ran without autocast and draws no random numbers, and None if the
-    state was not saved. In both cases, the body runs without autocast.
+    If `packed` is None or empty, no state was saved. Then `run` is called without autocast.
     """
     count = devices.accelerator_count()
     if (
@@ -145,7 +149,7 @@ def replayed(
         and _is_readable(packed)
         and _packed_if_plain(values, packed, count) is packed
     ):
-        # The saved state is the current state. Only undo the effect of drawing numbers.
+        # The saved state equals the current one, so only restore the generators afterwards.
         try:
             return run()
         finally:
@@ -174,7 +178,7 @@ def replayed(
 
 def _restore(generators: Iterable[Generator], states: Sequence[bytes]) -> None:
     for generator, state in zip(generators, states, strict=True):
-        # Skip generators whose state is already right: other threads may be using them.
+        # Do not set generators that already have this state, because other threads may use them.
         if state[0] and state != (now := _read(generator)) and now[0]:
             generator.set(torch.frombuffer(bytearray(state[1:]), dtype=torch.uint8))
 
@@ -185,8 +189,7 @@ def _set_autocast(
     def change(setter: Callable[[Any], object], value: object, before: object) -> None:
         blocks.enter_context(changed(setter, value, before))
 
-        # The autocast cache would retain casts of tensors that are local to this call.
-
+    # The cache would keep the casts of this call's tensors alive.
     change(torch.set_autocast_cache_enabled, False, torch.is_autocast_cache_enabled())
     if enabled:
         of_device = functools.partial(torch.set_autocast_dtype, device_type)
@@ -205,7 +208,7 @@ def _autocast_enabled(device_type: str) -> bool:
 
 
 def _bytes(state: Tensor) -> bytes:
-    # Avoid PyTorch operators: active modes and transforms would intercept them.
+    # Modes and transforms would intercept PyTorch operators.
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -216,7 +219,7 @@ def _is_readable(packed: Tensor) -> bool:
 def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
     if packed is None or not packed.numel():
         return (), _PLAIN
-    # In a transform, operators that read the state would return tensors without data.
+    # Parsed as bytes, because in a transform, operators may return tensors without data.
     data = _bytes(packed if _is_readable(packed) else packed.cpu().contiguous())
     parts, position = [], 0
     while position < len(data):
@@ -234,21 +237,21 @@ _WHILE_CAPTURED = (
     "A graph is being captured on the device, so the state of its generator can be neither read "
     "nor set. Pass the random numbers as an argument, or call the operator outside of the capture."
 )
-# For these namespaces, the tag nondeterministic_seeded is reliable, so the mode need not descend.
+# All random operators in these namespaces have the tag nondeterministic_seeded.
 _PYTORCH_NAMESPACES = frozenset({"aten", "prim", "prims"})
 
 
 def capture_guard(
     definition: Definition, state: AmbientState
 ) -> contextlib.AbstractContextManager[object]:
-    """Return a context that rejects random numbers while a graph is being captured."""
+    """Return a context that forbids random numbers if a CUDA graph is being captured."""
     if state.is_captured:
         return ForbidRandomNumbers(definition, _WHILE_CAPTURED)
     return contextlib.nullcontext()
 
 
 class ForbidRandomNumbers(TorchDispatchMode):
-    """Raise GradientError if the body of an operator draws random numbers."""
+    """A mode that raises GradientError if the body of an operator draws random numbers."""
 
     def __init__(self, definition: Definition, why: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # unannotated in PyTorch
@@ -264,7 +267,7 @@ class ForbidRandomNumbers(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if Tag.nondeterministic_seeded in func.tags:
-            # Composite operators may draw conditionally: `dropout` does only in training mode.
+            # A composite operator may draw numbers only sometimes, like `dropout`.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -276,7 +279,7 @@ class ForbidRandomNumbers(TorchDispatchMode):
         tensors = list(tensors_in((*args, *kwargs.values())))
         if func.namespace in _PYTORCH_NAMESPACES or not tensors:
             return func(*args, **kwargs)
-        # Redispatch below this mode, then enter it again for operators that the kernel calls.
+        # Call the kernel in this mode, to check the operators that it calls.
         keyset = dispatch.with_overlooked_keys(func.name(), tensors)
         with self:
             return dispatch.redispatch(func, keyset, args, kwargs)

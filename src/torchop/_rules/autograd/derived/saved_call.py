@@ -1,4 +1,4 @@
-"""Split the arguments of a call into tensors, which autograd saves, and everything else."""
+"""Separate the tensors of a call, which autograd saves, from the other arguments."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torchop._core.call import Call, replace_all
 
 
 class _Placeholder:
-    """Marks the position of a tensor in a saved call."""
+    """Replaces a tensor in a saved call."""
 
 
 _PLACEHOLDER = _Placeholder()
 
 
 class SavedCall(NamedTuple):
-    """The arguments of a call, with placeholders in place of tensors."""
+    """The arguments of a call. Each tensor is replaced by a placeholder."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def with_tensors(self, tensors: Sequence[Any]) -> Call:
-        """Return the arguments with `tensors` (or any value per tensor) in the placeholders."""
+        """Return the arguments with the placeholders replaced by `tensors`, or by other values."""
         rest = iter(tensors)
         return replace_all(self.args, self.kwargs, _Placeholder, lambda _: next(rest))
 
 
 def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SavedCall, list[Tensor]]:
-    """Return the arguments without tensors, and the tensors."""
+    """Return the arguments with placeholders, and the tensors that they replace."""
     tensors: list[Tensor] = []
 
     def take(tensor: Tensor) -> _Placeholder:
@@ -41,9 +41,15 @@ def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved
 
 
 def of_each_tensor(values: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
-    """Return one entry per tensor in `values`. The entry of a list may apply to all its tensors."""
+    """Flatten `entries`, such as `in_dims` of a vmap rule, to one entry for each tensor.
+
+    Args:
+        values: the arguments or results of a call.
+        entries: one entry for each of these. For a list of tensors, this is a list of entries, or
+            one entry for all tensors in the list.
+    """
     flat: list[Any] = []
-    # `in_dims` is shorter than the schema: the dispatcher strips trailing default arguments.
+    # `in_dims` has no entries for trailing arguments that equal their default.
     for value, entry in zip(values, entries, strict=False):
         if isinstance(value, (list, tuple)):
             each = entry if isinstance(entry, (list, tuple)) else [entry] * len(value)
