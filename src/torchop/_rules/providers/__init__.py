@@ -1,7 +1,7 @@
-"""Kernels of several providers for one operator and device, and their priority.
+"""Providers: alternative kernels for one operator and device, and the priority among them.
 
-Operators without providers pay nothing: the kernel rule uses this package only to compile plans of
-operators with providers.
+Operators without providers are not affected. The kernel rule uses this package only to compile the
+call plans of operators with providers.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ from torchop.extend import OpLike, Schema
 
 
 def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTypes = None) -> None:
-    """Set the author's order of an operator's providers.
+    """Set the default order in which an operator tries providers.
 
-    Orders set by `torchop.set_priority`, `TORCHOP_PRIORITY` or a block of `torchop.priority` take
-    precedence.
+    This is for authors of operators. `torchop.set_priority`, the variable `TORCHOP_PRIORITY` and
+    blocks of `torchop.priority` take precedence.
 
     Args:
         op: the operator.
-        order: names of providers. The first one that can run a call runs it, otherwise the kernels
-            registered without a provider, named `"reference"`. `"tuned"` means the provider
-            measured as fastest (`torchop.testing.tune`).
-        device_types: the device types of the order; None for all without their own order.
+        order: names of providers. The first provider that supports a call runs it. If none does,
+            the kernels registered without a provider run, which are named `"reference"`. `"tuned"`
+            stands for the provider that `torchop.testing.tune` measured as the fastest.
+        device_types: the device types for which the order applies. None means all device types
+            without an order of their own.
 
     Raises:
         OperatorGoneError: the operator was replaced or closed.
@@ -77,8 +78,8 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
     devices = known_devices(definition, device_types)
     known = rule.provider_names
     for name in names:
-        # A definition may name providers that are registered later. If they are not, the first call
-        # raises.
+        # `custom_op` sets an order before any provider is registered. For unknown names in it, the
+        # first call raises.
         if known and name not in (REFERENCE, TUNED, *known):
             raise unknown_provider("set_priority", definition, name, known)
     with registration_lock:
@@ -88,17 +89,16 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
 def set_tuning(
     op: OpLike, table: str | os.PathLike[str] | None = None, /, *, buckets: Buckets | None = None
 ) -> None:
-    """Set the author's measurements of an operator's kernels, and their buckets.
+    """Set the default measurements that `"tuned"` in an order of providers refers to.
 
-    They apply where `"tuned"` stands in the order of providers. Measurements of the user take
-    precedence.
+    This is for authors of operators. Measurements that a user makes take precedence.
 
     Args:
         op: the operator.
-        table: a file that `torchop.testing.tune(..., table=...)` wrote, shipped with your package.
-        buckets: the upper bounds of size buckets for measuring, by argument and dimension, as in
-            `{"x": {0: [1, 16, 256]}}`. Negative dimensions count from the end. Other sizes use
-            powers of two.
+        table: a file in your package that was written by `torchop.testing.tune(..., table=...)`.
+        buckets: `torchop.testing.tune` measures once per bucket of sizes. This maps arguments and
+            their dimensions to the upper bounds of the buckets, as in `{"x": {0: [1, 16, 256]}}`.
+            Negative dimensions count from the end. The default buckets are powers of two.
 
     Raises:
         OperatorGoneError: the operator was replaced or closed.
@@ -142,22 +142,22 @@ def _are_bounds(item: tuple[Any, Any]) -> bool:
 
 
 def provider_table(rule: KernelRule) -> ProviderTable:
-    """Return an operator's provider table, empty if it has none."""
+    """Return the provider table of an operator, or an empty table."""
     table: Any = rule.providers
-    # `reported` is mutable, so each operator needs its own set.
+    # Each operator needs a separate set, because `reported` is mutable.
     return NO_PROVIDERS._replace(reported=set()) if table is None else table
 
 
 def choice_of_call(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Choice | None, tuple[Any, ...], dict[str, Any]]:
-    """Return the chooser of a call, or None without providers, and the call's full arguments."""
+    """Return the `Choice` for a call, or None without providers, and all arguments of the call."""
     arguments, keywords = every_argument(definition.schema, args, kwargs)
     return definition.rule(KernelRule).choice(arguments, keywords), arguments, keywords
 
 
 def every_argument(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Return the arguments as a kernel gets them: by position, with defaults."""
+    """Return the arguments of a call as a kernel receives them: by position, with defaults."""
     values = values_by_name(schema, args, kwargs)
     positional = tuple(values.get(a.name, a.default) for a in schema.positional)
     return positional, {a.name: values.get(a.name, a.default) for a in schema.keyword_only}
@@ -166,14 +166,14 @@ def every_argument(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any
 def kernels_of_call(
     op: OpLike, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[DeviceKernels | None, Call]:
-    """Return the candidate kernels of a call, or None, and the full arguments."""
+    """Return the kernels that may run a call, or None without providers, and all arguments."""
     definition = resolve(op, "tune")
     choice, args, kwargs = choice_of_call(definition, args, kwargs)
     return None if choice is None else choice.kernels, (args, kwargs)
 
 
 def providers_of(op: OpLike) -> list[Provider]:
-    """Return an operator's providers in the order of registration."""
+    """Return the providers of an operator in the order of registration."""
     name = op_name(op, "providers")
     definition = own_definition(op, name)
     if definition is None:
@@ -191,7 +191,7 @@ def _register(
     lib: torch.library.Library | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Register a provider's kernel; closing `lib` removes it."""
+    """Register the kernel of a provider. Closing `lib` removes it."""
     definition = _definition(op, lib)
     rule = definition.rule(KernelRule)
     check_name(definition, name, device_types)
@@ -213,7 +213,7 @@ def _remove(rule: weakref.ref[KernelRule], provider: Provider) -> None:
 
 
 def _definition(op: OpLike, lib: torch.library.Library | None) -> Definition:
-    """Return the definition that holds an operator's providers."""
+    """Return the definition of an operator. Raise if torchop did not define the operator."""
     name = op_name(op, "register_kernel")
     check_library(f"register_kernel({name})", lib)
     definition = own_definition(op, name)

@@ -1,4 +1,4 @@
-"""The kernels of one device, and the one measured as fastest for a call."""
+"""The kernels of an operator on one device, and the fastest of them according to measurements."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Function = Callable[..., Any]
 
 
 class DeviceKernels(NamedTuple):
-    """The kernels of an operator on one device, with the settings that choose between them.
+    """The kernels of an operator on one device, with the author's settings.
 
     Attributes:
-        op: the operator's name.
-        device: the device type; None for devices without kernels of their own.
+        op: the name of the operator.
+        device: the device type. None stands for all devices without their own kernels.
         reference: the kernel registered without a provider, or None.
-        providers: the other kernels by provider, in the order of registration.
-        known: the operator's providers on any device.
-        removed: the operator's former providers.
-        author: the author's orders, by device type.
-        reported: the skipped providers that were reported already; shared by all plans.
-        tuning: the author's measurements and buckets.
-        prepare: wraps a kernel for a plan.
+        providers: the providers by name, in the order of registration.
+        known: the names of the operator's providers for any device.
+        removed: the names of providers that were removed.
+        author: the orders that the author set, by device type.
+        reported: the skipped providers that were already reported. All plans share this set.
+        tuning: the measurements and buckets that the author set.
+        prepare: wraps a kernel before it becomes part of a plan.
     """
 
     op: OpName
@@ -43,7 +43,7 @@ class DeviceKernels(NamedTuple):
     prepare: Callable[[Function], Function]
 
     def measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Measurement | None:
-        """Return the measurement for a call; warn if existing measurements cannot be used."""
+        """Return the measurement for a call, or None. Warn if a measurement is outdated."""
         digests = {name: tuned.digest(p.written) for name, p in self.providers.items()}
         if self.reference is not None:
             digests[REFERENCE] = tuned.digest(self.reference)
@@ -51,7 +51,14 @@ class DeviceKernels(NamedTuple):
 
 
 class TunedKernels(NamedTuple):
-    """The candidates of `"tuned"` in an order: the fastest allowed kernel runs."""
+    """The kernels that `"tuned"` in an order may select.
+
+    Attributes:
+        kernels: the kernels of the device.
+        allowed: the providers that the settings allow, by name.
+        tuner: measures calls inside `torchop.testing.tuning`, or None.
+        profiled: wraps a kernel to label it in profiles.
+    """
 
     kernels: DeviceKernels
     allowed: Mapping[str, Provider]
@@ -59,21 +66,21 @@ class TunedKernels(NamedTuple):
     profiled: Callable[[str, Function], Function]
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Measure the kernels for a call inside `torchop.testing.tuning`."""
+        """Measure the kernels for a call, if it is inside `torchop.testing.tuning`."""
         if self.tuner is not None:
             self.tuner.measure(self.kernels, args, kwargs)
 
     def fastest(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool
     ) -> tuple[Provider, Function] | None:
-        """Return the fastest measured kernel that supports a call, or None."""
+        """Return the fastest kernel that supports a call, or None without a measurement."""
         measurement, reference = self.kernels.measured(args, kwargs), self.kernels.reference
         for name, config, *_ in () if measurement is None else measurement.kernels:
             provider = self.allowed.get(name)
             if name == REFERENCE and reference is not None:
                 found = TUNED_PROVIDER._replace(name=name, function=reference, written=reference)
                 return found, self.profiled(name, reference)
-            # The table may name a removed provider, or a config that its kernel no longer has.
+            # The measurement may contain a provider or a config that was removed since.
             if (
                 provider is not None
                 and config in (configs := provider.configs or ({},))

@@ -1,4 +1,4 @@
-"""Choose which kernel of a device runs a call."""
+"""Choose the kernel that runs a call, among the kernels for the device."""
 
 from __future__ import annotations
 
@@ -27,32 +27,37 @@ from torchop._rules.providers.priority import (
 from torchop._rules.providers.provider import TUNED_PROVIDER, Provider
 from torchop._rules.providers.tuned import PLAIN, UnknownKindError
 
-# Limits a selection's cache, which calls with ever new sizes would fill. Clearing it costs
-# microseconds per entry.
+# The maximum size of caches. A program whose sizes keep changing would otherwise fill the memory.
 _MOST_KEYS = 4096
 _MOST_SELECTIONS = 64
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Selection:
-    """The kernels to try under one order.
+    """The providers to try for each call, according to one order and the current settings.
 
-    The first provider that supports a call runs, else the reference. Caches here and in C++ hold
-    results of `answer`.
+    Attributes:
+        order: the order of providers.
+        candidates: the providers and kernels to try. The first provider that supports a call runs.
+        fallback: the kernel that runs if no provider supports a call: the reference, or a function
+            that raises.
+        skipped: the providers that cannot run any call, with the reasons.
+        falls_back: whether `fallback` is the reference although the order does not contain it.
+        report: called with this object if no provider supports a call.
+        tuned: the kernels that `"tuned"` may select. None if the order does not contain it.
+        function: the kernel that runs every call. None if it depends on the arguments.
+        chosen: a cache of results of `answer`. Threads write to it without a lock, because for one
+            key all of them store the same kernel.
     """
 
     order: ActiveOrder
     candidates: list[tuple[Provider, Function]]
     fallback: Function
-    skipped: Mapping[str, str]  # provider -> reason
-    # Whether the reference runs although the order does not name it.
+    skipped: Mapping[str, str]
     falls_back: bool
-    report: Callable[[Selection], None]  # called when no provider supports a call
-    tuned: TunedKernels | None  # the candidates of "tuned", if the order has it
-    # The kernel that runs if no provider inspects the arguments.
+    report: Callable[[Selection], None]
+    tuned: TunedKernels | None
     function: Function | None = None
-    # Kernels by the call properties that `supports` may read. Unlocked: concurrent writes store
-    # equal values.
     chosen: dict[Any, Function] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,9 +67,9 @@ class Selection:
             self.function = self.candidates[0][1]
 
     def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
-        """Return the kernel for a call, using the cache."""
+        """Return the kernel for a call, from the cache if possible."""
         try:
-            with dispatch.WithoutTorchFunctions():  # as in `choose`
+            with dispatch.WithoutTorchFunctions():  # for the same reason as in `choose`
                 key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
         except UnknownKindError:
             return self.answer(args, kwargs)
@@ -77,7 +82,7 @@ class Selection:
         return function
 
     def answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
-        """Return the kernel for a call, and for all calls with the same key."""
+        """Return the kernel for a call. It is the same for all calls with the same cache key."""
         if self.tuned is not None:
             self.tuned.measure(args, kwargs)
         provider, function = self.choose(args, kwargs)
@@ -88,8 +93,8 @@ class Selection:
     def choose(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
     ) -> tuple[Provider | None, Function]:
-        """Return the provider that supports a call, or None (the reference), and the kernel."""
-        # Bypass overridden shapes of subclasses, which the caches do not see either.
+        """Return the provider that runs a call, or None for the fallback, and the kernel."""
+        # Tensor subclasses may override `shape`. The C++ cache ignores this, so ignore it here too.
         with dispatch.WithoutTorchFunctions():
             for provider, function in self.candidates:
                 if provider is TUNED_PROVIDER and self.tuned is not None:
@@ -103,7 +108,7 @@ class Selection:
 def _exclusion_reason(
     provider: Provider, settings: Settings, only_deterministic: bool
 ) -> str | None:
-    """Return why a provider cannot run any call; None if it can."""
+    """Return why a provider cannot run any call, or None if it can."""
     if settings.batch_invariant_only and not provider.batch_invariant:
         return "it is not batch-invariant, and only such kernels are allowed"
     if only_deterministic and not provider.deterministic:
@@ -112,9 +117,10 @@ def _exclusion_reason(
 
 
 class Choice:
-    """Chooses the kernel of a call by the active order and the providers' `supports`.
+    """Chooses the kernel of each call on one device.
 
-    A plan holds this object, or a C++ object that calls it, as the kernel of one device.
+    It replaces the kernel in a call plan, either itself or as a C++ object that calls
+    `_selection`.
     """
 
     __slots__ = ("_has_random", "_selections", "kernels")
@@ -122,13 +128,13 @@ class Choice:
     def __init__(self, kernels: DeviceKernels) -> None:
         self.kernels = kernels
         self._has_random = not all(p.deterministic for p in kernels.providers.values())
-        # By the settings of open blocks, and whether only deterministic kernels are allowed.
+        # By the settings, and whether PyTorch requires deterministic algorithms.
         self._selections: dict[tuple[Settings, bool], Selection] = {}
 
     def function(self) -> Function:
-        """Return a fixed kernel if only one can run, otherwise the chooser."""
+        """Return the kernel for the plan: the only kernel that can run, or a chooser."""
         if not priority.blocks_were_opened():
-            with contextlib.suppress(ProviderError):  # calls raise it, through the chooser
+            with contextlib.suppress(ProviderError):  # the calls will raise it
                 usual = self._selection(NO_BLOCK, False)
                 is_fixed = not usual.candidates or usual.candidates[0][0].deterministic
                 if usual.function is not None and is_fixed:
@@ -136,7 +142,7 @@ class Choice:
         return self._choosing()
 
     def _choosing(self) -> Function:
-        """Return the chooser, in C++ if the extension is loaded."""
+        """Return a function that chooses a kernel and calls it, in C++ if possible."""
         if _hooks.extension.Choice is None:
             return self.__call__
         chosen: Function = _hooks.extension.Choice(
@@ -171,7 +177,7 @@ class Choice:
         return chosen, skipped, function
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Provider | None:
-        """Return the provider whose kernel a compiler should trace; None for the reference."""
+        """Return the provider whose kernel a compiler should inline, or None for the reference."""
         selection = self._selection(priority.current(), self._is_deterministic())
         provider, _ = selection.choose(args, kwargs, is_traced=True)
         return None if provider is None or provider.name == REFERENCE else provider
@@ -191,7 +197,7 @@ class Choice:
         return selection
 
     def _made(self, settings: Settings, is_deterministic: bool) -> Selection:
-        """Evaluate the order by everything known before a call."""
+        """Create the selection for these settings."""
         kernels = self.kernels
         order = priority.active_order(kernels.op, kernels.device, kernels.author, settings)
         only_deterministic = settings.deterministic_only or is_deterministic
@@ -249,7 +255,7 @@ class Choice:
         return f"{op} has no such provider"
 
     def _profiled(self, settings: Settings, name: str, function: Function) -> Function:
-        """Wrap a kernel to label it in a profiler, if `profile` is set."""
+        """Wrap a kernel to label it in profiles, if the settings say so."""
         if not settings.profile:
             return function
         label = f"{self.kernels.op}[{name}]"
@@ -274,7 +280,7 @@ class Choice:
         names = list(providers)
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            # The kernel for every device takes the device from the call.
+            # `device` is None if these kernels are for every device.
             where = device or next((t.device.type for t in tensors_in(args)), "every device")
             if reference is not None:
                 raise ProviderError(
@@ -296,7 +302,7 @@ class Choice:
         return refuse
 
     def _report(self, selection: Selection, is_declined: bool) -> None:
-        """Report each skipped provider of the order once."""
+        """Log or warn that providers in the order are skipped, once for each provider."""
         op, device, _, providers, known, removed, *_ = self.kernels
         reportable = {*providers, *(set(removed) - set(known))}
         reasons = {name: why for name, why in selection.skipped.items() if name in reportable}
@@ -306,7 +312,7 @@ class Choice:
         for name, why in reasons.items():
             if name not in selection.order.names:
                 continue
-            # Skipping one of several providers is expected, unless it can never run.
+            # Warn only if the provider can never run, or if the reference runs instead.
             provider = providers.get(name)
             never_runs = provider is None or provider.why_unsupported() is not None
             warns = falls_back or never_runs
@@ -336,7 +342,7 @@ _UNNAMED = "no order names it"
 
 
 def choice_by_device(choices: Mapping[str, Function], others: Function) -> Function:
-    """Return the kernel for every device, if orders exist for some device types only."""
+    """Return a kernel for every device that calls another function on some device types."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         tensors: Iterator[Tensor] = tensors_in((*args, *kwargs.values()))
@@ -347,7 +353,7 @@ def choice_by_device(choices: Mapping[str, Function], others: Function) -> Funct
 
 
 def _key(value: Any) -> Any:
-    """Return the properties of an argument that `supports` may read, as a part of a key."""
+    """Return a cache key with the properties of an argument that `supports` may read."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise UnknownKindError
@@ -356,9 +362,9 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     kind = type(value)
     if kind is float:
-        return value.hex()  # distinguishes -0.0 from 0.0, and equals itself for nan
+        return value.hex()  # -0.0 == 0.0 and nan != nan, but their texts are right
     if kind is complex:
-        return kind, repr(value)  # like a float
+        return kind, repr(value)  # for the same reason
     if kind in PLAIN:
         return kind, value  # with the type, because 1 == True
     raise UnknownKindError

@@ -1,7 +1,7 @@
-"""Tables of measurements: the fastest kernels by operator, device and sizes.
+"""Tables of measurements, which list the fastest kernels by operator, device and sizes.
 
-A table is a JSON file. It names registered kernels and their configs, so a wrong table can only
-make calls slow.
+A table is a JSON file. It can only select among the registered kernels and their configs, so the
+worst effect of a wrong table is that calls are slow.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Sizes: TypeAlias = "tuple[tuple[int, int | None], ...]"
 
 
 class TableError(Exception):
-    """Why a file is not a table of measurements."""
+    """A file is not a table of measurements."""
 
 
 class NewerTableError(TableError):
-    """A newer torchop wrote the table, so it must not be replaced."""
+    """A newer version of torchop wrote the table, so it must not be overwritten."""
 
 
 class Measured(NamedTuple):
-    """A measured kernel.
+    """The time of one kernel.
 
     Attributes:
-        provider: the provider's name, or `"reference"`.
-        config: the kernel's keyword arguments, one of the provider's `configs`.
-        digest: the digest of the kernel's source.
+        provider: the name of the provider, or `"reference"`.
+        config: one of the `configs` of the provider.
+        digest: a digest of the kernel's source.
         microseconds: the median time of a call.
-        interval: the 95 % confidence interval of the median.
+        interval: the 95 % confidence interval of the median, in microseconds.
     """
 
     provider: str
@@ -59,21 +59,21 @@ class Measured(NamedTuple):
 
     @property
     def times(self) -> tuple[str, str]:
-        """Return the microseconds and the interval as text."""
+        """Return the time and the interval as text."""
         low, high = self.interval
         return f"{self.microseconds:.2f}", f"{low:.2f} to {high:.2f}"
 
 
 class Measurement(NamedTuple):
-    """The kernels measured for one kind of calls, fastest first.
+    """The times of all kernels for one kind of call.
 
     Attributes:
-        op: the operator.
-        device: the device's name, with the number of threads for a CPU.
+        op: the name of the operator.
+        device: the name of the device. For a CPU, also the number of threads.
         torch: the release of PyTorch.
-        arguments: dtypes and plain values, with a `*` for each size.
-        sizes: the minimum and maximum of each size; None means no maximum.
-        kernels: the measured kernels.
+        arguments: the dtypes and plain values of the arguments, with a `*` for each size.
+        sizes: the minimum and maximum of each size. None means no maximum.
+        kernels: the measured kernels, fastest first.
     """
 
     op: str
@@ -85,7 +85,7 @@ class Measurement(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the properties that identify a measurement in a table."""
+        """Return the key of the measurement. A table contains one measurement per key."""
         return self[:5]
 
     @property
@@ -96,7 +96,7 @@ class Measurement(NamedTuple):
         return parts[0] + "".join(a + b for a, b in zip(spelled, parts[1:], strict=False))
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Return whether sizes are in range; adds guards on symbolic sizes."""
+        """Return whether the measurement covers these sizes. Symbolic sizes get guards."""
         return all(
             size >= low and (high is None or size <= high)
             for size, (low, high) in zip(sizes, self.sizes, strict=True)
@@ -169,15 +169,15 @@ def _checked(value: Any, kind: type) -> Any:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Prevent concurrent updates of a table by other processes.
+    """Prevent other processes from updating a table at the same time.
 
-    Locks the folder, because the file is replaced and a separate lock file would remain.
+    This locks the folder. The file itself is replaced, and a separate lock file would remain.
     """
     with contextlib.ExitStack() as stack:
         if fcntl is not None:
             descriptor = os.open(path.absolute().parent, os.O_RDONLY)
             stack.callback(os.close, descriptor)
-            # Some network file systems do not support locks; continue without.
+            # Some network file systems do not support locks. Continue without one.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -187,7 +187,7 @@ def write(path: Path, measurements: Iterable[Measurement]) -> None:
     """Replace a file by a table atomically."""
     version = json.dumps({"format": FORMAT, "torchop": sys.modules["torchop"].__version__})
     listed = ",\n".join(
-        # One line per kernel, which `json.dumps` with indent cannot produce.
+        # `json.dumps` cannot write one line per kernel.
         f"{json.dumps({**m._asdict(), 'kernels': 0})[:-2]}[\n  {_lines(m.kernels)}]}}"
         for m in sorted(measurements, key=lambda m: (m.key[:4], [low for low, _ in m.sizes]))
     )
@@ -196,7 +196,7 @@ def write(path: Path, measurements: Iterable[Measurement]) -> None:
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text + "\n")
-        os.chmod(name, 0o644)  # readable like other shipped files; mkstemp restricts it to the user
+        os.chmod(name, 0o644)  # with mkstemp alone, only the user could read the file
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -208,5 +208,5 @@ def _lines(kernels: Iterable[Measured]) -> str:
 
 
 def merged(*tables: Iterable[Measurement]) -> list[Measurement]:
-    """Merge tables; later measurements of the same calls win."""
+    """Merge tables. If several have a measurement of the same calls, the last one wins."""
     return list({m.key: m for table in tables for m in table}.values())

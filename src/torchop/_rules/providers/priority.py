@@ -1,7 +1,8 @@
-"""Priorities: which providers run an operator's calls, in which order.
+"""Priority: the order in which an operator tries providers.
 
-The order comes from the innermost block that names the operator, else the environment, else
-`torchop.set_priority`, else the operator's author. Without an order, the reference runs.
+The innermost `torchop.priority` block that names the operator sets the order. Otherwise the
+environment variable, `torchop.set_priority` or the author of the operator set it, in this order of
+precedence. Without any of these, the reference runs.
 """
 
 from __future__ import annotations
@@ -25,17 +26,23 @@ from torchop._schema.naming import is_match, is_name, is_pattern
 from torchop.extend import OpName
 
 REFERENCE = "reference"
-# In an order: the kernel measured as fastest for the sizes of a call.
+# In an order, this stands for the kernel that was measured as the fastest for the sizes of a call.
 TUNED = "tuned"
 VARIABLE = "TORCHOP_PRIORITY"
 
 Order: TypeAlias = tuple[str, ...]
-# Providers by operator name or pattern; None removes an order.
+# The order of providers by operator name or pattern. None removes an order.
 Orders: TypeAlias = Mapping[str, "Sequence[str] | None"]
 
 
 class ScopedOrder(NamedTuple):
-    """An order for operators matching a name or pattern, on one device type or all (None)."""
+    """An order for all operators that match a name or pattern.
+
+    Attributes:
+        pattern: the name or pattern.
+        device: the device type for which the order applies. None means all device types.
+        names: the order of providers.
+    """
 
     pattern: str
     device: str | None
@@ -45,30 +52,36 @@ class ScopedOrder(NamedTuple):
         return self.device in (None, device) and is_match(name, self.pattern)
 
     def specificity(self, name: OpName) -> tuple[bool, int, bool]:
-        """Return the sort key of matching orders: exact name, longer pattern, device."""
+        """Return a sort key. Of several orders that fit an operator, the largest one applies."""
         return is_name(name, self.pattern), len(self.pattern), self.device is not None
 
 
 class ActiveOrder(NamedTuple):
-    """The order that applies to an operator on a device, and the setting it comes from."""
+    """The order that applies to an operator on a device.
+
+    Attributes:
+        names: the order of providers.
+        by: the setting that the order comes from, for messages.
+        is_exact: whether the setting names the operator, not a pattern. Then unknown providers are
+            errors.
+    """
 
     names: Order = ()
     by: str = "nobody"
-    # Whether it names the operator exactly, so that unknown providers are errors.
     is_exact: bool = False
 
 
 class Tuner(Protocol):
-    """Measures calls inside `torchop.testing.tuning`, given the kernels and the arguments."""
+    """Measures the kernels of a call inside `torchop.testing.tuning`, given the arguments."""
 
     measure: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Settings:
-    """The combined settings of the open blocks of a thread or task.
+    """The combined settings of the `torchop.priority` blocks that are open in a thread or task.
 
-    Equal blocks share one object, so calls can cache by identity.
+    Equal settings are the same object, so caches can use the identity as a key.
     """
 
     orders: tuple[tuple[ScopedOrder, ...], ...] = ()  # per block, innermost first
@@ -85,21 +98,26 @@ NO_BLOCK = Settings()
 
 
 class OpenBlocks(NamedTuple):
-    """The open blocks of a thread or task, outermost first, and their combined settings."""
+    """The open blocks of a thread or task.
+
+    Attributes:
+        settings: the combined settings of the blocks.
+        blocks: the blocks, outermost first.
+        inherited: how many of them were opened by the caller of the backward that this thread runs.
+    """
 
     settings: Settings = NO_BLOCK
-    blocks: tuple[priority, ...] = ()  # blocks may end in another order than they began
-    # the number of leading blocks inherited from the caller of this thread's backward
+    blocks: tuple[priority, ...] = ()
     inherited: int = 0
 
 
 _NOTHING_OPEN = OpenBlocks()
-# The extension reads this like `_open_blocks`.
+# The C++ extension reads this variable in the same way as `_open_blocks`.
 open_blocks: ContextVar[OpenBlocks] = ContextVar("torchop_priority", default=_NOTHING_OPEN)
 
 
 def current() -> Settings:
-    """Return the settings that apply in this thread or task, or in the caller of its backward."""
+    """Return the settings that apply to calls in the current thread or task."""
     return _open_blocks().settings
 
 
@@ -115,26 +133,26 @@ def _settings_of(blocks: tuple[priority, ...]) -> Settings:
     orders = tuple(block._orders for block in reversed(blocks) if block._orders)
     key = orders, tuple(sorted(flags.items()))
     if len(_settings) >= _MOST_SETTINGS:
-        _settings.clear()  # such programs keep creating new orders
+        _settings.clear()  # the program keeps creating new orders
     return _settings.setdefault(key, Settings(orders, **flags)) if blocks else NO_BLOCK
 
 
-# The orders of `set_priority`; immutable, replaced as a whole.
+# The orders from `set_priority`. The tuple is replaced, never mutated, so calls need no lock.
 _process: tuple[ScopedOrder, ...] = ()
 _blocks_were_opened = False
 
 
-# The kernel rules of operators with providers, whose plans depend on orders.
+# The kernel rules of operators with providers. Their plans must be recompiled if an order changes.
 _rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 
 def add_rule(rule: KernelRule) -> None:
-    """Make an operator follow new orders; the registration lock must be held."""
+    """Make `outdate_plans` recompile the plan of this rule. Requires the registration lock."""
     _rules_with_providers.add(rule)
 
 
 def rules_with_providers() -> list[KernelRule]:
-    """Return the rules of defined operators that have or had providers."""
+    """Return the kernel rules of all operators that have or had providers."""
     with registration_lock:  # other threads may register providers
         return [
             each for each in _rules_with_providers if each.definition.deregistration_reason is None
@@ -142,14 +160,21 @@ def rules_with_providers() -> list[KernelRule]:
 
 
 def blocks_were_opened() -> bool:
-    """Return whether any block was opened in this process, so that calls must check for blocks."""
+    """Return whether the process has ever opened a block. If not, plans ignore blocks."""
     return _blocks_were_opened
 
 
 def active_order(
     name: OpName, device: str | None, author: Mapping[str | None, Order], settings: Settings
 ) -> ActiveOrder:
-    """Return the order for an operator on a device; None means all other devices."""
+    """Return the order that applies to an operator on a device.
+
+    Args:
+        name: the operator.
+        device: the device type. None stands for all devices without their own kernels.
+        author: the orders that the author set, by device type.
+        settings: the settings of the open blocks.
+    """
     for orders, by in (
         *((orders, "torchop.priority") for orders in settings.orders),
         (_of_environment(), VARIABLE),
@@ -164,13 +189,13 @@ def active_order(
 
 
 def devices_with_orders(name: OpName, author: Mapping[str | None, Order]) -> frozenset[str]:
-    """Return the device types for which an operator has separate orders."""
+    """Return the device types for which an operator has its own order."""
     devices = {order.device for order in _process if is_match(name, order.pattern)}
     return frozenset(device for device in (*devices, *author) if device is not None)
 
 
 def checked_order(what: str, names: object) -> Order:
-    """Validate a user's order, and return it as a tuple."""
+    """Validate an order, and return it as a tuple without duplicates."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise TypeError(
             f"{what} expects a list of names of providers, such as ['triton'], got "
@@ -197,7 +222,7 @@ def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -
 def _scoped_orders(
     what: str, orders: object, devices: Sequence[str | None] = (None,)
 ) -> tuple[ScopedOrder, ...]:
-    """Validate a user's orders, including the providers' names."""
+    """Validate the orders that a user passes, including the names of providers."""
     if not isinstance(orders, Mapping):
         raise TypeError(
             f"{what} expects a dict of orders by operator, such as {{'mylib::rms_norm': "
@@ -222,20 +247,19 @@ def _written(operator: object) -> Any:
 
 
 def _check_known(what: str, pattern: str, order: Order) -> None:
-    """Raise for providers that no matching operator has, if any operator matches."""
+    """Raise for providers that no matching operator has, unless no operator matches yet."""
     matching = [r for r in rules_with_providers() if is_match(r.definition.name, pattern)]
     is_name = re.search(r"[*?\[]", pattern) is None
-    if not matching and not (is_name and operators.is_registered(*_packet_and_overload(pattern))):
-        return  # it may be defined later
+    if not matching and not (is_name and _is_registered(OpName.parse(pattern))):
+        return  # the operator may be defined later
     known = sorted({name for each in matching for name in each.provider_names})
     for name in order:
         if name not in (REFERENCE, TUNED, *known):
             raise unknown_provider(what, pattern, name, known)
 
 
-def _packet_and_overload(name: str) -> tuple[str, str]:
-    parsed = OpName.parse(name)
-    return parsed.packet, parsed.overload
+def _is_registered(name: OpName) -> bool:
+    return operators.is_registered(name.packet, name.overload)
 
 
 @functools.cache
@@ -254,24 +278,25 @@ def _of_environment() -> tuple[ScopedOrder, ...]:
 
 
 def outdate_plans() -> None:
-    """Recompile plans that depend on orders; the registration lock must be held."""
+    """Recompile all plans that depend on orders. Requires the registration lock."""
     for rule in tuple(_rules_with_providers):
         rule.definition.outdate_plan()
 
 
 def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None:
-    """Set the process-wide order of operators' providers.
+    """Set the order in which operators try providers, for the whole process.
 
-    It replaces the author's order. A block of `torchop.priority` and the variable TORCHOP_PRIORITY
-    take precedence. An operator's name takes precedence over a pattern, and a longer pattern over
-    a shorter one.
+    This takes precedence over the order that the author of an operator set. Blocks of
+    `torchop.priority` and the variable TORCHOP_PRIORITY take precedence over this. The name of an
+    operator takes precedence over a pattern, and a longer pattern over a shorter one.
 
     Args:
-        orders: a dict from an operator, by name or by a pattern such as `"mylib::*"`, to names of
-            providers. The first one that can run a call runs it, otherwise the kernels registered
-            without a provider, named `"reference"`. `"tuned"` means the kernel that
-            `torchop.testing.tune` measured as fastest. None removes an order.
-        device_types: the device types of the orders; None for all.
+        orders: a dict from the name of an operator, or a pattern such as `"mylib::*"`, to a list of
+            provider names. The first provider that supports a call runs it. If none does, the
+            kernels registered without a provider run, which are named `"reference"`. `"tuned"`
+            stands for the provider that `torchop.testing.tune` measured as the fastest. None
+            removes an order.
+        device_types: the device types for which the orders apply. None means all.
 
     Raises:
         ProviderError: a `ValueError`: no operator of this name or pattern has this provider.
@@ -305,25 +330,26 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
 
 
 class priority(Block):  # noqa: N801  (called like a function)
-    """Set the order of operators' providers inside a `with` block.
+    """Set the order in which operators try providers, inside a `with` block.
 
-    It applies to calls of this thread or asyncio task; it also decorates functions. Of nested
-    blocks, the innermost one that names the operator applies. A backward called in the block
-    inherits it, also in PyTorch's GPU threads, except on PyTorch 2.11, where only `set_priority`
-    reaches them. A checkpoint recomputes its forward with the order that applies in the backward,
-    unless `context_fn` returns a block: `(contextlib.nullcontext(), torchop.priority(...))`. A
-    compiled graph calls the operator, which chooses as in eager mode, except that a provider traced
-    into the graph (`compile="inline"`) is fixed.
+    The block applies to calls in this thread or asyncio task. It also works as a decorator. If
+    several open blocks name an operator, the innermost one applies. A backward that is called in
+    the block uses the same order, also in PyTorch's threads for GPUs. On PyTorch 2.11, only
+    `set_priority` affects these threads. A checkpoint recomputes the forward with the order that
+    applies in the backward, unless `context_fn` returns a block: `(contextlib.nullcontext(),
+    torchop.priority(...))`. Operators in a compiled graph use the order that applies when the graph
+    runs, but a kernel that was inlined (`compile="inline"`) stays.
 
     Args:
-        orders: names of providers by operator, as in `set_priority`.
-        strict: raise an error if the reference would run although the order does not name it.
-        batch_invariant_only: run only the reference and batch-invariant providers.
-        deterministic_only: run only the reference and deterministic providers, as under
+        orders: a dict from operators to lists of provider names, as in `set_priority`.
+        strict: whether to raise an error if the reference would run although the order does not
+            contain it.
+        batch_invariant_only: whether to run only the reference and batch-invariant providers.
+        deterministic_only: whether to run only the reference and deterministic providers, as under
             `torch.use_deterministic_algorithms`.
-        profile: show the provider in profiles, as in `mylib::rms_norm[triton]`.
+        profile: whether profiles show the provider, as in `mylib::rms_norm[triton]`.
 
-    Flags that are None keep the value of the enclosing block.
+    A flag that is None has the value from the enclosing block.
 
     Raises:
         ProviderError: a `ValueError`: no operator of this name or pattern has this provider.
@@ -396,5 +422,5 @@ class priority(Block):  # noqa: N801  (called like a function)
 def _set_blocks(blocks: tuple[priority, ...], inherited: int) -> None:
     if len(blocks) > inherited:
         open_blocks.set(OpenBlocks(_settings_of(blocks), blocks, inherited))
-    else:  # drop blocks inherited from the caller of a backward
+    else:  # only blocks of the caller of a backward are left
         open_blocks.set(_NOTHING_OPEN)

@@ -1,4 +1,4 @@
-"""Providers: alternative kernels for an operator and device, with their properties."""
+"""Providers: alternative kernels of an operator, and the properties of these kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchop._schema.defaults import fitted, same_default
 from torchop._schema.signatures import spell_function
 
 Supported: TypeAlias = "bool | Callable[[], bool]"
-# The relative and absolute difference allowed from the reference.
+# The allowed relative and absolute differences from the reference.
 Tolerance: TypeAlias = "Mapping[torch.dtype, tuple[float, float]]"
 Configs: TypeAlias = "Sequence[Mapping[str, Any]]"
 
@@ -41,19 +41,19 @@ class Provider(NamedTuple):
     """An alternative kernel of an operator.
 
     Attributes:
-        name: the name used in orders.
-        devices: the device types; None means every device.
+        name: the name of the provider.
+        devices: the device types of the kernel. None stands for every device.
         function: the kernel, which takes the schema's arguments.
-        why_unsupported: return why the kernel cannot run in this process; None if it can.
-        accepts: return whether the kernel supports a call, given the schema's positional and
-            keyword arguments, and whether the call is traced; None if it supports all calls.
-        batch_invariant: whether each row has the same bits in every batch.
-        deterministic: whether equal calls give equal bits.
+        why_unsupported: returns why the kernel cannot run in this process, or None if it can.
+        accepts: returns whether the kernel supports a call, given the positional arguments, the
+            keyword arguments, and whether the call is traced. None if it supports all calls.
+        batch_invariant: whether each row of the result is bitwise independent of the other rows.
+        deterministic: whether equal inputs give bitwise equal results.
         tolerance: the allowed difference from the reference, by dtype.
-        configs: keyword arguments of this kernel alone; the first ones are the default.
-        kernels: the kernel with each of `configs`, or the kernel alone.
+        configs: dicts of additional keyword arguments of the kernel. The first one is the default.
+        kernels: the kernel with each of the configs. Without configs, only `function`.
         written: the author's function.
-        site: the location of the kernel's source.
+        site: the source location of the author's function.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Provider(NamedTuple):
     site: Site
 
     def takes(self, args: Any, kwargs: Any, is_traced: bool = False) -> bool:
-        """Return whether the kernel supports a call, given all arguments.
+        """Return whether the kernel supports a call. The defaults must be filled in.
 
         Raises:
             ProviderError: `supports` raises, reads data, or does not return a bool.
@@ -82,7 +82,8 @@ def _not_callable(*arguments: Any) -> Any:
     raise AssertionError("the placeholder 'tuned' was called")
 
 
-# A placeholder for `"tuned"` among the candidates of an order; it inspects each call.
+# Stands for `"tuned"` in `Selection.candidates`. `Selection.choose` replaces it by the provider
+# that was measured as the fastest.
 TUNED_PROVIDER = Provider(
     name=TUNED,
     devices=(),
@@ -98,7 +99,7 @@ TUNED_PROVIDER = Provider(
     site=Site(__name__, TUNED, __file__, 1),
 )
 
-_SLOW_SECONDS = 0.05  # `supports` takes microseconds, and a busy machine takes longer
+_SLOW_SECONDS = 0.05  # `supports` usually takes microseconds, but the machine may be busy
 
 
 def make_provider(
@@ -154,7 +155,7 @@ def make_provider(
 
 
 def check_name(op: object, name: object, devices: Sequence[str | None]) -> None:
-    """Raise for reserved or malformed names, and for the device type "meta"."""
+    """Raise for reserved and malformed names of providers, and for the device type "meta"."""
     if name == TUNED:
         raise ProviderError(
             f"{op}: in an order, {TUNED!r} stands for the provider that was measured as the "
@@ -234,10 +235,10 @@ def _checked_tolerance(what: str, tolerance: Tolerance | None) -> Tolerance:
 def _check_parameters(
     what: str, definition: Definition, function: Callable[..., Any], configs: Mapping[str, Any]
 ) -> None:
-    """Raise if a kernel renames the operator's parameters or changes their defaults.
+    """Raise if a kernel has other parameter names or defaults than the operator.
 
-    Calls pass all arguments, so the difference would have no effect, and would mislead readers of
-    the kernel. Builtins and functions with `*args` cannot be compared.
+    Calls pass all arguments by position, so such names and defaults would have no effect and would
+    mislead readers of the kernel. Builtins and functions with `*args` are not checked.
     """
     try:
         signature = inspect.signature(function)
@@ -289,16 +290,15 @@ def _check_parameters(
 def _support_check(
     what: str, definition: Definition, supports: Callable[..., Any]
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any], bool], bool]:
-    """Wrap `supports` to run on tensors without data, and to check its result."""
+    """Wrap `supports` to pass tensors without data, and to check the returned value."""
     check_arguments(f"{what}: supports", definition.overload, supports)
     check_no_generator(f"{what}: supports", supports, None)
     convention = definition.convention
-    slow: (
-        list[float] | None
-    ) = []  # the durations of the latest slow calls in a row; None after the warning
+    # The durations of consecutive slow calls. None once a warning was issued.
+    slow: list[float] | None = []
 
     def note(taken: float) -> None:
-        """Warn once if several calls in a row were slow; the first one may import modules."""
+        """Warn once if three consecutive calls were slow. A single one may import modules."""
         nonlocal slow
         if slow is not None:
             slow = [*slow, taken] if taken > _SLOW_SECONDS else []
@@ -313,7 +313,7 @@ def _support_check(
                 )
 
     def accepts(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool) -> bool:
-        if not is_traced:  # traced sizes are symbolic, and the answer becomes guards
+        if not is_traced:  # traced tensors have no data, and their symbolic sizes get guards
             args = tuple(map(_without_data, args))
             kwargs = {name: _without_data(value) for name, value in kwargs.items()}
         objects, keywords = convention.arguments(args, dict(kwargs))

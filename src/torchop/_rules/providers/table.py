@@ -1,4 +1,4 @@
-"""The table of an operator's providers, and the functions it contributes to a call plan."""
+"""The providers of an operator, and the functions in the call plan that choose between them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Function = Callable[..., Any]
 
 
 class ProviderTable(NamedTuple):
-    """An operator's providers and its author's orders; immutable.
+    """The providers of an operator and the settings of its author. Immutable, except `reported`.
 
     Attributes:
-        by_device: providers by name, by device type; None means every device.
-        removed: the names of former providers.
-        orders: the author's orders, by device type.
-        reported: the skipped providers that were reported already.
-        tuning: the author's measurements and buckets.
+        by_device: for each device type, the providers by name. None stands for every device.
+        removed: the names of providers that were removed.
+        orders: the orders that the author set, by device type.
+        reported: the skipped providers that were already reported.
+        tuning: the measurements and buckets that the author set.
     """
 
     by_device: Mapping[str | None, Mapping[str, Provider]]
@@ -40,7 +40,10 @@ class ProviderTable(NamedTuple):
         return list(dict.fromkeys(name for known in self.by_device.values() for name in known))
 
     def adding(self, op: OpName, provider: Provider) -> ProviderTable:
-        """Return a table with another provider; warn if it replaces one of another module."""
+        """Return a table that also contains `provider`.
+
+        Warn if this replaces a provider that another module registered.
+        """
         by_device = dict(self.by_device)
         for device in provider.devices:
             known = by_device.get(device, NOTHING)
@@ -56,17 +59,20 @@ class ProviderTable(NamedTuple):
         return self._replace(by_device=by_device)
 
     def without(self, provider: Provider) -> ProviderTable:
-        """Return a table without a provider, unless it was replaced."""
+        """Return a table that does not contain `provider`.
+
+        If another provider has replaced it under the same name, keep that one.
+        """
         by_device = {
             device: {name: other for name, other in known.items() if other is not provider}
             for device, known in self.by_device.items()
         }
-        # Report the removal even if the provider was reported for another reason.
+        # Report the name again if an order still contains it.
         self.reported.difference_update({(provider.name, True), (provider.name, False)})
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 
     def ordered(self, order: Order, devices: Sequence[str | None]) -> ProviderTable:
-        """Return a table with the author's order for these devices."""
+        """Return a table in which the author's order for these device types is `order`."""
         return self._replace(orders={**self.orders, **dict.fromkeys(devices, order)})
 
     def functions(
@@ -76,13 +82,13 @@ class ProviderTable(NamedTuple):
         disabled: Collection[str],
         prepare: Callable[[Function], Function],
     ) -> Mapping[str | None, Function]:
-        """Return the functions of a plan, by device type.
+        """Return the function that a call plan runs for each device type.
 
         Args:
             op: the operator.
-            references: kernels registered without a provider, by device type.
-            disabled: device types on which only the reference may run.
-            prepare: wraps a kernel for a plan.
+            references: the kernels registered without a provider, by device type.
+            disabled: the device types on which only the reference may run.
+            prepare: wraps a kernel before it becomes part of the plan.
         """
         functions = dict(references)
         for device in dict.fromkeys((*references, *self.by_device)):
@@ -108,8 +114,8 @@ class ProviderTable(NamedTuple):
         references: Mapping[str | None, Function],
         prepare: Callable[[Function], Function],
     ) -> Choice:
-        """Return the chooser for calls on a device; see `functions`."""
-        # Devices without their own kernels use those for every device.
+        """Return the `Choice` for one device type. The arguments are as in `functions`."""
+        # A device without its own kernels uses the kernels for every device.
         at = device if device in references or device in self.by_device else None
         providers = {**self.by_device.get(None, NOTHING), **self.by_device.get(at, NOTHING)}
         reference = references.get(at, references.get(None))
@@ -129,7 +135,7 @@ class ProviderTable(NamedTuple):
         )
 
     def cache_parts(self, op: OpName) -> Iterator[object]:
-        """Yield the kernels and active orders, which decide the kernel that a compiler traces."""
+        """Yield everything that affects which kernel a compiler inlines, for cache keys."""
         settings = priority.current()
         yield (settings.batch_invariant_only, settings.deterministic_only)
         for device, known in sorted(self.by_device.items(), key=repr):

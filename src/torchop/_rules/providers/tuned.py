@@ -1,4 +1,4 @@
-"""`"tuned"` in an order of providers: look up measurements for a call."""
+"""Look up the measurements for a call, for `"tuned"` in an order of providers."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ from torchop._rules.providers import measurements, priority
 from torchop._rules.providers.measurements import Measurement, TableError
 from torchop.extend import OpName, short_repr
 
-# The upper bounds of size buckets, by argument and dimension.
+# For arguments and their dimensions, the upper bounds of the buckets of sizes.
 Buckets: TypeAlias = "Mapping[str, Mapping[int, Sequence[int]]]"
 
 
 class Tuning(NamedTuple):
-    """The author's table of measurements and buckets."""
+    """The table of measurements and the buckets that an author passed to `set_tuning`."""
 
     table: Path | None = None
     buckets: Buckets = types.MappingProxyType({})
 
 
 class UnknownKindError(Exception):
-    """A call has an argument whose value cannot be part of a key."""
+    """An argument of a call has a type that cannot be part of a cache key."""
 
 
-# Measurements made in this process, or received from rank 0.
+# The measurements that this process made, or that rank 0 sent.
 _own: list[Measurement] = []
 
 
 def users_table() -> Path | None:
-    """Return the table in the user's cache folder; None without a cache folder."""
+    """Return the path of the table in the user's cache folder, or None without a cache folder."""
     with contextlib.suppress(NativeUnavailableError):
         return cache_folder() / "tuning.json"
     return None
 
 
 def add(new: Sequence[Measurement]) -> None:
-    """Add measurements, and make calls use them."""
+    """Add measurements of this process, and make calls use them."""
     with registration_lock:
         _own[:] = measurements.merged(_own, new)
         forget()
 
 
 def forget() -> None:
-    """Reread the tables on the next calls; the registration lock must be held."""
+    """Make the next calls read the tables again. Requires the registration lock."""
     _read.cache_clear()
     _index.cache_clear()
     priority.outdate_plans()
@@ -73,15 +73,17 @@ def find(
     kwargs: Mapping[str, Any],
     reported: set[tuple[str, bool]],
 ) -> Measurement | None:
-    """Return the measurement for a call; warn once if only unusable ones exist.
+    """Return the measurement for a call, or None.
+
+    Warn once if there are only measurements of another device, release or kernel.
 
     Args:
         op: the operator.
-        tuning: the author's measurements and buckets.
-        digests: digests of the registered kernels, by provider.
+        tuning: the measurements and buckets that the author set.
+        digests: the digests of the registered kernels, by provider.
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.
-        reported: problems that were reported already.
+        reported: the problems that were already reported.
     """
     try:
         arguments, sizes = described(args, kwargs)
@@ -107,7 +109,7 @@ def find(
 
 
 def known(op: OpName, tuning: Tuning) -> list[tuple[Any, ...]]:
-    """Return an operator's measurements, as part of cache keys of graphs with inlined kernels."""
+    """Return the measurements of an operator, for cache keys of graphs with inlined kernels."""
     index = _index(tuning.table)
     found = [m for (name, _), each in index.items() if name == str(op) for m, _ in each]
     return [(*m.key, [(k.provider, repr(k.config), k.digest) for k in m.kernels]) for m in found]
@@ -119,7 +121,7 @@ def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]
     if measurement.torch != torch_release():
         return f"they were made with PyTorch {measurement.torch}, and this is {torch_release()}"
     for kernel in measurement.kernels:
-        # the provider may be removed
+        # A provider that was removed has no digest.
         if digests.get(kernel.provider, kernel.digest) != kernel.digest:
             return f"the kernel of {kernel.provider!r} has changed since they were made"
     return None
@@ -129,7 +131,10 @@ def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]
 def _index(
     table: Path | None,
 ) -> Mapping[tuple[str, str], Sequence[tuple[Measurement, str]]]:
-    """Index the measurements of the author, the user and this process."""
+    """Return all measurements with their sources, by operator and arguments.
+
+    The measurements of this process come first, then the user's table, then the author's table.
+    """
     index: dict[tuple[str, str], list[tuple[Measurement, str]]] = {}
     user = users_table()
     sources = [(_own, "this process"), (_read(user) if user and user.exists() else (), str(user))]
@@ -144,7 +149,7 @@ def _index(
 
 @functools.cache
 def _read(path: Path) -> Sequence[Measurement]:
-    """Return the measurements in a file; warn and return none if it is not a table."""
+    """Return the measurements in a file. Warn if the file is not a table."""
     try:
         return measurements.read(path)
     except TableError as error:
@@ -155,10 +160,12 @@ def _read(path: Path) -> Sequence[Measurement]:
 
 
 def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Return a call's dtypes and plain values, with a `*` for each size, and the sizes.
+    """Return the text that identifies the arguments of a call in a table, and the sizes.
+
+    The text contains dtypes and plain values, and a `*` for each size.
 
     Raises:
-        UnknownKindError: an argument has another type.
+        UnknownKindError: an argument is neither a tensor nor a plain value nor a list of these.
     """
     sizes: list[Any] = []
 
@@ -178,7 +185,7 @@ def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list
     return ", ".join(map(spelled, (*args, *kwargs.values()))), sizes
 
 
-# Types identified by value; tensors and lists are identified by their contents.
+# The types of plain values, which keys contain as they are.
 PLAIN = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -188,7 +195,7 @@ PLAIN = (
 def bucketed(
     names: Sequence[str], buckets: Buckets, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> measurements.Sizes:
-    """Return the bucket of each size of a call; powers of two without the author's buckets."""
+    """Return the bucket of each size of a call. The default buckets are powers of two."""
     ranges = []
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
         bounds = buckets.get(name, {})
@@ -214,7 +221,7 @@ def _between(bounds: Sequence[int], size: int) -> tuple[int, int | None]:
 
 
 def device_name(values: Sequence[Any]) -> str:
-    """Return the device's name, with the number of threads for a CPU."""
+    """Return the name of the device of a call. For a CPU, include the number of threads."""
     devices: Iterator[torch.device] = (tensor.device for tensor in tensors_in(values))
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     if device.type == "cpu":
@@ -241,9 +248,10 @@ def torch_release() -> str:
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """Return a digest of a kernel's source, and of the names it uses from its module.
+    """Return a digest of the source of a kernel.
 
-    These are functions, plain values such as C++ source text, and files referenced by a `Path`.
+    It covers functions of the same module that the kernel calls, plain global variables, such as
+    C++ source text, and the contents of files that a global `Path` refers to.
     """
     function = _written(function)
     if not isinstance(function, types.FunctionType):  # a builtin or callable object
@@ -258,7 +266,7 @@ def _digest(function: types.FunctionType) -> str:
 
 
 def _written(function: Any) -> Any:
-    """Unwrap the author's function from Triton, functools and torchop wrappers."""
+    """Return the author's function inside wrappers of Triton, functools and torchop."""
     inner = getattr(function, "fn", getattr(function, "func", function))
     return inspect.unwrap(inner)
 
