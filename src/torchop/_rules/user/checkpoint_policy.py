@@ -1,7 +1,7 @@
 """Checkpoint policies: whether selective activation checkpointing saves an operator's results.
 
-PyTorch calls the policy function of a checkpointed region. An operator's own policy takes
-precedence over a region's preference, and a `MUST` policy over both.
+PyTorch only calls the policy function of the checkpointed region. The policy of an operator takes
+precedence over a `PREFER` policy of the region, but a `MUST` policy always wins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
 
 
 class _CheckpointPolicyRule(Rule[Decision]):
-    """A policy, or a function of the context and the arguments that returns one."""
+    """The rule for checkpoint policies. A value is a policy, or a function that returns one."""
 
     def validate(self, op: OpOverload, value: Any) -> Decision:
         what = f"{op.name()}: a checkpoint policy"
@@ -92,10 +92,10 @@ def register_checkpoint_policy(
 ) -> Registered:
     """Register whether selective activation checkpointing saves the operator's results.
 
-    It applies in every region whose contexts come from
-    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. The operator's policy takes
-    precedence over a `PREFER` policy of the region. A `MUST` policy takes precedence over any
-    other, first the operator's, then the region's.
+    The policy applies in all regions that use
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. It takes precedence over a
+    `PREFER` policy of the region. A `MUST` policy of the region takes precedence over a `PREFER`
+    policy of the operator.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -103,10 +103,10 @@ def register_checkpoint_policy(
         policy: `"save"`, `"recompute"`, a `torch.utils.checkpoint.CheckpointPolicy`, or a
             function `(ctx, *arguments)` that returns one of these. Without it, a decorator for
             such a function is returned.
-        lib: the library that owns the registration; by default it lasts as long as the operator.
+        lib: the library that owns the registration. By default, it lasts as long as the operator.
 
     Returns:
-        `policy`; without it, a decorator.
+        `policy`, or a decorator if `policy` is omitted.
     """
     return CHECKPOINT_POLICY.register(op, policy, lib=lib)
 

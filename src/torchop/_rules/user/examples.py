@@ -1,4 +1,4 @@
-"""Examples: sample inputs of an operator, for `opcheck` and other tools."""
+"""Examples: sample inputs of an operator, used by `opcheck` and other tools."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Examples(NamedTuple):
     """The sample inputs of an operator.
 
     Attributes:
-        make: a function without parameters that yields new tensors for each caller.
-        valid: a predicate of the schema's arguments: whether a call is valid. None means that
-            every call is.
+        make: a function without parameters that yields the examples, with new tensors each time.
+        valid: a function of the schema's arguments that returns whether a call is valid. None if
+            all calls are valid.
     """
 
     make: Callable[[], Iterable[Any]]
@@ -30,7 +30,7 @@ class Examples(NamedTuple):
 
 
 class _ExamplesRule(Rule[Examples]):
-    """Sample inputs, with an optional predicate for valid calls."""
+    """The rule for examples. A value is a function that yields them."""
 
     def validate(self, op: OpOverload, value: Any, *, valid: Any = None) -> Examples:
         check_signature(f"{op.name()}: the function that yields examples", value, ())
@@ -46,7 +46,10 @@ class _ExamplesRule(Rule[Examples]):
         )
 
     def valid(self, op: OpOverload) -> Valid | None:
-        """Return the predicate of an operator, or of the operator whose form it is."""
+        """Return the function `valid` of an operator.
+
+        In-place and out= forms inherit it from the functional operator.
+        """
         own = self.lookup(op).valid if self.has(op) else None
         if own is not None:
             return own
@@ -78,28 +81,30 @@ def register_examples(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        fn: takes nothing and yields examples, each a tuple of positional arguments or a dict of
-            arguments by name. It is called again whenever examples are needed.
-        valid: takes the operator's arguments, and returns whether a caller may pass them. `check`
-            derives other inputs from the examples, and skips inputs for which it returns False.
-            Calls of the operator do not evaluate it. Without it, every input is valid.
-        lib: the library that owns the registration; by default it lasts as long as the operator.
+        fn: a function without parameters that yields examples. Each example is a tuple of
+            positional arguments or a dict of arguments by name. The function is called each time
+            that examples are needed.
+        valid: a function of the operator's arguments that returns whether callers may pass them.
+            `check` derives further inputs from the examples, and skips those for which `valid`
+            returns False. Calls of the operator do not evaluate it. Without it, all inputs are
+            valid.
+        lib: the library that owns the registration. By default, it lasts as long as the operator.
 
     Returns:
-        `fn`; without it, a decorator.
+        `fn`, or a decorator if `fn` is omitted.
     """
     return EXAMPLES.register(op, fn, lib=lib, valid=valid)
 
 
 def make_examples(op: OpLike) -> list[Example]:
-    """Create the registered sample inputs.
+    """Create the registered examples.
 
     Returns:
-        For each example a tuple of positional arguments and a dict of keyword arguments.
+        The positional arguments and the keyword arguments of each example.
 
     Raises:
-        MissingRuleError: none are registered.
-        RuleSignatureError: a `TypeError`: an example is not a call of the operator.
+        MissingRuleError: no examples are registered.
+        RuleSignatureError: a `TypeError`: the operator does not accept the arguments of an example.
     """
     examples = EXAMPLES.lookup(op).make()
     overload = Operator(op, "examples").overload
@@ -112,7 +117,7 @@ def make_examples(op: OpLike) -> list[Example]:
 
 
 def operator_of_examples(op: OpLike, caller: str) -> Operator:
-    """Return the operator by its handle, because examples may contain structures."""
+    """Return the operator, with its handle if it has one, because examples may have structures."""
     return Operator(Operator(op, caller).handle or op, caller)
 
 

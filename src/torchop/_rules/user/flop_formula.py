@@ -16,7 +16,11 @@ from torchop.extend import OpLike, OpOverload, observer, short_repr
 
 
 class _FlopFormulaRule(Rule[Count]):
-    """A function of shapes, or of tensors with `get_raw`; stored as a function of a call."""
+    """The rule for FLOP formulas.
+
+    A registered formula takes shapes, or tensors with `get_raw`. The rule stores a function that
+    takes the arguments, the keyword arguments and the result of a call.
+    """
 
     def validate(self, op: OpOverload, value: Any, *, get_raw: bool = False) -> Count:
         result_name = "out_val" if get_raw else "out_shape"
@@ -70,13 +74,14 @@ def register_flop_formula(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        fn: takes the operator's arguments, with shapes (`torch.Size`) instead of tensors, and
-            returns an int. A parameter `out_shape=` receives the shape of the result: for several
-            results a tuple, or the structure that the function returns, with None for non-tensors.
-        get_raw: pass tensors instead of shapes, and the result as `out_val=`.
-        lib: the library that owns the registration; by default it lasts as long as the operator.
+        fn: a function of the operator's arguments that returns an int. Tensors are replaced by
+            their shape, a `torch.Size`. If it has a parameter `out_shape`, it also receives the
+            shape of the result. For several results, this is a tuple or the structure that the
+            operator returns, with None for values that are not tensors.
+        get_raw: whether to pass tensors instead of shapes, and the result as `out_val`.
+        lib: the library that owns the registration. By default, it lasts as long as the operator.
 
     Returns:
-        `fn`; without it, a decorator.
+        `fn`, or a decorator if `fn` is omitted.
     """
     return FLOP_FORMULA.register(op, fn, lib=lib, get_raw=get_raw)

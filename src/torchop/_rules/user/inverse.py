@@ -1,4 +1,4 @@
-"""Inverses of operators and of sequences of operators."""
+"""Inverses and right inverses of operators, and of sequences of operators."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ __all__ = ["inverse", "right_inverse"]  # public names
 
 
 class Inverse(NamedTuple):
-    """A registered inverse, with the properties that sequences check.
+    """A registered inverse.
 
-    Computed at registration, so that compilers tracing `torchop.inverse` see plain values.
+    All attributes are computed at registration, because compilers trace `torchop.inverse`.
+
+    Attributes:
+        name: the name of the operator.
+        call: the function that the user registered, with the operator's defaults filled in.
+        required: the names of the operator's arguments without a default, except the first one.
+        results: the number of results of the operator.
     """
 
     name: str
@@ -30,7 +36,7 @@ class Inverse(NamedTuple):
 
 
 class _InverseRule(Rule[Inverse]):
-    """A function with the operator's parameters, with the output in place of the first one."""
+    """The rule for inverses. A value has the operator's parameters, but takes the output first."""
 
     def validate(self, op: OpOverload, value: Any) -> Inverse:
         if not op._schema.returns or not op._schema.arguments or op._schema.arguments[0].kwarg_only:
@@ -53,7 +59,7 @@ class _InverseRule(Rule[Inverse]):
         other = RIGHT_INVERSE if self is INVERSE else INVERSE
         hint = (
             f" It has {_article(other)}, called by torchop.{other.name}(op)."
-            if other._entry(op) is not None  # `has()` is not traceable
+            if other._entry(op) is not None  # Dynamo cannot trace `has`
             else ""
         )
         raise MissingRuleError(
@@ -76,12 +82,13 @@ def register_inverse(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        fn: `fn(output, *rest)`, where `rest` are the other arguments of the call that returned
-            `output`. It is called directly, so it must consist of PyTorch operators.
-        lib: the library that owns the registration; by default it lasts as long as the operator.
+        fn: `fn(output, *rest)`, where `rest` are all arguments, except the first one, of the call
+            that returned `output`. It must consist of PyTorch operators, because `torchop.inverse`
+            calls it directly.
+        lib: the library that owns the registration. By default, it lasts as long as the operator.
 
     Returns:
-        `fn`; without it, a decorator.
+        `fn`, or a decorator if `fn` is omitted.
     """
     return INVERSE.register(op, fn, lib=lib)
 
@@ -95,10 +102,10 @@ def register_right_inverse(
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: as in `register_inverse`.
-        lib: the library that owns the registration; by default it lasts as long as the operator.
+        lib: the library that owns the registration. By default, it lasts as long as the operator.
 
     Returns:
-        `fn`; without it, a decorator.
+        `fn`, or a decorator if `fn` is omitted.
     """
     return RIGHT_INVERSE.register(op, fn, lib=lib)
 
@@ -106,18 +113,19 @@ def register_right_inverse(
 def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
     """Return the inverse of an operator: `inverse(op)(op(x, *rest), *rest)` is `x`.
 
-    It calls the function of `register_inverse` with the operator's defaults filled in. It supports
-    graphs, vmap and gradients if the operators it calls do. Later registrations do not affect it.
+    The inverse calls the function that was registered with `register_inverse`, with the operator's
+    defaults filled in. It supports graphs, vmap and gradients if the operators that the function
+    calls support them. Later registrations do not change it.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload; or a `functools.partial` of one, with arguments by keyword;
-            or a sequence of these, each called on the result of the previous one. The inverse of a
-            sequence starts with the last operator.
+            packet with one overload. Or a `functools.partial` of an operator, with arguments by
+            keyword. Or a sequence of these, each of which is called with the result of the previous
+            one. The inverse of a sequence starts with the last operator.
 
     Returns:
         A function `(output, *rest, **keywords)`, where `rest` and `keywords` are the other
-        arguments of the call. For a sequence, it takes only the output.
+        arguments of the call that returned `output`. For a sequence, it only takes the output.
 
     Raises:
         MissingRuleError: an operator has no inverse.
@@ -147,8 +155,9 @@ def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[...
 def right_inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
     """Return a right inverse of an operator: `op(right_inverse(op)(y))` is `y`.
 
-    An operator that loses information has no inverse, but may have a right inverse: padding is a
-    right inverse of cropping. An operator with an inverse can register it here too.
+    An operator that loses information has no inverse, but may have a right inverse. For example,
+    padding is a right inverse of cropping. An inverse is also a right inverse, and can be
+    registered as both.
 
     Args:
         op: as in `torchop.inverse`.
@@ -197,7 +206,7 @@ def _undo(rule: _InverseRule, op: Any) -> Callable[..., Any]:
 
 
 def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]]:
-    """Return an operator's inverse, and a function that inverts a call."""
+    """Return the registered inverse of an operator, and a function that inverts a call."""
     if not isinstance(op, functools.partial):
         inverse = rule.lookup(op)
         return inverse, inverse.call
@@ -213,9 +222,9 @@ def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]
 def _with_defaults(
     function: Callable[..., Any], parameters: Sequence[inspect.Parameter], what: str
 ) -> Callable[..., Any]:
-    """Call `function` with all arguments, in the operator's order, with defaults.
+    """Wrap an inverse to pass all arguments by position, with the operator's defaults.
 
-    Plain loops over plain values, because compilers trace this function.
+    Dynamo traces the wrapper, so it only uses simple loops over lists.
     """
     positional = [
         (p.name, p.default is not p.empty, p.default)
@@ -243,7 +252,7 @@ def _with_defaults(
 
 
 def _check_composable(rule: _InverseRule, inverse: Inverse, step: Any) -> None:
-    """Raise if an operator cannot be called with only the previous result."""
+    """Raise if an operator in a sequence has several results, or needs more than one argument."""
     if inverse.results != 1:
         raise RuleSignatureError(
             f"{inverse.name} has {inverse.results} results, but each operator of a sequence is "

@@ -1,4 +1,4 @@
-"""Sharding rules: how operators run on DTensors."""
+"""Sharding rules, which define how DTensor runs an operator on shards."""
 
 from torchop._rules.user.sharding.notation import sharding
 from torchop._rules.user.sharding.rule import SHARDING as SHARDING

@@ -1,4 +1,4 @@
-"""Validate a sharding rule against the operator's schema."""
+"""Check whether a sharding rule fits the schema of the operator."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from torchop.extend import Argument, OpOverload, Schema, short_repr
 
 PRESETS = ("pointwise", "replicate", "batch")
 _BATCH = "batch"
-# The suggestion in messages. Replacing every operand by '...' would fit any operator too, but would
-# claim that the operator is pointwise.
+# The suggestion in messages. A rule in which every operand is '...' would fit every schema too, but
+# it means that the operator is pointwise.
 IN_DOUBT = "If in doubt, write 'replicate', which is right for every operator."
 
 
 def tensor_arguments(schema: Schema) -> list[Argument]:
-    """Return the arguments that have an operand, in order."""
+    """Return the arguments that hold tensors. A rule has one operand for each of them."""
     return [argument for argument in schema.arguments if argument.holds_tensors]
 
 
 def tensor_results(schema: Schema) -> list[str]:
-    """Return the kinds of the results that have an operand, in order."""
+    """Return the types of the results that are tensors. A rule has one operand for each."""
     return [kind for kind in schema.returns if "Tensor" in kind]
 
 
 def preset(name: str, schema: Schema) -> Sharding:
-    """Return the rule of a preset such as "pointwise"."""
+    """Return the rule that a preset such as "pointwise" stands for."""
     operand = f"{_BATCH} {ANY}" if name == "batch" else ANY
     whole = {"pointwise": "", "replicate": ANY, "batch": ANY}[name]
     arguments = [str(Operand((operand,), a.is_tensor_list)) for a in tensor_arguments(schema)]
     results = [str(Operand((operand,), "List[" in kind)) for kind in tensor_results(schema)]
     rule = Sharding(f"{', '.join(arguments)} -> {', '.join(results)}", whole)
-    # A list operand matches any number of residuals.
+    # A single list operand matches any number of residuals.
     rule.residuals = (Operand(tuple(operand.split()), is_list=True),)
     return rule
 
 
 def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
-    """Validate a rule against a schema, and return it with an operand for each tensor.
+    """Validate a rule, and return a copy with an operand for each tensor of the schema.
 
-    An empty side means no tensor or a 0-dim tensor, depending on the schema.
+    If one side of the rule is empty, that side has no tensor or one 0-dim tensor, depending on the
+    schema.
     """
     arguments, results = tensor_arguments(schema), tensor_results(schema)
     fitting = copy.copy(rule)
@@ -84,13 +85,13 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
 
 
 def fits_residuals(rule: Sharding, count: int) -> bool:
-    """Return whether a rule has an operand per residual, or one list operand for all."""
+    """Return whether a rule has an operand for each residual, or one list operand for all."""
     operands = rule.residuals or ()
     return len(operands) == count or (count > 0 and [o.is_list for o in operands] == [True])
 
 
 def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
-    """Return the error for a call that returns residuals without operands in the rule."""
+    """Return the error for a call with residuals if the rule has no operands for them."""
     return ShardingError(
         f"{op.name()}: a call that records a gradient saves {count} "
         f"residual{'s' * (count > 1)}, and the sharding rule {shown} does not say how these "
@@ -101,7 +102,7 @@ def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
 
 
 def check_schema(op: OpOverload, schema: Schema) -> None:
-    """Reject operators whose calls DTensor cannot shard."""
+    """Raise if DTensor cannot shard calls of an operator with this schema."""
     if not tensor_arguments(schema):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule needs an operator that takes tensors, because DTensor "
@@ -121,7 +122,7 @@ def check_schema(op: OpOverload, schema: Schema) -> None:
 
 
 def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[str, ...]:
-    """Reject names that are not arguments, or that DTensor always includes in the key."""
+    """Validate the argument `unhashed` of `register_sharding`, and return it as a tuple."""
     if isinstance(unhashed, str) or not isinstance(unhashed, Sequence):
         raise ShardingRuleError(
             f"{op.name()}: unhashed= is a tuple of names of arguments, such as ('lr',); got "
@@ -152,7 +153,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Sharding) -> None:
-    """Reject rules that are impossible for written arguments and the results that return them."""
+    """Raise if a rule is impossible because the operator mutates arguments."""
     arguments = tensor_arguments(schema)
     written = {
         argument.name: operand
@@ -179,7 +180,7 @@ def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Shar
 
 
 def _returned(op: OpOverload) -> Iterator[tuple[int, str]]:
-    """Yield the index of each result that is a written argument, and the argument's name."""
+    """Yield the index of each result that is a mutated argument, and the name of the argument."""
     results = [r for r in op._schema.returns if "Tensor" in str(r.real_type)]
     for index, result in enumerate(results):
         for argument in op._schema.arguments:
@@ -193,7 +194,7 @@ def _returned(op: OpOverload) -> Iterator[tuple[int, str]]:
 def _numbered(
     op: OpOverload, rule: Sharding, arguments: Sequence[Argument]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of linear arguments as indices."""
+    """Validate the option `linear`, and return it with all arguments as indices."""
     names = [argument.name for argument in arguments]
 
     def number(each: int | str) -> int:

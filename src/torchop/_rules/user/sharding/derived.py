@@ -1,11 +1,15 @@
-"""Shard operators derived from another operator, by the rule of that operator.
+"""Sharding rules of derived operators, made from the rule of the original operator.
 
-A form (in-place, or with `out=`) computes the result of the functional operator and copies it. So
-each rank can write its shard if the written tensor has the placement of the result.
+In this package, a *row* lists the placements of all tensors of a call on one dimension of the
+device mesh.
 
-The helper operators of a training graph compute gradients by transposition. A call on shards is a
-linear map from input tangents to result tangents, and the transpose runs on the same shards: a
-replicated input has a Partial gradient, and a Partial result has a replicated gradient.
+An in-place or out= form copies the result of the functional operator into a tensor. So each rank
+can write its shard if this tensor has the placement of the result.
+
+The helper operators for the backward use transposed rows. The derivative of a call on shards is a
+linear map from the tangents of the inputs to the tangents of the results. The backward is the
+transpose of this map and runs on the same shards. The gradient of a replicated input is Partial,
+and the gradient of a Partial result is replicated.
 """
 
 from __future__ import annotations
@@ -18,23 +22,30 @@ from torchop._compat.dtensor_calls import Call, Input, Row
 from torchop._errors import ShardingError
 from torchop.extend import OpOverload
 
-# Returns the placements allowed on one mesh dimension for the tensors of a call.
+# Returns the rows that are allowed for a call.
 Rows: TypeAlias = Callable[[OpOverload, Call], list[Row]]
 
 
 class ShardingRule(NamedTuple):
-    """A registered rule."""
+    """A registered rule.
+
+    Attributes:
+        rows: returns the rows that are allowed for a call.
+        cached: the contribution of the rule to cache keys.
+        unhashed: the arguments that are not part of DTensor's cache key of a call.
+        like: the ATen operator with the DTensor rule to use, or None.
+    """
 
     rows: Rows
-    cached: object  # the part of cache keys of graphs that depend on the rule
-    unhashed: tuple[str, ...] = ()  # arguments excluded from the key of a call
-    like: OpOverload | None = None  # the ATen operator whose DTensor rule is used
+    cached: object
+    unhashed: tuple[str, ...] = ()
+    like: OpOverload | None = None
 
 
 def rule_of_derived(
     op: OpOverload, kind: str, origin: OpOverload, rule: ShardingRule
 ) -> ShardingRule | None:
-    """Return the rule of a derived operator; None if this kind of operator has none."""
+    """Return the rule of a derived operator, or None if it needs a rule of its own."""
     rows = _OF_DERIVED.get(kind)
     if rows is None:
         return None
@@ -49,15 +60,15 @@ _RowsOfOrigin: TypeAlias = Callable[[Call], list[Row]]
 
 
 def _inplace(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows whose result has the placement of the first argument."""
+    """Return the rows in which the result and the first argument have the same placement."""
     inputs = [each._replace(is_written=False) for each in call.inputs]
     rows = rows_of(call._replace(inputs=inputs))
     return [row for row in rows if row.results[0] == row.inputs[0]]
 
 
 def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows of the functional operator, with each output placed like its result."""
-    # Outputs come last in the schema, and so among the inputs.
+    """Return the rows of the functional operator, with the placements of results for outputs."""
+    # The out= arguments are the last arguments of the schema.
     inputs = [each for each in call.inputs if not each.is_written]
     names = {argument.name for argument in origin._schema.arguments}
     kwargs = {name: value for name, value in call.kwargs.items() if name in names}
@@ -66,12 +77,12 @@ def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call)
 
 
 def _number_of(op: OpOverload) -> str:
-    """Return the argument that numbers calls, which makes each call distinct."""
+    """Return the name of the argument of `name__training` that contains the call number."""
     return op._schema.arguments[-1].name
 
 
 def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows for `name__training`: those of `name`, with replicated ambient state."""
+    """Return the rows of `name`, with a replicated placement for the ambient state."""
     if any("List[" in str(result.real_type) for result in origin._schema.returns):
         raise ShardingError(
             f"{origin.name()}: a compiled graph calls {op.name()}, which returns a list of tensors "
@@ -83,12 +94,13 @@ def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
     return [row._replace(results=[*row.results, *_replicated(1)]) for row in rows]
 
 
-# `name__backward` starts with the gradients, the ambient state, and the mask of needed gradients.
+# The number of arguments of `name__backward` before the arguments of `name`: the gradients, the
+# ambient state, and the mask of needed gradients.
 _LEADING = 3
 
 
 def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows for `name__backward`: the transposed rows of `name`."""
+    """Return the rows of `name__backward`: the transposed rows of `name`."""
     from torchop._compat.dtensor_strategies import results_of  # slow import
 
     grads, state, needed, *args = call.args
@@ -113,17 +125,17 @@ def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
 def _with_residuals(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """Return the rows for `name__with_residuals`; the rule of `name` has the operands."""
+    """Return the rows of `name__with_residuals`. The rule of `name` has operands for residuals."""
     return rows_of(call)
 
 
 def _backward_kernel(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """Return the rows for `name__backward_kernel`: the transposed rows of the forward call.
+    """Return the rows of `name__backward_kernel`: the transposed rows of the forward call.
 
-    If the kernel does not take all arguments of the forward, the forward call is unknown. Then
-    every rank computes everything, unless the backward kernel has its own rule.
+    If the kernel does not take all arguments of the forward call, this call is unknown. Then the
+    only row is replicated: every rank computes everything.
     """
     forward = _forward_of(origin, op, call)
     if forward is None:
@@ -138,7 +150,7 @@ def _backward_kernel(
 
 
 def _forward_of(origin: OpOverload, op: OpOverload, call: Call) -> Call | None:
-    """Reconstruct the forward call from a call of its backward kernel; None if unknown."""
+    """Reconstruct the forward call from a call of the backward kernel, or return None."""
     from torchop._compat.dtensor_strategies import results_of  # slow import
 
     names = [argument.name for argument in op._schema.arguments]
@@ -162,9 +174,9 @@ def _forward_of(origin: OpOverload, op: OpOverload, call: Call) -> Call | None:
 def _placed_by_name(
     origin: OpOverload, op: OpOverload, forward: Call, row: Row
 ) -> Mapping[str, list[Any]]:
-    """Return the placements of a backward kernel's tensors, by parameter name."""
+    """Return the placements of the tensors that a backward kernel takes, by parameter name."""
     returns = origin._schema.returns
-    # Residuals are the named results; the kernel starts with gradients of the others.
+    # Only residuals are named results. The first parameters are the gradients of the others.
     count = sum(not result.name for result in returns)
     outputs = [f"output_{index}" for index in range(count)] if count > 1 else ["output"]
     names = [*outputs, *(result.name for result in returns[count:])]
@@ -177,7 +189,7 @@ def _placed_by_name(
     return placed | {name: [grad] for name, grad in zip(gradients, grads, strict=False)}
 
 
-# By the kind of the derived operator.
+# The functions that compute the rows of a derived operator, by the kind of operator.
 _OF_DERIVED: Mapping[str, Callable[..., list[Row]]] = {
     "inplace": _inplace,
     "out": _out,
@@ -189,7 +201,7 @@ _OF_DERIVED: Mapping[str, Callable[..., list[Row]]] = {
 
 
 def _replicated(count: int) -> list[Any]:
-    """Return replicated placements."""
+    """Return `count` replicated placements."""
     from torch.distributed.tensor import Replicate  # slow import
 
     return [Replicate() for _ in range(count)]
@@ -202,22 +214,22 @@ def _is_replicated(row: Row) -> bool:
 def is_transposable(row: Row) -> bool:
     """Return whether each rank can compute the gradients of a call with these placements.
 
-    With other reductions a rank lacks information: where the maximum was, or the weights of an
-    average.
+    This only works for sums. For other reductions, a rank lacks information, such as which rank had
+    the maximum.
     """
     placements = (*row.results, *row.inputs)
     return all(p.reduce_op == "sum" for p in placements if p.is_partial())
 
 
 def gradients_of_results(placements: Sequence[Any]) -> list[Any]:
-    """Return the placements that the backward requires of the results' gradients."""
+    """Return the placements that the gradients of the results must have in the backward."""
     from torch.distributed.tensor import Replicate  # slow import
 
     return [Replicate() if placement.is_partial() else placement for placement in placements]
 
 
 def gradients_of_inputs(row: Row) -> list[Any]:
-    """Return the placements of the inputs' gradients after a backward on shards."""
+    """Return the placements of the gradients of the inputs after a backward on shards."""
     from torch.distributed.tensor import Partial, Replicate  # slow import
 
     if _is_replicated(row):

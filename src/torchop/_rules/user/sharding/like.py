@@ -1,4 +1,4 @@
-"""Sharding rules given by an ATen operator, whose DTensor rule is used."""
+"""Sharding rules that use DTensor's rule of an ATen operator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchop.extend import OpOverload, Schema, short_repr
 def rule(
     op: OpOverload, schema: Schema, aten: object, names: Sequence[str], options: Mapping[str, Any]
 ) -> ShardingRule:
-    """Return the rule of an operator sharded like `aten`, validated against the schema."""
+    """Return the rule of an operator that is sharded like the ATen operator `aten`."""
     what = f"{op.name()}: the sharding rule {short_repr(aten)}"
     if not isinstance(aten, OpOverload) or aten.namespace != "aten":
         raise ShardingRuleError(

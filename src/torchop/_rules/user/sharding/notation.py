@@ -1,4 +1,4 @@
-"""The notation of sharding rules: operands with named dimensions."""
+"""The notation of sharding rules, such as "b k, k n -> b n"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torchop._errors import ShardingRuleError
 from torchop.extend import short_repr, short_text
 
-# How partial results of the ranks can be combined.
+# The reductions that combine the partial results of ranks.
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 ANY, UNNAMED = "...", "."
 _SYNTAX = (
@@ -22,7 +22,7 @@ _SYNTAX = (
 
 
 class Operand(NamedTuple):
-    """The dimensions of one tensor, or of each tensor in a list."""
+    """The names of the dimensions of a tensor, or of each tensor in a list."""
 
     names: tuple[str, ...]
     is_list: bool = False
@@ -32,10 +32,14 @@ class Operand(NamedTuple):
         return f"[{text}]" if self.is_list else text
 
     def dimensions(self, ndim: int, width: int) -> list[str] | None:
-        """Return the names of all `ndim` dimensions; None if the operand does not fit.
+        """Return the names of all dimensions of a tensor, or None if the operand does not fit.
 
-        The dimensions of `...` are numbered from the right, as in broadcasting. `width` is the
-        largest number of them in any operand of the call.
+        The dimensions that `...` matches are numbered. They are aligned at the right, as in
+        broadcasting.
+
+        Args:
+            ndim: the number of dimensions of the tensor.
+            width: the largest number of dimensions that `...` matches in any tensor of the call.
         """
         if ANY not in self.names:
             return list(self.names) if ndim == len(self.names) else None
@@ -47,21 +51,21 @@ class Operand(NamedTuple):
         return [*self.names[:place], *dots, *self.names[place + 1 :]]
 
     def count_any(self, ndim: int) -> int:
-        """Return the number of dimensions that `...` matches in a tensor; 0 without `...`."""
+        """Return the number of dimensions that `...` matches in a tensor with `ndim` dimensions."""
         return ndim - len(self.names) + 1 if ANY in self.names else 0
 
 
 class Sharding:
-    """A parsed rule: the dimensions that may be sharded together.
+    """A parsed sharding rule. See `sharding` for the meaning.
 
     Attributes:
         text: the rule as a string.
         arguments: the operands of the tensor arguments.
         results: the operands of the results.
-        residuals: the operands of the residuals; None if the text has no ';'.
+        residuals: the operands of the residuals. None if the text has no ';'.
         whole: the names of dimensions that are never sharded.
-        reduce: the reduction of results, by the name of a dimension that they lack.
-        linear: groups of operands in which the operator is linear.
+        reduce: maps names of dimensions to the reduction of the results without this dimension.
+        linear: groups of arguments in which the operator is linear.
     """
 
     __slots__ = ("arguments", "linear", "reduce", "residuals", "results", "text", "whole")
@@ -95,7 +99,7 @@ class Sharding:
 
     @property
     def shown(self) -> str:
-        """Return the text as shown in messages."""
+        """Return the text, as it appears in messages."""
         return short_repr(self.text)
 
     def __repr__(self) -> str:
@@ -111,9 +115,10 @@ class Sharding:
         return hash(self.text)
 
     def saving(self, count: int) -> Sharding | None:
-        """Return the rule of calls that also return `count` residuals; None without operands.
+        """Return the rule for calls that also return `count` residuals.
 
-        A Partial result does not imply a Partial residual, so the returned rule allows neither.
+        Return None if this rule has no operands for residuals. The returned rule has no `linear`,
+        because a Partial result does not imply that residuals are Partial too.
         """
         if self.residuals is None:
             return None
@@ -158,7 +163,7 @@ class Sharding:
             )
 
     def _check_spaces(self, names: set[str]) -> None:
-        """Reject einsum notation such as 'bd,d->bd', which here means the dimensions bd and d."""
+        """Raise for the notation of einsum, such as 'bd,d->bd'. Names are separated by spaces."""
         if any(len(operand.names) > 1 for operand in (*self.arguments, *self.results)):
             return
         for name in sorted(names):
@@ -169,8 +174,8 @@ class Sharding:
 
 
 def spaced(name: str) -> str:
-    """Return a hint for a name that may be several names without spaces; empty otherwise."""
-    if not 1 < len(name) < 5 or not name.isalpha():  # longer names are words
+    """Return a hint if a name could be several names without spaces, or an empty string."""
+    if not 1 < len(name) < 5 or not name.isalpha():  # longer names are probably words
         return ""
     return f" Names of dimensions are separated by spaces: is {short_repr(' '.join(name))} meant?"
 
@@ -254,25 +259,25 @@ def sharding(
     reduce: Mapping[str, str] | None = None,
     linear: Sequence[int | str | tuple[int | str, ...]] = (),
 ) -> Sharding:
-    """Return a sharding rule, for `register_sharding` and functions that choose one.
+    """Return a sharding rule, for `register_sharding` and for functions that choose a rule.
 
     A rule has one operand per tensor argument, in the order of the schema, then `->`, then one
-    operand per result. An operand names the dimensions of its tensor. A dimension that is in every
-    result, and in every written argument, may be sharded. It is then sharded in all operands that
-    have it, and the other operands are replicated. A dimension that a result lacks is *whole*, so
-    it is gathered before the call, unless `reduce` defines how partial results are combined.
+    operand per result. An operand names the dimensions of the tensor. A dimension may be sharded if
+    it appears in all results and in all mutated arguments. It is then sharded in all operands that
+    contain it, and all other operands are replicated. A dimension that is missing in a result is
+    gathered before the call, unless `reduce` defines how to combine partial results.
 
     Args:
-        text: the operands, such as `"b k, k n -> b n"`. `.` is an unnamed dimension, which is
-            whole. `...` stands for any number of dimensions, broadcast from the right. An operand
-            in `[brackets]` describes each tensor in a list. After a `;` follow the operands of
-            residuals, which a call that records a gradient also returns.
-        whole: names of dimensions that are never sharded, separated by spaces; also `...`.
-        reduce: a dict from the name of a dimension that results lack to the reduction of partial
-            results: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.
-        linear: arguments in which the operator is linear, by index among the tensors or by name. A
-            partial sum in such an argument gives a partial sum as the result. A tuple holds
-            arguments in which the operator is linear jointly, as in an addition.
+        text: the operands, such as `"b k, k n -> b n"`. `.` is an unnamed dimension, which is never
+            sharded. `...` stands for any number of dimensions, aligned at the right as in
+            broadcasting. An operand in `[brackets]` describes each tensor in a list. Operands of
+            residuals follow after a `;`.
+        whole: names of dimensions that are never sharded, separated by spaces. May contain `...`.
+        reduce: a dict from names of dimensions that are missing in results to the reduction of
+            partial results: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.
+        linear: arguments in which the operator is linear: names, or indices among the tensors. If
+            such an argument is a partial sum, the result is a partial sum too. A tuple contains
+            arguments in which the operator is jointly linear, as in an addition.
 
     Returns:
         The rule.
@@ -285,7 +290,7 @@ def sharding(
         >>> torchop.sharding("b k, k n -> b n", reduce={"k": "sum"}, linear=(0, 1))
         torchop.sharding('b k, k n -> b n', reduce={'k': 'sum'}, linear=((0,), (1,)))
 
-    The notation is the one of `einops`. Sharding a name in all operands at once follows the factors
+    The notation is from `einops`. Sharding a dimension in all operands at once is like the factors
     of Shardy, the partitioner of JAX.
     """
     return Sharding(text, whole, reduce, linear)

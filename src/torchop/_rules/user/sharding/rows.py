@@ -1,4 +1,4 @@
-"""Evaluate a sharding rule for tensor shapes: the placements allowed on one mesh dimension."""
+"""Compute the placements that a sharding rule allows for the shapes of a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ Shape: TypeAlias = Sequence[Any]  # of int, or of torch.SymInt
 
 
 class CallTensor(NamedTuple):
-    """A tensor of a call, with the index of its operand."""
+    """A tensor that a call passes.
+
+    Attributes:
+        operand: the index of the operand in the rule.
+        shape: the global shape.
+        is_mutated: whether the operator mutates the tensor.
+    """
 
     operand: int
     shape: Shape
@@ -22,7 +28,7 @@ class CallTensor(NamedTuple):
 
 
 class _Dimensions(NamedTuple):
-    """The named dimensions of one tensor."""
+    """A tensor with named dimensions. `what` describes the tensor in messages."""
 
     names: list[str]
     shape: Shape
@@ -32,12 +38,14 @@ class _Dimensions(NamedTuple):
 def rows(
     op: str, rule: Sharding, arguments: Sequence[CallTensor], results: Sequence[Shape]
 ) -> list[Row]:
-    """Return the placements of all tensors that the rule allows on one mesh dimension.
+    """Return the rows that a rule allows for a call.
+
+    Each row lists the placements of all tensors on one dimension of the device mesh.
 
     Args:
         op: the name of the operator, for messages.
         rule: a rule that fits the schema.
-        arguments: the tensors passed, with lists flattened.
+        arguments: the tensors that the call passes, with lists flattened.
         results: the global shapes of the results.
 
     Raises:
@@ -64,9 +72,9 @@ def rows(
         reduction = rule.reduce.get(label)
         has_it = [name in named.names for named in named_outputs]
         if not (all(has_it) or reduction) or any(name not in named.names for named in written):
-            continue  # a whole dimension
+            continue  # the dimension cannot be sharded
         size = _size(op, rule, name, named_inputs, (*named_outputs, *written))
-        # Along a broadcast dimension, each rank needs the single element.
+        # A dimension of size 1 that is broadcast cannot be sharded, so replicate the tensor.
         placed: list[Any] = [
             Shard(named.names.index(name))
             if name in named.names and not _is_broadcast(named, name, size)
@@ -119,10 +127,10 @@ def _size(
     inputs: Sequence[_Dimensions],
     exact: Sequence[_Dimensions],
 ) -> Any:
-    """Return the common size of a dimension; raise if tensors disagree.
+    """Return the size of a dimension. Raise if it has different sizes in the tensors of a call.
 
-    Inputs may have size 1, and are broadcast. Results and written tensors may not: size 1 there
-    means that the dimension was reduced, so the rule's name is wrong.
+    A dimension of an input may have size 1 and be broadcast. But in a result or a mutated tensor,
+    size 1 means that the dimension was reduced, so the rule is wrong.
     """
     size: Any = 1
     for named in inputs:

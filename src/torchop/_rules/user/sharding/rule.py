@@ -1,4 +1,4 @@
-"""The sharding rule: how DTensor runs an operator on shards."""
+"""`register_sharding`, and the `torchop.Rule` that stores sharding rules."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torchop._schema.callables import Lambda, Registered
 from torchop.extend import Operator, OpLike, OpOverload, Schema, observer, short_repr, short_text
 
 Linear = Sequence["int | str | tuple[int | str, ...]"]
-# Default options of a rule given as a string.
+# The default values of the options.
 _DEFAULTS: Mapping[str, Any] = {"whole": "", "reduce": None, "linear": ()}
 
 
 def _chosen(choose: Callable[..., Any]) -> Rows:
-    """Return the rows of a function that chooses a rule for a call."""
+    """Return a function that computes rows by the rule that `choose` returns for a call."""
 
     def rows(op: OpOverload, call: Call) -> list[Row]:
         try:
@@ -48,12 +48,12 @@ def _chosen(choose: Callable[..., Any]) -> Rows:
 
 
 def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows that a rule allows for a call; extra results are residuals."""
+    """Return the rows that a rule allows for a call. Additional results are residuals."""
     from torchop._rules.user.sharding.rows import CallTensor, rows  # most programs have no DTensors
 
     arguments, returns = op._schema.arguments, op._schema.returns
     count = len(call.results) - len(returns)
-    # A list of tensors has one operand, but DTensor counts its tensors as results.
+    # For a result that is a list, DTensor counts the tensors in the list.
     if count > 0 and all("List[" not in str(result.real_type) for result in returns):
         rule = _with_residuals(op, rule, count)
     holders = [index for index, a in enumerate(arguments) if holds_tensors(a)]
@@ -64,7 +64,7 @@ def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
 
 
 def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
-    """Return the rule of a call that returns residuals; raise without operands for them."""
+    """Return the rule for a call with residuals. Raise if `rule` has no operands for them."""
     saving = rule.saving(count)
     if saving is not None:
         return saving
@@ -72,11 +72,11 @@ def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
 
 
 class _ShardingRule(Rule[ShardingRule]):
-    """A string in the notation, a preset, a rule from `torchop.sharding`, or a function."""
+    """The rule for sharding. `register_sharding` documents the values."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        # DTensor's registration of each operator with a rule; None before DTensor is imported.
+        # The registrations with DTensor. The values are None until DTensor is imported.
         self._registrations: dict[OpOverload, Registration | None] = {}
         self._unsupported: Exception | None = None
 
@@ -111,7 +111,7 @@ class _ShardingRule(Rule[ShardingRule]):
         return ShardingRule(_chosen(choose), value, names)
 
     def _check_acyclic(self, op: OpOverload, rule: ShardingRule) -> None:
-        """Reject a rule that refers back to its own operator, which may be an ATen operator."""
+        """Raise if an ATen operator is sharded like itself, possibly through other operators."""
         aten = rule.like
         while aten is not None and aten is not op:
             aten = self.lookup(aten).like if self.has(aten) else None
@@ -147,19 +147,19 @@ class _ShardingRule(Rule[ShardingRule]):
         return (value.cached,)
 
     def connect_all(self) -> None:
-        """Register all rules with DTensor, which was just imported."""
+        """Register all rules with DTensor, after the import of DTensor."""
         try:
             dtensor_registry.explain_missing(_explained)
             dtensor_strategies.remember_results()
         except (AttributeError, ImportError) as error:
-            # The import of DTensor must not fail, because a compiler may have caused it.
+            # Do not raise, because a compiler may be importing DTensor.
             self._unsupported = error
             return
         for op in list(self._registrations):
             self.replaced(op)
 
     def _connected(self, op: OpOverload) -> Registration:
-        """Register an operator's rule with DTensor."""
+        """Register the rule of an operator with DTensor."""
         if self._unsupported is not None:
             raise ShardingError(
                 f"{op.name()}: torchop does not support the DTensor of torch {torch.__version__}, "
@@ -174,15 +174,15 @@ class _ShardingRule(Rule[ShardingRule]):
         return registration
 
     def registration(self, op: OpOverload) -> Registration | None:
-        """What DTensor knows of an operator, if it has a rule and DTensor is imported."""
+        """Return the registration with DTensor, or None without a rule or without DTensor."""
         return self._registrations.get(op)
 
     def missing_error(self, op: OpOverload) -> MissingRuleError:
         """Return the error for an operator without a rule."""
         origin, kind = op, ""
-        while (derived := self.origin(origin)) is not None:  # also for a helper of a helper
+        while (derived := self.origin(origin)) is not None:  # a helper may have a helper operator
             origin, kind = derived
-        called = origin if kind in ("training", "backward") else op  # by a user
+        called = origin if kind in ("training", "backward") else op  # the operator that users call
         schema, name = Schema(origin._schema), origin.name()
         return MissingRuleError(
             f"{called.name()} has no sharding rule, so DTensor cannot run it on shards. "
@@ -194,7 +194,7 @@ class _ShardingRule(Rule[ShardingRule]):
 
 
 def _read(op: OpOverload, schema: Schema, value: Any, options: Mapping[str, Any]) -> Sharding:
-    """Return the validated rule of a string."""
+    """Parse and validate a rule."""
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule is a text such as 'b k, k n -> b n', or "
@@ -211,7 +211,7 @@ def _read(op: OpOverload, schema: Schema, value: Any, options: Mapping[str, Any]
         try:
             value = Sharding(value, **options)
         except ShardingRuleError as error:
-            # Without an arrow, it may be a misspelled preset.
+            # A string without an arrow may be a misspelled preset.
             presets = f"{', '.join(map(repr, checks.PRESETS))} are rules too. "
             raise ShardingRuleError(
                 f"{op.name()}: {error} {'' if '->' in value else presets}{checks.IN_DOUBT} "
@@ -224,7 +224,7 @@ SHARDING = _ShardingRule("sharding")
 
 
 def _explained(op: OpOverload) -> Exception | None:
-    """Return the error for one of our operators without a rule; None for other operators."""
+    """Return the error for an operator of torchop without a rule, or None for other operators."""
     is_ours = Operator(op, "sharding").handle is not None
     return SHARDING.missing_error(op) if is_ours else None
 
@@ -244,21 +244,24 @@ def register_sharding(
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload; also of another package.
-        rule: a string in the notation of `torchop.sharding`, such as `"b k, k n -> b n"`; or
-            `"pointwise"`, `"batch"` (the first dimension of every tensor is the batch) or
-            `"replicate"`; or a rule from `torchop.sharding`; or a function of the operator's
-            arguments that returns one of these. For each tensor, the function gets an object with
-            the `shape`, `stride`, `dtype` and `ndim` of the whole tensor. Or an ATen operator with
-            the same signature, such as `torch.ops.aten.topk.default`, whose DTensor rule is used.
-            Without a rule, a decorator is returned.
+            packet with one overload. Another package may have defined it.
+        rule: one of the following. Without it, a decorator is returned.
+
+            - A string in the notation of `torchop.sharding`, such as `"b k, k n -> b n"`.
+            - `"pointwise"`, `"replicate"`, or `"batch"` if the first dimension of every tensor is
+              the batch.
+            - A rule from `torchop.sharding`.
+            - A function of the operator's arguments that returns one of these. Tensors are replaced
+              by objects with the `shape`, `stride`, `dtype` and `ndim` of the global tensor.
+            - An ATen operator with the same signature, such as `torch.ops.aten.topk.default`, to
+              use the DTensor rule of that operator.
         whole: see `torchop.sharding`.
         reduce: see `torchop.sharding`.
         linear: see `torchop.sharding`.
-        unhashed: names of arguments to leave out of the key of DTensor's cache. Use it for values
+        unhashed: names of arguments to exclude from the key of DTensor's cache. Use this for values
             that change in every call, such as a learning rate, if neither the rule nor the shape of
             a result depends on them.
-        lib: the library that owns the registration; by default it lasts as long as the operator.
+        lib: the library that owns the registration. By default, it lasts as long as the operator.
 
     Returns:
         `rule`.
@@ -276,7 +279,7 @@ def register_sharding(
         >>> torchop.register_sharding(row_softmax, "... d -> ... d", whole="d")
         '... d -> ... d'
 
-    Based on `register_sharding` of `torch.distributed.tensor.experimental`, with named dimensions
+    Based on `torch.distributed.tensor.experimental.register_sharding`, with named dimensions
     instead of placements.
     """
     return SHARDING.register(
