@@ -1,1 +1,1 @@
-"""Operator schemas: inferring them from annotations, parsing them, and checking functions."""
+"""Operator schemas: infer them from annotations, parse them, and check functions against them."""

@@ -1,4 +1,4 @@
-"""Advice in errors about unsupported annotations: the nearest supported annotation."""
+"""Advice for errors about unsupported annotations, such as the nearest supported annotation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RETURNABLE = "Tensor, list[Tensor], int, float, bool, torch.types.Number, a tupl
 
 
 def instead(annotation: Any, *, structures: bool = False) -> str:
-    """Return the fix in the message about an unsupported annotation.
+    """Return the fix for an unsupported annotation, as part of an error message.
 
     Args:
         annotation: the annotation.
-        structures: whether structures such as dataclasses are allowed, as in `custom_op`.
+        structures: whether structures such as dataclasses are supported.
     """
     inner, _ = types.strip_optional(annotation)
     kind = typing.get_origin(inner) or inner
@@ -101,12 +101,12 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     item = _nearest(kinds[0])
     if item is None:
         return list[int]
-    # A schema cannot express lists of strings or of lists, so suggest a single item.
+    # A schema has no lists of strings and no nested lists, so suggest a single item.
     listed = python_types.GenericAlias(list, (item,))
     return listed if argument_type(listed) is not None else item
 
 
-# The first matching base class wins. Tensor and bytes are listed because they are iterable.
+# The first base class that matches wins. Tensor and bytes are included because they are iterable.
 _LIKE: dict[type, Any] = {
     torch.Tensor: torch.Tensor,
     int: int,

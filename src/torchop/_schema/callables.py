@@ -1,4 +1,4 @@
-"""Check at registration that PyTorch can call a kernel or rule with the arguments it will pass."""
+"""Check at registration that a kernel or rule accepts the arguments that it will be called with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def check_callable(what: str, function: object) -> None:
-    """Reject values that are not callable, and async functions."""
+    """Raise RuleSignatureError if `function` is not callable, or is an async function."""
     if not callable(function):
         raise RuleSignatureError(
             f"{what} must be a function, got {short_repr(function)} of type "
@@ -32,7 +32,7 @@ def check_callable(what: str, function: object) -> None:
 
 
 def check_no_generator(what: str, function: Callable[..., Any], schema: Schema | None) -> None:
-    """Reject generator functions, unless the schema returns `Tensor[]`."""
+    """Raise RuleSignatureError for a generator function, unless the schema returns `Tensor[]`."""
     if not inspect.isgeneratorfunction(function):
         return
     if schema is None or schema.returns != ("List[Tensor]",):
@@ -46,7 +46,7 @@ def check_no_generator(what: str, function: Callable[..., Any], schema: Schema |
 def accepts(
     function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> bool:
-    """Whether `function` accepts these arguments; True for builtins without a signature."""
+    """Return whether a function accepts these arguments. Return True if it has no signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin
@@ -64,7 +64,7 @@ _DEFAULT_HINT = " Give it these parameters."
 def check_signature(
     what: str, function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> None:
-    """Reject a function that cannot be called with these arguments."""
+    """Raise RuleSignatureError if a function cannot be called with these arguments."""
     check_callable(what, function)
     positional, keywords = tuple(positional), tuple(keywords)
     if not accepts(function, positional, keywords):
@@ -78,37 +78,39 @@ def check_signature(
 def check_setup_context(
     name: object, setup_context: Callable[..., Any] | None, has_keywords: bool
 ) -> None:
-    """Reject a function that PyTorch cannot call as a `setup_context`."""
+    """Raise RuleSignatureError if a function cannot be called as a `setup_context`."""
     names = _setup_parameters(has_keywords)
     if setup_context is None or (callable(setup_context) and accepts(setup_context, (), names)):
         return
-    more = (RESIDUALS,) if asks_for_residuals(setup_context) else ()
+    more = (RESIDUALS,) if takes_residuals(setup_context) else ()
     check_signature(f"{name}: setup_context", setup_context, names, more)
 
 
 RESIDUALS = "residuals"  # a `setup_context` with this parameter receives the residuals
 
 
-def asks_for_residuals(setup_context: Any) -> bool:
-    """Whether a `setup_context` has the parameter `residuals`."""
+def takes_residuals(setup_context: Any) -> bool:
+    """Return whether a `setup_context` has the parameter `residuals`."""
     try:
-        # Unwrapped, because the wrapper for structured arguments takes **residuals in any case.
+        # Inspect the author's function, because the wrapper for structures always takes
+        # **residuals.
         parameter = inspect.signature(inspect.unwrap(setup_context)).parameters.get(RESIDUALS)
         return parameter is not None and parameter.kind is not parameter.VAR_KEYWORD
-    except (TypeError, ValueError):  # no function, or a builtin
+    except (TypeError, ValueError):  # not a function, or a builtin
         return False
 
 
 def setup_caller(
     setup_context: Callable[..., Any] | None, has_keywords: bool
 ) -> Callable[..., Any] | None:
-    """Return a function that calls `setup_context` by keyword if possible, else by position.
+    """Return a function that calls `setup_context`, by keyword if possible.
 
-    The result always takes the keyword-only inputs, and drops them if the operator has none.
+    The function always takes `(ctx, inputs, keyword_only_inputs, output)`, even if `setup_context`
+    does not take keyword-only inputs.
     """
     if setup_context is None:
         return None
-    if asks_for_residuals(setup_context):
+    if takes_residuals(setup_context):
         if has_keywords:
             return setup_context
         return lambda ctx, inputs, keywords, output, residuals: setup_context(
@@ -134,7 +136,7 @@ def _setup_parameters(has_keywords: bool) -> tuple[str, ...]:
 
 
 def keyword_only(function: Decorated) -> Decorated:
-    """Name the keyword-only arguments in the error for a call that passes them by position."""
+    """Improve the error for a call that passes keyword-only arguments by position."""
     kinds = {name: p.kind for name, p in inspect.signature(function).parameters.items()}
     keywords = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     most = len(kinds) - len(keywords)
@@ -154,10 +156,11 @@ def keyword_only(function: Decorated) -> Decorated:
 
 
 class Lambda:
-    """A type that gives the parameters of lambdas the type `Any`. It has no instances.
+    """A type without instances that gives the parameters of lambdas the type `Any`.
 
-    Pyright in strict mode reports lambda parameters whose type is only inferred from a type
-    variable. With `Function | Lambda`, the variable is the result type, and `Lambda` types them.
+    For an argument of type `Function` alone, Pyright in strict mode would report the parameters of
+    a lambda as partially unknown. With `Function | Lambda`, it takes their types from `Lambda`, and
+    `Function` still determines the type of the result.
     """
 
     def __call__(self, _0: Any, _1: Any, _2: Any, _3: Any, _4: Any, _5: Any, /) -> Any: ...
@@ -169,18 +172,18 @@ class Decorator(Protocol):
     def __call__(self, function: Decorated, /) -> Decorated: ...
 
 
-# The type of a registered function. Without a function, type checkers use the default of the type
-# variable, so `register_fake(op)` is a decorator. This replaces two overloads by one signature,
-# `(..., func: Function | Lambda | None = None) -> Function`.
+# The type of a registered function. If it is omitted, as in `register_fake(op)`, type checkers use
+# the default of the type variable, a decorator. Without this default, each `register_...` function
+# would need two overloads.
 Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
-# As `Function`, for rules that also accept values that are not functions.
+# The same for rules that also accept other values than functions.
 Registered = TypeVar("Registered", default=Decorator)
 
 
 def decorator_or_call(
     register: Callable[[Registered], object], value: Registered | Lambda | None
 ) -> Registered:
-    """Register `value` and return it; without a value, return a decorator that registers."""
+    """Register `value` and return it. If `value` is None, return a decorator."""
 
     def decorate(decorated: Registered) -> Registered:
         register(decorated)

@@ -1,4 +1,4 @@
-"""Check a hand-written schema against `mutates_args` and the function's signature."""
+"""Check a hand-written schema against `mutates_args` and the signature of the function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchop._schema.schema import Argument, Schema
 
 
 def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:
-    """Reject a schema whose mutated arguments differ from `mutates_args`."""
+    """Raise SchemaError if `mutates_args` differs from the mutated arguments of the schema."""
     tensors = {a.name for a in schema.arguments if a.holds_tensors}
     mutated = mutated_names(name, mutates_args)
     names = tensors if mutated is None else set(mutated)
@@ -29,17 +29,17 @@ def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str])
 
 
 def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> None:
-    """Check a schema against the signature of the function that implements it.
+    """Check a schema against the signature of the function.
 
-    A missing parameter is an error, and so is a type that the dispatcher would not convert. A
-    different name, default, number type or optionality is only a warning: the schema applies.
-    Parameters without annotations are only counted. Parameters that the schema lacks need a
-    default. `int` matches both `int` and `SymInt`.
+    Missing parameters and types that the dispatcher would not convert are errors. So are additional
+    parameters without a default. Other differences in names, defaults, number types and optional
+    types only cause a warning, because the schema applies. The annotation `int` matches `int` and
+    `SymInt`. Parameters without an annotation may have any type.
     """
     try:
         signature = signatures.signature(function)
     except SchemaError:
-        return  # a builtin, or annotations that cannot be evaluated at run time
+        return  # a builtin, or annotations that cannot be evaluated
     parameters = list(signature.parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return
@@ -49,7 +49,7 @@ def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> N
     )
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     pairs = list(zip(schema.positional, positional, strict=False))
-    rest = {p.name: p for p in parameters[len(pairs) :]}  # passed by name, or not at all
+    rest = {p.name: p for p in parameters[len(pairs) :]}  # keyword-only or additional parameters
     missing = [a for a in schema.keyword_only if not _by_name(rest.get(a.name))]
     pairs += [(a, rest.pop(a.name)) for a in schema.keyword_only if a not in missing]
     required = [p for p in rest.values() if p.default is p.empty]
@@ -85,7 +85,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
         return
     schema_type = kinds.parameter_type(parameter)
     if schema_type is None:
-        return  # a type that cannot be inferred may be the reason for the hand-written schema
+        return  # the schema may be hand-written because this type cannot be inferred
     kind = str(schemas.parse(f"f({schema_type} x) -> ()").arguments[0].real_type)
     if kind == argument.kind:
         return
@@ -99,7 +99,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
 
 
 def _loosely(kind: str) -> list[str]:
-    """Normalize a type for a loose comparison: drop `Optional`, and unify the number types."""
+    """Return the words of a type without `Optional`, and with all number types replaced."""
     words = re.findall(r"\w+", kind)
     return ["number" if w in ("int", "float", "bool") else w for w in words if w != "Optional"]
 
@@ -111,7 +111,7 @@ def _check_returns(name: str, schema: Schema, signature: inspect.Signature, text
     if schema_type is None:
         return
     returns = tuple(str(r.real_type) for r in schemas.parse(f"f() -> {schema_type}").returns)
-    # `-> list[Tensor]` is fine for a schema with a fixed number of results.
+    # `-> list[Tensor]` matches several results of type Tensor.
     lists = [(f"List[{kind}]",) for kind in set(schema.returns)]
     if returns == schema.returns or [returns] == lists:
         return

@@ -1,4 +1,4 @@
-"""The calling convention of the functions that an operator's author registers."""
+"""The calling convention of an operator: which values registered functions take and return."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ Formula: TypeAlias = tuple[Function, Function | None]
 
 
 class Convention:
-    """The default convention: the author's functions take and return the schema's values.
+    """The default convention: registered functions take and return the values of the schema.
 
-    Each method converts a registered function to one that follows the schema, and is the identity
-    here. `StructuredConvention` overrides them for authors who take or return structures.
+    Each method takes a registered function, and returns a function that takes and returns the
+    values of the schema. Here, that is the same function. `StructuredConvention` overrides the
+    methods for operators whose functions take or return structures, such as dataclasses.
 
     Attributes:
-        structure: converts between the author's arguments and the schema's; None if both agree.
+        structure: converts between structures and the values of the schema. None if the operator
+            has no structures.
     """
 
     __slots__ = ()
@@ -32,7 +34,7 @@ class Convention:
         return function
 
     def vmap(self, function: Any, /) -> Any:
-        """Convert a vmap rule. Strings such as `"sequential"` stay unchanged."""
+        """Convert a vmap rule. Return strings such as `"sequential"` unchanged."""
         return function
 
     def torch_dispatch(self, function: Function, /) -> Function:
@@ -47,15 +49,15 @@ class Convention:
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert the schema's arguments to the author's. No argument may be missing."""
+        """Convert all arguments of the schema to the arguments of registered functions."""
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:
-        """Convert values of the schema's results, such as shapes, to the author's structure."""
+        """Convert values for the schema's results, such as shapes, to the author's structure."""
         return result
 
     def deregistered(self, reason: str) -> None:
-        """Make the handle of a deregistered operator raise `OperatorGoneError`."""
+        """Make generated functions raise `OperatorGoneError`, once the operator is deregistered."""
 
 
 FLAT = Convention()

@@ -1,4 +1,4 @@
-"""The schema of a new operator: inferred or parsed, then checked."""
+"""Infer or parse the schema of a new operator, and check it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torchop._schema.schema import Schema
 from torchop._schema.tree import FunctionTree
 
 Tags = Tag | Iterable[Tag] | None
-# The dispatcher has one bit per argument. Checked here because the dispatcher would raise only
-# after torchop has deregistered the previous operator of that name.
+# The dispatcher uses a bit set of arguments. It would also raise, but only after torchop has
+# deregistered an earlier operator of the same name.
 MAX_ARGUMENTS = 64
-# Promises torch.compile a correct schema and fake kernel, which torchop checks.
+# The tag promises torch.compile that the schema and the fake kernel are correct. torchop checks
+# this.
 _CONTRACT = (Tag.pt2_compliant_tag,)
 
 
@@ -31,18 +32,17 @@ def declared_schema(
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
 ) -> tuple[Schema, Callable[..., Any], Convention]:
-    """Return the schema of an operator that a function defines.
+    """Return the schema of an operator that is defined by a function.
 
     Args:
         name: the name of the operator.
         function: the author's function.
-        schema: a hand-written schema without the name; None infers the schema.
-        mutates_args: the arguments that the function writes into, as in `custom_op`.
+        schema: a hand-written schema without the name. If None, the schema is inferred.
+        mutates_args: the arguments that the function mutates, as in `custom_op`.
         tags: the tags of the operator.
 
     Returns:
-        The schema, a kernel that takes the schema's arguments, and the calling convention of the
-        author's other functions.
+        The schema, a kernel that takes the arguments of the schema, and the calling convention.
     """
     if schema is not None:
         return _written_schema(name, function, schema, mutates_args, tags), function, FLAT
@@ -77,12 +77,12 @@ def _written_schema(
 
 
 def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
-    """Parse a schema, and check the rules that PyTorch would report too late or unclearly.
+    """Parse a schema. Raise SchemaError for mistakes that PyTorch reports late or unclearly.
 
     Args:
         name: the name of the operator.
         text: the schema without the name.
-        tags: the tags of the operator, which may require the in-place or out= form.
+        tags: the tags of the operator. They may require the in-place or out= form.
     """
     try:
         parsed = schemas.parse(f"{name}{text}")

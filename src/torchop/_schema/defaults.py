@@ -1,4 +1,4 @@
-"""Default values: written into schemas, and passed to kernels."""
+"""Default values: write them into schemas, and pass them to kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torchop._schema.callables import accepts, check_callable, check_signature
 from torchop._schema.schema import Argument, Schema
 from torchop._schema.signatures import spell_function
 
-# The schema parser has no escapes for carriage return and NUL except octal ones.
+# The schema parser only supports octal escapes for carriage return and NUL.
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\015", "\0": "\\000"}
 
 
 def render(value: Any, schema_type: str) -> str:
-    """Write a default for the schema parser. `schema_type` is e.g. `SymInt` or `float[]?`."""
+    """Write a default value in the syntax of schemas. `schema_type` is for example `float[]?`."""
     if value is None:
         return "None"
     base = schema_type.removesuffix("?")
@@ -63,7 +63,7 @@ def _float(value: float) -> str:
             "a schema cannot hold inf or nan; use the default None, and replace it in the function"
         )
     if 0 < abs(value) < sys.float_info.min:
-        # The parser rejects subnormal numbers with the message "stod".
+        # For subnormal numbers, the parser raises an error with the message "stod".
         raise SchemaError(f"a schema cannot write a float smaller than {sys.float_info.min}")
     return repr(value)
 
@@ -88,7 +88,8 @@ def _device(value: Any) -> str:
 
 
 _NUMBERS = (int, float)
-# Schema type -> (accepted classes, their name in messages, function that writes the default)
+# For each schema type: the accepted classes, their name in messages, and a function that writes the
+# default.
 _RENDERERS: dict[str, tuple[type | tuple[type, ...], str, Callable[[Any], str]]] = {
     "SymInt": (int, "an int", _integer),
     "float": (_NUMBERS, "a float", _float),
@@ -102,17 +103,17 @@ _LISTED = ("SymInt", "float", "bool")
 
 
 def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Callable[..., Any]:
-    """Wrap a Python kernel so that it always receives the schema's defaults.
+    """Wrap a Python kernel to pass the defaults of the schema.
 
-    The dispatcher drops arguments that equal the schema's default before it calls a Python kernel,
-    so the kernel would use the default of its own signature. That default may differ: wrappers
-    copy signatures by `__wrapped__`, `__defaults__` can be reassigned, and a list default is
-    shared by all calls.
+    The dispatcher drops arguments that equal the default of the schema before it calls a Python
+    kernel. The kernel would then use the default in its own signature, which may differ: a wrapper
+    may show the signature of another function, `__defaults__` may have been changed, and a list
+    may have been modified by an earlier call.
 
     Args:
         function: the kernel.
         schema: the schema of the operator.
-        leading: the number of parameters of `function` before the operator's arguments.
+        leading: the number of parameters of `function` before the arguments of the operator.
     """
     if not schema.has_defaults:
         return function
@@ -128,17 +129,17 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
 def fitted(
     what: str, function: Callable[..., Any], schema: Schema, leading: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
-    """Wrap a function that omits parameters, so that it takes every argument of the operator.
+    """Return a function that accepts every argument of the operator, by wrapping if necessary.
 
-    Trailing parameters with a default in the schema may be omitted, because the dispatcher does
-    not pass trailing arguments that equal their default. The wrapper raises if a call passes
-    another value for an omitted parameter.
+    The author's function may omit trailing parameters that have a default in the schema, because
+    the dispatcher does not pass arguments that equal their default. The wrapper raises if a call
+    passes another value for such a parameter.
 
     Args:
-        what: the function, for messages.
+        what: a description of the function, for messages.
         function: the author's function.
         schema: the schema of the operator.
-        leading: the names of the parameters before the operator's arguments.
+        leading: the names of the parameters before the arguments of the operator.
     """
     check_callable(what, function)
     positional, keywords = schema.parameters
@@ -154,7 +155,7 @@ def fitted(
             if name not in values or name in keyword_names:
                 continue
             value = values[name]
-            # The dispatcher passes symbolic values without comparing them with the default.
+            # The dispatcher does not compare symbolic values with the default.
             if isinstance(value, _SYMBOLIC) or not same_default(value, argument):
                 raise RuleSignatureError(
                     f"{what} does not take the parameter {name!r}, but this call passes a value "
@@ -170,7 +171,7 @@ def fitted(
 def _accepted(
     what: str, function: Callable[..., Any], schema: Schema, leading: tuple[str, ...]
 ) -> tuple[int, frozenset[str]]:
-    """Return the number of positional arguments and the keyword names that a function accepts."""
+    """Return how many positional arguments and which keyword arguments a function accepts."""
     positional, keywords = schema.parameters
     names = inspect.signature(function).parameters
     accepted = [a.name for a in schema.keyword_only if not a.has_default or a.name in names]
@@ -186,7 +187,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def same_default(default: Any, argument: Argument) -> bool:
-    """Whether a Python default equals the schema's default."""
+    """Return whether a Python default equals the default in the schema."""
     if argument.default is None or default is None:
         return argument.default is default
     if isinstance(argument.default, torch.device):
@@ -200,5 +201,5 @@ def same_default(default: Any, argument: Argument) -> bool:
         default = list(default)
     try:
         return bool(default == argument.default)
-    except (RuntimeError, ValueError):  # elementwise comparison of a tensor or array
+    except (RuntimeError, ValueError):  # tensors and arrays are compared elementwise
         return False

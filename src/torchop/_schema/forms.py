@@ -1,8 +1,8 @@
-"""In-place and out= operators: PyTorch's two conventions for mutation.
+"""In-place and out= operators, PyTorch's two conventions for mutation.
 
 An in-place operator mutates and returns the first argument. An out= operator mutates and returns
-keyword-only tensors, and never reads them. PyTorch 2.13 added `torch.Tag.inplace` and
-`torch.Tag.out` for them; for older releases, the form is read off the schema.
+keyword-only tensors, and never reads their values. PyTorch 2.13 added the tags `torch.Tag.inplace`
+and `torch.Tag.out`. In older releases, only the schema shows the form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchop._schema.text import numbered_alias, write_results, written_tensor
 
 
 class Form(enum.Enum):
-    """How an operator mutates its arguments.
+    """The convention by which an operator mutates arguments.
 
     Attributes:
         PLAIN: neither in-place nor out=.
@@ -55,12 +55,12 @@ _FORMS: dict[Tag, Form] = {
 
 
 def form_tags(form: Form) -> tuple[Tag, ...]:
-    """Return the tag of a form. Releases before PyTorch 2.13 have none."""
+    """Return the tag of a form, or an empty tuple before PyTorch 2.13."""
     return tuple(tag for tag, tagged in _FORMS.items() if tagged is form)
 
 
 def form_of_schema(parsed: FunctionSchema) -> Form:
-    """Return the form of a schema, regardless of tags."""
+    """Return the form that a schema has, regardless of tags."""
     if not parsed.is_mutable or not parsed.returns:
         return Form.PLAIN
     forms = (form for form in (Form.INPLACE, Form.OUT) if _problem(form, parsed) is None)
@@ -70,15 +70,15 @@ def form_of_schema(parsed: FunctionSchema) -> Form:
 def returned_alias(
     form: Form, where: str, annotation: Any, arguments: Sequence[str], mutated: Sequence[str]
 ) -> str:
-    """Return the results of an in-place or out= operator, which alias the mutated arguments.
+    """Return the results of an in-place or out= operator, in the syntax of schemas.
 
-    `check_form` checks the arguments later.
+    They alias the mutated arguments. `check_form` checks the arguments later.
 
     Args:
-        form: in-place or out=.
-        where: the function, for messages.
+        form: the form, in-place or out=.
+        where: the name of the function, for messages.
         annotation: the return annotation.
-        arguments: the names of the schema's arguments.
+        arguments: the names of all arguments of the schema.
         mutated: the names of the mutated arguments.
     """
     written = [
@@ -97,10 +97,10 @@ def returned_alias(
 
 
 def returns_tensors(annotation: Any, count: int) -> bool:
-    """Whether a return annotation is `Tensor` (for a count of 1) or a tuple of `count` tensors."""
+    """Return whether an annotation is `Tensor` if `count` is 1, or a tuple of `count` tensors."""
     if count == 1:
         return annotation is torch.Tensor
-    # Compare origins, because typing.Tuple[X] != tuple[X].
+    # Compare the origins, because typing.Tuple[X] != tuple[X].
     return (
         typing.get_origin(annotation) is tuple
         and typing.get_args(annotation) == (torch.Tensor,) * count
@@ -108,7 +108,7 @@ def returns_tensors(annotation: Any, count: int) -> bool:
 
 
 def check_form(name: object, form: Form, parsed: FunctionSchema) -> None:
-    """Reject a schema that does not have the form that the tags require."""
+    """Raise SchemaError if a schema does not have the form that the tags require."""
     problem = None if form is Form.PLAIN else _problem(form, parsed)
     if problem is not None:
         raise SchemaError(f"{name} is tagged {form.value}, but {problem}. Got {parsed}.")

@@ -1,4 +1,4 @@
-"""infer_schema: infer a schema from the annotations of a function."""
+"""`infer_schema`: infer a schema from the annotations of a function."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def infer_schema(
     Args:
         prototype_function: a function with annotated parameters and result. Annotations may be
             strings.
-        mutates_args: the names of the tensor arguments that the function writes into, or
-            `"unknown"` for all of them.
+        mutates_args: the names of the tensor arguments that the function mutates. `"unknown"`
+            means that it may mutate all of them.
         op_name: a name to prepend to the schema.
         tags: the tags of the operator. With `torch.Tag.inplace` or `torch.Tag.out`, the results
             alias the mutated arguments.
@@ -44,7 +44,7 @@ def infer_schema(
         >>> torchop.infer_schema(crop, mutates_args=())
         '(Tensor pic, SymInt[] box, float scale=1.0) -> Tensor'
 
-    Modeled after `torch.library.infer_schema`.
+    Based on `torch.library.infer_schema`.
     """
     name = signatures.spell_function(prototype_function)
     all_tags = (tags,) if isinstance(tags, Tag) else tuple(tags or ())

@@ -1,8 +1,8 @@
-"""Schema types of annotations, and the conversion of values to them.
+"""The schema type of each supported annotation, and the conversion of values to it.
 
-A Python value is *encoded* into a value of the schema type, and *decoded* for the kernel. Most
-annotations need neither, because `torch.library.infer_schema` supports them and the dispatcher
-checks the values.
+A call *encodes* a Python value as a value of the schema type, and *decodes* it for the kernel. Most
+values need neither, because `torch.library.infer_schema` supports their annotations and the
+dispatcher checks them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Kind(NamedTuple):
     Attributes:
         schema: the schema type, without a `?`.
         encode: `encode(value, where)` returns a value of the schema type, or raises.
-        exact: values of exactly this type need no encoding.
+        exact: a type. Values of exactly this type need no encoding.
         decode: `decode(value, where)` returns the Python value for an encoded value, or raises if
             the encoded value is invalid. None if no conversion is needed.
         is_optional: whether None is a valid value.
-        inferred: the type that `infer_schema` writes; None if it rejects the annotation.
+        inferred: the schema type according to `infer_schema`. None if it rejects the annotation.
     """
 
     schema: str
@@ -47,13 +47,13 @@ class Kind(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the dispatcher accepts the values without conversion."""
+        """Return whether the dispatcher accepts the values without conversion."""
         return self.inferred is not None and self.decode is None
 
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
     """Return the error for a value that does not match the annotation."""
-    # Dynamo cannot trace types.spell, and would report that instead of this error.
+    # Dynamo cannot trace `types.spell`, and would report this instead of our error.
     got = type(value).__name__ if torch.compiler.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")
 
@@ -66,14 +66,14 @@ def _integer(value: Any, where: str) -> Any:
     if isinstance(value, (int, torch.SymInt)):
         return value
     if hasattr(value, "__index__") and not isinstance(value, torch.Tensor):
-        return operator.index(value)  # for example a NumPy integer
+        return operator.index(value)  # such as a NumPy integer
     raise wrong_type(where, "int", value)
 
 
 def _float(value: Any, where: str) -> Any:
     if isinstance(value, (float, torch.SymFloat)):
         return value
-    # hasattr comes last, because Dynamo cannot trace it on symbolic numbers.
+    # Call hasattr last, because Dynamo cannot trace it for symbolic numbers.
     if isinstance(value, (int, torch.SymInt)) or (
         not isinstance(value, torch.Tensor) and hasattr(value, "__float__")
     ):
@@ -86,7 +86,7 @@ _REAL_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 def _complex(value: Any, where: str) -> Any:
     if isinstance(value, (complex, *_REAL_NUMBERS)):
-        # Dynamo cannot trace complex() of a symbolic number. `decode` converts it for the kernel.
+        # Dynamo cannot trace complex() for a symbolic number. `decode` does the conversion.
         return value if torch.compiler.is_dynamo_compiling() else complex(value)
     raise wrong_type(where, "complex", value)
 
@@ -108,7 +108,8 @@ _NUMBERS = (*_REAL_NUMBERS, torch.SymBool)
 _NUMBER = Kind("Scalar", _instance(*_NUMBERS, expected="a number"), float)
 KINDS: dict[Any, Kind] = {
     torch.Tensor: _inferred("Tensor", _instance(torch.Tensor), torch.Tensor),
-    # No `inferred` type: kernels get a plain Tensor from autograd, functionalization and graphs.
+    # Not inferred, because kernels do not receive Parameters: autograd, functionalization and
+    # graphs pass plain Tensors.
     torch.nn.Parameter: Kind("Tensor", _instance(torch.Tensor), torch.nn.Parameter),
     int: _inferred("SymInt", _integer, int),
     float: _inferred("float", _float, float),
@@ -124,7 +125,7 @@ _REAL = frozenset({int, float, bool})
 
 
 def single_kind(annotation: Any) -> Kind | None:
-    """Return the kind of an annotation for a single value; None for other annotations."""
+    """Return the kind of an annotation for a single value, or None for other annotations."""
     kind = types.find(KINDS, annotation)
     if kind is not None:
         return kind
@@ -143,26 +144,26 @@ def single_kind(annotation: Any) -> Kind | None:
     name = schemas.custom_class_name(annotation)
     if name is None:
         return None
-    if name == "Generator":  # a built-in schema type, which the dispatcher checks
+    if name == "Generator":  # not a TorchScript class but a type of schemas
         return _inferred(name, _instance(annotation), annotation)
-    # The dispatcher does not check the class of script objects. No `exact` type, because Dynamo of
-    # PyTorch 2.12 cannot compare the type of a script object.
+    # Check the class, because the dispatcher does not. Without `exact`, because Dynamo in PyTorch
+    # 2.12 cannot compare the types of script objects.
     check = _instance(annotation, FakeScriptObject)
     return Kind(name, check, decode=check, inferred=name)
 
 
 # --------------------------------------------------------------------------------------------------
-# Literal and Enum, encoded as readable values in graphs
+# Literal and Enum. The encoded values are readable in graphs.
 
 
 def choice_kind(annotation: Any) -> Kind | None:
-    """Return the kind of a Literal or an Enum class; None for other annotations."""
+    """Return the kind of a Literal or an Enum class, or None for other annotations."""
     if typing.get_origin(annotation) is typing.Literal:
         return _literal(typing.get_args(annotation))
     is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
     if not is_enum or issubclass(annotation, enum.Flag):
         return None
-    # Not encoded as PyTorch's script objects for Enums, because exported files lose them.
+    # PyTorch also passes Enums as script objects, but exported files lose these.
     return _members(annotation)._replace(inferred=schemas.custom_class_name(annotation))
 
 
@@ -170,7 +171,7 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
     choices = tuple(value for value in values if value is not None)
     classes = {type(value) for value in choices}
     if len(classes) != 1:
-        return None  # mixed types have no common schema type
+        return None  # values of different types have no common schema type
     (cls,) = classes
     if issubclass(cls, enum.Enum):
         return None if issubclass(cls, enum.Flag) else _members(cls, choices)
@@ -185,17 +186,17 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
             raise wrong_type(where, expected, value)
         for choice in choices:
             if value == choice:
-                return choice  # replaces a SymInt by a constant
+                return choice  # which is a constant even if `value` is a SymInt
         raise ArgumentError(f"{where}: expected {expected}, got {short_repr(value)}.")
 
     return Kind(schema, check, decode=check, is_optional=None in values)
 
 
 def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Kind:
-    """Return the kind of an Enum, whose members are encoded by name.
+    """Return the kind of an Enum, or of the members `choices` of an Enum.
 
-    Names, because values may be arbitrary objects, and renumbering members is more common than
-    renaming them. `choices` restricts the members.
+    Members are encoded by name, because the values may be arbitrary objects, and because values
+    change more often than names.
     """
     members = {n: m for n, m in cls.__members__.items() if choices is None or m in choices}
     expected = _expected(tuple(members if choices is None else (m.name for m in choices)))
@@ -223,21 +224,21 @@ def _expected(choices: tuple[Any, ...]) -> str:
 # Lists, tuples and `torch.Size`
 
 
-# Lists of these types are converted item by item. torch.export can serialize them.
+# Types of items that are converted one by one. torch.export can serialize lists of these.
 CONVERTED_ITEMS = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
-# The lists that `infer_schema` writes.
+# The list types that `infer_schema` supports.
 _INFERRED_LISTS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]", "SymInt[]", "float[]", "bool[]"})
-# The types that `infer_schema` writes with a `?`.
+# The types that `infer_schema` supports as optional types.
 _INFERRED_OPTIONALS = frozenset(
     {"Tensor", "SymInt", "float", "bool", "str", "Scalar", "ScalarType", "Device"}
     | (_INFERRED_LISTS - {"Scalar[]"})
 )
-# Never converted when optional: the dispatcher ignores tensors in optional lists.
+# Not converted if they are optional, because the dispatcher ignores tensors in optional lists.
 _UNCONVERTED_OPTIONALS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]"})
 
 
 class Container(NamedTuple):
-    """A `list` or `tuple` annotation. `length` is None unless the number of items is fixed."""
+    """A `list` or `tuple` annotation. `length` is the fixed number of items, or None."""
 
     item: Any
     is_tuple: bool = False
@@ -245,7 +246,7 @@ class Container(NamedTuple):
 
 
 def read_container(annotation: Any) -> Container | None:
-    """Parse `list[X]`, `Sequence[X]`, `tuple[X, ...]` and `tuple[X, X]`; None for others."""
+    """Parse `list[X]`, `Sequence[X]`, `tuple[X, ...]` or `tuple[X, X]`. Return None for others."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in types.SEQUENCES and args:
         return Container(args[0])
@@ -257,9 +258,9 @@ def read_container(annotation: Any) -> Container | None:
 
 
 def sequence_kind(annotation: Any) -> Kind | None:
-    """Return the kind of a list, tuple or `torch.Size`; None for other annotations."""
+    """Return the kind of a list, a tuple or `torch.Size`, or None for other annotations."""
     if annotation is torch.Size:
-        sizes = list_of(KINDS[int])  # SymInts included
+        sizes = list_of(KINDS[int])  # also accepts SymInts
         return sizes._replace(decode=lambda sizes, where: torch.Size(sizes))
     container = read_container(annotation)
     if container is None:
@@ -278,7 +279,7 @@ def sequence_kind(annotation: Any) -> Kind | None:
 
 
 def list_of(item: Kind, length: int | None = None) -> Kind:
-    """Return the kind of a list of items, of a fixed length if given."""
+    """Return the kind of a list of items, with a fixed length unless `length` is None."""
     exact, encode_item = item.exact, item.encode
 
     def encode(values: Any, where: str) -> list[Any]:
@@ -310,7 +311,7 @@ def _decode(item: Kind, container: Container) -> Encode | None:
 
 
 def check_length(values: Any, length: int | None, where: str) -> None:
-    """Raise if a fixed-length container has another number of items."""
+    """Raise if the number of items is not `length`. None allows any number."""
     if length is not None and len(values) != length:
         raise ArgumentError(f"{where}: expected {length} items, got {len(values)}.")
 
@@ -327,7 +328,7 @@ def _decode_dtype(name: Any, where: str) -> torch.dtype:
     return schemas.dtypes()[name]
 
 
-# By name, because torch.export cannot serialize lists of dtypes.
+# A dtype in a list is encoded by name, because torch.export cannot serialize lists of dtypes.
 _DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 
@@ -336,7 +337,7 @@ _DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 
 def leaf_kind(annotation: Any) -> Kind | None:
-    """Return the kind of an annotation that fits into one schema argument; None for others."""
+    """Return the kind of an annotation, or None if it does not fit into one schema argument."""
     if (kind := types.find(KINDS, annotation)) is not None:
         return kind
     annotation = without_annotated(annotation)
@@ -354,19 +355,19 @@ def leaf_kind(annotation: Any) -> Kind | None:
 
 
 def argument_type(annotation: Any) -> str | None:
-    """Return the type that `infer_schema` writes for an annotation; None if unsupported.
+    """Return the schema type that `infer_schema` infers for an annotation, or None.
 
-    This follows the newest PyTorch. Older releases parse the same schemas, but infer fewer types.
+    This is as in the newest PyTorch. Older releases can parse all of these types, but infer fewer.
     """
     kind = leaf_kind(annotation)
     return None if kind is None else kind.inferred
 
 
 def parameter_type(parameter: inspect.Parameter) -> str | None:
-    """Return the type that `infer_schema` writes for a parameter; None if unsupported."""
+    """Return the schema type that `infer_schema` infers for a parameter, or None."""
     schema_type = argument_type(parameter.annotation)
     if schema_type is not None and parameter.default is None and not schema_type.endswith("?"):
-        # PEP 484 once allowed `x: Tensor = None` for Optional[Tensor].
+        # PEP 484 used to allow `x: Tensor = None` for Optional[Tensor].
         schema_type += "?"
     return schema_type
 
@@ -375,7 +376,7 @@ _RETURNS = frozenset({"Tensor", "SymInt", "float", "bool", "Scalar"})
 
 
 def return_type(annotation: Any) -> str | None:
-    """Return the type that `infer_schema` writes for a return annotation; None if unsupported."""
+    """Return the schema type that `infer_schema` infers for a return annotation, or None."""
     if annotation is None or annotation is type(None):
         return "()"
     if typing.get_origin(annotation) is not tuple:
@@ -384,7 +385,7 @@ def return_type(annotation: Any) -> str | None:
     results = [item for item in items if item is not None]
     if len(results) < len(items):
         return None
-    # A tuple of one is one result of type tuple: `((Tensor))`.
+    # A tuple with one item is a single result of type tuple, written `((Tensor))`.
     return write_results([f"({results[0]})"] if len(results) == 1 else results)
 
 

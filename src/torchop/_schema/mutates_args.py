@@ -1,4 +1,4 @@
-"""`mutates_args`: the tensor arguments that a function writes into."""
+"""Validate `mutates_args`, which names the arguments that a function mutates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNKNOWN = "unknown"
 
 
 def mutated_names(where: str, mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
-    """Return the names in `mutates_args`; None for `"unknown"`, which means all tensors."""
+    """Return the names in `mutates_args`, or None for `"unknown"`, which means all tensors."""
     if isinstance(mutates_args, str):
         if mutates_args == UNKNOWN:
             return None
@@ -46,13 +46,13 @@ def mutated_arguments(
     tensors: Mapping[str, str],
     others: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """Return the schema arguments that `mutates_args` names.
+    """Return the names of the mutated schema arguments.
 
     Args:
-        where: the function, for messages.
+        where: the name of the function, for messages.
         names: the result of `mutated_names`. The name of a structure means all tensors in it.
-        tensors: the path of each tensor, such as `x` or `cfg.weight`, and its schema argument.
-        others: the paths of all other values and of structures, and their types for messages.
+        tensors: maps the path of each tensor, such as `x` or `cfg.weight`, to the schema argument.
+        others: maps the paths of structures and of all other values to their types, for messages.
     """
     if names is None:
         return tuple(tensors.values())
@@ -78,5 +78,5 @@ def mutated_arguments(
 
 
 def spell_names(names: Iterable[str]) -> str:
-    """Write names as a set in sorted order, so that messages are deterministic."""
+    """Write names as a sorted set, because messages must be deterministic."""
     return short_text(f"{{{', '.join(sorted({repr(name) for name in names}))}}}")

@@ -1,4 +1,4 @@
-"""Parse and check operator names (`namespace::name[.overload]`) and the names of rules."""
+"""Parse and validate names of operators, `namespace::name[.overload]`, and names of rules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchop._errors import OperatorNameError, short_repr, short_text
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GOOD = 'a good name is "mylib::crop" or "mylib::crop.overload"'
 
-# PyTorch gives these namespaces a meaning of their own: `aten` and `prims` operators skip
-# functionalization, `prim` is TorchScript's, and `higher_order` and `_` hold no ordinary operators.
+# PyTorch treats operators in these namespaces differently. For example, operators in `aten` and
+# `prims` are functionalized in another way.
 RESERVED_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "_"})
 
 
@@ -41,7 +41,7 @@ class OpName(NamedTuple):
 
     @staticmethod
     def parse(qualname: object) -> OpName:
-        """Split a qualified name. `parse_new` also checks that an operator can have the name.
+        """Split a qualified name without checking the parts.
 
         Args:
             qualname: `"ns::name"` or `"ns::name.overload"`.
@@ -67,7 +67,7 @@ class OpName(NamedTuple):
 
     @staticmethod
     def parse_new(qualname: object) -> OpName:
-        """Split the name of a new operator, and check that PyTorch can register it and look it up.
+        """Split the name of a new operator, and check that PyTorch supports it.
 
         Args:
             qualname: `"ns::name"` or `"ns::name.overload"`.
@@ -99,12 +99,12 @@ class OpName(NamedTuple):
 
     @property
     def local(self) -> str:
-        """The name without the namespace, as in a schema: `crop` or `crop.overload`."""
+        """Return the name without the namespace: `crop` or `crop.overload`."""
         return f"{self.name}.{self.overload}" if self.overload else self.name
 
     @property
     def packet(self) -> str:
-        """The name without the overload, which all overloads share: `mylib::crop`."""
+        """Return the name without the overload: `mylib::crop`."""
         return f"{self.namespace}::{self.name}"
 
     def __str__(self) -> str:
@@ -112,26 +112,26 @@ class OpName(NamedTuple):
 
 
 def is_name(name: OpName, text: str) -> bool:
-    """Whether `text` names this operator, or its packet, which stands for all overloads."""
+    """Return whether `text` is the name of an operator or of its packet."""
     return text in (name.packet, f"{name.packet}.{name.overload or 'default'}")
 
 
 def is_match(name: OpName, pattern: str) -> bool:
-    """Whether a name or a glob pattern matches an operator.
+    """Return whether a name or glob pattern matches an operator.
 
-    `f.*` matches only the overloads of `f` with an overload name.
+    `f.*` matches all overloads of `f`, except the default overload.
     """
     texts = (str(name), name.packet)
     return is_name(name, pattern) or any(fnmatch.fnmatchcase(text, pattern) for text in texts)
 
 
 def is_pattern(text: str) -> bool:
-    """Whether `text` can match an operator name: it has a namespace, or starts with a wildcard."""
+    """Return whether `text` could match the name of an operator."""
     return "::" in text or text.startswith("*")
 
 
 def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
-    """Return the reason why a part of a name is invalid, or None if it is valid."""
+    """Return why a part of a name is invalid, or None if it is valid."""
     if part == "overload" and not text:
         return None  # the default overload
     if not _IDENTIFIER.fullmatch(text):
@@ -154,11 +154,11 @@ def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
 
 
 def check_rule_name(name: object, reserved: Iterable[Callable[[str], bool]]) -> None:
-    """Reject an invalid name for a `torchop.Rule`.
+    """Raise ValueError if a name is invalid for a `torchop.Rule`.
 
     Args:
-        name: the name of the rule.
-        reserved: predicates that return True for a name that already has another meaning.
+        name: the name.
+        reserved: functions that return whether a name already has another meaning.
     """
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(

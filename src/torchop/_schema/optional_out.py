@@ -1,8 +1,7 @@
-"""Maybe-out operators: return the `out` argument, or allocate the result if `out` is None.
+"""Maybe-out operators, which return the argument `out`, or allocate the result if `out` is None.
 
-Whether such a result is fresh depends on the arguments, and a schema cannot express that. So a
-schema in which a result aliases a mutated `Tensor?` is rejected here. A schema without the alias
-may be correct; `contract.alias_error` checks the result of each call.
+A schema cannot express this. If the schema declares that a result aliases a mutated `Tensor?`, the
+check below raises. If it declares no alias, the result of each call is checked instead.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ WHY_AND_FIX = (
 
 
 def check_maybe_out(name: object, parsed: FunctionSchema) -> None:
-    """Reject a schema in which a result aliases a mutated optional tensor."""
+    """Raise SchemaError if a result aliases a mutated optional tensor."""
     returned = {
         alias
         for result in parsed.returns

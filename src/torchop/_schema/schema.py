@@ -1,4 +1,4 @@
-"""Schema: the arguments, results, mutation and aliasing of a parsed `torch.FunctionSchema`."""
+"""`Schema`, a wrapper of `torch.FunctionSchema`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Argument(NamedTuple):
     """One argument of a schema.
 
     Attributes:
-        name: the name, as used in keyword arguments.
-        kind: the type in PyTorch's spelling: `Tensor`, `List[Optional[Tensor]]`, `int`, `Device`.
+        name: the name.
+        kind: the type as PyTorch spells it, such as `Tensor`, `List[Optional[Tensor]]` or `int`.
         keyword_only: whether the argument cannot be passed by position.
-        is_mutated: whether the operator writes into the argument.
+        is_mutated: whether the operator mutates the argument.
         has_default: whether calls may omit the argument.
-        default: the default as the kernel receives it.
+        default: the default value that the kernel receives.
 
     Example:
         >>> from torchop.extend import Operator
@@ -46,9 +46,9 @@ class Argument(NamedTuple):
         return "Tensor" in self.kind
 
 
-# The dispatcher ignores the tensors in these lists when it computes dispatch keys.
+# The dispatcher ignores tensors in these lists when it computes dispatch keys.
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
-# The dispatcher passes arguments of these types through without a type check.
+# The dispatcher does not check the types of these arguments.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
 TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
 
@@ -57,27 +57,28 @@ class Schema:
     """A parsed schema: arguments, results, mutation and aliasing.
 
     `Operator(op, ...).schema` is the schema of an operator. `Schema(op._schema)` wraps a
-    `torch.FunctionSchema`, and `Schema.parse(text)` parses text; both have the form `PLAIN`.
+    `torch.FunctionSchema`, and `Schema.parse(text)` parses text. Schemas that are made in these two
+    ways have the form `PLAIN`.
 
     Args:
         parsed: a `torch.FunctionSchema`.
-        written: the schema as its author wrote it, without the namespace, if known.
-        form: whether the operator is in-place, has `out=`, or is neither.
+        written: the schema as the author wrote it, without the namespace, if known.
+        form: the form of the operator: in-place, out=, or plain.
 
     Attributes:
-        text: the schema in PyTorch's spelling, with the name of the operator.
+        text: the schema as PyTorch spells it, with the name of the operator.
         arguments: a tuple of `Argument`.
         positional: the arguments that can be passed by position.
         keyword_only: the keyword-only arguments.
-        returns: the result types in PyTorch's spelling.
-        mutated: the names of the arguments that the operator writes into.
+        returns: the result types as PyTorch spells them.
+        mutated: the names of the arguments that the operator mutates.
         written_types: the argument types by name, as the author wrote them, such as `int[2]?`.
         constants: the names of arguments of type `int` (not `SymInt`), including lists.
         written_arguments: the arguments as the author wrote them, such as `int n=1`, and `*`.
         form: a `Form`.
-        is_mutable: whether the operator writes into arguments.
+        is_mutable: whether the operator mutates arguments.
         is_view: whether a result aliases an argument.
-        is_functional: whether the operator only returns fresh results, and mutates nothing.
+        is_functional: whether the operator mutates nothing and only returns fresh results.
 
     Example:
         >>> from torchop.extend import Schema
@@ -86,15 +87,14 @@ class Schema:
         (['x', 'by'], ('Tensor',))
     """
 
-    # Attributes that only calls and later registrations read are computed lazily, because most
-    # operators of a package are never called.
+    # Most attributes are computed lazily, because most operators of a package are never called.
 
     def __init__(
         self, parsed: FunctionSchema, written: str | None = None, form: Form = Form.PLAIN
     ) -> None:
         self._source: FunctionSchema | str = parsed
         self.form = form
-        # Keep the text, because str(parsed) does not parse again: strings lose their escapes.
+        # PyTorch cannot parse `str(parsed)`, because strings in it are not escaped.
         self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
         results = parsed.returns
@@ -117,7 +117,7 @@ class Schema:
         return self.text
 
     def is_backward_compatible(self, older: Schema) -> bool:
-        """Whether every call of an older schema is valid for this one, by PyTorch's rule for aten.
+        """Return whether all calls of an older schema remain valid, by PyTorch's rules for aten.
 
         Args:
             older: the previous `Schema` of the operator.
@@ -125,7 +125,7 @@ class Schema:
         return schemas.is_backward_compatible(self._parsed, older._parsed)
 
     def forget_parsed(self) -> None:
-        """Free the parsed schema, and parse again on demand. Most operators never need it again."""
+        """Free the parsed schema to save memory. It is parsed again when it is needed."""
         self._source = self._parsed.name.partition("::")[0]
 
     @property
@@ -137,7 +137,6 @@ class Schema:
 
     @functools.cached_property
     def text(self) -> str:
-        """The schema in PyTorch's spelling."""
         return str(self._parsed)
 
     @functools.cached_property
@@ -150,12 +149,11 @@ class Schema:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The arguments of type `int`, whose values the dispatcher makes compilers guard on."""
+        """Return the names of `int` arguments. Compilers specialize on their values."""
         return tuple(n for n, kind in self.written_types.items() if kind.startswith("int"))
 
     @property
     def written_arguments(self) -> list[str]:
-        """The arguments as the author wrote them, such as `int n=1`, including a bare `*`."""
         return arguments_of(self.written)
 
     @functools.cached_property
@@ -168,7 +166,7 @@ class Schema:
 
     @property
     def parameters(self) -> tuple[list[str], list[str]]:
-        """The names of the positional and of the keyword-only arguments."""
+        """Return the names of the positional and of the keyword-only arguments."""
         return [a.name for a in self.positional], [a.name for a in self.keyword_only]
 
     @functools.cached_property
@@ -193,7 +191,7 @@ class Schema:
 
     @functools.cached_property
     def required_tensors(self) -> tuple[int, ...]:
-        """The positions of the `Tensor` arguments without a default."""
+        """Return the positions of the `Tensor` arguments without a default."""
         return tuple(
             index
             for index, argument in enumerate(self.positional)
@@ -202,7 +200,7 @@ class Schema:
 
     @property
     def has_optional_tensor_lists(self) -> bool:
-        # Most schemas have no optional list of any kind, and printing all types is slow.
+        # Test the text first, because computing `arguments` is slow.
         return "]?" in self.written.replace(" ", "") and any(
             a.kind in OPTIONAL_TENSOR_LISTS for a in self.arguments
         )
@@ -214,12 +212,11 @@ class Schema:
 
     @property
     def returns_written(self) -> bool:
-        """Whether a result aliases a mutated argument."""
+        """Return whether a result aliases a mutated argument."""
         return self.is_mutable and any(r.alias_info is not None for r in self._parsed.returns)
 
     @property
     def is_functional(self) -> bool:
-        """Whether the operator only returns fresh results, and mutates nothing."""
         return bool(self.returns) and not self.is_mutable and not self.is_view
 
     @property
@@ -228,17 +225,17 @@ class Schema:
 
     @functools.cached_property
     def mutated_places(self) -> tuple[tuple[int, str], ...]:
-        """The positions and names of the mutated arguments, keyword-only arguments last."""
+        """Return the positions and names of the mutated arguments."""
         return tuple((i, a.name) for i, a in enumerate(self.arguments) if a.is_mutated)
 
     @property
     def raw_defaults(self) -> dict[str, Any]:
-        """The defaults as `torch.FunctionSchema` stores them: a dtype is an int."""
+        """Return the defaults as `torch.FunctionSchema` stores them, such as an int for a dtype."""
         return {a.name: a.default_value for a in self._parsed.arguments if a.has_default_value()}
 
     @functools.cached_property
     def spelled_devices(self) -> frozenset[str]:
-        """The arguments whose default device the dispatcher passes to kernels as a str."""
+        """Return the arguments with a default device that the dispatcher passes as a str."""
         return frozenset(
             argument.name
             for argument in self._parsed.arguments
@@ -250,7 +247,7 @@ class Schema:
     def fill_defaults(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Add the arguments that the dispatcher dropped because they equal their default.
+        """Add the arguments that the dispatcher dropped because they equal the default.
 
         Args:
             args: the positional arguments.
@@ -276,7 +273,7 @@ class Schema:
 
 
 def _fresh(default: Any) -> Any:
-    """Copy a list, as the dispatcher does for each call: the kernel may modify it."""
+    """Copy a list, as the dispatcher does for each call, because the kernel may modify it."""
     return list(default) if isinstance(default, list) else default
 
 
@@ -295,7 +292,7 @@ def _argument(argument: Any) -> Argument:
 
 
 def _python_default(kind: str, value: Any) -> Any:
-    """Convert a default to the value that kernels receive: dtypes from int, devices from str."""
+    """Convert a default to the value that kernels receive, such as an int to a dtype."""
     if kind.startswith("Optional["):
         kind = kind[len("Optional[") : -1]
     if kind.startswith("List[") and isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Signatures and evaluated annotations of functions."""
+"""Signatures of functions, with evaluated annotations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from torchop._errors import SchemaError, short_text
 
-# Names that string annotations may use without an import, as in `torch.library.infer_schema`.
+# String annotations may use these names without an import, as in `torch.library.infer_schema`.
 _IMPLICIT: dict[str, Any] = {
     "Tensor": torch.Tensor,
     "device": torch.device,
@@ -48,8 +48,8 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def spell_function(function: Callable[..., Any]) -> str:
-    """Return the name of a function for messages: `module.qualname`, or the type if unnamed."""
-    # Cut long names at the start, because the function's own name is at the end.
+    """Return the name of a function for messages, such as `module.qualname`."""
+    # Cut long names at the start, because the end is the most specific part.
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if qualname is None:
@@ -72,13 +72,13 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def written_result(function: Callable[..., Any]) -> Any:
-    """Return the evaluated return annotation. Unlike `signature`, keep `Annotated` metadata."""
+    """Return the evaluated return annotation, including `Annotated` metadata."""
     written = annotations_of(function).get("return")
     return _Namespace(function).evaluate(written, None) if isinstance(written, str) else written
 
 
 def method_hint(function: Callable[..., Any]) -> str:
-    """Return the advice for functions that are methods, or an empty string."""
+    """Return advice if a function is a method, and otherwise an empty string."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return (
@@ -110,7 +110,7 @@ class _Namespace:
     def resolve(self, annotation: Any, parameter: str | None) -> Any:
         """Evaluate strings and remove `Annotated`, also inside generic types.
 
-        `parameter` is the name for messages; None means the return annotation.
+        Messages contain the name of the parameter. None stands for the return annotation.
         """
         if isinstance(annotation, typing.ForwardRef):
             annotation = annotation.__forward_arg__
@@ -134,7 +134,7 @@ class _Namespace:
 
     def evaluate(self, text: str, parameter: str | None) -> Any:
         try:
-            # As in typing.get_type_hints: annotations are code of the author's module.
+            # As in typing.get_type_hints. Annotations are code of the author's module.
             return eval(text, *self._names)
         except Exception as error:
             place = "return" if parameter is None else f"parameter {shorten(repr(parameter))}"
@@ -147,7 +147,7 @@ class _Namespace:
 
     @functools.cached_property
     def _names(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The globals and locals for evaluation, taken from the innermost wrapped function."""
+        """Return the globals and locals for evaluating annotations, without any wrappers."""
         written: Any = inspect.unwrap(self._function)
         while isinstance(written, functools.partial):
             written = inspect.unwrap(written.func)
@@ -156,7 +156,7 @@ class _Namespace:
         if not isinstance(written, types.FunctionType):
             written = type(written).__call__
         variables = getattr(written, "__globals__", {})
-        # Closure variables shadow globals, as in the function's body; globals shadow _IMPLICIT.
+        # As in the body of the function, closure variables shadow globals.
         names = _IMPLICIT | {name: variables[name] for name in _IMPLICIT if name in variables}
         if isinstance(written, types.FunctionType):
             names |= closure_of(written)
@@ -168,17 +168,18 @@ def closure_of(function: types.FunctionType) -> dict[str, Any]:
     variables = {}
     cells = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-        with contextlib.suppress(ValueError):  # an empty cell: not assigned yet
+        with contextlib.suppress(ValueError):  # the variable is not assigned yet
             variables[name] = cell.cell_contents
     return variables
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """Return the global and attribute names that code uses, including nested functions."""
+    """Return the names of globals and attributes that code uses, including nested functions."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*map(names_in, inner))
 
 
 def package_of(function: types.FunctionType) -> str:
-    """Return the top-level package of a function. `__module__` is not used: wraps() copies it."""
+    """Return the top-level package of a function."""
+    # `functools.wraps` copies `__module__`, but not the globals.
     return str(function.__globals__.get("__name__")).partition(".")[0]

@@ -1,7 +1,7 @@
 """Split the text of a schema into parts, and write schemas from parts.
 
-Schemas are derived from text, because `str()` of a parsed schema does not parse again: PyTorch
-prints other escapes in string defaults than the parser reads.
+Derived schemas are made from text, because PyTorch cannot always parse `str(schema)`: defaults of
+type str are not escaped correctly.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _WRITE = re.compile(r"(?<=Tensor)\(\w+!\)")
 
 
 def arguments_of(schema: str) -> list[str]:
-    """Return the arguments of a schema, such as `Tensor x` and `int n=1`, including `*`."""
+    """Return the arguments of a schema, such as `Tensor x`, `int n=1` and `*`."""
     return _pieces(schema[schema.index("(") + 1 : _end_of_arguments(schema)])
 
 
 def arguments_alone(schema: str) -> list[str]:
-    """Return the arguments of a schema without `*`: indices are argument positions."""
+    """Return the arguments of a schema without `*`."""
     return [argument for argument in arguments_of(schema) if argument != "*"]
 
 
@@ -43,7 +43,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the characters outside brackets and strings, and outermost closing brackets."""
+    """Yield the characters outside of brackets and strings, and the outermost closing brackets."""
     depth, quote, escaped = 0, "", False
     for position, character in enumerate(text):
         if quote:
@@ -59,27 +59,27 @@ def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
 
 
 def write(arguments: Iterable[str], results: str) -> str:
-    """Write a schema without a name. `results` comes from `write_results`."""
+    """Write a schema without a name, given a string from `write_results`."""
     return f"({', '.join(arguments)}) -> {results}"
 
 
 def write_results(results: Sequence[str]) -> str:
-    """Write the results of a schema; `()` for none."""
+    """Write the results of a schema."""
     if len(results) == 1 and not results[0].startswith("("):
         return results[0]
-    # The parser reads `(Tensor)` as `Tensor`; a tuple of one is `((Tensor))`.
+    # `(Tensor)` would mean `Tensor`. A tuple with one item is `((Tensor))`.
     return f"({', '.join(results)})"
 
 
 def numbered_alias(index: int) -> str:
-    """Return an alias set name as PyTorch infers it from `mutates_args`."""
+    """Return the name that `infer_schema` gives to the alias set of an argument."""
     return f"a{index}"
 
 
 def lettered_alias(index: int) -> str:
-    """Return an alias set name as in native_functions.yaml.
+    """Return a name for an alias set as in native_functions.yaml.
 
-    ExecuTorch finds out= variants by torchgen, and torchgen only parses single letters.
+    ExecuTorch uses torchgen to find out= variants, which only supports single letters.
     """
     return ascii_lowercase[index] if index < len(ascii_lowercase) else numbered_alias(index)
 

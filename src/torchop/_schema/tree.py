@@ -1,7 +1,7 @@
-"""Annotation trees: parse a function's parameters and result down to schema types.
+"""Parse the annotations of a function into trees with schema types as leaves.
 
-If every annotation is a plain leaf, a schema expresses the function as it is. Otherwise the
-operator has a structure, which converts between the author's objects and the leaves.
+If every annotation is a single leaf of a type that `infer_schema` supports, the schema has the same
+arguments as the function. Otherwise a `Structure` converts between objects and leaves.
 """
 
 from __future__ import annotations
@@ -46,29 +46,28 @@ from torchop._schema.structure.shapes import MISSING, argument_shape, result_sha
 from torchop._schema.structure.source import is_plain
 from torchop._schema.text import numbered_alias, with_write, write, write_results
 
-# The path of the whole result in messages.
-_RESULT = "the result"
+_RESULT = "the result"  # the path of the result in messages
 
 
 class FunctionTree:
-    """The annotation trees of a function's parameters and result.
+    """The annotation trees of the parameters and the result of a function.
 
     Args:
         op: the name of the operator, for messages.
         function: the author's function.
-        mutates_args: the tensors that the function writes into, as in `custom_op`.
+        mutates_args: the arguments that the function mutates, as in `custom_op`.
         tags: the tags of the operator.
         structures: whether the function may take and return structures. If not, only annotations
             that `torch.library.infer_schema` supports are allowed.
 
     Attributes:
         parameters: the parameters of the function.
-        result: the tree of the result; None if a schema can express the result as it is.
-        positional: the leaves for the positional arguments of the schema.
-        keyword_only: the leaves for the keyword-only arguments.
+        result: the tree of the result. None if the result needs no conversion.
+        positional: the leaves that are positional arguments of the schema.
+        keyword_only: the leaves that are keyword-only arguments of the schema.
         mutated: the names of the mutated leaves.
         returns: the results in the syntax of schemas.
-        is_plain: whether a schema can express the function as it is.
+        is_plain: whether neither arguments nor results need a conversion.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class FunctionTree:
 
     @property
     def schema_text(self) -> str:
-        """The schema without the name of the operator."""
+        """Return the schema without the name of the operator."""
         arguments = []
         for index, leaf in enumerate(self.leaves):
             if index == len(self.positional):
@@ -150,7 +149,7 @@ class FunctionTree:
         return parameter
 
     def _check_kind(self, declared: inspect.Parameter) -> None:
-        """Reject `*args` and `**kwargs`; without structures, also positional-only parameters."""
+        """Raise for parameters of a kind that a schema cannot express, such as `*args`."""
         if declared.kind not in _INSTEAD or (
             self._structures and declared.kind is declared.POSITIONAL_ONLY
         ):
@@ -165,7 +164,7 @@ class FunctionTree:
         )
 
     def _missing(self, declared: inspect.Parameter) -> str:
-        """Return the fix in the message about a missing annotation."""
+        """Return the fix for a missing annotation, as part of an error message."""
         is_first = declared.name == next(iter(inspect.signature(self.function).parameters))
         if is_first and declared.name == "ctx":
             return ". Remove 'ctx', and save tensors in setup_context(ctx, inputs, output)."
@@ -208,7 +207,7 @@ class FunctionTree:
                     f"default: {error}"
                 ) from None
         elif parameter.has_default:
-            assert isinstance(node, Leaf)  # only leaves are plain
+            assert isinstance(node, Leaf)  # because the tree is plain
             try:
                 node.set_plain_default(default)
             except SchemaError as error:
@@ -227,7 +226,7 @@ class FunctionTree:
         return mutated_arguments(self._where, names, tensors, others)
 
 
-# The fix for each parameter kind that a schema cannot express.
+# The fixes for kinds of parameters that a schema cannot express.
 _INSTEAD = {
     inspect.Parameter.POSITIONAL_ONLY: "write it without the '/'",
     inspect.Parameter.VAR_POSITIONAL: "give it a name and a type, such as list[Tensor]",
@@ -262,9 +261,9 @@ def _check_names(op: str, parameters: Iterable[Parameter]) -> None:
 def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     """Split the leaves into the positional and the keyword-only arguments of the schema.
 
-    Non-tensor values inside structures become keyword-only, so that a field with a default can
-    be added anywhere. Tensors must be positional to have gradients. Tensors with a default come
-    last, so that more of them can be added.
+    Tensors must be positional to have gradients. Other values inside structures are keyword-only.
+    Then a new field with a default can be added anywhere without changing the meaning of existing
+    calls. For the same reason, tensors with a default come last.
     """
     ranked: list[tuple[int, Leaf]] = []
     keyword_only = []
@@ -286,7 +285,7 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
 
 
 class UnsupportedTypeError(Exception):
-    """An unsupported annotation at a path."""
+    """The annotation at a path is not supported."""
 
     def __init__(self, path: str, annotation: Any) -> None:
         super().__init__(path)
@@ -295,7 +294,7 @@ class UnsupportedTypeError(Exception):
 
 
 class _Builder:
-    """Builds annotation trees. `op` and `where` name the operator and the function in messages."""
+    """Builds annotation trees. Messages contain the operator `op` or the function `where`."""
 
     def __init__(self, op: str, where: str, structures: bool) -> None:
         self.op = op
@@ -303,16 +302,16 @@ class _Builder:
         self.structures = structures
 
     def build(self, annotation: Any, path: str, inside: tuple[Any, ...] = ()) -> Node:
-        """Build the tree of an annotation at a path such as `cfg.scale`.
+        """Build the tree of the annotation at a path such as `cfg.scale`.
 
-        `inside` lists the enclosing structures, to reject recursion.
+        `inside` contains the enclosing structures, which must not contain themselves.
         """
         annotation = without_annotated(annotation)
         kind = leaf_kind(annotation)
         if not self.structures:
             if kind is None or kind.inferred is None:
                 raise UnsupportedTypeError(path, annotation)
-            # Use the inferred type, because kind.schema differs for Enums.
+            # `infer_schema` infers a script object for an Enum, not a str.
             schema, optional = kind.inferred.removesuffix("?"), kind.is_optional
             kind = Kind(schema, unchanged, is_optional=optional, inferred=kind.inferred)
         if kind is not None:
@@ -376,9 +375,10 @@ class _Builder:
 def build_result(
     op: str, annotation: Any, path: str = _RESULT, inside: tuple[Any, ...] = ()
 ) -> Node:
-    """Build the tree of a result, or of a field inside the structures `inside`.
+    """Build the tree of a result, or of a field of a result.
 
-    A leaf is a tensor, an optional tensor, or a list or tuple of tensors.
+    Leaves are tensors, optional tensors, and lists and tuples of tensors. `inside` contains the
+    enclosing structures.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     inner, optional = types.strip_optional(annotation)
@@ -394,14 +394,14 @@ def build_result(
     _check_end(f"{op}: {path}", annotation, inside, "Return")
     nodes = {}
     for name, field in shape.fields.items():
-        # Not an f-string, which would call `__format__` of a str subclass.
+        # An f-string would call `__format__` of a subclass of str.
         place = f"{path}[{name}]" if origin is tuple else ".".join((path, name))
         nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
     return Several(op, path, nodes, shape)
 
 
 def _check_end(where: str, annotation: Any, inside: tuple[Any, ...], verb: str) -> None:
-    """Reject a recursive structure."""
+    """Raise SchemaError if a structure contains itself."""
     if annotation in inside:
         spelled = types.spell(annotation)
         raise SchemaError(

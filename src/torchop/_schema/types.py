@@ -1,4 +1,4 @@
-"""Inspect annotations, and spell them in messages."""
+"""Inspect annotations, and write them in messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEQUENCES = (list, collections.abc.Sequence)
 
 
 def find(table: Mapping[Any, _Entry], annotation: Any) -> _Entry | None:
-    """Return the table entry of an annotation; annotations need not be hashable."""
+    """Look up an annotation, which may be unhashable."""
     try:
         return table.get(annotation)
     except TypeError:
@@ -29,7 +29,7 @@ def is_union(annotation: Any) -> bool:
 
 
 def strip_optional(annotation: Any) -> tuple[Any, bool]:
-    """Split `X | None` into `(X, True)`; return other annotations with False."""
+    """Return `(X, True)` for `X | None`, and `(annotation, False)` for other annotations."""
     if not is_union(annotation):
         return annotation, False
     members = typing.get_args(annotation)
@@ -40,7 +40,7 @@ def strip_optional(annotation: Any) -> tuple[Any, bool]:
 
 
 def has_fields(annotation: Any) -> bool:
-    """Whether an annotation is a dataclass, a NamedTuple or a mapping."""
+    """Return whether an annotation is a dataclass, a NamedTuple or a mapping."""
     kind = typing.get_origin(annotation) or annotation
     return isinstance(kind, type) and (
         issubclass(kind, collections.abc.Mapping)
@@ -50,7 +50,7 @@ def has_fields(annotation: Any) -> bool:
 
 
 def spell(annotation: Any) -> str:
-    """Write an annotation for a message, shortened and without typing prefixes."""
+    """Write an annotation for a message, without `typing.` and shortened."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         module = annotation.__module__
         text = annotation.__qualname__

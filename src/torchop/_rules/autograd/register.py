@@ -22,11 +22,11 @@ from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.callables import (
     Function,
     Lambda,
-    asks_for_residuals,
     check_setup_context,
     check_signature,
     decorator_or_call,
     keyword_only,
+    takes_residuals,
 )
 
 
@@ -208,7 +208,7 @@ def register(
     check_signature(f"{definition}: backward", backward, ("ctx", *grads))
     check_setup_context(definition, setup_context, bool(definition.schema.keyword_only))
     training = None
-    if asks_for_residuals(setup_context):
+    if takes_residuals(setup_context):
         training = rule.training_form()
     if contiguous_grads:
         backward = with_contiguous_grads(backward)

@@ -22,7 +22,7 @@ from torchop._rules.autograd.formula import NO_FORMULA, Formula, SetupContext
 from torchop._rules.autograd.function import apply, make_function
 from torchop._rules.mutation import kernels as mutation
 from torchop._rules.mutation.writable import check_history, check_no_grad, check_saved
-from torchop._schema.callables import asks_for_residuals, check_setup_context, setup_caller
+from torchop._schema.callables import check_setup_context, setup_caller, takes_residuals
 from torchop._schema.forms import Form
 
 
@@ -57,7 +57,7 @@ class AutogradRule(CompiledRule[Formula]):
             jvp, setup_context = self.tangents
             has_keywords = bool(self.definition.schema.keyword_only)
             setup = setup_caller(setup_context, has_keywords) or formula.setup
-            if setup is not None and asks_for_residuals(setup_context or formula.setup_context):
+            if setup is not None and takes_residuals(setup_context or formula.setup_context):
                 setup = self.training_form().computing(setup)
             formula.tangents = jvp, setup
         if watches:

@@ -1,1 +1,1 @@
-"""Structured arguments and results, such as dataclasses, for operators with a flat schema."""
+"""Structured arguments and results, such as dataclasses, which are flattened in the schema."""

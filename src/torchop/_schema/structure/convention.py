@@ -1,4 +1,4 @@
-"""The calling convention for functions that take and return structures."""
+"""The calling convention of operators with structured arguments or results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop._schema.tree import FunctionTree
 
 
 class StructuredConvention(Convention):
-    """Converts the author's functions of objects to functions of flat arguments."""
+    """Converts functions that take and return objects to functions with the flat schema."""
 
     __slots__ = ("_keywords", "_positional", "structure")
     structure: Structure
@@ -25,7 +25,6 @@ class StructuredConvention(Convention):
         self._keywords = tuple(p.name for p in structure.parameters if p.keyword_only)
 
     def kernel(self, function: Function, /) -> Function:
-        """Convert a kernel that takes objects."""
         structure = self.structure
         if function is structure.flat_function:
             return function
@@ -33,14 +32,13 @@ class StructuredConvention(Convention):
         return structure.kernel(function)
 
     def fake(self, function: Function, /) -> Function:
-        """Convert a fake kernel that takes objects. Declarations describe flat arguments."""
-        if getattr(function, "is_declared", False):
+        if getattr(function, "is_declared", False):  # declarations refer to the flat schema
             return function
         self._check(f"{self.structure.op}: a fake kernel", function)
         return self.structure.kernel(function)
 
     def vmap(self, function: Any, /) -> Any:
-        """Convert a vmap rule. `in_dims` and `out_dims` have mappings for structures."""
+        """Convert a vmap rule. In `in_dims` and `out_dims`, structures are mappings."""
         structure = self.structure
         if not callable(function):
             return function
@@ -50,14 +48,14 @@ class StructuredConvention(Convention):
             objects, keyword_objects = structure.objects(*args, **kwargs)
             returned = function(info, structure.gather(in_dims), *objects, **keyword_objects)
             if not isinstance(returned, tuple) or len(returned) != 2:
-                return returned  # the caller reports the error
+                return returned  # the caller raises
             output, out_dims = returned
             return structure.flat_result(output), structure.spread_result(out_dims)
 
         return _wrapping(function, rule)
 
     def torch_dispatch(self, function: Function, /) -> Function:
-        """Convert a rule that takes objects, and whose `func` takes objects."""
+        """Convert a torch_dispatch rule. `func` takes objects too."""
         structure = self.structure
 
         def rule(mode_or_cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -69,7 +67,7 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a backward formula that returns gradients in the structure of the arguments."""
+        """Convert a backward formula, which returns the gradients of a structure as a mapping."""
         structure = self.structure
         op, inputs = structure.op, structure.positional_parameters
         names = ("ctx", *(f"grad_{index}" for index in range(structure.result_count)))
@@ -77,7 +75,7 @@ class StructuredConvention(Convention):
 
         def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             returned = backward(Context(ctx, structure), *structure.gather_each_result(grads))
-            # A NamedTuple is the gradient of one argument.
+            # A NamedTuple contains the gradients of a single argument.
             gradients = returned if type(returned) is tuple else (returned,)
             while len(gradients) > len(inputs) and gradients[-1] is None:
                 gradients = gradients[:-1]
@@ -98,7 +96,7 @@ class StructuredConvention(Convention):
         return _wrapping(backward, flat_backward), self._setup_context(setup_context)
 
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a forward-mode formula. Tangents of structures are mappings by field name."""
+        """Convert a forward-mode formula. The tangent of a structure is a mapping."""
         structure = self.structure
         names = ("ctx", *(f"tangent_of_{name}" for name in self._positional))
         check_signature(f"{structure.op}: jvp", jvp, names)
@@ -135,28 +133,26 @@ class StructuredConvention(Convention):
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert flat arguments to objects. Tensors may be replaced by values such as shapes."""
+        """Convert flat arguments to objects. Tensors may be replaced, for example by shapes."""
         return self.structure.objects(*args, **kwargs)
 
     def result(self, result: Any, /) -> Any:
-        """Convert values of flat results to the result structure; None for other fields."""
+        """Convert values for the flat results to the author's structure. Other fields are None."""
         return self.structure.gather_result(result)
 
     def deregistered(self, reason: str) -> None:
-        """Make the handle's generated functions raise instead of calling the flat operator."""
-
         def raise_error(*args: Any, **kwargs: Any) -> Any:
             raise OperatorGoneError(reason)
 
         self.structure.invalidate(raise_error)
 
     def _check(self, what: str, function: Function, leading: tuple[str, ...] = ()) -> None:
-        """Reject a function that does not take `leading` and the parameters of the operator."""
+        """Raise if a function does not accept `leading` and the author's parameters."""
         check_signature(what, function, (*leading, *self._positional), self._keywords)
 
 
 class StructuredCall:
-    """An `OpOverload` that takes objects; everything else delegates to the overload."""
+    """A proxy of an `OpOverload` that takes objects."""
 
     def __init__(self, structure: Structure, overload: Any) -> None:
         self._structure = structure
@@ -180,7 +176,7 @@ class StructuredCall:
 
 
 class Context:
-    """The `ctx` of a formula, with `needs_input_grad` in the structure of the arguments."""
+    """A proxy of the `ctx` of a formula, in which `needs_input_grad` is structured."""
 
     __slots__ = ("_context", "_structure")
     _structure: Structure
@@ -204,7 +200,7 @@ class Context:
 
 
 def _wrapping(function: Callable[..., Any], flat: Callable[..., Any]) -> Callable[..., Any]:
-    """Set `__wrapped__` of `flat` to the author's function, but keep the flat signature."""
+    """Set `__wrapped__` of `flat` to the author's function, without changing the signature."""
     signature = inspect.signature(flat)
     flat.__wrapped__ = function  # type: ignore[attr-defined]
     flat.__signature__ = signature  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Flatten structured arguments of a call that Dynamo traces, without tracing the flattening."""
+"""Flatten the structured arguments of a call in Dynamo without tracing generated code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchop._schema.structure.nodes import Fields, Leaf, Node
 from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, Shape
 from torchop._schema.structure.structure import Structure
 
-# Descriptors of slots and of NamedTuple fields. Reading them runs no Python code.
+# The descriptors of slots and of NamedTuple fields, which run no Python code.
 _PLAIN_DESCRIPTORS = (
     types.MemberDescriptorType,
     type(inspect.getattr_static(collections.namedtuple("_", "field"), "field")),
@@ -21,22 +21,23 @@ _PLAIN_DESCRIPTORS = (
 
 
 class Compiler(Protocol):
-    """Reads traced values. The compiler's package implements it."""
+    """Access to values that a compiler is tracing."""
 
     def type_of(self, value: Any) -> type | None:
-        """Return the exact type of a value; None if unknown."""
+        """Return the exact type of a value, or None if it is unknown."""
 
     def attributes(self, value: Any, cls: type, names: Sequence[str]) -> Sequence[Any] | None:
-        """Return the traced attributes of an object whose type is exactly `cls`, else None.
+        """Return attributes of an object as traced values.
 
-        The caller ensures that reading the attributes runs no code of the class.
+        Return None if the type of the object is not `cls`. The caller must ensure that reading the
+        attributes runs no Python code.
         """
 
     def constant(self, value: Any) -> Any:
-        """Return the constant behind a traced value.
+        """Return the constant that a traced value stands for.
 
         Raises:
-            NotImplementedError: the value may differ between calls of the graph.
+            NotImplementedError: the value is not a constant.
         """
 
     def describe(self, constant: Any) -> Any:
@@ -48,20 +49,20 @@ class Compiler(Protocol):
 
 
 class UnclearError(Exception):
-    """The flat value is unknown unless the handle's code is traced."""
+    """The flat arguments cannot be computed without tracing the generated code."""
 
 
 def flat_call(
     structure: Structure, args: Sequence[Any], kwargs: Mapping[str, Any], compiler: Compiler
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Return the arguments with which the handle's code would call the flat operator.
+    """Return the arguments that the generated code would pass to the flat operator.
 
-    The handle's code checks the type of every field. If all types are known to be correct, tracing
-    the checks is redundant, and takes longer than the rest of the call.
+    The generated code checks the type of every field. Tracing these checks takes longer than
+    tracing the rest of the call, and is unnecessary if all types are correct.
 
     Returns:
-        The positional and keyword arguments; None if the handle's code must be traced, for example
-        because it may raise.
+        The positional and the keyword arguments. None if the generated code must be traced, for
+        example because it may raise.
     """
     if structure.returns_objects:
         return None
@@ -107,9 +108,9 @@ def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler)
 
 
 def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
-    """Whether reading the attributes runs no code of the class.
+    """Return whether reading the attributes runs no Python code.
 
-    The code would run twice if Dynamo traced the handle after all.
+    Such code would run a second time if Dynamo must trace the generated code after all.
     """
     return (
         getattr(cls, "__getattribute__", None) in (object.__getattribute__, tuple.__getattribute__)
@@ -119,7 +120,7 @@ def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
 
 
 def _runs_code(member: Any) -> bool:
-    """Whether reading a class member from an instance runs code, as for a property."""
+    """Return whether reading a member from an instance runs Python code, like a property."""
     return hasattr(type(member), "__get__") and type(member) not in _PLAIN_DESCRIPTORS
 
 
@@ -134,6 +135,6 @@ def _leaf(leaf: Leaf, value: Any, compiler: Compiler) -> Any:
     constant = compiler.constant(value)
     try:
         encoded = leaf.kind.encode(constant, leaf.where)
-    except ArgumentError as error:  # raised again while tracing, where the program can catch it
+    except ArgumentError as error:  # tracing raises it again, where the program can catch it
         raise UnclearError from error
     return compiler.describe(encoded)

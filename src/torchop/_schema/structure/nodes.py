@@ -1,6 +1,6 @@
 """The nodes of annotation trees.
 
-A node generates source that flattens a value into leaves, and source that rebuilds the value.
+A node generates code that flattens a value into leaves, and code that rebuilds the value.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torchop._schema.kinds import Encode, Kind, unchanged
 from torchop._schema.structure.shapes import MISSING, ClassShape, Shape
 from torchop._schema.structure.source import Source
 
-# The variable of each flat argument in the generated source
+# The variable of each flat argument in the generated code.
 Variables = Mapping[str, str]
 
 
 class Node:
-    """A value at one path of the author's signature."""
+    """A node, for the value at one path, such as `cfg.box`."""
 
     def __init__(self, op: str, path: str, parts: Sequence[Node] = ()) -> None:
         self.op = op
@@ -31,7 +31,7 @@ class Node:
 
     @property
     def where(self) -> str:
-        """The path as messages name it, such as `lib::crop: cfg.box`."""
+        """Return the operator and the path for messages, such as `lib::crop: cfg.box`."""
         return f"{self.op}: {self.path}"
 
     def leaves(self) -> Iterator[Leaf]:
@@ -40,19 +40,19 @@ class Node:
             yield from part.leaves()
 
     def set_default(self, value: Any) -> None:
-        """Set the defaults of the leaves from a default of the value; `MISSING` for none."""
+        """Set the defaults of the leaves, given the default of the value or `MISSING`."""
         raise NotImplementedError
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
-        """Write statements that assign the variable of each leaf from the expression `value`."""
+        """Write statements that assign the parts of the expression `value` to the leaves."""
         raise NotImplementedError
 
     def rebuild(self, source: Source, variables: Variables) -> str:
-        """Write statements that rebuild the value from the variables; return its expression."""
+        """Write statements that rebuild the value from the leaves, and return an expression."""
         raise NotImplementedError
 
     def gather(self, values: Mapping[str, Any]) -> Any:
-        """Collect values of the leaves, such as gradients, into a mapping by field names."""
+        """Collect values for the leaves, such as gradients, into a mapping by field name."""
         return None  # nodes without tensors
 
     def spread(self, value: Any) -> dict[str, Any]:
@@ -68,10 +68,11 @@ class Leaf(Node):
     """One argument of the flat operator.
 
     Attributes:
-        checked: whether the handle checks and encodes the value. If not, the dispatcher checks it.
-        default: the default in the schema; `MISSING` for none.
-        unwritable_default: the default if a schema cannot express it. The schema then has None.
-        is_required_if_given: None is only valid if the enclosing optional structure is None.
+        checked: whether generated code checks and encodes the value. If not, the dispatcher does.
+        default: the default in the schema, or `MISSING`.
+        unwritable_default: the default, if a schema cannot express it. The default in the schema is
+            then None.
+        is_required_if_given: whether None is only valid if the enclosing structure is None.
     """
 
     def __init__(self, op: str, path: str, name: str, kind: Kind) -> None:
@@ -103,25 +104,25 @@ class Leaf(Node):
             defaults.render(default, self.schema_type)
         except SchemaError:
             if self.is_optional or self.is_tensor:
-                return  # None is a valid value, so only the handle can have this default
+                return  # None is a valid value, so it cannot stand for the default in the schema
             self.unwritable_default = default
             default = None
         self.default = default
 
     @property
     def flat_where(self) -> str:
-        """The argument as messages about calls of the flat operator name it."""
+        """Return the operator and the argument, for messages about calls of the flat operator."""
         return f"{self.op}: argument {self.name!r}" + f" ({self.path})" * (self.path != self.name)
 
     @property
     def is_tensor(self) -> bool:
-        """Whether the argument is a tensor or a list of tensors."""
+        """Return whether the argument is a tensor or a list of tensors."""
         return "Tensor" in self.kind.schema
 
     def make_optional(self) -> None:
-        """Give the argument a default for calls in which the enclosing structure is None."""
+        """Give the argument a default, because the enclosing structure may be None."""
         if self.kind.schema == "Tensor[]" or self.default is not MISSING:
-            return  # a list stays required: the dispatcher ignores tensors in optional lists
+            return  # the dispatcher ignores tensors in optional lists, so a list stays required
         self.is_required_if_given = not self.is_optional
         self.default = None
 
@@ -131,7 +132,7 @@ class Leaf(Node):
         return self.kind.schema + "?" * (self.is_optional or has_none)
 
     def placeholder(self, source: Source) -> str:
-        """Return the value to pass if the enclosing structure is None."""
+        """Return the expression to pass if the enclosing structure is None."""
         if self.default is not MISSING and self.default is not None:
             return source.object(self.default, f"default_{self.name}")
         return "[]" if self.kind.schema == "Tensor[]" and not self.is_optional else "None"
@@ -159,7 +160,7 @@ class Leaf(Node):
             value = self.default if self.unwritable_default is MISSING else self.unwritable_default
             default = source.object(value, f"default_{self.name}")
             absent = "None" if self.unwritable_default is not MISSING else default
-            if isinstance(value, list):  # copied, because the kernel may modify it
+            if isinstance(value, list):  # the kernel may modify the list
                 default = f"{source.object(list)}({default})"
             with source.block(f"if {name} is {absent}:"):
                 source.line(f"{name} = {default}")
@@ -190,7 +191,7 @@ def missing_argument(where: str) -> Exception:
 
 
 class Fields(Node):
-    """A structure with fields; `fields` maps field names to nodes."""
+    """A structure with fields."""
 
     def __init__(self, op: str, path: str, fields: Mapping[str, Node], shape: Shape) -> None:
         super().__init__(op, path, tuple(fields.values()))
@@ -240,7 +241,7 @@ class Fields(Node):
         return flat
 
     def _split(self, value: Any) -> Mapping[str, Any]:
-        """Return the gradient of each field. Fields without a gradient may be missing."""
+        """Return the gradients by field. Fields may be missing."""
         parts = {} if value is None else self.shape.parts(value)
         if parts is None:
             names = ", ".join(self.fields)
@@ -253,7 +254,7 @@ class Fields(Node):
 
 
 class Several(Fields):
-    """A structured result with several results. Gradients have the same structure."""
+    """A structured result. Unlike for arguments, gradients have the same type as the result."""
 
     def gather(self, values: Mapping[str, Any]) -> Any:
         parts = {name: node.gather(values) for name, node in self.fields.items()}
@@ -262,7 +263,7 @@ class Several(Fields):
         cls = self.shape.cls
         if not dataclasses.is_dataclass(cls):
             return cls(**parts)
-        # Skip __init__, which may check results that are gradients here.
+        # Do not call __init__, which may check the values: these are gradients, not results.
         result = object.__new__(cls)
         for name, value in parts.items():
             object.__setattr__(result, name, value)
@@ -284,7 +285,7 @@ def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -
 
 
 class Pair(Node):
-    """A value in two flat arguments, such as the keys and values of a dict."""
+    """A value that is flattened into two arguments, such as the keys and the values of a dict."""
 
     def __init__(
         self,
@@ -321,7 +322,7 @@ class Pair(Node):
 
 
 class Maybe(Node):
-    """An optional structure. A flag says whether it is None, because all fields may be None."""
+    """An optional structure. A bool argument is False if the structure is None."""
 
     def __init__(self, op: str, flag: Leaf, inner: Node) -> None:
         super().__init__(op, inner.path, (flag, inner))
@@ -378,6 +379,6 @@ class Parameter(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a schema can express the parameter as it is."""
+        """Return whether the parameter needs no conversion."""
         by_position = self.declared.kind is inspect.Parameter.POSITIONAL_ONLY
         return not by_position and isinstance(self.node, Leaf) and self.node.kind.is_plain

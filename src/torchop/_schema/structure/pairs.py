@@ -1,4 +1,4 @@
-"""Values that need two schema arguments: a dict, and a list of lists."""
+"""Conversions of values that need two schema arguments: dicts, and lists of lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchop._schema.kinds import Container, Kind, check_length, list_of, wrong_
 
 
 def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return functions that encode a dict with str keys as two lists, and decode the lists."""
+    """Return a function that splits a dict into keys and values, and the inverse function."""
     exact, encode_item = item.exact, item.encode
 
     def encode(value: Any, where: str) -> tuple[list[str], list[Any]]:
@@ -37,7 +37,7 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def nested(
     outer: Container, inner: Container, item: Kind
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return functions that encode a list of lists as items and row lengths, and decode them."""
+    """Return a function that splits nested lists into items and lengths, and the inverse."""
     encode_rows = list_of(list_of(item, inner.length), outer.length).encode
     row_type: type = tuple if inner.is_tuple else list
     result_type: type = tuple if outer.is_tuple else list

@@ -1,4 +1,4 @@
-"""Structures with fields: dataclasses, NamedTuples, and tuples as results."""
+"""Structures with fields: dataclasses, NamedTuples, and results that are tuples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchop._schema.callables import accepts
 from torchop._schema.kinds import wrong_type
 from torchop._schema.structure.source import Source, is_plain
 
-# Sentinel for a missing default or key
+# A sentinel for a missing default or field.
 MISSING: Any = inspect.Parameter.empty
 
 
@@ -29,10 +29,10 @@ class Field(NamedTuple):
 
 
 class Shape:
-    """How to read the fields of a structure, and how to construct the structure from them.
+    """A type of structure: generates code that reads the fields, and code that makes an object.
 
     Attributes:
-        spelled: the name in messages.
+        spelled: the name of the type.
         qualified: the name with the module.
         fields: the declared fields, by name.
     """
@@ -45,22 +45,22 @@ class Shape:
         self.fields = fields
 
     def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        """Write a type check, and return a function from a field name to an expression."""
+        """Write a type check. Return a function that returns the expression for a field."""
         raise NotImplementedError
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
-        """Write the construction from field expressions, and return the resulting expression."""
+        """Write code that makes an object from the fields. All strings are expressions."""
         raise NotImplementedError
 
     def parts(self, value: Any) -> Mapping[str, Any] | None:
-        """Return the fields of an object, or of a partial mapping; None for other types."""
+        """Return the fields of an object or of a partial mapping, or None for other types."""
         if isinstance(value, Mapping):
             return value if set(value) <= set(self.fields) else None
         return None
 
 
 class TupleShape(Shape):
-    """A fixed-length tuple as a result. The field names are the indices."""
+    """A result that is a tuple of fixed length. The field names are the indices."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         super().__init__("tuple", {str(index): Field(item) for index, item in enumerate(items)})
@@ -87,7 +87,7 @@ def wrong_result(where: str, expected: str, value: Any) -> ResultError:
 
 
 class ClassShape(Shape):
-    """Instances of exactly one class, as an argument or a result."""
+    """An argument or result of exactly one class."""
 
     def __init__(
         self, cls: type, fields: Mapping[str, Field], *, is_of_result: bool = False
@@ -97,7 +97,7 @@ class ClassShape(Shape):
         self.is_of_result = is_of_result
 
     def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        # Reject subclasses: the operator would rebuild the base class and drop the extra fields.
+        # For a subclass, the operator would rebuild the base class and lose additional fields.
         wrong = wrong_result if self.is_of_result else wrong_type
         with source.block(f"if {source.object(type)}({value}) is not {source.object(self.cls)}:"):
             error = f"{source.object(wrong)}({where!r}, {source.object(self.spelled)}, {value})"
@@ -111,15 +111,15 @@ class ClassShape(Shape):
 
 
 class DataclassShape(ClassShape):
-    """A dataclass. If possible, rebuilt without calling `__init__`, as `copy` and `pickle` do."""
+    """A dataclass. If possible, objects are made without `__init__`, as in `copy` and `pickle`."""
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         cls = source.object(self.cls)
-        # Dynamo traces the construction of results, and only supports calling the class.
+        # Dynamo traces this code for results, and only supports calling the class.
         if self.is_of_result or has_custom_construction(self.cls):
             initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
             return f"{cls}({source.keywords({n: v for n, v in fields.items() if n in initial})})"
-        # Skip __init__, which for a frozen dataclass takes longer than the rest of the call.
+        # For a frozen dataclass, __init__ takes longer than the rest of the call.
         local = source.variable(f"made_{self.spelled}")
         source.line(f"{local} = {source.object(object.__new__)}({cls})")
         if not _is_frozen(self.cls) and all(map(is_plain, fields)):
@@ -138,14 +138,14 @@ class DataclassShape(ClassShape):
 
 
 def has_custom_construction(cls: Any) -> bool:
-    """Whether constructing an object runs code of the class, which must not be skipped."""
+    """Return whether the construction of an object runs code that the author wrote."""
     code = getattr(cls.__init__, "__code__", None)
     return (
         hasattr(cls, "__post_init__")
-        or "__dataclass_fields__" not in vars(cls)  # a plain subclass of a dataclass
+        or "__dataclass_fields__" not in vars(cls)  # a subclass that is not a dataclass itself
         or code is None
-        # `dataclass` generates code in "<string>", like `python -c`. co_qualname (Python 3.11)
-        # distinguishes them.
+        # The file name of generated code is "<string>". So is the file name of `python -c`, so also
+        # compare the qualified name, which exists since Python 3.11.
         or code.co_filename != "<string>"
         or not getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
         or cls.__new__ is not object.__new__
@@ -165,14 +165,14 @@ class NamedTupleShape(ClassShape):
 
 
 def argument_shape(annotation: Any) -> Shape | None:
-    """Return the shape of a structured argument; None for other annotations."""
+    """Return the shape of a structured argument, or None for other annotations."""
     if not isinstance(annotation, type):
         return None
     return _class_shape(annotation, is_of_result=False)
 
 
 def result_shape(annotation: Any) -> Shape | None:
-    """Return the shape of a structured result; None for other annotations."""
+    """Return the shape of a structured result, or None for other annotations."""
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple and args and Ellipsis not in args:
         return TupleShape(args)
@@ -198,13 +198,13 @@ def _class_shape(cls: type, *, is_of_result: bool) -> ClassShape | None:
         return None
     hints, defaults = hints_of(cls), named._field_defaults
     if not set(named._fields) <= set(hints):
-        return None  # a collections.namedtuple, whose fields have no annotations
+        return None  # a collections.namedtuple, which has no annotations
     fields = {name: Field(hints[name], defaults.get(name, MISSING)) for name in named._fields}
     return NamedTupleShape(cls, fields, is_of_result=is_of_result)
 
 
 def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
-    """Return the fields of a dataclass. Raise if an object cannot be rebuilt from them."""
+    """Return the fields of a dataclass. Raise SchemaError if they do not determine the object."""
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
     if unknown:
@@ -215,7 +215,7 @@ def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
     fields = {}
     for field in dataclasses.fields(cls):
         if not field.init and has_custom_construction(cls):
-            continue  # __init__ or __post_init__ recomputes the field
+            continue  # __init__ or __post_init__ computes the field
         default: Any = MISSING
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()

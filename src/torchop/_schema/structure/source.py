@@ -1,7 +1,7 @@
 """Generate the source of a function line by line, and compile it.
 
-User-controlled text, such as class and key names, never becomes part of the source, unless
-`is_plain` accepts it. Other objects are bound to generated names.
+Text from users, such as names of classes and keys, becomes part of the source only if `is_plain`
+accepts it. All other objects are bound to generated names.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _TYPES = {id(value): name for name, value in vars(builtins).items() if isinstanc
 
 
 def is_plain(name: Any) -> bool:
-    """Whether a name can be written into source as it is."""
+    """Return whether a name can safely become part of the source."""
     return (
         type(name) is str  # a subclass may override __format__
-        and name.isascii()  # Python normalizes some other letters to ASCII
+        and name.isascii()  # Python normalizes some other letters
         and name.isidentifier()
         and not keyword.iskeyword(name)
         and name != "__debug__"
@@ -33,12 +33,12 @@ def is_plain(name: Any) -> bool:
 class Source:
     """The source of one function, and the objects that it refers to.
 
-    Generated code, because a loop over the arguments would run in every call and be unrolled in
-    every trace. It also appears in tracebacks, and costs as much as handwritten code.
+    Generated code is as fast as handwritten code, and appears in tracebacks. A loop over the
+    arguments would be slower, and Dynamo would have to unroll it.
 
     Args:
-        title: the file name in tracebacks.
-        parameters: the parameter names of the function, all plain.
+        title: the name of the code in tracebacks.
+        parameters: the names of the parameters of the function.
     """
 
     def __init__(self, title: str, parameters: Iterable[str] = ()) -> None:
@@ -48,7 +48,7 @@ class Source:
         self._parameters = frozenset(parameters)
         assert all(map(is_plain, self._parameters))
         self._names = {*self._parameters, *_RESERVED}
-        # No `__name__`: Dynamo would look the objects up in the module of that name.
+        # Without `__name__`, because Dynamo would look up the objects in the module of that name.
         self._objects: dict[str, Any] = {"__builtins__": builtins}
 
     def line(self, text: str) -> None:
@@ -56,7 +56,7 @@ class Source:
 
     @contextlib.contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """Write `head`, and indent the lines written inside the `with` block."""
+        """Write `head`, and indent all lines that are written inside the `with` block."""
         self.line(head)
         self._indent += 1
         before = len(self._lines)
@@ -66,7 +66,7 @@ class Source:
         self._indent -= 1
 
     def variable(self, hint: str) -> str:
-        """Return an unused name like `hint`, which must start with an ASCII letter or `_`."""
+        """Return an unused name that is similar to `hint`."""
         name = stem = _NOT_IN_NAMES.sub("_", hint)
         number = 2
         while name in self._names:
@@ -75,7 +75,7 @@ class Source:
         return name
 
     def object(self, value: Any, hint: str | None = None) -> str:
-        """Return an expression for an object: a literal, or a new name bound to the object."""
+        """Return an expression for an object: a literal, or a name that is bound to the object."""
         builtin = _TYPES.get(id(value))
         if builtin is not None and builtin not in self._parameters:  # not shadowed
             return builtin
@@ -108,7 +108,7 @@ class Source:
     def function(self, name: str) -> Callable[..., Any]:
         """Compile the source, and return the function `name` that it defines."""
         text = self.text
-        # For tracebacks and debuggers. mtime None: linecache never drops the entry.
+        # For tracebacks and debuggers. With mtime None, linecache never drops the entry.
         linecache.cache[self._file] = (len(text), None, text.splitlines(keepends=True), self._file)
         exec(compile(text, self._file, "exec"), self._objects)
         function: Callable[..., Any] = self._objects[name]

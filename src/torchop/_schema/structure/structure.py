@@ -1,4 +1,4 @@
-"""Structure: converts calls between the author's objects and an operator's flat schema."""
+"""`Structure`: converts between the author's objects and the arguments of the flat schema."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torchop._schema.tree import FunctionTree
 
 
 class Structure:
-    """Generates the functions that convert between objects and flat values, for one operator.
+    """Generates functions that convert between objects and flat values, for one operator.
 
     Attributes:
         function: the author's function.
         parameters: the parameters of the function.
-        returns_objects: whether the function returns a structure that a schema cannot express.
-        result: the tree of the result; a single leaf if a schema can express the result.
+        returns_objects: whether the result needs a conversion.
+        result: the tree of the result. A single leaf if the result needs no conversion.
         result_count: the number of gradients that a backward formula receives.
-        positional: the leaves for the positional arguments of the operator.
-        keyword_only: the leaves for the keyword-only arguments.
+        positional: the leaves that are positional arguments of the flat operator.
+        keyword_only: the leaves that are keyword-only arguments of the flat operator.
         flat_signature: the signature of flat kernels.
         overload: the flat operator, once it is defined.
-        on_deregister: called once, when the operator is deregistered.
+        on_deregister: called when the operator is deregistered.
     """
 
     def __init__(self, tree: FunctionTree) -> None:
@@ -47,9 +47,9 @@ class Structure:
         self._tensors = [leaf.name for leaf in self.result.leaves()]
         self.overload: Callable[..., Any] | None = None
         self.on_deregister: Callable[[], None] | None = None
-        # Converts an author's kernel or fake kernel to a flat one. Generated on first use.
+        # The generated function that converts kernels. None until it is needed.
         self._bind: Callable[..., Any] | None = None
-        # The generated functions that call the flat operator, and the operator's name in them.
+        # The generated functions that call the flat operator, and the name of the operator in them.
         self._callers: list[tuple[Any, str]] = []
 
     @property
@@ -63,13 +63,13 @@ class Structure:
     def gather(self, values: Iterable[Any]) -> tuple[Any, ...]:
         """Convert values for the positional flat arguments, such as tangents, to one per parameter.
 
-        The value for a structure is a mapping by field names.
+        The value for a structure is a mapping by field name.
         """
         flat = dict(zip((leaf.name for leaf in self.positional), values, strict=False))
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
     def gather_each_result(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Convert values for the flat results, such as gradients, to one per author's result."""
+        """Convert values for the flat results to the arguments of a backward formula."""
         if not self.returns_objects:
             return flat
         gathered = self.result.gather(dict(zip(self._tensors, flat, strict=False)))
@@ -81,7 +81,7 @@ class Structure:
         return self.result.gather(dict(zip(self._tensors, values, strict=False)))
 
     def spread_result(self, value: Any) -> Any:
-        """Convert values in the structure of the author's result to one per flat result."""
+        """Convert values in the structure of the author's result to values for the flat results."""
         flat = self.result.spread(value)
         values = tuple(flat[name] for name in self._tensors)
         return values[0] if len(values) == 1 else values
@@ -110,9 +110,10 @@ class Structure:
 
         Args:
             overload: the flat operator.
-            name: the name of the function in Python's error messages.
+            name: the name of the generated function.
             is_method: whether the first parameter is the handle.
-            is_flat: return the flat result, and stay unchanged when the operator is deregistered.
+            is_flat: whether to return the flat result, and not to change the function when the
+                operator is deregistered.
         """
         source, variables = self._source(f"{'flat ' * is_flat}call of {self.op}")
         name = f"{name}"
@@ -142,8 +143,8 @@ class Structure:
     def invalidate(self, raise_error: Callable[..., Any]) -> None:
         """Make the generated functions call `raise_error` instead of the deregistered operator.
 
-        Calling the overload raises too. But a compiled graph would find a new operator of the same
-        name, so Dynamo's guards must see that the function behind the handle changed.
+        Calling the overload raises too. But Dynamo must notice the change: a compiled graph would
+        call a new operator of the same name.
         """
         for function, called in self._callers:
             function.__globals__[called] = raise_error
@@ -153,7 +154,7 @@ class Structure:
     @functools.cached_property
     def call(self) -> Callable[..., Any]:
         """Call the flat operator with objects."""
-        assert self.overload is not None  # the operator is called
+        assert self.overload is not None  # set when the operator was defined
         return self.caller(self.overload, "call")
 
     def _variables_of_result(self, source: Source, result: str) -> dict[str, str]:
@@ -163,7 +164,7 @@ class Structure:
         return {leaf.name: source.variable(f"{result}_{index}") for index, leaf in leaves}
 
     def _write_return(self, source: Source, result: str) -> None:
-        """Write the statement that returns the tensors in `result` as objects."""
+        """Write statements that convert the flat result `result` to objects and return them."""
         variables = self._variables_of_result(source, result)
         tensors = ", ".join(variables[name] for name in self._tensors)
         if tensors and tensors != result:
@@ -178,7 +179,7 @@ class Structure:
         return self.kernel(self.function)
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a flat kernel that calls `function` with objects and flattens the result."""
+        """Convert a function of objects to a flat kernel."""
         if self._bind is None:
             self._bind = self._binder("kernel")
         flat = self._bind(function)
@@ -192,7 +193,7 @@ class Structure:
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
-        """Generate a function that converts a function of objects to one of flat arguments."""
+        """Generate the function `bind`, which converts a function of objects to a flat function."""
         source, variables = self._source(f"{what} of {self.op}", flat=True)
         function = source.variable("function")
         with source.block(f"def bind({function}):"):
@@ -207,7 +208,7 @@ class Structure:
         return source.function("bind")
 
     def _write_flat_return(self, source: Source, call: str) -> None:
-        """Write the statements that return the tensors in the result of `call`."""
+        """Write statements that flatten the result of the expression `call` and return it."""
         result = source.variable("result")
         source.line(f"{result} = {call}")
         variables = self._variables_of_result(source, result)
@@ -235,9 +236,10 @@ class Structure:
     # Source snippets
 
     def _source(self, title: str, *, flat: bool = False) -> tuple[Source, dict[str, str]]:
-        """Return a new source, and the variable of each flat argument in it.
+        """Return a new source, and the variable of each flat argument.
 
-        With `flat`, the generated function takes the flat arguments, else the author's parameters.
+        With `flat`, the generated function has flat parameters. Otherwise, it has the parameters of
+        the author's function.
         """
         names = [leaf.name for leaf in self.leaves] if flat else [p.name for p in self.parameters]
         source = Source(title, names)
@@ -249,7 +251,7 @@ class Structure:
 
     def _declared(self, source: Source, *, is_method: bool = False) -> str:
         parameters = [parameter.declared for parameter in self.parameters]
-        if is_method:  # positional-only, because any parameter name is possible
+        if is_method:  # positional-only, because other parameters may have any name
             handle = source.variable("handle")
             parameters.insert(0, inspect.Parameter(handle, inspect.Parameter.POSITIONAL_ONLY))
         return _written(inspect.Signature(parameters), source)
@@ -271,7 +273,7 @@ def _collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 class _Expression:
-    """A default whose repr is an expression, for `str(inspect.Signature)`."""
+    """A default with an expression as its repr, for `str(inspect.Signature)`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
