@@ -95,9 +95,9 @@ class EffectRule(CompiledRule[Declared]):
     def _reject_vmap(self, /, *args: Any, **kwargs: Any) -> Any:
         name = str(self.definition)
         raise TracingError(
-            f"{name} has an effect, and vmap does not define how often, and in which order, "
-            "the effect happens for a batch. Register a vmap rule that does "
-            f"(register_vmap({name!r}, ...)), or call the operator outside vmap."
+            f"{name} has an effect, and vmap does not define how often the effect happens for a "
+            f"batch. Register a vmap rule that does (register_vmap({name!r}, ...)), or call the "
+            "operator outside vmap."
         )
 
     def _withdraw_watch(self) -> None:
@@ -130,7 +130,7 @@ def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
         check_not_traced(name, declared)
     elif schema.returns_nothing and not schema.is_mutable:
         warn(
-            f"{name} returns nothing and mutates nothing, so a compiler would remove its calls, "
+            f"{name} returns nothing and mutates nothing, so a compiler would remove all calls, "
             "and torch.compile rejects it. If it has a side effect, such as logging, pass "
             'effects="ordered" to custom_op. If it writes into an argument, name that in '
             'mutates_args. If it has no effect, pass effects="none".',
@@ -162,7 +162,7 @@ def _check_not_composite(definition: Definition) -> None:
         raise ValueError(
             f"{definition}: PyTorch ignores the effect of an operator with a "
             "CompositeImplicitAutograd kernel, because a compiler traces into the kernel and "
-            "runs its Python code only once. Register the kernel at CompositeExplicitAutograd, "
+            "runs the Python code only once. Register the kernel at CompositeExplicitAutograd, "
             "or for a device."
         )
 
@@ -195,10 +195,9 @@ def _kind(declared: Declared) -> EffectType | None:
 
 
 def how_to_declare(name: object) -> str:
-    """Return the advice for an operator that returns nothing and mutates nothing."""
     return (
-        f"{name} returns nothing and mutates nothing, so a compiler would remove it. If its side "
-        'effect matters, declare it: effects="ordered" in custom_op, or '
+        f"{name} returns nothing and mutates nothing, so a compiler would remove it. If it has a "
+        'side effect, declare it: effects="ordered" in custom_op, or '
         f"torchop.register_effect({str(name)!r}, torchop.EffectType.ORDERED). If it writes into "
         "an argument, name that in mutates_args. If it has no effect, declare that: "
         'effects="none".'

@@ -43,7 +43,6 @@ def instead(annotation: Any, *, structures: bool = False) -> str:
 
 
 def _nearest_structure(annotation: Any) -> str | None:
-    """Return the nearest supported structure, or None."""
     origin, items = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is tuple and Ellipsis not in items and any(item != items[0] for item in items):
         return "a NamedTuple"
@@ -71,7 +70,6 @@ def nearest(annotation: Any) -> str:
 
 
 def _nearest(annotation: Any) -> Any | None:
-    """Return the nearest supported annotation, or None."""
     if argument_type(annotation) is not None:
         return annotation
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)

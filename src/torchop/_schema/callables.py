@@ -90,7 +90,6 @@ RESIDUALS = "residuals"  # a `setup_context` with this parameter receives the re
 
 
 def takes_residuals(setup_context: Any) -> bool:
-    """Return whether a `setup_context` has the parameter `residuals`."""
     try:
         # Inspect the author's function, because the wrapper for structures always takes
         # **residuals.

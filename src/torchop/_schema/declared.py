@@ -63,7 +63,6 @@ def _written_schema(
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
 ) -> Schema:
-    """Parse a hand-written schema, and check it against the function."""
     text = schema.strip() if isinstance(schema, str) else ""
     if not text.startswith("("):
         raise SchemaError(

@@ -187,7 +187,6 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def same_default(default: Any, argument: Argument) -> bool:
-    """Return whether a Python default equals the default in the schema."""
     if argument.default is None or default is None:
         return argument.default is default
     if isinstance(argument.default, torch.device):

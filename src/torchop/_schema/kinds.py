@@ -52,7 +52,6 @@ class Kind(NamedTuple):
 
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
-    """Return the error for a value that does not match the annotation."""
     # Dynamo cannot trace `types.spell`, and would report this instead of our error.
     got = type(value).__name__ if torch.compiler.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")

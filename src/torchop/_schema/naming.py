@@ -142,8 +142,8 @@ def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
         return "is a keyword of Python or TorchScript"
     if part == "namespace" and text in RESERVED_NAMESPACES:
         return (
-            "is reserved by PyTorch, which treats operators there differently; use the name of "
-            "your package"
+            "is reserved by PyTorch, because it treats operators there differently; use the name "
+            "of your package"
         )
     if text in attributes:
         return (

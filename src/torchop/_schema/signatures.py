@@ -82,7 +82,7 @@ def method_hint(function: Callable[..., Any]) -> str:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return (
-            f" Pass the forward of {owner.__qualname__} without 'ctx', and register its backward."
+            f" Pass the forward of {owner.__qualname__} without 'ctx', and register the backward."
         )
     try:
         first = next(iter(inspect.signature(function).parameters), None)

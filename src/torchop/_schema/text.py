@@ -64,7 +64,6 @@ def write(arguments: Iterable[str], results: str) -> str:
 
 
 def write_results(results: Sequence[str]) -> str:
-    """Write the results of a schema."""
     if len(results) == 1 and not results[0].startswith("("):
         return results[0]
     # `(Tensor)` would mean `Tensor`. A tuple with one item is `((Tensor))`.
@@ -100,5 +99,4 @@ def without_writes(argument: str) -> str:
 
 
 def without_aliases(result: str) -> str:
-    """Remove the aliases from a result type."""
     return _ALIAS.sub("", result)

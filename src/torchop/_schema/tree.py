@@ -158,8 +158,8 @@ class FunctionTree:
         bare = declared.replace(annotation=declared.empty, default=declared.empty)
         raise SchemaError(
             f"{self._where}: parameter {_spell(str(bare))} is "
-            f"{declared.kind.description}, which a schema cannot express (no positional-only args, "
-            "varargs (*args) or varkwargs (**kwargs))"
+            f"{declared.kind.description}, and a schema cannot express this (no positional-only "
+            "args, varargs (*args) or varkwargs (**kwargs))"
             f"{f'.{method}' if method else f'; {_INSTEAD[declared.kind]}.'}"
         )
 
@@ -332,8 +332,8 @@ class _Builder:
         if name == path:
             raise _bad_name(self.where, name)
         raise SchemaError(
-            f"{self.op}: {path!r} would become the schema argument {name!r}, which is not a valid "
-            "name; use ASCII letters, digits and underscores, and no keyword of TorchScript."
+            f"{self.op}: {path!r} would become the schema argument {name!r}, but that is not a "
+            "valid name; use ASCII letters, digits and underscores, and no keyword of TorchScript."
         )
 
     def _fields(self, annotation: Any, path: str, inside: tuple[Any, ...]) -> Fields | None:

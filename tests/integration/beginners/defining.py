@@ -188,7 +188,7 @@ def mutates_args_as_a_string(n: str) -> None:
         out.copy_(x)
 
 
-@mistake(RuntimeError, cause="it mutates all of its tensors", fix="Define a functional operator")
+@mistake(RuntimeError, cause="it mutates all tensor arguments", fix="Define a functional operator")
 def unknown_mutation_with_a_formula(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args="unknown")
     def f(x: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def handle_of_an_older_definition(n: str) -> None:
     scale(torch.ones(1))
 
 
-@mistake(torchop.SchemaWarning, cause="a compiler would remove its calls", fix='"ordered"')
+@mistake(torchop.SchemaWarning, cause="a compiler would remove all calls", fix='"ordered"')
 def nothing_but_an_effect(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args=())
     def f(x: Tensor) -> None:
@@ -245,7 +245,7 @@ def forward_with_a_ctx(n: str) -> None:
             return x.clone()
 
 
-@mistake(ValueError, cause="apply", fix="without 'ctx', and register its backward")
+@mistake(ValueError, cause="apply", fix="without 'ctx', and register the backward")
 def apply_of_an_autograd_function(n: str) -> None:
     class Double(torch.autograd.Function):
         pass

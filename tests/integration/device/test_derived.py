@@ -236,7 +236,7 @@ def test_random_numbers_that_cuda_graphs_would_lose_are_refused(namespace, for_c
     op = derived(f"{namespace}::f", body)
     op.register_fake(like="x")
     message = (
-        rf"^{namespace}::f: its body draws random numbers .* torch.Tag.nondeterministic_seeded"
+        rf"^{namespace}::f: the body draws random numbers .* torch.Tag.nondeterministic_seeded"
     )
     with pytest.raises(GradientError, match=message):
         compiled(op)(x)

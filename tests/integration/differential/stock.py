@@ -48,7 +48,7 @@ DELIBERATE: tuple[Deliberate, ...] = (
         "No result without data of tensors with data.", ours="made the fake kernel run, but"
     ),
     Deliberate(
-        "A tensor that is written does not lose its gradient.", ours="would lose its gradient"
+        "A tensor that is written does not lose its gradient.", ours="would lose the gradient"
     ),
     Deliberate(
         "Leaves that require grad are not written.", ours="leaf Variable that requires grad"

@@ -264,7 +264,7 @@ REFUSED = {
     "all tensors are written": (
         "(Tensor(a!) x, Tensor(b!) y) -> Tensor",
         (),
-        "it mutates all of its tensors, and overwritten values have no gradient",
+        "it mutates all tensor arguments, and overwritten values have no gradient",
     ),
     "out=": (
         "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",

@@ -317,10 +317,10 @@ _TWO = "(Tensor x, Tensor[] xs) -> (Tensor, Tensor[])"
         (
             _TWO,
             {"like": ("x", "xs"), "shape": (None, lambda x: x.shape)},
-            "output 1 is a list, whose shapes need a function",
+            "output 1 is a list, so shape= cannot describe it",
         ),
         ("(int n) -> Tensor", {"shape": lambda n: (n,)}, "output 0 has no device"),
-        ("(Tensor x) -> int", {"like": "x"}, "output 0 is of type int, which needs a function"),
+        ("(Tensor x) -> int", {"like": "x"}, "output 0 is of type int, so a declaration"),
         ("(Tensor x) -> ()", {"like": "x"}, "the operator returns nothing"),
     ],
 )

@@ -172,7 +172,7 @@ def test_a_view_and_its_base_may_not_both_be_written(namespace):
     x, _ = values()
     with pytest.raises(
         torchop.AliasError,
-        match=rf"{namespace}::both was called with a conjugate or negated view among its mutated "
+        match=rf"{namespace}::both was called with a conjugate or negated view among the mutated "
         r"arguments \(a, b\), and another of them has the same memory.*resolve_conj",
     ):
         both(x, x.conj())

@@ -327,7 +327,7 @@ def test_a_provider_that_was_removed_is_reported_once(namespace):
     torchop.register_kernel(
         op, TYPE, adding(10), provider="gone", supports=lambda x: x.ndim == 1, lib=library
     )
-    with pytest.warns(torchop.ProviderWarning, match="its `supports` returned False"):
+    with pytest.warns(torchop.ProviderWarning, match="`supports` returned False"):
         assert value(op, torch.zeros(1, 1)) == 1
     library._destroy()
     match = (
@@ -419,7 +419,7 @@ def test_one_of_several_that_declines_is_logged_and_the_last_is_warned_of(namesp
     assert [str(w.message).split("'")[1] for w in caught] == ["small", "large"]
     intended = (
         "It is in the order of the operator's author. If that is intended, end that order with "
-        "'reference', which stands for the reference."
+        "'reference'."
     )
     assert all(str(w.message).endswith(intended) for w in caught)
     with warnings.catch_warnings():
@@ -661,7 +661,7 @@ def test_explain_names_the_provider_and_why_others_are_passed_by(namespace):
         "of which the first that can run the call does:",
         f"  1. gpu ({OTHER}): it has no kernel for {TYPE}",
         f"  2. absent ({TYPE}): it is registered with supported=False",
-        f"  3. flat ({TYPE}): its `supports` returned False",
+        f"  3. flat ({TYPE}): `supports` returned False",
         f"  4. any ({TYPE}): runs",
         f"  5. last ({TYPE}): any comes before it",
         f"  unasked ({TYPE}): the order of torchop.priority does not name it",

@@ -146,7 +146,7 @@ def test_a_config_that_the_kernel_does_not_take(namespace):
 
 
 def test_a_kernel_for_meta_tensors_is_refused(namespace):
-    with pytest.raises(ValueError, match="use the operator's fake kernel, which applies to every"):
+    with pytest.raises(ValueError, match="use the fake kernel for all providers"):
         define(namespace).register_kernel([TYPE, "meta"], adding(1), provider="fast")
 
 

@@ -115,7 +115,7 @@ def test_the_rule_of_a_subclass_is_refused(namespace, register):
     x = torch.tensor([2.0])
     assert op(TwoTensor(x, x + 1)).b.item() == 27
     message = (
-        rf"op: its torch_dispatch rule for TwoTensor .*Register a rule for '{namespace}::op__with"
+        rf"op: the torch_dispatch rule for TwoTensor .*Register a rule for '{namespace}::op__with"
     )
     with pytest.raises(torchop.ResultError, match=message):
         op(TwoTensor(x, x + 1).requires_grad_())

@@ -174,7 +174,9 @@ def test_a_policy_takes_the_context_and_the_arguments(namespace: str) -> None:
     with pytest.raises(torchop.RuleSignatureError, match=r"called with \(ctx, x, times\)"):
         sine.register_checkpoint_policy(lambda x: "save")
     sine.register_checkpoint_policy(lambda ctx, x, times: "keep")
-    with pytest.raises(torchop.ResultError, match=r"::sine: .* returned 'keep', which is not a"):
+    with pytest.raises(
+        torchop.ResultError, match=r"::sine: .* must return a CheckpointPolicy, but returned 'keep'"
+    ):
         train(sine, [])
 
 

@@ -50,9 +50,9 @@ def test_without_examples(scale: Any) -> None:
     ("example", "message"),
     [
         (3, r"example 1 is a tuple of positional arguments, or a dict .* got int"),
-        ((), r"example 1 is not a call of the operator, which takes \(x, .*: missing .* 'x'\."),
-        ((1, 2, 3), r"example 1 is not a call .*too many positional"),
-        ({"x": 1, "y": 2}, r"example 1 is not a call .*unexpected keyword argument 'y'"),
+        ((), r"example 1 does not match the parameters of the operator, \(x, .*: missing .* 'x'\."),
+        ((1, 2, 3), r"example 1 does not match .*too many positional"),
+        ({"x": 1, "y": 2}, r"example 1 does not match .*unexpected keyword argument 'y'"),
     ],
 )
 def test_an_example_is_a_call(scale: Any, example: Any, message: str) -> None:

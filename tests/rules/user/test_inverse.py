@@ -154,7 +154,7 @@ def test_a_partial_is_undone_with_what_it_binds(shift: Any) -> None:
     partial = functools.partial(shift, by=3.0)
     assert torch.equal(torchop.inverse(partial)(partial(X)), X)
     assert torch.equal(torchop.inverse(functools.partial(partial, by=1.0))(X), X - 1)
-    with pytest.raises(torchop.RuleSignatureError, match="bind its arguments by keyword"):
+    with pytest.raises(torchop.RuleSignatureError, match="bind all arguments by keyword"):
         torchop.inverse(functools.partial(shift, X))
 
 

@@ -243,7 +243,7 @@ def test_list_of_outputs_is_mapped_over(namespace, dims):
         ((X, 5), "out_dims=5 for an output of 2 dimensions"),
         ((X, "0"), "out_dims='0' for an output of 2 dimensions"),
         ((X, (0, 0)), r"out_dims=\(0, 0\) for an output of 2 dimensions"),
-        ((X[:1], 0), r"out_dims=0 for an output of shape \[1, 3\], which is mapped over 2 times"),
+        ((X[:1], 0), r"out_dims=0 for an output of shape \[1, 3\] in a batch of size 2"),
     ],
 )
 def test_wrong_result_of_a_rule_names_the_operator_and_what_is_wrong(namespace, returned, words):

@@ -27,8 +27,8 @@ def check_has_gradient(definition: Definition) -> None:
     if problem is not None:
         raise RuntimeError(
             f"Cannot register autograd formula for non-functional operator {definition} with "
-            f"schema {schema}: {problem}. Define a functional operator, which returns fresh "
-            "tensors and mutates nothing, and register the formula for that."
+            f"schema {schema}: {problem}. Register the formula for a functional operator: one that "
+            "returns fresh tensors and mutates nothing."
         )
     check_tensors(
         definition,
@@ -79,20 +79,20 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
     schema = definition.schema
     if decomposes or schema.form is Form.OUT:
         problem = (
-            "it overwrites its arguments, so their old values are not available in the backward. "
-            "Derive the formula of the functional operator instead; the derived in-place form uses "
-            "it too, and out= forms have no gradients"
+            "it overwrites arguments, so the old values are not available in the backward. Derive "
+            "the formula of the functional operator instead. The in-place form uses it too, and "
+            "out= forms have no gradients"
         )
     elif schema.is_mutable:
         problem = (
-            f"it mutates {', '.join(schema.mutated)}, so its body cannot run again on the original "
-            "values. Write a functional operator and derive its in-place form with derive_inplace, "
-            "or write the formula with register_autograd"
+            f"it mutates {', '.join(schema.mutated)}, so the body cannot run again on the original "
+            "values. Write a functional operator and derive the in-place form with "
+            "derive_inplace, or write the formula with register_autograd"
         )
     elif schema.is_view:
         problem = (
-            "it returns views, which PyTorch differentiates itself. Return fresh tensors, or write "
-            "the formula with register_autograd"
+            "it returns views, and PyTorch itself differentiates views. Return fresh tensors, or "
+            "write the formula with register_autograd"
         )
     elif not any("Tensor" in kind for kind in schema.returns):
         problem = "it returns no tensor, so it has no gradient"
@@ -100,8 +100,8 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
         problem = "it takes no tensor, so it has no gradient"
     elif definition.rule(EffectRule).declared not in (None, "none"):
         problem = (
-            "it has an effect, which would happen again when the backward runs the body again. "
-            "Write the formula with register_autograd"
+            "it has an effect, and the effect would happen again when the backward runs the body "
+            "again. Write the formula with register_autograd"
         )
     else:
         return
@@ -115,8 +115,8 @@ def check_replaces_no_gradient(definition: Definition) -> None:
     for key in ("Autograd", "CompositeImplicitAutograd"):
         if dispatch.has_kernel(str(definition), key):
             raise RuntimeError(
-                f"Cannot register jvp for {definition}: its gradients come from a kernel at {key}, "
-                "which a forward-mode formula alone would replace. Register both formulas: "
+                f"Cannot register jvp for {definition}: without a backward formula, this would "
+                f"remove the gradients that the kernel at {key} computes. Register both formulas: "
                 "register_autograd(..., jvp=...)."
             )
 
@@ -143,7 +143,7 @@ def _non_functional_problem(definition: Definition) -> str | None:
         return f"it returns a tensor that it mutates{tag}"
     tensors = [argument for argument in schema.arguments if argument.holds_tensors]
     if schema.is_mutable and all(argument.is_mutated for argument in tensors):
-        return "it mutates all of its tensors, and overwritten values have no gradient"
+        return "it mutates all tensor arguments, and overwritten values have no gradient"
     return None
 
 

@@ -44,7 +44,7 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
         raise RuntimeError(
             f"Cannot register jvp for non-functional operator {definition} with schema {schema}: "
             "forward mode supports fresh outputs only, not mutated arguments or views. Define a "
-            "functional operator, register the formula for it, and derive its mutable forms with "
+            "functional operator, register the formula for it, and derive the mutable forms with "
             "derive_inplace() and derive_out()."
         )
     check_tensors(
@@ -206,20 +206,18 @@ def _wrong_tangent(
 
 
 def unsupported(definition: Definition) -> ForwardModeError:
-    """Return the error for calling an operator without a forward-mode formula with tangents."""
     return ForwardModeError(
         f"{definition} does not support forward-mode differentiation (torch.func.jvp, jacfwd, dual "
-        "tensors): it has no jvp formula, so the tangent of its result would be zero. Register "
+        "tensors): it has no jvp formula, so the tangent of the result would be zero. Register "
         f"one with register_jvp({str(definition)!r}, jvp, setup_context=...), or use reverse "
         "mode, such as torch.func.vjp or jacrev."
     )
 
 
 def residuals_unsupported(definition: Definition) -> ForwardModeError:
-    """Return the error for a call with tangents that saves residuals."""
     return ForwardModeError(
-        f"{definition} was called with dual tensors that require grad, but its gradient uses "
-        "residuals, which have no tangents. Register a formula with "
+        f"{definition} was called with dual tensors that require grad, but the gradient uses "
+        "residuals, and residuals have no tangents. Register a formula with "
         f"register_jvp('{definition}__with_residuals', jvp) that returns the tangents of results "
         "and residuals, and call torch.func.jvp or hessian instead of using dual tensors."
     )

@@ -98,7 +98,7 @@ class AutogradRule(CompiledRule[Formula]):
             raise RuleSignatureError(
                 f"{definition}: setup_context has the parameter 'residuals', but the operator "
                 'declares none. Define it with residuals={"lse": Tensor}, for example, and return '
-                "torchop.residuals(output, lse) from its kernels."
+                "torchop.residuals(output, lse) from the kernels."
             )
         return definition.declaration.residuals.training_form(definition)
 

@@ -25,7 +25,7 @@ class NoContext:
     def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> Any:
         raise RuntimeError(
             f"{self._definition}: you're trying to run this operator with meta Tensors (as opposed "
-            "to FakeTensors), but its output has a data-dependent shape. Use FakeTensorMode."
+            "to FakeTensors), but the output has a data-dependent shape. Use FakeTensorMode."
         )
 
 

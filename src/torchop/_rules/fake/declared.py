@@ -100,10 +100,10 @@ def _output(
 ) -> _Output:
     where = f"output {index}"
     if kind not in ("Tensor", "Optional[Tensor]", "List[Tensor]"):
-        raise _MisfitError(f"{where} is of type {kind}, which needs a function")
+        raise _MisfitError(f"{where} is of type {kind}, so a declaration cannot describe it")
     is_list = kind == "List[Tensor]"
     if is_list and shape is not None:
-        raise _MisfitError(f"{where} is a list, whose shapes need a function")
+        raise _MisfitError(f"{where} is a list, so shape= cannot describe it")
     arguments = {argument.name: argument for argument in definition.schema.arguments}
     if like is None and shape is None:
         raise _MisfitError(f"{where} has neither like= nor shape=")

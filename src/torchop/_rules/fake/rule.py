@@ -51,7 +51,6 @@ class FakeRule(CompiledRule[Fake]):
     warned: tuple[str, ...] = ()  # the arguments that `warn_of_guards` has warned about
 
     def install(self) -> None:
-        """Install the kernel for meta tensors."""
         definition = self.definition
         if definition.is_ours and "meta" in definition.declaration.devices:
             self.is_installed = True
@@ -106,9 +105,8 @@ class FakeRule(CompiledRule[Fake]):
                 self._check_not_composite()
             if schema.form is not Form.PLAIN and definition.is_ours:
                 warn(
-                    f"{definition} is tagged with {schema.form.value}, so it returns its own "
-                    "arguments and needs no fake kernel. The registered fake kernel is used "
-                    "anyway.",
+                    f"{definition} is tagged with {schema.form.value}, so it returns arguments "
+                    "and needs no fake kernel. The registered fake kernel is used anyway.",
                     UserWarning,
                 )
             self.replace(function)

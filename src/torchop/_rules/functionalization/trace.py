@@ -151,7 +151,7 @@ def _trace(
             raise TracingError(
                 f"{definition} was called with mutated arguments that share memory ({names}). An "
                 "operator that mutates and returns a list is compiled into one that writes into "
-                "copies, which would not share memory. Pass tensors that share no memory, or "
+                "copies, and these would not share memory. Pass tensors that share no memory, or "
                 "return a tuple of tensors instead of a list."
             )
         result = mode.__torch_dispatch__(functional.overload, types, args, kwargs)
@@ -193,7 +193,7 @@ def _copy_typed_views(
     if names := _names_if_shared(definition, args, kwargs, [view for view, _ in copies]):
         raise TracingError(
             f"{definition} was called with a view of another type (such as x.real, or "
-            f"torch.view_as_complex(x)) among its mutated arguments ({names}), and another of "
+            f"torch.view_as_complex(x)) among the mutated arguments ({names}), and another of "
             "them has the same memory. A compiler replaces such a view with a separate copy. "
             "Pass tensors that share no memory."
         )

@@ -340,7 +340,6 @@ class KernelRule(CompiledRule[Kernels]):
 
 
 def install(definition: Definition) -> Callable[[], None]:
-    """Install the kernels of a new operator."""
     definition.rule(KernelRule).install()
     return functools.partial(backend_select.install_for_optional_lists, definition)
 

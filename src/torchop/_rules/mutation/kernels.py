@@ -127,7 +127,7 @@ def _check_shared_memory(
     for view, _ in copies:
         if memory.count(storage_of(view)) > 1:
             raise AliasError(
-                f"{definition} was called with a conjugate or negated view among its mutated "
+                f"{definition} was called with a conjugate or negated view among the mutated "
                 f"arguments ({', '.join(schema.mutated)}), and another of them has the same "
                 "memory. The kernel gets a separate copy of such a view. Pass tensors that share "
                 "no memory, or call x.resolve_conj() or x.resolve_neg() first."

@@ -35,10 +35,11 @@ def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
             raise _error(
                 operator,
                 where,
-                "the operator would write into this tensor, which requires grad and would lose "
-                "its gradient. Only in-place forms (torch.Tag.inplace), which return the tensor "
-                "they write, can be differentiated. Use such an operator or a functional one. "
-                "If no gradient should flow, pass x.detach(), or call it under torch.no_grad().",
+                "the operator would write into this tensor, but the tensor requires grad and "
+                "would lose the gradient. Autograd only supports in-place forms "
+                "(torch.Tag.inplace), because they return the tensor that they write. Use such an "
+                "operator or a functional one. If no gradient should flow, pass x.detach(), or "
+                "call it under torch.no_grad().",
             )
 
 

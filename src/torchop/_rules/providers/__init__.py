@@ -221,7 +221,7 @@ def _definition(op: OpLike, lib: torch.library.Library | None) -> Definition:
         find_schema(name)  # raises if the operator is not defined
         raise NotImplementedError(
             f"register_kernel({name}): torchop did not define this operator, so it cannot have "
-            "providers. Replace its kernel with torchop.Library.impl(..., allow_override=True), "
+            "providers. Replace the kernel with torchop.Library.impl(..., allow_override=True), "
             "and call the previous one with torchop.get_kernel."
         )
     definition.check_defined()

@@ -327,7 +327,7 @@ class Choice:
                 fix = (
                     "leave it out of that order"
                     if never_runs
-                    else f"end that order with {REFERENCE!r}, which stands for the reference"
+                    else f"end that order with {REFERENCE!r}"
                 )
                 warn(
                     f"{text} It is in the order of {selection.order.by}. If that is intended, "
@@ -337,7 +337,7 @@ class Choice:
 
 
 _UNMEASURED = "no measurement matches the call"
-_DECLINED = "its `supports` returned False"
+_DECLINED = "`supports` returned False"
 _UNNAMED = "no order names it"
 
 

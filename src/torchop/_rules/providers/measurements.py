@@ -54,12 +54,10 @@ class Measured(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Return the provider and config as text."""
         return " ".join([self.provider, *(f"{k}={v!r}" for k, v in self.config.items())])
 
     @property
     def times(self) -> tuple[str, str]:
-        """Return the time and the interval as text."""
         low, high = self.interval
         return f"{self.microseconds:.2f}", f"{low:.2f} to {high:.2f}"
 

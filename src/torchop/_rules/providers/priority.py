@@ -211,7 +211,6 @@ def checked_order(what: str, names: object) -> Order:
 
 
 def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -> ProviderError:
-    """Return the error for a provider that an operator does not have."""
     listed = ", ".join([REFERENCE, *known])
     return ProviderError(
         f"{what}: {op} has no provider {short_repr(name)}{nearest(name, known)}; it has: {listed}. "

@@ -173,8 +173,8 @@ def check_name(op: object, name: object, devices: Sequence[str | None]) -> None:
         )
     if "meta" in devices:
         raise ValueError(
-            f"{op}: a provider cannot be for the device type 'meta'. Tensors without data use "
-            "the operator's fake kernel, which applies to every provider: use register_fake."
+            f"{op}: a provider cannot be for the device type 'meta'. Meta tensors use the fake "
+            "kernel for all providers: use register_fake."
         )
 
 
@@ -184,10 +184,10 @@ def _why_unsupported(supported: Supported) -> str | None:
     try:
         answer: object = supported()
     except Exception as error:
-        return f"its `supported` raised {type(error).__name__}: {short_text(error)}"
+        return f"`supported` raised {type(error).__name__}: {short_text(error)}"
     if not isinstance(answer, bool):
-        return f"its `supported` returned {short_repr(answer)}, not a bool"
-    return None if answer else "its `supported` returned False"
+        return f"`supported` returned {short_repr(answer)}, not a bool"
+    return None if answer else "`supported` returned False"
 
 
 def _checked_configs(
@@ -307,8 +307,8 @@ def _support_check(
                 warn(
                     f"{what}: supports is slow: it took {milliseconds:.0f} ms or more three "
                     "times in a row, and runs for every call with new shapes or values. Move "
-                    "everything that does not depend on the call to `supported`, which runs "
-                    "once.",
+                    "conditions that do not depend on the call to `supported`, because that "
+                    "runs only once.",
                     ProviderWarning,
                 )
 

@@ -183,7 +183,7 @@ class BackwardKernel:
                 op = f"{self.definition}__{KIND}"
                 raise MissingFakeError(
                     f"{op}: no fake kernel is registered, and the default one needs {name!r} to "
-                    f"create its gradient. Add the parameter {name!r} to the backward kernel, or "
+                    f"create the gradient. Add the parameter {name!r} to the backward kernel, or "
                     f"register one, torchop.register_fake({op!r}, fake), with the same parameters."
                 )
         return self._with_zeros([None] * len(self.differentiated), args, kwargs)

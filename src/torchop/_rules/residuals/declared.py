@@ -56,15 +56,15 @@ class Declared:
             raise SchemaError(f"{name}: residuals={short_repr(types)}: {error}") from None
         self.structure = declared.structure
         self._check = result_check(self.schema.returns)
-        self._what = f"kernel, among its residuals ({self.spelled}),"
+        self._what = f"kernel, as residuals in {self.spelled},"
         self._are_tensors = set(self.schema.returns) == {"Tensor"} and self.structure is None
 
     def check_operator(self, schema: Schema) -> None:
         if not schema.is_functional or not schema.returns:
             raise SchemaError(
-                f"{self.op}: residuals require a functional operator, which returns fresh tensors "
-                f"and mutates nothing; got {schema}. Define a functional operator, and derive the "
-                "mutable forms with derive_inplace() and derive_out() of its handle."
+                f"{self.op}: residuals require a functional operator: one that returns fresh "
+                f"tensors and mutates nothing; got {schema}. Define a functional operator, and "
+                "derive the mutable forms with derive_inplace() and derive_out() of the handle."
             )
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:

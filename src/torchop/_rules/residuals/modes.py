@@ -43,7 +43,7 @@ def _under_mode(
             f"{definition}: the torch_dispatch rule for {cls.__name__} called func "
             f"{len(calls.saved)} times, but the residuals must come from exactly one call. Call "
             "func once if a gradient is recorded, or register a rule for "
-            f"{str(form.helper)!r}, which also returns the residuals."
+            f"{str(form.helper)!r} that also returns the residuals."
         )
     return (*as_tuple(definition.schema, output), *calls.saved[0])
 
@@ -52,7 +52,7 @@ def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
     # The rule may unwrap the arguments and wrap the results. Only its author knows how to wrap
     # residuals.
     raise ResultError(
-        f"{form.definition}: its torch_dispatch rule for {cls.__name__} returns no residuals, but "
+        f"{form.definition}: the torch_dispatch rule for {cls.__name__} returns no residuals, but "
         f"a call that records a gradient needs {form.declared.spelled}. Register a rule for "
-        f"{str(form.helper)!r}, which also returns the residuals."
+        f"{str(form.helper)!r} that also returns the residuals."
     )

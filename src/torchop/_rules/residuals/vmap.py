@@ -47,12 +47,12 @@ def _rule(form: Any) -> Callable[..., Any]:
         if len(dims_of_saved) != len(names) or len(calls.saved) != 1:
             raise ResultError(
                 f"{definition}: the vmap rule must call the operator once and return the batch "
-                "dimensions of its residuals, because the call records a gradient. Return "
+                "dimensions of the residuals, because the call records a gradient. Return "
                 f"torchop.residuals((output, out_dims), {', '.join(names)}), with a dimension or "
                 f"None for each residual. The rule called the operator {len(calls.saved)} times "
                 f"and returned {len(dims_of_saved)} of {len(names)} dimensions. Or register a vmap "
-                f"rule for {str(form.helper)!r}, which also returns the residuals, or "
-                f"{SEQUENTIAL!r}, which runs the kernel for each element."
+                f"rule for {str(form.helper)!r} that also returns the residuals, or "
+                f"{SEQUENTIAL!r} to run the kernel for each element."
             )
         saved: Any = dims_of_saved if len(names) > 1 else dims_of_saved[0]
         if declared.structure is not None:
@@ -94,15 +94,15 @@ def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> Non
                 continue
             if element is None:
                 raise MissingFakeError(
-                    f"{op}: the vmap rule returns None for the residual {name}, which means that "
-                    "it has no batch dimension. Checking this requires a fake kernel: register "
-                    f"one with torchop.register_fake({str(op)!r}, fake), or register the vmap rule "
+                    f"{op}: the vmap rule returns None as the batch dimension of the residual "
+                    f"{name}. Checking this requires a fake kernel: register one with "
+                    f"torchop.register_fake({str(op)!r}, fake), or register the vmap rule "
                     f"{SEQUENTIAL!r}."
                 )
             if value.dim() - element.dim() != (dim is not None):
                 raise ResultError(
                     f"{op}: the vmap rule returns {dim} as the batch dimension of the residual "
-                    f"{name}, which has shape {list(value.shape)}. For one element, the fake "
+                    f"{name} of shape {list(value.shape)}. For one element, the fake "
                     f"kernel returns shape {list(element.shape)}. Return None if both have the "
                     "same number of dimensions, and the batch dimension otherwise, in "
                     f"torchop.residuals((output, out_dims), {', '.join(names)}); or correct the "

@@ -52,7 +52,7 @@ class _CheckpointPolicyRule(Rule[Decision]):
                 decision = CheckpointPolicy[_WORDS[decision]]
             if not isinstance(decision, CheckpointPolicy):
                 raise ResultError(
-                    f"{what} returned {short_repr(decision)}, which is not a CheckpointPolicy."
+                    f"{what} must return a CheckpointPolicy, but returned {short_repr(decision)}."
                 )
             return decision
 

@@ -136,7 +136,7 @@ def _example(op: OpOverload, index: int, example: Any) -> Example:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise RuleSignatureError(
-            f"{op.name()}: example {index} is not a call of the operator, which takes {signature}: "
-            f"{error}."
+            f"{op.name()}: example {index} does not match the parameters of the operator, "
+            f"{signature}: {error}."
         ) from None
     return args, kwargs

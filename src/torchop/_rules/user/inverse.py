@@ -213,7 +213,7 @@ def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]
     inverse = rule.lookup(cast(OpLike, op.func))
     if op.args:
         raise RuleSignatureError(
-            f"{inverse.name}: to invert a functools.partial, bind its arguments by keyword, "
+            f"{inverse.name}: to invert a functools.partial, bind all arguments by keyword, "
             f"because the first one is the result of the inverse; got {short_repr(op)}."
         )
     return inverse, functools.partial(inverse.call, **op.keywords)

@@ -165,9 +165,7 @@ def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: in
     elif isinstance(dims, int) and -output.dim() <= dims < output.dim():
         if output.size(dims) == batch_size:
             return dims % output.dim()
-        returned = (
-            f"an output of shape {list(output.shape)}, which is mapped over {batch_size} times"
-        )
+        returned = f"an output of shape {list(output.shape)} in a batch of size {batch_size}"
     else:
         returned = f"an output of {output.dim()} dimensions"
     raise ResultError(

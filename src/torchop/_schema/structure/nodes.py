@@ -116,7 +116,6 @@ class Leaf(Node):
 
     @property
     def is_tensor(self) -> bool:
-        """Return whether the argument is a tensor or a list of tensors."""
         return "Tensor" in self.kind.schema
 
     def make_optional(self) -> None:
@@ -280,7 +279,6 @@ class Several(Fields):
 
 
 def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -> Leaf:
-    """Return a leaf for a result of the flat operator."""
     return Leaf(op, path, path, Kind(schema, unchanged, decode=decode))
 
 

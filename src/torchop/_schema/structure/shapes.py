@@ -22,8 +22,6 @@ MISSING: Any = inspect.Parameter.empty
 
 
 class Field(NamedTuple):
-    """A declared field of a structure."""
-
     annotation: Any
     default: Any = MISSING
 
@@ -158,8 +156,6 @@ def _is_frozen(cls: Any) -> bool:
 
 
 class NamedTupleShape(ClassShape):
-    """A NamedTuple."""
-
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         return f"{source.object(self.cls)}({', '.join(fields.values())})"
 
@@ -232,7 +228,6 @@ def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
 
 
 def hints_of(cls: Any) -> dict[str, Any]:
-    """Return the evaluated annotations of a class."""
     try:
         return typing.get_type_hints(cls, localns={"Tensor": torch.Tensor})
     except Exception as error:

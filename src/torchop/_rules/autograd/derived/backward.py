@@ -137,7 +137,7 @@ class DerivedFormula(Formula):
         # `derive_autograd` checks this too, but the effect may have been registered later.
         if self.definition.plan[EffectRule] not in (None, "none"):
             raise GradientError(
-                f"{self.definition}: an effect was registered after its formula was derived. The "
+                f"{self.definition}: an effect was registered after the formula was derived. The "
                 "backward runs the body again, so the effect would happen twice. Write the formula "
                 "with register_autograd."
             )

@@ -126,7 +126,7 @@ class Rerun(NamedTuple):
             if function is not None:
                 raise _left_autograd(
                     self.definition,
-                    f"output {index} depends on the inputs, but its body left autograd in "
+                    f"output {index} depends on the inputs, but the body left autograd in "
                     f"{function}",
                 )
 
@@ -211,21 +211,21 @@ def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
         return run()
     except RuntimeError as error:
         if "on Tensor that requires grad" in str(error):
-            raise _left_autograd(definition, f"its body reads data ({error})") from error
+            raise _left_autograd(definition, f"the body reads data ({error})") from error
         missing = "no autograd formula was registered" in str(error)
         if missing or isinstance(error, MissingFormulaError):
-            problem = f"its body calls an operator that has no formula ({error})"
+            problem = f"the body calls an operator without a formula ({error})"
             raise _left_autograd(definition, problem) from error
         raise
 
 
 def _left_autograd(definition: Definition, problem: str) -> GradientError:
     return GradientError(
-        f"{definition}: its formula is derived by differentiating its body, which PyTorch's "
-        f"autograd cannot follow: {problem}. Write the body with operators that PyTorch can "
-        f"differentiate; or register a formula, register_autograd({str(definition)!r}, backward, "
-        "setup_context=...), or with backward_kernel=... if the formula reads data too. If the "
-        "outputs are not differentiable, call the operator in torch.no_grad() or on x.detach()."
+        f"{definition}: the derived formula cannot differentiate the body of the operator: "
+        f"{problem}. Write the body with operators that PyTorch can differentiate, or register a "
+        f"formula with register_autograd({str(definition)!r}, backward, setup_context=...). If the "
+        "formula reads data too, use backward_kernel=... instead. If the outputs are not "
+        "differentiable, call the operator in torch.no_grad() or on x.detach()."
     )
 
 

@@ -46,8 +46,8 @@ _WITHOUT_STATE = -1
 
 _IN_CUDA_GRAPH = (
     "It was compiled for CUDA graphs, for example by torch.compile with mode='reduce-overhead', "
-    "which cannot save that state. Tag the operator with torch.Tag.nondeterministic_seeded to "
-    "exclude it from CUDA graphs, or compile without them."
+    "and CUDA graphs cannot save that state. Tag the operator with "
+    "torch.Tag.nondeterministic_seeded to exclude it from CUDA graphs, or compile without them."
 )
 
 
@@ -101,7 +101,6 @@ class TrainingOperator:
 
     @property
     def draws_numbers(self) -> bool:
-        """Return whether the tags of the operator declare that it draws random numbers."""
         return Tag.nondeterministic_seeded in self._definition.declaration.tags
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
@@ -138,7 +137,7 @@ class TrainingOperator:
             return (*as_tuple(definition.schema, result), state.packed)
         if not state.is_plain:
             raise GradientError(
-                f"{definition}: its derived formula runs the body again in the backward, but the "
+                f"{definition}: the derived formula runs the body again in the backward, but the "
                 "graph does not record that autocast is enabled or that the default dtype or "
                 f"device was changed. {_IN_CUDA_GRAPH}"
             )
@@ -169,7 +168,6 @@ def _no_state(values: Sequence[Any]) -> torch.Tensor:
 
 
 def define_backward(definition: Definition) -> Definition:
-    """Define the helper operator `name__backward`."""
     schema = definition.schema
     leading = (
         f"Tensor?[] {free_name('grad_outputs', schema)}",
@@ -247,7 +245,6 @@ def _through_rule(
     rule_dims = tuple(dim if argument.holds_tensors else None for argument, dim in pairs)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Call the vmap rule, and move the batch dimension of each output to the front."""
         rule_args, keywords = call.with_tensors(inputs)
         result, out_dims = rule(info, rule_dims, *rule_args, **keywords)
         results, out_dims = (result, out_dims) if len(returns) > 1 else ((result,), (out_dims,))

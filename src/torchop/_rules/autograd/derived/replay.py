@@ -234,7 +234,7 @@ def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
 # Rejection of random numbers that a backward could not reproduce
 
 _WHILE_CAPTURED = (
-    "A graph is being captured on the device, so the state of its generator can be neither read "
+    "A graph is being captured on the device, so the state of the generator can be neither read "
     "nor set. Pass the random numbers as an argument, or call the operator outside of the capture."
 )
 # All random operators in these namespaces have the tag nondeterministic_seeded.
@@ -273,8 +273,8 @@ class ForbidRandomNumbers(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
             raise GradientError(
-                f"{self._definition}: its body draws random numbers in {func}, and the backward of "
-                f"its derived formula would have to draw the same numbers again. {self._why}"
+                f"{self._definition}: the body draws random numbers in {func}, and the backward of "
+                f"the derived formula must draw the same numbers again. {self._why}"
             )
         tensors = list(tensors_in((*args, *kwargs.values())))
         if func.namespace in _PYTORCH_NAMESPACES or not tensors:

@@ -16,7 +16,7 @@ PRESETS = ("pointwise", "replicate", "batch")
 _BATCH = "batch"
 # The suggestion in messages. A rule in which every operand is '...' would fit every schema too, but
 # it means that the operator is pointwise.
-IN_DOUBT = "If in doubt, write 'replicate', which is right for every operator."
+IN_DOUBT = "If in doubt, write 'replicate': it is right for every operator."
 
 
 def tensor_arguments(schema: Schema) -> list[Argument]:
@@ -166,8 +166,8 @@ def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Shar
                 raise ShardingRuleError(
                     f"{op.name()}: the sharding rule {rule.shown} reduces "
                     f"{short_repr(dimension)}, but the written argument {name!r} lacks this "
-                    "dimension, so each rank would write only a part of the sum. Remove the "
-                    f"dimension from reduce=, so that it is gathered. Got {schema}."
+                    "dimension, so each rank would write only a part of the sum. To gather the "
+                    f"dimension, remove it from reduce=. Got {schema}."
                 )
     for index, name in _returned(op):
         operands = (fitting.results[index], written[name])
@@ -215,7 +215,7 @@ def _numbered(
             raise ShardingRuleError(
                 f"{op.name()}: the sharding rule {rule.shown}: linear= has "
                 f"{', '.join(names[i] for i in group)} without "
-                f"{', '.join(names[i] for i in written)}, which the operator writes. A partial "
-                "sum in one implies a partial sum in the other, so put them into one tuple."
+                f"{', '.join(names[i] for i in written)}, but the operator writes the latter. A "
+                "partial sum in one implies a partial sum in the other, so put them into one tuple."
             )
     return groups

@@ -85,8 +85,8 @@ def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
     """Return the rows of `name`, with a replicated placement for the ambient state."""
     if any("List[" in str(result.real_type) for result in origin._schema.returns):
         raise ShardingError(
-            f"{origin.name()}: a compiled graph calls {op.name()}, which returns a list of tensors "
-            "and another tensor, and DTensor does not support that. Write the formula with "
+            f"{origin.name()}: a compiled graph calls {op.name()}, but DTensor does not support "
+            "operators that return a list of tensors and another tensor. Write the formula with "
             "register_autograd, or return each tensor as a result."
         )
     kwargs = {n: value for n, value in call.kwargs.items() if n != _number_of(op)}
@@ -201,7 +201,6 @@ _OF_DERIVED: Mapping[str, Callable[..., list[Row]]] = {
 
 
 def _replicated(count: int) -> list[Any]:
-    """Return `count` replicated placements."""
     from torch.distributed.tensor import Replicate  # slow import
 
     return [Replicate() for _ in range(count)]

@@ -34,8 +34,8 @@ def rule(
     if keywords:
         raise ShardingRuleError(
             f"{op.name()}: the sharding rule {aten} takes the tensor {keywords[0]!r} by keyword, "
-            "and DTensor redistributes no such tensors. Give the functional operator the rule of "
-            "the functional ATen operator, and derive its form with derive_out. "
+            "but DTensor does not redistribute such tensors. Give the functional operator the rule "
+            "of the functional ATen operator, and derive the form with derive_out. "
             f"{checks.IN_DOUBT} Got {schema}."
         )
     different = dtensor_aten.difference(op, aten)

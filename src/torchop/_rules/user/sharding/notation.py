@@ -16,8 +16,8 @@ REDUCTIONS = ("sum", "avg", "max", "min", "product")
 ANY, UNNAMED = "...", "."
 _SYNTAX = (
     "A rule has one operand for each tensor argument, '->', and one operand for each result, such "
-    "as \"b k, k n -> b n\", and after ';' those of residuals; an operand is names of dimensions, "
-    "'.' and at most one '...', in [brackets] for a list of tensors."
+    "as \"b k, k n -> b n\". Operands of residuals follow after ';'. An operand consists of names "
+    "of dimensions, '.' and at most one '...', in [brackets] for a list of tensors."
 )
 
 
@@ -99,7 +99,6 @@ class Sharding:
 
     @property
     def shown(self) -> str:
-        """Return the text, as it appears in messages."""
         return short_repr(self.text)
 
     def __repr__(self) -> str:
@@ -139,8 +138,8 @@ class Sharding:
             for name in names:
                 if name not in arguments | results or name == UNNAMED:
                     raise ShardingRuleError(
-                        f"the sharding rule {self.shown} has no dimension {short_repr(name)}, "
-                        f"which {what}= names. It has {_listed(arguments | results)}."
+                        f"{what}= names the dimension {short_repr(name)}, but the sharding rule "
+                        f"{self.shown} only has {_listed(arguments | results)}."
                     )
         for name in self.reduce:
             if name in self.whole:
@@ -158,8 +157,8 @@ class Sharding:
             raise ShardingRuleError(
                 f"the sharding rule {self.shown}: only a result has the dimension "
                 f"{short_repr(name)}, so the rule does not define how it is sharded. If the "
-                "operator creates the dimension, write '.' in its place; otherwise use the name "
-                f"of an argument's dimension.{spaced(name)}"
+                "operator creates the dimension, write '.' instead. Otherwise use the name of an "
+                f"argument's dimension.{spaced(name)}"
             )
 
     def _check_spaces(self, names: set[str]) -> None:

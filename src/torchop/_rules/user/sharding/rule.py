@@ -118,7 +118,7 @@ class _ShardingRule(Rule[ShardingRule]):
         if aten is op:
             raise ShardingRuleError(
                 f"{op.name()}: the sharding rule {rule.cached} is sharded like {op.name()} itself. "
-                "Without a registration, DTensor uses its own rule for an ATen operator."
+                "Without a registration, DTensor uses the built-in rule of an ATen operator."
             )
 
     def missing(self, op: OpOverload) -> ShardingRule:
@@ -178,7 +178,6 @@ class _ShardingRule(Rule[ShardingRule]):
         return self._registrations.get(op)
 
     def missing_error(self, op: OpOverload) -> MissingRuleError:
-        """Return the error for an operator without a rule."""
         origin, kind = op, ""
         while (derived := self.origin(origin)) is not None:  # a helper may have a helper operator
             origin, kind = derived
