@@ -144,9 +144,9 @@ def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple
         definition.check_defined()
         # Like the call, load the extension and expose a backend's fallback.
         switch.obtain()
-        refusals = definition.rule(KernelRule).refusals
-        if refusals is not None:
-            refusals.uncovered(dispatch.keyset_of_call(call.tensors))
+        raising_kernels = definition.rule(KernelRule).raising_kernels
+        if raising_kernels is not None:
+            raising_kernels.expose_fallback(dispatch.keyset_of_call(call.tensors))
     entry = call.entry
     if entry is None:
         if definition is None and (problem := accelerate.why_not(call.name)) is not None:

@@ -108,8 +108,8 @@ def returns_tensors(annotation: Any, count: int) -> bool:
 
 
 def check_form(name: object, form: Form, parsed: FunctionSchema) -> None:
-    """Raise SchemaError if a schema does not have the form that the tags require."""
-    problem = None if form is Form.PLAIN else _problem(form, parsed)
+    """Raise SchemaError if a schema does not have the in-place or out= form that a tag requires."""
+    problem = _problem(form, parsed)
     if problem is not None:
         raise SchemaError(f"{name} is tagged {form.value}, but {problem}. Got {parsed}.")
 

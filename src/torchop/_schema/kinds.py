@@ -356,7 +356,7 @@ def leaf_kind(annotation: Any) -> Kind | None:
 def argument_type(annotation: Any) -> str | None:
     """Return the schema type that `infer_schema` infers for an annotation, or None.
 
-    This is as in the newest PyTorch. Older releases can parse all of these types, but infer fewer.
+    Older releases of PyTorch parse the same types, but infer fewer of them.
     """
     kind = leaf_kind(annotation)
     return None if kind is None else kind.inferred

@@ -110,7 +110,7 @@ class _Namespace:
     def resolve(self, annotation: Any, parameter: str | None) -> Any:
         """Evaluate strings and remove `Annotated`, also inside generic types.
 
-        Messages contain the name of the parameter. None stands for the return annotation.
+        `parameter` is the name to use in messages, or None for the return annotation.
         """
         if isinstance(annotation, typing.ForwardRef):
             annotation = annotation.__forward_arg__

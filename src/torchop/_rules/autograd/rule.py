@@ -118,7 +118,7 @@ class AutogradRule(CompiledRule[Formula]):
             if not (torch.is_grad_enabled() and autograd.any_requires_grad(tensors_in(args))):
                 return forward_mode.differentiate(definition, tangents, args, kwargs)
         if schema.form is Form.OUT:
-            _refuse_grad(definition, (*args, *kwargs.values()))
+            _check_no_grad(definition, (*args, *kwargs.values()))
         elif torch.is_grad_enabled() and autograd.any_requires_grad(
             # `torch._C._any_requires_grad` ignores lists that contain None.
             tensors_in(args) if schema.lists_may_hold_none else args
@@ -169,7 +169,7 @@ def _mutation_in_transform(definition: Definition) -> MissingFormulaError:
     )
 
 
-def _refuse_grad(definition: Definition, values: Sequence[Any]) -> None:
+def _check_no_grad(definition: Definition, values: Sequence[Any]) -> None:
     if torch.is_grad_enabled() and autograd.any_requires_grad(values):
         raise RuntimeError(
             f"{definition}: functions with out=... arguments don't support automatic "

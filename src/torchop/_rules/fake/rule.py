@@ -119,7 +119,7 @@ class FakeRule(CompiledRule[Fake]):
         if not self.is_installed:
             self.install()
         assert self.function is not None
-        # Push for each function anew, because PyTorch's messages contain the source.
+        # Register again for each function, because PyTorch's messages contain the location.
         self._push(source_of(self.function))
         if self.definition.is_ours:
             self.definition.rule(EffectRule).watch()

@@ -14,7 +14,7 @@ from torchop._errors import SchemaWarning, warn
 
 
 def symbolic_arguments(definition: Definition, names: tuple[str, ...]) -> list[str]:
-    """Return those of the given arguments that are symbolic in the call that Dynamo is tracing."""
+    """Return the names of arguments that are symbolic in the call that Dynamo is tracing."""
     call = compilers.call_traced_by_dynamo(definition.overload)
     values = {} if call is None else values_by_name(definition.schema, *call)
     return [name for name in names if _is_symbolic(values.get(name))]

@@ -37,7 +37,7 @@ _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 
 
 def define_of_kind(definition: Definition, kind: str) -> Definition:
-    """Define a helper operator of this kind. The original operator must already be registered."""
+    """Define `name__mutable` or `name__functional`. The operator must already be registered."""
     schema, kernel = (_mutable if kind == MUTABLE else _functional)(definition)
     # The kernel is also the fake kernel: it calls the original operator, which has one.
     return define_helper_operator(definition, kind, schema, kernel, kernel)

@@ -79,7 +79,7 @@ _TRACEABLE = ("Tensor", "List[Tensor]")
 
 
 def _traced_results(schema: Schema) -> tuple[str, ...]:
-    """Return the result types. In-place and out= forms return arguments, which do not count."""
+    """Return the result types, or () for in-place and out= forms, which return arguments."""
     return schema.returns if schema.form is Form.PLAIN else ()
 
 

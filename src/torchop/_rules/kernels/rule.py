@@ -26,7 +26,7 @@ from torchop._errors import AliasError, ArgumentError, warn
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.devices import DeviceTypes, device_key, device_list
-from torchop._rules.kernels.refusal import EVERY_DEVICE, Refusals, refuse
+from torchop._rules.kernels.missing import EVERY_DEVICE, RaisingKernels, raise_missing_kernel
 from torchop._rules.mutation import kernels as mutation
 from torchop._rules.residuals.handover import not_recording
 from torchop._schema.callables import check_no_generator
@@ -93,15 +93,15 @@ class KernelRule(CompiledRule[Kernels]):
     # Kernels by device type. None for an operator that was defined for every device and has no
     # other kernel yet.
     registered: Mapping[str | None, Callable[..., Any]] | None = None
-    # The open `set_enabled` blocks in the order of entry. The values are the device type and
-    # whether the block enables its kernel.
+    # The open `set_enabled` blocks in the order of entry. The values are a device type and whether
+    # the block enables or disables it.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
     providers: ProviderTable | None = None
     # Whether the user was warned about a result that shares memory. Only for lenient operators.
     has_aliases = False
     # The kernels that raise for all other devices. None if the operator was defined for every
     # device.
-    refusals: Refusals | None = None
+    raising_kernels: RaisingKernels | None = None
     # Maps dispatch keys to device types as used in `registered`: "cpu" and "CPU" are one key.
     installed: Mapping[str, str | None] = NOTHING
 
@@ -111,7 +111,7 @@ class KernelRule(CompiledRule[Kernels]):
             self._install(EVERY_DEVICE, None)
         else:
             # On other devices, `_run_on_every_device` raises an error that lists these devices.
-            self.refusals = Refusals(self.definition, self._run_on_every_device)
+            self.raising_kernels = RaisingKernels(self.definition, self._run_on_every_device)
             definition = self.definition
             assert definition.function is not None
             self.register(definition.declaration.devices, definition.function)
@@ -275,8 +275,8 @@ class KernelRule(CompiledRule[Kernels]):
         if key not in self.installed:
             self.definition.implement(key, self._dispatcher_kernel(device))
             self.installed = {**self.installed, key: device}
-            if key == EVERY_DEVICE and self.refusals is not None:
-                self.refusals.remove_all()
+            if key == EVERY_DEVICE and self.raising_kernels is not None:
+                self.raising_kernels.remove_all()
             if key == "Meta":
                 self.definition.rule(FakeRule).leave_to_kernel()
 
@@ -316,11 +316,11 @@ class KernelRule(CompiledRule[Kernels]):
         if function is None and is_reference:  # all kernels for this device are from providers
             function = functions.get(None)
         if function is None:
-            if self.refusals is not None:
-                keyset = self.refusals.keys_of_fallback(args, kwargs)
+            if self.raising_kernels is not None:
+                keyset = self.raising_kernels.expose_fallback_of_call(args, kwargs)
                 if keyset is not None:
                     return dispatch.redispatch(definition.overload, keyset, args, kwargs)
-            refuse(definition, self.functions, args, kwargs)
+            raise_missing_kernel(definition, self.functions, args, kwargs)
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)

@@ -132,7 +132,7 @@ class Choice:
         self._selections: dict[tuple[Settings, bool], Selection] = {}
 
     def function(self) -> Function:
-        """Return the kernel for the plan: the only kernel that can run, or a chooser."""
+        """Return the function that the plan runs: a kernel, or a function that chooses one."""
         if not priority.blocks_were_opened():
             with contextlib.suppress(ProviderError):  # the calls will raise it
                 usual = self._selection(NO_BLOCK, False)
@@ -279,7 +279,7 @@ class Choice:
         listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
         names = list(providers)
 
-        def refuse(*args: Any, **kwargs: Any) -> Any:
+        def raise_error(*args: Any, **kwargs: Any) -> Any:
             # `device` is None if these kernels are for every device.
             where = device or next((t.device.type for t in tensors_in(args)), "every device")
             if reference is not None:
@@ -299,7 +299,7 @@ class Choice:
                 f"torchop.set_priority({{'{op}': {names[:1]}}})."
             )
 
-        return refuse
+        return raise_error
 
     def _report(self, selection: Selection, is_declined: bool) -> None:
         """Log or warn that providers in the order are skipped, once for each provider."""
@@ -362,7 +362,7 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     kind = type(value)
     if kind is float:
-        return value.hex()  # -0.0 == 0.0 and nan != nan, but their texts are right
+        return value.hex()  # unlike the float, distinguishes -0.0 from 0.0, and nan equals itself
     if kind is complex:
         return kind, repr(value)  # for the same reason
     if kind in PLAIN:

@@ -79,14 +79,14 @@ def residuals(output: Output, /, *saved: Any) -> Output:
 
     Modelled on the residuals of `jax.custom_vjp`.
     """
-    made: Output = _returned(output, saved)
-    return made
+    returned: Output = _returned(output, saved)
+    return returned
 
 
 def _returned(output: Any, saved: Any) -> Any:
-    made = Returned()
-    made.output, made.saved = output, saved
-    return made
+    returned = Returned()
+    returned.output, returned.saved = output, saved
+    return returned
 
 
 # For each thread id: the request for the next kernel, and whether the running kernel must return
@@ -138,9 +138,9 @@ def in_native_calls(native: Any) -> tuple[Any, ...]:
 
 def request(key: object) -> Request:
     """Request the residuals of the next kernel with this key that the current thread runs."""
-    thread, made = get_ident(), Request(key)
-    _recording[thread] = made, _recording.get(thread, _NOTHING)[1]
-    return made
+    thread, request = get_ident(), Request(key)
+    _recording[thread] = request, _recording.get(thread, _NOTHING)[1]
+    return request
 
 
 def requested(key: object, call: Callable[[], Output]) -> tuple[Output, Request]:
@@ -148,8 +148,8 @@ def requested(key: object, call: Callable[[], Output]) -> tuple[Output, Request]
     thread = get_ident()
     outer = _recording.get(thread, _NOTHING)
     try:
-        made = request(key)
-        return call(), made
+        pending = request(key)
+        return call(), pending
     finally:
         _restore(thread, outer)
 
@@ -219,9 +219,9 @@ def not_recording(definition: Definition, function: Callable[..., Any]) -> Calla
 
 def author_of(function: Any, key: object) -> Callable[..., Any] | None:
     """Return the function that `wrap_kernel` wrapped, or None for all other functions."""
-    made_for, kernel, author = getattr(function, "_torchop_author", (None, None, None))
+    of_key, kernel, author = getattr(function, "_torchop_author", (None, None, None))
     # Another wrapper may have copied the attribute with `functools.wraps`.
-    return author if made_for is key and kernel is function else None
+    return author if of_key is key and kernel is function else None
 
 
 def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:

@@ -67,8 +67,8 @@ class TrainingForm:
     @compilers.never_traced
     def _kernel(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         schema, call = self.definition.schema, self.definition.overload
-        output, made = requested(self.declared, lambda: call(*args, **kwargs))
-        flat = self.declared.flat(made)
+        output, request = requested(self.declared, lambda: call(*args, **kwargs))
+        flat = self.declared.flat(request)
         self.declared.check_fresh(schema, args, kwargs, output, flat)
         return (*as_tuple(schema, output), *flat)
 
@@ -77,7 +77,7 @@ class TrainingForm:
         if not self.is_counted and (mode := flop_counter.loaded_mode()) is not None:
             self.is_counted = True
             op = self.definition.overload
-            count = flop_counter.counted_for(op, lambda made: self.split(made)[0])
+            count = flop_counter.counted_for(op, lambda result: self.split(result)[0])
             registries.register_default_torch_dispatch(str(self.helper), mode, count)
         return self.split(self.helper.overload(*args, **kwargs))
 
@@ -91,7 +91,7 @@ class TrainingForm:
         return request(self.declared)
 
     def saving(self, setup: Callable[..., Any]) -> Callable[..., None]:
-        """Return the `save` function of a formula whose `setup_context` takes residuals."""
+        """Return the `save` function of a formula with a `setup_context` that takes residuals."""
         declared, schema = self.declared, self.definition.schema
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, seen: Any) -> None:

@@ -115,8 +115,8 @@ class DerivedFormula(Formula):
         flat_grads = list(output_tensors(self.definition.schema.returns, grads))
         args, kwargs = ctx._torchop_call.with_tensors(tensors)
         needed = of_each_tensor(args, ctx.needs_input_grad)
-        # For DTensors, `name__backward` uses the sharding rule of the operator. The rules of the
-        # operators in the body are only needed for a double backward, which differentiates these.
+        # For DTensors, call `name__backward`, which uses the sharding rule of the operator. A
+        # double backward must differentiate the operators in the body instead.
         on_shards = packed is None and self.for_graphs is not None and not torch.is_grad_enabled()
         if (
             torch.compiler.is_dynamo_compiling()  # in compiled autograd

@@ -42,7 +42,7 @@ class Rerun(NamedTuple):
             pairs = zip(self.tensors, self.needed, strict=True)
             return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
 
-        # Under a vmap of the backward alone, all elements reuse the random numbers of the forward.
+        # If vmap applies only to the backward, all elements use the random numbers of the forward.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():
             return replayed(self.definition, self.state, (*args, *kwargs.values()), run_with_inputs)
 
@@ -244,10 +244,10 @@ class DependencyMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # Maps the id of a tensor to the tensor, which keeps the id valid, and to the function that
-        # computed the value without autograd, or None.
+        # For each tensor: the function that computed the value without autograd, or None. The keys
+        # are ids, so the tensors must be kept alive.
         self._seen: dict[int, tuple[Tensor, str | None]] = {}
-        # The same for tensors that were written in place, by storage, because views share it.
+        # For each storage: the function that wrote to it in place without autograd.
         self._written: dict[int, str] = {}
         # The function that first passed the data of a dependent tensor to another library.
         self._exported: str | None = None

@@ -110,7 +110,7 @@ def _packed_if_plain(values: Sequence[Any], latest: Tensor | None, count: int) -
 
     C++ reads states with default settings, unless an argument is a generator, or is on a device
     other than the CPU and the `count` accelerators. If the state equals `latest`, return `latest`
-    itself. This is fast, because every call that records a gradient packs the state.
+    itself. C++ does this for speed, because every call that records a gradient packs the state.
     """
     accelerator = devices.accelerator() if count else None
     if accelerator is not None and accelerator.get_rng_state is None:
@@ -208,7 +208,7 @@ def _autocast_enabled(device_type: str) -> bool:
 
 
 def _bytes(state: Tensor) -> bytes:
-    # Modes and transforms would intercept PyTorch operators.
+    # Without PyTorch operators, because modes and transforms would intercept them.
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -219,7 +219,7 @@ def _is_readable(packed: Tensor) -> bool:
 def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
     if packed is None or not packed.numel():
         return (), _PLAIN
-    # Parsed as bytes, because in a transform, operators may return tensors without data.
+    # Do not use PyTorch operators: in a transform, they may return tensors without data.
     data = _bytes(packed if _is_readable(packed) else packed.cpu().contiguous())
     parts, position = [], 0
     while position < len(data):

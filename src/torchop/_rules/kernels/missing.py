@@ -19,7 +19,7 @@ from torchop._rules.kernels import backend_select
 EVERY_DEVICE = dispatch.kernel_key("default")
 
 
-class Refusals:
+class RaisingKernels:
     """The dispatcher kernels that raise an error on devices without a kernel.
 
     At first, one kernel at CompositeExplicitAutograd covers every device. It would hide a backend's
@@ -44,12 +44,12 @@ class Refusals:
         for key in list(self._places):
             self._remove(key)
 
-    def keys_of_fallback(
+    def expose_fallback_of_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> DispatchKeySet | None:
-        """Return the keys for redispatching a call to the backend's fallback.
+        """Remove the kernel that hides a backend's fallback, if the backend of the call has one.
 
-        Return None if the backend has no fallback.
+        Return the keys for redispatching the call to the fallback, or None.
         """
         schema = self._definition.schema
         device = backend_select.requested_device(schema, args, kwargs)
@@ -57,18 +57,18 @@ class Refusals:
             keyset = dispatch.keyset_of_call(tensors_in((*args, *kwargs.values())))
         else:
             keyset = dispatch.backend_keyset(device)
-        return self.uncovered(keyset)
+        return self.expose_fallback(keyset)
 
-    def uncovered(self, keyset: DispatchKeySet) -> DispatchKeySet | None:
-        """Do the same as `keys_of_fallback`, given the dispatch keys of the call."""
+    def expose_fallback(self, keyset: DispatchKeySet) -> DispatchKeySet | None:
+        """Like `expose_fallback_of_call`, given the dispatch keys of the call."""
         keyset = dispatch.from_backend(keyset)
         if not dispatch.has_backend_fallback(keyset):
             return None
         with registration_lock:
-            self._uncover(dispatch.first_key(keyset))
+            self._expose(dispatch.first_key(keyset))
         return keyset
 
-    def _uncover(self, key: str) -> None:
+    def _expose(self, key: str) -> None:
         # Another thread may have looked up the kernel, but not called it yet.
         self._held.append(dispatch.computed_kernel(str(self._definition), key))
         if EVERY_DEVICE in self._places:
@@ -83,7 +83,7 @@ class Refusals:
         self._places.pop(key)()
 
 
-def refuse(
+def raise_missing_kernel(
     definition: Definition,
     kernels: Mapping[str | None, object],
     args: tuple[Any, ...],
