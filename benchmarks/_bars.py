@@ -1,4 +1,4 @@
-"""What calls are held to, as ratios between routes in one run."""
+"""Limits for `calls.py`, mostly as ratios between two routes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Runs = Sequence[dict[str, dict[str, float]]]
 
 
 class Ratio(NamedTuple):
-    """The most that a route may cost, as a multiple of another one."""
+    """An upper limit for the time of a route, as a multiple of the time of `base`."""
 
     row: str
     base: str
@@ -53,7 +53,7 @@ RATIOS = (
     *(Ratio(case.title, PLAIN, 1.15) for case in (MUTATION, MUTATION_OF_3, IN_PLACE, OUT)),
     Ratio(GRAD_1.title, PLAIN, 1.2),
     Ratio(PARAMETER.title, PLAIN, 1.25),
-    # What the first prototype took: held to within 5%, the accuracy of a run.
+    # The ratios of the first prototype, plus 5% for noise.
     Ratio(GRAD.title, PLAIN, 2.3 * 1.05),
     Ratio(GRAD_NON_LEAVES.title, PLAIN, 1.7 * 1.05),
     Ratio(SAVES.title, WRITTEN, 0.5),
@@ -65,25 +65,24 @@ RATIOS = (
 
 
 def bars(runs: Runs) -> list[Bar]:
-    """Compares the routes within each process.
+    """Compare the routes within each process.
 
-    Of ratios, the median of the processes counts; of differences, the one of the process that was
-    disturbed least.
+    Use the median of the ratios over all processes, and each difference from the process with the
+    fastest plain call, because other load on the machine increases differences.
     """
     result = []
     for row, base, limit, route in RATIOS:
         if base not in runs[0].get(row, ()):
-            continue  # the C++ operator, where there is no compiler; a row, where there is no tag
+            continue  # no compiler for the C++ operator, or no such tag on this release
         value = statistics.median(run[row][route] / run[row][base] for run in runs)
         result.append(Bar(f"{row}: {route} / {base}", value, limit, "x"))
-    # Not ratios: with one tensor, what a call adds is the time to enter and to leave; with a
-    # dataclass, to take it apart; with an operator that is not ours, to see that.
+    # Differences, because these rows measure a fixed cost: entering and leaving a call, flattening
+    # a dataclass, and detecting that an operator has no native calls.
     for title, route, limit in (
         (ONE.title, HANDLE, 0.10),
         (_structured.TITLE, HANDLE, 1.5),
         (_not_ours.TITLE, OPS, 0.02),
     ):
-        # A busy machine makes microseconds longer, which is seen at the plain call.
         quietest = min((run[title] for run in runs), key=lambda times: times[PLAIN])
         added = quietest[route] - quietest[PLAIN]
         result.append(Bar(f"{title}: {route} - {PLAIN}", added, limit, " us"))

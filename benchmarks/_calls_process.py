@@ -1,8 +1,8 @@
-"""What calls.py runs in a process of its own: every row, timed once, printed as JSON.
+"""Time every row of `calls.py` once in this process, and print the times as JSON.
 
     python _calls_process.py ROUNDS [FILE]
 
-FILE holds the operators of clone_first.cpp.
+FILE is the shared library compiled from clone_first.cpp.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import sys
 from collections import Counter
 
-# Otherwise the extension is compiled in the background the first time, and the dispatcher measured
-# until it is there. This has to come before torchop is imported.
+# Set before torchop is imported. Otherwise the first run would compile the extension in the
+# background, and measure calls through the dispatcher until then.
 os.environ["TORCHOP_NATIVE"] = "require"
 
 import torch
@@ -32,13 +32,13 @@ Microseconds = dict[str, float]
 
 
 def time_row(row: Row, rounds: int) -> Microseconds:
-    """Times the calls of one row by all routes, and checks which way those of torchop took.
+    """Time the calls of one row by all routes, and check that torchop's took the expected path.
 
     Raises:
-        RuntimeError: not the way that the row is about.
+        RuntimeError: torchop's counters differ from the expected ones.
     """
     for call in row.calls.values():
-        call.seconds(1)  # the first may compile the rules, or the graph
+        call.seconds(1)  # the first call compiles the rules or the graph
     before = Counter(torchop.native.counters(row.handle))
     timings = _harness.measure(row.calls, rounds)
     _check_ways(row, timings, Counter(torchop.native.counters(row.handle)) - before)
@@ -51,8 +51,8 @@ def _check_ways(row: Row, timings: dict[str, Timing], counted: Counter[str]) -> 
     expected = Counter({way: count * calls * row.repeats for way, count in each})
     if counted != expected:
         raise RuntimeError(
-            f"{row.title}: torchop counted {dict(counted)} of its calls, and {dict(expected)} were "
-            "to be measured. The numbers would mean something else than the table says."
+            f"{row.title}: torchop counted {dict(counted)} calls, but the row measures "
+            f"{dict(expected)}, so the times would be misleading."
         )
 
 
@@ -69,7 +69,7 @@ def main(rounds: str, cpp: str | None = None) -> None:
     results[row.title] = time_row(row, int(rounds))
     timings = _harness.measure(_not_ours.calls(), int(rounds))
     results[_not_ours.TITLE] = {route: timing.median for route, timing in timings.items()}
-    # Last, because compiling leaves many objects behind for the garbage collector to look at.
+    # Last, because compiling leaves many objects that slow down garbage collections.
     row = _compiled_graph.row()
     results[row.title] = time_row(row, int(rounds))
     print(json.dumps(results))

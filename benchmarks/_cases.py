@@ -1,4 +1,4 @@
-"""The rows of the table: a function, its rules, its arguments, and the state of PyTorch."""
+"""The rows of the table: a function with rules, arguments, and the active PyTorch modes."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class Case(NamedTuple):
     """One row of the table.
 
     Attributes:
-        name: the local name of its operators.
-        title: the row's head.
-        function: what the operators are made from.
-        arguments: makes what they are called with.
-        formula: how gradients flow, if they do.
-        mutates_args: what the function writes to.
-        tags: the names of those of its operators.
-        context: the state of PyTorch around the calls.
-        written: the `torch.autograd.Function` that does the same.
-        cpp: the operator of clone_first.cpp that does the same.
-        backward: whether a call goes on to the gradients.
-        ways: the counters of `torchop.native` that each call adds one to.
+        name: the local name of the operators.
+        title: the title of the row.
+        function: the function from which the operators are made.
+        arguments: creates the arguments of the calls.
+        formula: the autograd formula, if any.
+        mutates_args: the arguments that the function mutates.
+        tags: the names of the operators' tags.
+        context: a context manager that is active during the calls.
+        written: an equivalent `torch.autograd.Function`.
+        cpp: the name of an equivalent operator in clone_first.cpp.
+        backward: whether each call also runs the backward.
+        ways: the counters of `torchop.native` that each call increments.
     """
 
     name: str
@@ -90,7 +90,7 @@ MUTATION_OF_3 = MUTATION._replace(
     mutates_args=("x1", "x2", "x3"),
     cpp=None,
 )
-# How a cache of keys and values is written.
+# Like the update of a key-value cache.
 MUTATION_INFERENCE = MUTATION._replace(
     name="mutation_inference", title="inference, mutates", context=torch.inference_mode
 )
@@ -115,13 +115,13 @@ SAVES = GRAD._replace(
     name="saves", title="grad, saves one", formula=SAVE_ONE, written=CloneFirstAndSave, cpp=None
 )
 TRAINING = GRAD._replace(name="training", title="forward + backward", backward=True)
-# They have a formula, because torch.library.define alone is no match: it has no rule for autograd,
-# which makes it cheaper than anything that has one.
+# These have a formula, because without one torch.library.define registers no autograd kernel, and
+# the comparison would be unfair.
 RULES = Case("rules", "", CLONE_FIRST, tensors(14), PASS_ON)
 PROFILED = RULES._replace(
     name="profiled", title="profiler", context=_contexts.profiler, ways=("profiler",)
 )
-# The mode, and the subclass, make a call of their own in their handler, which is not native either.
+# The handlers of the mode and the subclass call the operator again, also through the dispatcher.
 IN_MODE = RULES._replace(
     name="in_mode", title="dispatch mode", context=_contexts.PassOn, ways=("mode", "mode")
 )
@@ -137,5 +137,5 @@ _ALL = (
     *(GRAD_1, PARAMETER, GRAD, GRAD_NON_LEAVES, SAVES, TRAINING),
     *(PROFILED, IN_MODE, SUBCLASS),
 )
-# torch.library has no such operators where PyTorch has no such tags, which it has since 2.13.
+# torch.Tag.inplace and torch.Tag.out exist since 2.13.
 CASES = tuple(case for case in _ALL if all(hasattr(torch.Tag, tag) for tag in case.tags))

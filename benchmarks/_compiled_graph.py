@@ -19,8 +19,8 @@ TITLE = "Inductor graph"
 
 
 def row() -> Row:
-    """Compiles a graph that calls the operator again and again, with ours and with PyTorch's."""
-    # Processes that compile in the background would take the time of those that are measured.
+    """Compile a graph of `CALLS` calls, with an operator of torchop and one of torch.library."""
+    # Compile workers in the background would disturb the measurement.
     torch._inductor.config.compile_threads = 1
     ours = torchop.custom_op("bench_torchop::compiled", CLONE_FIRST, mutates_args=())
     stock = torch.library.custom_op("bench_custom_op::compiled", CLONE_FIRST, mutates_args=())

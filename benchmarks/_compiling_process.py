@@ -1,4 +1,4 @@
-"""What compiling.py runs in a process of its own: one measurement, printed as JSON.
+"""Make one measurement for `compiling.py` in this process, and print it as JSON.
 
 python _compiling_process.py first ROUTE BACKEND COUNT
 python _compiling_process.py calls ROUNDS
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Native calls from the start, and no graph from a cache. This has to come before the imports.
+# Set before the imports: native calls from the start, and no cached graphs.
 os.environ["TORCHOP_NATIVE"] = "require"
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
@@ -30,7 +30,7 @@ from _harness import Call
 from _structured import Config
 
 FLAT, STRUCTURED, STOCK = ROUTES = ("torchop", "torchop, dataclass", "custom_op")
-# Families, and what PyTorch has for the same.
+# Families of torchop, and PyTorch's equivalent.
 FAMILY, OVERWRITING, TAGGED = ("out_op", "out_op, elementwise", "torch.Tag.out")
 PLAIN_ROW, STRUCTURED_ROW, DERIVED_ROW = ("flat", _structured.TITLE, "derived, training")
 CALLS = 10
@@ -53,7 +53,7 @@ def like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class Step(NamedTuple):
-    """A call in a program, which passes its result to the next."""
+    """A call in a program; the next step receives the result."""
 
     op: Callable[..., Tensor]
     args: tuple[Any, ...] = ()
@@ -61,7 +61,7 @@ class Step(NamedTuple):
 
 
 def step(route: str, name: str) -> Step:
-    """A call of a new operator with five arguments, which may be a dataclass."""
+    """Define an operator with five more arguments, or a dataclass of these, and return a call."""
     define = torch.library.custom_op if route == STOCK else torchop.custom_op
     namespace = "bench_custom_op" if route == STOCK else "bench_torchop"
     function = scale_structured if route == STRUCTURED else scale
@@ -80,17 +80,17 @@ def program(steps: Sequence[Step]) -> Callable[[Tensor], Tensor]:
             x = op(x, *args, **kwargs)
         return x
 
-    # Graphs hang on code, and a call checks their guards in turn: each program has its own.
+    # Dynamo attaches compiled graphs to code objects, and a call checks the guards of all of them.
     function.__code__ = function.__code__.replace()
     return function
 
 
 def first_compile(route: str, backend: str, count: int) -> dict[str, float]:
-    """Times the first call of a compiled program with many operators, each called once."""
+    """Time the first call of a compiled program that calls `count` operators once each."""
     steps = [step(route, f"first_{index}") for index in range(count)]
 
     x = torch.ones(2)
-    # Dynamo and the backend are imported by now, whatever is compiled.
+    # Import Dynamo and the backend before the measurement.
     torch.compile(lambda x: x.sin() + 1, backend=backend)(x)
     compiled = torch.compile(program(steps), backend=backend, fullgraph=True)
     gc.collect()
@@ -101,7 +101,7 @@ def first_compile(route: str, backend: str, count: int) -> dict[str, float]:
 
 
 def calls(rounds: int, backend: str = "inductor") -> dict[str, dict[str, float]]:
-    """Times calls of operators from compiled graphs: microseconds for each."""
+    """Return the microseconds per call of operators in compiled graphs."""
     x, leaf = torch.ones(2), torch.ones(2, requires_grad=True)
     rows = {
         PLAIN_ROW: {route: (step(route, "flat"), x) for route in (FLAT, STOCK)},
@@ -130,11 +130,11 @@ def calls(rounds: int, backend: str = "inductor") -> dict[str, dict[str, float]]
 
 
 def _trained(route: str) -> Step:
-    """An operator with a derived formula; with a written one, where none can be derived."""
+    """Define an operator with a derived formula, or a written one for torch.library."""
     if route == STOCK:
         op: Any = torch.library.custom_op("bench_custom_op::double", double, mutates_args=())
         op.register_fake(like_first)
-        # A recomputed forward needs its input, so this one keeps it too.
+        # Saves the input, as the derived formula does in order to recompute the forward.
         op.register_autograd(
             lambda ctx, grad: grad * 2,
             setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
@@ -151,10 +151,10 @@ def write_double(x: Tensor, *, out: Tensor) -> None:
 
 
 def chains(rounds: int) -> dict[str, dict[str, float]]:
-    """What a call adds to its kernel, and the most memory that a chain of ten calls has at once.
+    """Return the time that a call adds to the kernel, and the peak memory of a chain of calls.
 
-    The first is the slope between chains of ten and of thirty, so that guards and what else is
-    there once for a graph are no part of it.
+    The added time is the slope between chains of 10 and 30 calls, because guards and other costs
+    per graph cancel out.
     """
     library = torch.library.Library("bench_out", "FRAGMENT")
     library.define("double(Tensor x) -> Tensor")
@@ -197,7 +197,7 @@ def chains(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def _peak(compiled: Callable[[Tensor], Tensor]) -> float:
-    """The most memory that a call allocates at once, in results of its size."""
+    """Return the peak memory of a call, in multiples of the size of a result."""
     x = torch.ones(1 << 16)
     compiled(x)
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -212,7 +212,7 @@ def _peak(compiled: Callable[[Tensor], Tensor]) -> float:
 
 def measure(what: str, *arguments: str) -> Any:
     torch.set_num_threads(1)
-    # Processes that compile in the background would take the time of those that are measured.
+    # Compile workers in the background would disturb the measurement.
     torch._inductor.config.compile_threads = 1
     if what == "first":
         route, backend, count = arguments

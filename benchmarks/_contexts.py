@@ -1,7 +1,4 @@
-"""What sends a call to the dispatcher: a profiler, a mode, a tensor of a subclass.
-
-Each does as little as it can, so that the way there and back is what is measured.
-"""
+"""A profiler, a mode and a subclass that send calls to the dispatcher, and do nothing else."""
 
 from __future__ import annotations
 
@@ -15,15 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def profiler() -> contextlib.AbstractContextManager[Any]:
-    """A profiler that observes every operator and stores nothing.
-
-    The default one would keep an event for every call of the benchmark.
-    """
+    """Return a profiler that observes every operator but stores no events."""
     return torch.autograd.profiler.emit_itt()
 
 
 class PassOn(TorchDispatchMode):
-    """Gets every operator, and calls it."""
+    """Call every operator unchanged."""
 
     def __torch_dispatch__(
         self,
@@ -36,7 +30,7 @@ class PassOn(TorchDispatchMode):
 
 
 class Wrapper(Tensor):
-    """Holds a tensor, and calls every operator with that as its first argument."""
+    """Wrap a tensor, and unwrap it when it is the first argument of an operator."""
 
     held: Tensor
 

@@ -1,4 +1,4 @@
-"""The operators of clone_first.cpp: compiled once, and loaded by every process that measures."""
+"""Compile the operators of clone_first.cpp once, for all measuring processes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from torchop._errors import NativeUnavailableError
 from torchop._native.extension import recipe
 
 SOURCE = Path(__file__).with_name("clone_first.cpp")
-# Git ignores it; the tests keep their extension in the folder above.
+# Ignored by git. The tests cache the extension in the parent folder.
 FOLDER = Path(__file__).parents[1] / ".native_cache" / "bench"
 
 
 def build() -> Path:
-    """Compiles the operators, unless that was done before, and returns the file.
+    """Compile the operators if needed, and return the shared library.
 
-    The compiler and the flags are those of torchop's own extension: a difference between the two is
-    no difference of optimization.
+    Uses the compiler and flags of torchop's extension, to compare equally optimized code.
 
     Raises:
-        NativeUnavailableError: there is no compiler, or it fails.
+        NativeUnavailableError: no compiler was found, or it failed.
     """
     flags = [*recipe.compile_flags(), *recipe.include_flags(), *recipe.library_flags()]
     command = [*recipe.find_compiler(), *flags, str(SOURCE), *recipe.link_flags()]
@@ -33,7 +32,7 @@ def build() -> Path:
     if file.exists():
         return file
     FOLDER.mkdir(parents=True, exist_ok=True)
-    # Under a name of its own until it is whole: several benchmarks may be compiling it.
+    # Write to a temporary name first, because another benchmark may be compiling the same file.
     unfinished = file.with_suffix(f".{os.getpid()}")
     process = subprocess.run(
         [*command, "-o", str(unfinished)],

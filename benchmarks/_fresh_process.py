@@ -1,11 +1,11 @@
-"""What registration.py runs in a process of its own: one measurement, printed as JSON.
+"""Make one measurement for `registration.py` in this process, and print it as JSON.
 
     python _fresh_process.py import
     python _fresh_process.py first ROUTE
     python _fresh_process.py many ROUTE CONTENTS COUNT
 
-It imports little besides torch: a module that is there already would make `import torchop` and a
-first definition look cheaper than they are for a user.
+This file imports little besides torch, because an import made here would be missing from the
+measured time of `import torchop` and of the first definition.
 """
 
 import gc
@@ -30,7 +30,7 @@ KERNEL_ONLY, WITH_RULES, CALLED = CONTENTS = ("kernel", "kernel, fake, formula",
 
 
 class Source(NamedTuple):
-    """What a user writes for one operator."""
+    """The functions and arguments of one operator."""
 
     schema: str
     args: tuple[Any, ...]
@@ -99,7 +99,7 @@ KINDS = (_scale, _affine, _attention)
 
 
 class Registrar:
-    """Registers operators by one route, and calls them."""
+    """Register operators by one route, and call them."""
 
     def __init__(self, route: str) -> None:
         self.custom_op: Callable[..., Any] | None = None
@@ -111,7 +111,7 @@ class Registrar:
             self.custom_op = torch.library.custom_op
 
     def define(self, name: str, source: Source) -> Any:
-        """Returns the handle, or the name where there is none."""
+        """Define an operator; return the handle, or the name for the low-level API."""
         if self.custom_op is not None:
             return self.custom_op(f"bench::{name}", source.kernel, mutates_args=())
         torch.library.define(f"bench::{name}", source.schema)
@@ -137,9 +137,9 @@ class Registrar:
 
 
 def import_torchop() -> dict[str, float]:
-    """Times `import torchop` on top of torch."""
+    """Time `import torchop` after `import torch`."""
     gc.collect()
-    gc.freeze()  # a collection that importing torch left due, would be charged to torchop
+    gc.freeze()  # otherwise a collection due after `import torch` would be part of the time
     start = time.perf_counter()
     import torchop  # noqa: F401  # importing it is the measurement
 
@@ -147,7 +147,7 @@ def import_torchop() -> dict[str, float]:
 
 
 def first_use(route: str) -> dict[str, dict[str, float]]:
-    """Times a process's first definition, call and training step, and counts what they import."""
+    """Time a process's first definition, call and training step, and count imported modules."""
     registrar = Registrar(route)
     source = _scale()
     x = torch.ones(2, requires_grad=True)
@@ -166,7 +166,6 @@ def first_use(route: str) -> dict[str, dict[str, float]]:
 
     results = {}
     for name, step in (("definition", define), ("call", call), ("training step", train)):
-        # Importing torch leaves a collection due, and whoever comes next would be charged for it.
         gc.collect()
         gc.freeze()
         before = set(sys.modules)
@@ -183,18 +182,18 @@ def first_use(route: str) -> dict[str, dict[str, float]]:
 
 
 def many(route: str, contents: str, count: int) -> dict[str, float]:
-    """Registers many operators; returns microseconds and KB of memory for each."""
+    """Register many operators; return the microseconds and KB of memory per operator."""
     registrar = Registrar(route)
-    # The functions are the user's, whatever route they take; and the first operators of a process
-    # pay for imports and caches, which first_use shows.
+    # Create the user's functions before the measurement, and warm up: the first operators of a
+    # process pay for imports and caches, which `first_use` measures.
     sources = [KINDS[index % len(KINDS)]() for index in range(count)]
     warm_up = [(f"warm_up_{i}", kind()) for i, kind in enumerate(KINDS)]
     handles = _register(registrar, contents, warm_up)
-    # From the first call on, a definition of torchop also makes the calls of the operator native.
+    # After the first call, defining an operator also sets up native calls.
     registrar.call(handles[0], warm_up[0][1].args)
     named = [(f"op_{index}", source) for index, source in enumerate(sources)]
     gc.collect()
-    gc.freeze()  # torch's own objects, which a collection would otherwise go through again
+    gc.freeze()  # otherwise collections would traverse torch's objects again
     kilobytes = _resident_kilobytes()
     start = time.perf_counter()
     kept = _register(registrar, contents, named)
@@ -218,7 +217,7 @@ def _register(registrar: Registrar, contents: str, named: list[tuple[str, Source
 
 
 def _resident_kilobytes() -> float:
-    """The memory of this process: what it holds now or, where nobody tells, the most it held."""
+    """Return the resident memory of this process, or the peak if only that is available."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024

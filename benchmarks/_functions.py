@@ -1,7 +1,7 @@
-"""What is called: functions, how gradients flow through them, and arguments.
+"""The measured functions, their autograd formulas, and arguments.
 
-Most functions are that of pytorch/pytorch#177109: 14 tensors of 4 elements, the first of which is
-cloned.
+Most functions follow pytorch/pytorch#177109: they take 14 tensors of 4 elements, and clone the
+first.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
 def of_tensors(count: int, body: str) -> Callable[..., Tensor]:
-    """Writes a function of tensors x1, x2, ...
+    """Create a function of tensors x1, x2, ...
 
-    The signature decides on the schema, so each tensor needs a parameter, and `*xs` will not do.
+    The schema is inferred from the signature, which may not contain `*xs`.
     """
     parameters = ", ".join(f"x{index}: Tensor" for index in range(1, count + 1))
     namespace: dict[str, Any] = {"Tensor": Tensor}
@@ -64,11 +64,11 @@ def clone_typed(
 
 
 # --------------------------------------------------------------------------------------------------
-# Gradients: as formulas of an operator, and as functions of autograd written by hand
+# Gradients: as formulas of an operator, and as `torch.autograd.Function` classes
 
 
 class Formula(NamedTuple):
-    """A backward formula, as `register_autograd` takes it."""
+    """The arguments of `register_autograd`."""
 
     backward: Callable[..., Any]
     setup_context: Callable[..., None] | None = None
@@ -121,9 +121,9 @@ def leaves(count: int) -> Callable[[], Arguments]:
 
 
 def parameter() -> Arguments:
-    """A leaf whose node of the graph is alive, as that of a parameter is during a step."""
+    """Return a leaf with a live AccumulateGrad node, like a parameter during a training step."""
     x = torch.randn(4, requires_grad=True)
-    x.edge = get_gradient_edge(x)  # type: ignore[attr-defined]  # which holds the node
+    x.edge = get_gradient_edge(x)  # type: ignore[attr-defined]  # keeps the node alive
     return [x], {}
 
 

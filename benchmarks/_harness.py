@@ -1,4 +1,4 @@
-"""Measuring calls side by side: interleaved rounds, medians, ratios, one torch thread."""
+"""Measure calls in interleaved rounds, and report medians and limits."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-# Asking for the time costs some 300 ns, a call here 1000 ns and more: blocks this long hide the
-# first, and are still short enough for many rounds to share whatever else the machine is doing.
+# Reading the clock takes 300 ns, and a call 1000 ns or more. Blocks of this length hide the former,
+# and are short enough that other load on the machine affects all calls alike.
 BLOCK_SECONDS = 0.002
-# How many calls come before: to warm up, and to find how many fill a block.
+# Calls to warm up, and calls to estimate the number per block.
 WARM_UP, PROBE = 200, 100
-# How many come before each block, which would pay for what the block before has left otherwise.
+# Untimed calls before each block, to restore the caches after another block.
 LEAD_IN = 10
 
 
 class Call(NamedTuple):
-    """Something to call again and again with the same arguments."""
+    """A function and the arguments of the measured calls."""
 
     function: Callable[..., Any]
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
 
     def seconds(self, times: int) -> float:
-        """The processor time of this thread that this many calls take together.
+        """Return the CPU time of `times` calls in this thread.
 
-        Time on the clock would grow with every other program that runs.
+        Wall time would include other programs.
         """
         function, args, kwargs = self
         repetitions = itertools.repeat(None, times)
@@ -46,7 +46,7 @@ class Call(NamedTuple):
             for _ in repetitions:
                 function(*args, **kwargs)
             return time.thread_time() - start
-        # A loop of its own: unpacking an empty mapping would be charged to every call.
+        # A separate loop, because unpacking an empty mapping takes time.
         start = time.thread_time()
         for _ in repetitions:
             function(*args)
@@ -54,14 +54,14 @@ class Call(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Microseconds for one call, the median of the rounds; and how many calls there were in all."""
+    """The median of the rounds, in microseconds per call, and the total number of calls."""
 
     median: float
     calls: int
 
 
 class Spread(NamedTuple):
-    """A number of several processes: their median, and how far they are apart."""
+    """The median, minimum and maximum of a number over several processes."""
 
     median: float
     lowest: float
@@ -73,17 +73,17 @@ class Spread(NamedTuple):
 
 
 def measure(calls: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
-    """Times several calls in turn.
+    """Time several calls in interleaved rounds.
 
-    Every round times one block of each, starting with another one: a slow second of the machine
-    falls on all of them, where timing one after the other would charge it to one.
+    Each round times one block of every call, starting with a different one, so a slow second of
+    the machine affects all calls alike.
 
-    The garbage collector stays on. Programs run with it, so a call that leaves work for it has to
-    pay for that here too; but not for going through what was there before.
+    The garbage collector stays on, as in programs, so its work for the measured calls is included.
+    Objects created before are frozen.
 
     Args:
-        calls: what to time, by name.
-        rounds: how many blocks to time of each.
+        calls: the calls to time, by name.
+        rounds: the number of blocks per call.
     """
     lengths = {name: _block_length(call) for name, call in calls.items()}
     gc.collect()
@@ -105,7 +105,7 @@ def measure(calls: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
 
 
 def _block_length(call: Call) -> int:
-    """Warms a call up, and finds how many of it fill a block."""
+    """Warm up a call, and return how many calls fill a block."""
     call.seconds(WARM_UP)
     return max(1, round(BLOCK_SECONDS / (call.seconds(PROBE) / PROBE)))
 
@@ -115,7 +115,7 @@ def _block_length(call: Call) -> int:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A command line with what every benchmark takes."""
+    """Return an argument parser with the options of all benchmarks."""
     arguments = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     arguments.add_argument(
         "--json", type=Path, metavar="FILE", help="write the numbers to FILE too"
@@ -124,7 +124,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def environment() -> dict[str, str | int]:
-    """What the numbers depend on besides the code."""
+    """Return the versions and the machine, to store with the results."""
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -134,16 +134,16 @@ def environment() -> dict[str, str | int]:
 
 
 def console() -> Console:
-    """Where a benchmark prints: in a pipe or a dumb terminal too, there without colours."""
-    # Where nobody tells a width, rich assumes 80 columns and breaks the tables.
+    """Return a console for the terminal, or for a pipe."""
+    # In a pipe, rich assumes 80 columns, which would wrap the tables.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def table(title: str, *columns: str) -> Table:
-    """A table whose first column holds names and whose others hold numbers."""
+    """Return a table with a column of names followed by columns of numbers."""
     first, *others = columns
     result = Table(title=title, title_justify="left", title_style="bold")
-    # On a loaded machine the numbers get longer, and would break the names.
+    # Wide numbers must not wrap the names.
     result.add_column(first, no_wrap=True)
     for column in others:
         result.add_column(column, justify="right")
@@ -151,7 +151,7 @@ def table(title: str, *columns: str) -> Table:
 
 
 class Bar(NamedTuple):
-    """A number that a benchmark holds the library to."""
+    """A measured number and the limit that it must not exceed."""
 
     what: str
     value: float
@@ -178,6 +178,6 @@ def bars_as_json(bars: Sequence[Bar]) -> list[dict[str, Any]]:
 
 
 def write_json(file: Path | None, results: Mapping[str, Any]) -> None:
-    """Writes results with the environment they were measured in, if a file was named."""
+    """Write results and the environment to `file`, unless it is None."""
     if file is not None:
         file.write_text(json.dumps({"environment": environment(), **results}, indent=2) + "\n")

@@ -1,8 +1,7 @@
-"""What torchop costs the operators that it does not make native.
+"""Measure the cost of torchop for operators without native calls.
 
-Calls of every object of torch.ops come to a function of torchop, which hands over those that are
-not its own. It lies in a slot of the class, where Python lets nobody put it back: so it is put
-there and taken away here by its address, in turns.
+torchop replaces `tp_call` of the torch.ops classes, and passes calls of other operators on to
+PyTorch. To compare, this swaps the slot by address, because Python code cannot restore it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from _harness import Call
 from _routes import OPS, PLAIN
 
 TITLE = "not ours"
-# tp_call of a PyTypeObject, which PyObject_VAR_HEAD, 3 pointers long, and 13 fields precede.
+# The offset of `tp_call` in PyTypeObject: PyObject_VAR_HEAD takes 3 pointers, then come 13 fields.
 _OFFSET = 16 * ctypes.sizeof(ctypes.c_void_p)
 _slot = ctypes.c_void_p.from_address(id(OpOverload) + _OFFSET)
 
 
 class _Call(Call):
-    """Calls while the slot holds PyTorch's function."""
+    """A call that is timed with PyTorch's function in the slot."""
 
     def seconds(self, times: int) -> float:
         ours, _slot.value = _slot.value, _stock_function()
@@ -34,7 +33,7 @@ class _Call(Call):
 
 
 def _stock_function() -> int | None:
-    """What the slot of a class holds whose `__call__` is a Python function."""
+    """Return the `tp_call` that Python gives to classes with a `__call__` method."""
     return ctypes.c_void_p.from_address(id(_Callable) + _OFFSET).value
 
 
@@ -43,13 +42,13 @@ class _Callable:
 
 
 def calls() -> Mapping[str, Call]:
-    """An operator of PyTorch's, with torchop's function in the slot and with PyTorch's.
+    """Return calls of a PyTorch operator, with torchop's function in the slot and without.
 
     Raises:
-        RuntimeError: both are the same, so there is nothing to compare.
+        RuntimeError: torchop has not replaced the slot.
     """
     if _slot.value == _stock_function():
-        raise RuntimeError("torchop has not replaced how objects of torch.ops are called")
+        raise RuntimeError("torchop has not replaced tp_call of torch.ops.OpOverload")
     arguments = [torch.randn(4)]
     function = torch.ops.aten.neg.default
     return {PLAIN: _Call(function, arguments), OPS: Call(function, arguments)}

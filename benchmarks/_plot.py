@@ -1,4 +1,4 @@
-"""The numbers of calls.py as a picture: one line for each row, one dot for each route."""
+"""Plot the results of `calls.py`: a line per row, a dot per route."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-mpl.use("agg")  # a file is all that is wanted, and a machine without a screen can write one
+mpl.use("agg")  # works without a display
 
 import matplotlib.pyplot as plt
 
@@ -15,7 +15,7 @@ from _harness import Spread
 
 
 def draw(file: Path, results: Mapping[str, Mapping[str, Spread]], routes: Sequence[str]) -> None:
-    """Draws medians as dots and their spread as bars, over microseconds on a logarithmic scale."""
+    """Draw medians as dots and ranges as bars, over microseconds on a logarithmic scale."""
     rows = list(results)
     figure, axes = plt.subplots(figsize=(9, 0.42 * len(rows) + 1.6), layout="constrained")
     for route in routes:
@@ -24,7 +24,6 @@ def draw(file: Path, results: Mapping[str, Mapping[str, Spread]], routes: Sequen
         medians = [spread.median for spread in spreads]
         below = [spread.median - spread.lowest for spread in spreads]
         above = [spread.highest - spread.median for spread in spreads]
-        # A log scale, because a plain call and the slowest are a hundred times apart.
         axes.errorbar(medians, there, xerr=(below, above), fmt="o", markersize=5, label=route)
     axes.set_xscale("log")
     axes.set_xlabel("microseconds for one call")

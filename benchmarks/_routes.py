@@ -1,4 +1,4 @@
-"""The ways to call: a case's function as an operator of every kind."""
+"""Define the operators of a case, one per route."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Row(NamedTuple):
     """The calls of one row.
 
     Attributes:
-        title: the row's head.
-        calls: what to time, by route.
-        handle: the operator of torchop among them.
-        ways: the counters of `torchop.native` that each call of it adds one to.
-        repeats: how many calls of an operator one of `calls` makes.
+        title: the title of the row.
+        calls: the calls to time, by route.
+        handle: torchop's operator.
+        ways: the counters of `torchop.native` that a call of `handle` increments.
+        repeats: how often each of `calls` calls the operator.
     """
 
     title: str
@@ -42,10 +42,10 @@ class Row(NamedTuple):
 
 
 def row(case: Case, *, cpp: bool) -> Row:
-    """Defines the operators of a case.
+    """Define the operators of a case.
 
     Args:
-        case: what to call.
+        case: the function, the rules and the arguments.
         cpp: whether the operators of clone_first.cpp are loaded.
     """
     name, function = case.name, case.function

@@ -1,4 +1,4 @@
-"""The row of an operator that takes a dataclass: taken apart by the handle, made for the kernel."""
+"""An operator with a dataclass argument, which the handle flattens and the kernel gets rebuilt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clone(x: Tensor, config: Config) -> Tensor:
 
 
 def row() -> Row:
-    """Defines the operator. Nothing else takes a dataclass, so there is nothing beside it."""
+    """Define the operator; no other route supports dataclasses."""
     ours = torchop.custom_op("bench_torchop::structured", clone, mutates_args=())
     x, config = torch.randn(4), Config(torch.randn(4), 2.0)
     values = dataclasses.asdict(config)

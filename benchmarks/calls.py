@@ -1,49 +1,47 @@
-"""What does it cost to call an operator, instead of the function it was made from?
+"""Compare the time of calling an operator with the time of calling the function directly.
 
-Every row is one function and one kind of call; every column is one way to make the call:
+Each row is a function and a kind of call. Each column is a way to make the call:
 
-- plain call: the Python function itself, without an operator. What remains is the work.
-- torchop handle: what `torchop.custom_op` returns.
+- plain call: the Python function itself, without an operator.
+- torchop handle: the object returned by `torchop.custom_op`.
 - torch.ops: the overload of the same operator, `torch.ops.<namespace>.<name>.default`.
-- custom_op: what `torch.library.custom_op` returns.
+- custom_op: the object returned by `torch.library.custom_op`.
 - define + impl: `torch.library.define` and `impl`, called through `torch.ops`, with the formula of
-  the row. It checks nothing about aliases and counts no versions of mutated arguments.
-- C++ op: TORCH_LIBRARY and a C++ kernel, called through `torch.ops`; where gradients are recorded,
-  with a formula in C++, a `torch::autograd::Function`.
-- autograd.Function: a `torch.autograd.Function` by hand, which is no operator.
+  the row. It does not check aliases or bump the versions of mutated arguments.
+- C++ op: TORCH_LIBRARY and a C++ kernel, called through `torch.ops`. In rows with gradients, the
+  formula is a `torch::autograd::Function`.
+- autograd.Function: a hand-written `torch.autograd.Function`, not an operator.
 
-The function is that of pytorch/pytorch#177109, which clones the first of 14 tensors of 4 elements,
-where a row does not say otherwise. The numbers are microseconds of processor time for one call, and
-how many times a plain call that is; below them, the least and the most that a process found. One
-process times all routes of a row in turn; the ratios are of numbers in one process.
+Unless a row says otherwise, the function clones the first of 14 tensors of 4 elements, as in
+pytorch/pytorch#177109. Times are microseconds of CPU time per call, followed by the multiple of the
+plain call, and the minimum and maximum over the processes. A process times all routes of a row in
+turn, and ratios compare times of one process.
 
-Nothing is turned off for it: torchop checks results for aliases, asks the dispatcher's table, and
-counts, in every call, and the garbage collector runs as it does in programs. The counts show that
-the calls went the way that the row is about; if they did not, there is no table.
+All checks are on: torchop checks results for aliases, reads the dispatcher's tables and counts
+calls, and the garbage collector runs. If the counts show that calls did not take the intended path,
+the benchmark fails.
 
-In the row "dataclass, 5 fields", the handle takes a dataclass apart and the kernel gets another
-one, made of the arguments of the flat operator that torch.ops calls.
+Some rows need an explanation:
 
-In the row "not ours", the operator is `torch.ops.aten.neg.default`, and the plain call is what it
-costs where torchop has not put a function of its own between torch.ops and PyTorch.
+- "dataclass, 5 fields": the handle flattens a dataclass, and the kernel gets a rebuilt one.
+  torch.ops calls the flat operator.
+- "not ours": the operator is `torch.ops.aten.neg.default`. For the plain call, torchop's hook in
+  the torch.ops classes is removed.
+- "profiler", "dispatch mode" and "tensor subclass": torchop sends these calls to the dispatcher.
+  All operators have a formula.
+- "Inductor graph": one call in a graph of 10 calls.
 
-The rows "profiler", "dispatch mode" and "tensor subclass" are calls that torchop sends to the
-dispatcher. Their operators have a formula, by every route. The last row is a graph of 10 calls,
-compiled by Inductor, divided by 10.
-
-Take-away: a native call costs what the function costs. It adds 0.1 us, which inference mode shows;
-otherwise most of that comes back, because the kernel's own calls of PyTorch skip autograd, so that
-a function of two such calls is cheaper as an operator. It takes a tenth of what
-`torch.library.custom_op` takes, and less than half of an operator in C++, whose arguments PyTorch
-converts for the dispatcher. Coming in through torch.ops adds 0.05 us. With gradients, recording is
-what costs, and more for every leaf: up to two and a half times a plain call, which is still half of
-an `autograd.Function`; backward keeps an eighth of that lead, for the engine's work is the same. An
-operator with a kernel and a formula in C++ takes longer, forward and backward, than torchop's with
-both in Python.
-Mutation costs nothing more, where `torch.library.custom_op` takes 60 to 120 us. A call through the
-dispatcher takes five times what a native one does, and less than two thirds of define + impl: where
-nothing is to be recorded, it meets no Python on the way to the kernel. With a mode or a subclass it
-takes less than half, because the call that these make in turn is native.
+Results: a native call takes as long as the plain call. It adds 0.1 us, as inference mode shows.
+Otherwise most of this is regained, because the PyTorch calls of the kernel skip autograd. It takes
+a tenth of `torch.library.custom_op`, and less than half of a C++ operator, because PyTorch converts
+the arguments of the latter for the dispatcher. Calling through torch.ops adds 0.05 us. Recording
+gradients costs up to 2.5 times a plain call, depending on the number of leaves, and half of an
+`autograd.Function`. The engine's time in the backward is the same for all routes. Forward and
+backward of a C++ operator with a C++ formula take longer than torchop's in Python. Mutation is
+free, compared with 60 to 120 us in `torch.library.custom_op`. Calls through the dispatcher take
+five times as long as native ones, and less than two thirds of define + impl, because no Python code
+runs before the kernel unless autograd records. With a mode or subclass they take less than half,
+because the call from the handler is native.
 """
 
 from __future__ import annotations
@@ -67,11 +65,11 @@ Results = dict[str, dict[str, Spread]]
 
 
 def collect(processes: int, rounds: int, cpp: Path | None) -> list[dict[str, dict[str, float]]]:
-    """Times every call in several processes, one after the other."""
+    """Time every call in several processes, one after the other."""
     script = Path(__file__).with_name("_calls_process.py")
     command = [sys.executable, str(script), str(rounds), *([] if cpp is None else [str(cpp)])]
     runs = []
-    # The memory that a process happens to get decides on some per cent: hence more than one.
+    # Several processes, because their memory layouts cause differences of a few percent.
     for _ in range(processes):
         process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         runs.append(json.loads(process.stdout))
@@ -79,7 +77,7 @@ def collect(processes: int, rounds: int, cpp: Path | None) -> list[dict[str, dic
 
 
 def summarize(runs: list[dict[str, dict[str, float]]]) -> Results:
-    """The median of the processes for each number, with its spread."""
+    """Return the median, minimum and maximum of each number over the processes."""
     return {
         row: {route: Spread.of([run[row][route] for run in runs]) for route in routes}
         for row, routes in runs[0].items()
@@ -87,7 +85,7 @@ def summarize(runs: list[dict[str, dict[str, float]]]) -> Results:
 
 
 def results_table(title: str, results: Results) -> Any:
-    """A row for each kind of call, a column for each way to make it."""
+    """Return a table with a row per kind of call and a column per route."""
     table = _harness.table(title, "", *ROUTES)
     for row, routes in results.items():
         cells = []
@@ -114,14 +112,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40, help="blocks to time of each call")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the numbers to FILE, a PNG")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # as in the processes that measure: the environment tells it
+    torch.set_num_threads(1)  # as in the measuring processes; part of the reported environment
     console = _harness.console()
     try:
         cpp = _cpp_op.build()
     except NativeUnavailableError as error:
         console.print(f"Without the C++ operator: {error}", markup=False)
         cpp = None
-    with console.status("Timing calls in processes of their own"):
+    with console.status("Timing calls in separate processes"):
         runs = collect(options.processes, options.rounds, cpp)
     results = summarize(runs)
     environment = _harness.environment()
@@ -135,8 +133,7 @@ def main() -> int:
     checked = _bars.bars(runs)
     _harness.print_bars(console, checked)
     if options.plot is not None:
-        # Only here: without a picture to draw, nobody has to have matplotlib, or to wait for it.
-        import _plot
+        import _plot  # imports matplotlib, an optional dependency
 
         _plot.draw(options.plot, results, ROUTES)
     _harness.write_json(

@@ -1,25 +1,23 @@
-"""What do operators cost in `torch.compile`: the first compile, and calls from a compiled graph?
+"""Measure operators under `torch.compile`: the first compilation, and calls in compiled graphs.
 
-- torchop: an operator of `torchop.custom_op` with five arguments beside the first.
-- torchop, dataclass: one that takes these five in a dataclass.
-- custom_op: the first one, made by `torch.library.custom_op`.
+- torchop: an operator of `torchop.custom_op` with six arguments.
+- torchop, dataclass: an operator that takes five of these in a dataclass.
+- custom_op: the first operator, defined with `torch.library.custom_op`.
 
-The first table is the processor time of a program's first call, with a backend, Dynamo and the
-backend being imported before: medians of fresh processes, the routes in turn. The second is one
-call of an operator in a graph of ten that Inductor compiled, guards and all, the median of the
-processes. In the row of training, the input requires a gradient; the formula of torchop is derived
-from the body, that of custom_op is written.
+The first table is the CPU time of the first call of a compiled program, without the imports of
+Dynamo and the backend: medians of fresh processes, with the routes in turn. The second is the time
+of a call in an Inductor graph of ten calls, guards included. In the row "derived, training", the
+input requires grad. torchop's formula is derived from the body, and that of custom_op is written.
 
-The third table is what a call in such a graph adds to its kernel, without what a graph costs once,
-and the most memory that a chain of ten has at once, in results. For a family of `out_op`, and for
-an overload with `torch.Tag.out`, Inductor allocates the results; those of an elementwise family it
-writes over their inputs.
+The third table is the time that a call in such a graph adds to the kernel, without the fixed cost
+of the graph, and the peak memory of a chain of ten calls, in multiples of a result. For families of
+`out_op`, and for overloads with `torch.Tag.out`, Inductor allocates the results. For an elementwise
+family, Inductor overwrites the inputs.
 
-Take-away: Dynamo takes a call of a handle for one of the overload behind it, without tracing what
-is between, where for `torch.library.custom_op` it traces `__call__`. A dataclass whose fields have
-the types that it says is taken apart without a trace too, and Dynamo never looks at the object:
-what it adds are the guards on the fields. A derived formula pays for comparing the state of the
-random number generator with the last one in every call.
+Results: Dynamo traces a call of torchop's handle as a call of the overload, but traces `__call__`
+of `torch.library.custom_op`. It also flattens a dataclass without tracing, so the dataclass only
+adds guards on the fields. With a derived formula, each call compares the state of the random number
+generator with the previous one.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def title(backend: str, operators: int) -> str:
 
 
 def collect_first(backends: list[str], operators: int, repeats: int) -> First:
-    """Compiles a program with `operators` operators; half as many for what a dataclass costs."""
+    """Compile a program with `operators` operators, and one with half as many dataclass calls."""
     rows = {title(backend, operators): (backend, operators, (FLAT, STOCK)) for backend in backends}
     half = operators // 2
     rows[title(STRUCTURED_BACKEND, half)] = STRUCTURED_BACKEND, half, ROUTES
@@ -81,7 +79,7 @@ def _process(*arguments: str) -> Any:
 
 
 def bars(first: First, calls: Any, chains: Any, operators: int) -> list[Bar]:
-    """What the library is held to."""
+    """Return the limits for the results."""
     medians = {
         row: {route: statistics.median(values) for route, values in routes.items()}
         for row, routes in first.items()
@@ -95,8 +93,8 @@ def bars(first: First, calls: Any, chains: Any, operators: int) -> list[Bar]:
     result.append(
         Bar(f"{operators // 2} operators: {STRUCTURED} / {FLAT}", ratio, 0.65 / 0.51, "x")
     )
-    # The limits were microseconds on a machine where a flat call of custom_op took 12.8: a busy
-    # machine makes both longer.
+    # The limits are microseconds on a machine where a flat call of custom_op took 12.8, scaled by
+    # the same call on this machine.
     for row, route, limit in (
         (PLAIN_ROW, FLAT, 4.3),
         (STRUCTURED_ROW, STRUCTURED, 5.5),
@@ -106,11 +104,11 @@ def bars(first: First, calls: Any, chains: Any, operators: int) -> list[Bar]:
         what = f"a call in a graph, {row}: {route} / {STOCK}, flat"
         result.append(Bar(what, value, limit / STOCK_MICROSECONDS, "x"))
     above = {route: _above(chains, route) for route in chains[0]["above"]}
-    # The limit was a microsecond where a call of custom_op adds about seven.
-    what = f"what a call in a graph adds to its kernel: {FLAT} / {STOCK}"
+    # One microsecond on a machine where a call of custom_op added about seven.
+    what = f"time that a call in a graph adds to the kernel: {FLAT} / {STOCK}"
     result.append(Bar(what, above[FLAT] / above[STOCK], 0.15, "x"))
-    for route in (FAMILY, OVERWRITING):  # as little as with PyTorch's own tag, give or take noise
-        what = f"what a call in a graph adds to its kernel: {route} / {TAGGED}"
+    for route in (FAMILY, OVERWRITING):  # equal to PyTorch's tag, plus noise
+        what = f"time that a call in a graph adds to the kernel: {route} / {TAGGED}"
         result.append(Bar(what, above[route] / above[TAGGED], 1.15, "x"))
     return result
 
@@ -137,7 +135,7 @@ def calls_table(calls: Any) -> Any:
 
 def chains_table(chains: Any) -> Any:
     table = _harness.table(
-        "A call in a chain", "", "above its kernel, microseconds", "peak, results"
+        "A call in a chain", "", "added to the kernel, microseconds", "peak, results"
     )
     for route, peak in chains[0]["peak"].items():
         table.add_row(route, f"{_above(chains, route):.1f}", f"{peak:.1f}")
@@ -146,15 +144,15 @@ def chains_table(chains: Any) -> Any:
 
 def main() -> int:
     parser = _harness.parser(__doc__)
-    parser.add_argument("--operators", type=int, default=40, help="how many a program calls")
-    parser.add_argument("--repeats", type=int, default=5, help="processes for each number")
-    parser.add_argument("--rounds", type=int, default=40, help="blocks to time of each call")
-    parser.add_argument("--inductor", action="store_true", help="compile with Inductor too: slow")
+    parser.add_argument("--operators", type=int, default=40, help="operators per program")
+    parser.add_argument("--repeats", type=int, default=5, help="processes per number")
+    parser.add_argument("--rounds", type=int, default=40, help="timed blocks per call")
+    parser.add_argument("--inductor", action="store_true", help="also compile with Inductor (slow)")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # as in the processes that measure: the environment tells it
+    torch.set_num_threads(1)  # as in the measuring processes; part of the reported environment
     backends = ["eager", STRUCTURED_BACKEND, *(["inductor"] * options.inductor)]
     console = _harness.console()
-    with console.status("Compiling in processes of their own"):
+    with console.status("Compiling in separate processes"):
         first = collect_first(backends, options.operators, options.repeats)
         repeats = range(min(options.repeats, 3))
         calls = [_process("calls", str(options.rounds)) for _ in repeats]

@@ -1,15 +1,14 @@
-"""What does a call cost whose tensors are on a GPU?
+"""Measure calls with tensors on a GPU.
 
-Rows are ways to call the same function: a plain Python function, an operator of torchop (its
-handle, and through `torch.ops`), `torch.library.custom_op`, the same accelerated, and `define` with
-`impl`.
-Each table is one kind of work: an allocation and no launch, one launch, a formula that saves one
-tensor, its forward and backward, and a derived formula.
+The rows are ways to call the same function: the plain Python function, torchop's handle and
+overload, `torch.library.custom_op`, the same accelerated, and `define` with `impl`. Each table is
+one kind of work: an allocation without a launch, one launch, a formula that saves a tensor (forward
+alone, then with backward), and a derived formula.
 
-The first number is microseconds of processor time of the calling thread, so without a backward on
-an accelerator, which has a thread of its own; the second is time on the clock until the device has
-finished. Both are medians of rounds in which all ways take turns. Without an accelerator, the
-tensors are on the CPU.
+The first number is microseconds of CPU time of the calling thread. It excludes the backward on an
+accelerator, which runs in another thread. The second is wall time until the device has finished.
+Both are medians of rounds in which all ways take turns. Without an accelerator, the tensors are on
+the CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Way = Callable[..., Tensor]
 
 
 def device() -> torch.device:
-    """The accelerator, or the CPU where there is none."""
+    """Return the accelerator, or the CPU if the machine has none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else torch.device(found.type, 0)
 
@@ -43,7 +42,7 @@ def device() -> torch.device:
 def ways(
     name: str, body: Way, schema: str, formula: tuple[Any, Any] | None = None
 ) -> dict[str, Way]:
-    """The ways to call a function, by name."""
+    """Define operators for a function, and return all ways to call it, by name."""
     ours = torchop.custom_op(f"bench::{name}", body, mutates_args=(), schema=schema)
     stock = torch.library.custom_op(f"bench_stock::{name}", body, mutates_args=(), schema=schema)
     fast = torch.library.custom_op(f"bench_fast::{name}", body, mutates_args=(), schema=schema)
@@ -69,7 +68,7 @@ def ways(
 def measure(
     calls: Mapping[str, Callable[[], object]], rounds: int, times: int
 ) -> dict[str, dict[str, float]]:
-    """Microseconds of one call: of this thread, and on the clock until the device is done."""
+    """Return microseconds per call: CPU time of this thread, and wall time with synchronization."""
     wait = (lambda: None) if device().type == "cpu" else torch.accelerator.synchronize
     for call in calls.values():
         for _ in range(WARM_UP):
@@ -92,7 +91,7 @@ def measure(
 
 
 def cases() -> dict[str, dict[str, Callable[[], object]]]:
-    """What is called, by the title of its table."""
+    """Return the measured calls, by title of the table."""
     where = device()
     tensors = [torch.randn(4, device=where) for _ in range(TENSORS)]
     leaves = [torch.randn(4, device=where, requires_grad=n == 0) for n in range(TENSORS)]
@@ -128,8 +127,8 @@ def cases() -> dict[str, dict[str, Callable[[], object]]]:
 
 def main() -> int:
     parser = _harness.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="how often each way has its turn")
-    parser.add_argument("--calls", type=int, default=300, help="how many calls a turn has")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of all ways")
+    parser.add_argument("--calls", type=int, default=300, help="calls per way and round")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torchop.native.wait()

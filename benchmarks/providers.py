@@ -1,17 +1,17 @@
-"""What does it cost to choose between the kernels of several providers?
+"""Measure the time to choose between the kernels of several providers.
 
-Every column is one way to call the same kernel, which makes an empty tensor like the first of two:
+Each row is a way to call the same kernel, `torch.empty_like` of the first argument:
 
 - one kernel: an operator without providers.
-- by priority: two providers, of which the first takes every call.
-- supports: the first provider says which calls it takes, and this one was seen before.
-- in a block: the same, inside of `with torchop.priority(...)`.
-- Python: an operator whose kernel chooses as the engines write it: a list of providers in the order
-  of priority, the `supports_args` of each, asked in every call.
-- Python table: the same, with a dictionary of shapes and dtypes in front.
+- by priority: two providers, the first of which accepts every call.
+- supports: the first provider has a `supports` function, whose answer is cached.
+- in a block: the same, inside `with torchop.priority(...)`.
+- Python: an operator whose kernel chooses like inference engines, by calling the `supports_args`
+  function of each provider in priority order.
+- Python table: the same, with a dictionary keyed by shapes and dtypes.
 
-The numbers are nanoseconds of processor time for one call, the median of the processes; each times
-all columns in turn. A bar is the median of the differences to one kernel in one process.
+Times are nanoseconds of CPU time per call, the median over processes that time all rows in turn.
+Limits apply to the median difference from "one kernel" within a process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def takes_matrices(x: Tensor, y: Tensor) -> bool:
 
 
 class Implementation:
-    """A provider as engines keep it."""
+    """A provider, as inference engines represent it."""
 
     def __init__(self, function: Function, supports_args: Callable[[Tensor, Tensor], bool]) -> None:
         self.function, self.supports_args = function, supports_args
@@ -55,7 +55,7 @@ class Implementation:
 
 
 def dispatcher() -> Function:
-    """The choice as vLLM IR makes it: the first of the priority list that takes the arguments."""
+    """Return a function that chooses like vLLM IR: the first provider that accepts the call."""
     implementations = {"fast": Implementation(kernel, takes_matrices)}
     implementations["native"] = Implementation(kernel, lambda x, y: True)
     priority = ["fast", "native"]
@@ -71,7 +71,7 @@ def dispatcher() -> Function:
 
 
 def table() -> Function:
-    """The same, with a dictionary of shapes and dtypes in front, as autotuners have it."""
+    """Return `dispatcher` with a cache by shapes and dtypes, like autotuners."""
     chosen: dict[Any, Function] = {}
     dispatched = dispatcher()
 
@@ -83,7 +83,7 @@ def table() -> Function:
 
 
 def measure(rounds: int) -> dict[str, float]:
-    """Nanoseconds for one call of each kind."""
+    """Return the nanoseconds per call of each kind."""
 
     def define(name: str, function: Function = kernel) -> Any:
         return torchop.custom_op(f"bench::{name}", function, mutates_args=(), schema=SCHEMA)
@@ -93,7 +93,7 @@ def measure(rounds: int) -> dict[str, float]:
     operators = {name: define(f"op{place}") for place, name in enumerate((ONE, PRIORITY, SUPPORTS))}
     for name, supports in ((PRIORITY, None), (SUPPORTS, takes_matrices)):
         op = operators[name]
-        # Functions of its own, as the others have: CPython specializes code by its caller.
+        # New functions for each operator, because CPython specializes bytecode per function.
         op.register_kernel(
             "cpu", lambda x, y: torch.empty_like(x), provider="fast", supports=supports
         )
@@ -102,20 +102,20 @@ def measure(rounds: int) -> dict[str, float]:
     operators[PYTHON] = define("python", dispatcher())
     operators[PYTHON_TABLE] = define("table", table())
     x, y = torch.zeros(4, 4), torch.zeros(4, 4)
-    # Without a formula a call notes for autograd that there is none, which is no part of this.
+    # Without no_grad, calls would also record for autograd that the operator has no formula.
     with torch.no_grad():
         timings = _harness.measure({n: Call(op, (x, y)) for n, op in operators.items()}, rounds)
-        # The plan of an operator changes with the first block of a process: measured at the end.
+        # Last, because the first `priority` block of a process changes the call plans.
         with torchop.priority({"bench::op2": ["fast"]}):
             pair = {ONE: Call(operators[ONE], (x, y)), BLOCK: Call(operators[SUPPORTS], (x, y))}
             inside = _harness.measure(pair, rounds)
     found = {name: 1e3 * timing.median for name, timing in timings.items()}
-    # As much more as one kernel took in the same turns.
+    # Relative to "one kernel" in the same rounds.
     return {**found, BLOCK: found[ONE] + 1e3 * (inside[BLOCK].median - inside[ONE].median)}
 
 
 def bars(runs: list[dict[str, float]]) -> list[Bar]:
-    """What the library is held to, as differences within each process."""
+    """Return the limits for the results, as differences within each process."""
 
     def added(name: str) -> float:
         return statistics.median(run[name] - run[ONE] for run in runs)
@@ -124,13 +124,13 @@ def bars(runs: list[dict[str, float]]) -> list[Bar]:
     share = statistics.median(
         (run[SUPPORTS] - run[ONE]) / (run[PYTHON_TABLE] - run[ONE]) for run in runs
     )
-    return [*limits, Bar(f"{SUPPORTS}, of what a {PYTHON_TABLE} adds", share, 0.5, "x")]
+    return [*limits, Bar(f"time added by {SUPPORTS} / by a {PYTHON_TABLE}", share, 0.5, "x")]
 
 
 def main() -> int:
     parser = _harness.parser(__doc__)
-    parser.add_argument("--processes", type=int, default=5, help="how many to run, in turn")
-    parser.add_argument("--rounds", type=int, default=100, help="blocks to time of each call")
+    parser.add_argument("--processes", type=int, default=5, help="processes to run, in turn")
+    parser.add_argument("--rounds", type=int, default=100, help="timed blocks per call")
     parser.add_argument("--in-process", action="store_true", help="measure here, and print JSON")
     options = parser.parse_args()
     if options.in_process:
@@ -138,7 +138,7 @@ def main() -> int:
         return 0
     console = _harness.console()
     command = [sys.executable, __file__, "--in-process", "--rounds", str(options.rounds)]
-    with console.status("Timing calls in processes of their own"):
+    with console.status("Timing calls in separate processes"):
         runs = [json.loads(subprocess.check_output(command)) for _ in range(options.processes)]
     shown = _harness.table("Nanoseconds for one call", "", "median", "least..most", "more")
     results = {name: Spread.of([run[name] for run in runs]) for name in runs[0]}

@@ -1,25 +1,24 @@
-"""What does it cost to define operators, and what does the first use of one cost?
+"""Measure the definition of operators, and the first use of one in a process.
 
-Packages register hundreds of operators when they are imported, so their users pay for it at every
-start. Each number is the median of several processes, those of the different routes in turn:
+Packages register hundreds of operators on import, so their users pay for it at every start. Each
+number is the median of several processes, with the routes in turn:
 
 - torchop: `torchop.custom_op`.
 - custom_op: `torch.library.custom_op`.
-- define + impl: `torch.library.define` and `impl`, with a schema written by hand and no checks;
-  `torch.library.register_fake` and `register_autograd` add the rules.
+- define + impl: `torch.library.define` and `impl`, with a written schema and no checks, and rules
+  of `torch.library.register_fake` and `register_autograd`.
 
-The operators have three signatures by turns, of one to three tensors. Memory is what the process
-grew by, the functions not included. Torch's own objects are frozen first: a collection that
-importing it left due would be charged to whoever comes next.
+The operators have three different signatures with one to three tensors. Memory is the growth of the
+process without the user's functions.
 
-Take-away: an operator of torchop takes a third of the time and half of the memory of one of
-`torch.library.custom_op`, and more time than `define`, which infers and checks nothing. With a
-fake kernel and a formula, define + impl is as slow as `torch.library.custom_op`.
-The first call of an operator costs what its definition put off: reading the schema and compiling
-the rules.
-A user feels the first call of all: `torch.library.custom_op` imports the compiler's frontend for
-it, which takes as long as importing torch. torchop loads its call path, in 3 ms, and nothing before
-that: programs define operators that they never call.
+Results: torchop takes a third of the time and half of the memory of `torch.library.custom_op`. It
+takes more time than `define`, which infers and checks nothing. With a fake kernel and a formula,
+define + impl is as slow as `torch.library.custom_op`.
+
+The first call of an operator parses the schema and compiles the rules. The first call in a process
+is slow with `torch.library.custom_op`, which imports Dynamo, as slow as importing torch. torchop
+loads the extension then, in 3 ms, and not earlier, because many programs define operators that they
+never call.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ Results = dict[str, Any]
 
 
 def collect(operators: int, repeats: int) -> Results:
-    """Runs every measurement `repeats` times, in turn.
+    """Run every measurement `repeats` times, in turn.
 
     Returns:
-        The medians, but the least time of an import, which is held against milliseconds: whatever
-        else the machine does can only make it longer.
+        The medians, and for the import the minimum, because its limit is an absolute time and other
+        load can only add to it.
     """
     runs: dict[tuple[str, ...], list[Results]] = defaultdict(list)
     for _ in range(repeats):
@@ -70,7 +69,7 @@ def collect(operators: int, repeats: int) -> Results:
 
 def _fresh_process(*arguments: str) -> Results:
     script = Path(__file__).with_name("_fresh_process.py")
-    # An installed package has its bytecode; without it, importing would compile the source.
+    # Installed packages come with bytecode. Without it, the import would compile the source.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.run(
         [sys.executable, str(script), *arguments],
@@ -90,7 +89,7 @@ def _medians(runs: Sequence[Any]) -> Any:
 
 
 def bars(results: Results) -> list[Bar]:
-    """What the library is held to."""
+    """Return the limits for the results."""
     ours, stock, low_level = (
         results["many"][KERNEL_ONLY][route] for route in (TORCHOP, CUSTOM_OP, LOW_LEVEL)
     )
@@ -98,12 +97,12 @@ def bars(results: Results) -> list[Bar]:
     first = results["first"][TORCHOP]
     dynamo = sum(step["dynamo_modules"] for step in first.values())
     return [
-        Bar("time to register, of custom_op's", time / stock["microseconds"], 0.4, "x"),
-        Bar("time to register, of define + impl's", time / low_level["microseconds"], 4.5, "x"),
+        Bar("time to register / custom_op", time / stock["microseconds"], 0.4, "x"),
+        Bar("time to register / define + impl", time / low_level["microseconds"], 4.5, "x"),
         Bar("memory of an operator", ours["kilobytes"], 16, " KB"),
-        Bar("the first definition of a process", first["definition"]["milliseconds"], 2, " ms"),
-        Bar("the first training step", first["training step"]["milliseconds"], 5, " ms"),
-        Bar("import torchop, on top of torch", results["import"]["milliseconds"], 50, " ms"),
+        Bar("first definition in a process", first["definition"]["milliseconds"], 2, " ms"),
+        Bar("first training step", first["training step"]["milliseconds"], 5, " ms"),
+        Bar("import torchop, after torch", results["import"]["milliseconds"], 50, " ms"),
         Bar("torch._dynamo modules imported by defining, calling and training", dynamo, 0),
     ]
 
@@ -117,7 +116,7 @@ def many_table(results: Results, operators: int) -> Any:
 
 
 def first_table(results: Results) -> Any:
-    table = _harness.table("The first of a process: time, and modules imported", "", *ROUTES)
+    table = _harness.table("First use in a process: time, and imported modules", "", *ROUTES)
     for step in results["first"][TORCHOP]:
         table.add_row(step, *(_first(routes[step]) for routes in results["first"].values()))
     return table
@@ -130,11 +129,11 @@ def _first(step: Results) -> str:
 
 def main() -> int:
     parser = _harness.parser(__doc__)
-    parser.add_argument("--operators", type=int, default=1000, help="how many to register")
-    parser.add_argument("--repeats", type=int, default=5, help="processes for each number")
+    parser.add_argument("--operators", type=int, default=1000, help="operators to register")
+    parser.add_argument("--repeats", type=int, default=5, help="processes per number")
     options = parser.parse_args()
     console = _harness.console()
-    with console.status("Registering operators in processes of their own"):
+    with console.status("Registering operators in separate processes"):
         results = collect(options.operators, options.repeats)
     environment = _harness.environment()
     console.print(f"torch {environment['torch']}, Python {environment['python']}; medians")

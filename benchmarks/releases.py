@@ -1,10 +1,9 @@
-"""The numbers of calls.py on several releases of PyTorch, side by side.
+"""Compare results of `calls.py` for several releases of PyTorch.
 
     python benchmarks/releases.py FILE FILE...
 
-Each file is what `calls.py --json FILE` wrote, on any machine and with any release. It prints a
-table in Markdown, in the order of the files: for each kind of call, the function alone, torchop's
-handle and `torch.library.custom_op`.
+Each file is the output of `calls.py --json FILE`. Prints a Markdown table with a row per kind of
+call, and columns for the plain function, torchop's handle and `torch.library.custom_op`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ ROUTES = {"plain call": "function", "torchop handle": "torchop", "custom_op": "`
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """The numbers of several runs; a dash where a release has no such row or route."""
+    """Return a table of several runs, with a dash for missing rows and routes."""
     releases = [run["environment"]["torch"].partition("+")[0] for run in runs]
-    # One row has no operator of torchop.
+    # The row "not ours" has no operator of torchop.
     rows = dict.fromkeys(
         row for run in runs for row, routes in run["calls"].items() if "torchop handle" in routes
     )
@@ -43,7 +42,7 @@ def _line(*cells: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path, nargs="+", help="what `calls.py --json` wrote")
+    parser.add_argument("file", type=Path, nargs="+", help="output of `calls.py --json`")
     print(table([json.loads(file.read_text()) for file in parser.parse_args().file]))
 
 

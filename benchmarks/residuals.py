@@ -1,15 +1,15 @@
-"""What does it cost to train through an operator with one residual?
+"""Measure training through an operator with one residual.
 
-Every way computes the same two small tensors in its forward, and multiplies in its backward:
+All routes compute the same two small tensors in the forward, and multiply in the backward:
 
 - torchop: an operator whose second tensor is a residual.
 - autograd.Function: PyTorch's class around the same function.
 - split by hand: an operator of `torch.library.custom_op` that returns both tensors.
-- inference: the operator without gradients, where its kernel leaves the residual out.
-- no residuals: an operator that declares none, called the same way.
+- inference: torchop's operator without gradients, when the kernel skips the residual.
+- no residuals: an operator without residuals, called without gradients.
 
-The numbers are microseconds of processor time: for forward and backward in the first three rows,
-and for the forward alone in the last two. A bar is the ratio of two medians.
+Times are microseconds of CPU time, for forward and backward in the first three rows, and for the
+forward alone in the last two. Limits apply to ratios of medians.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ INFERENCE, PLAIN = "inference", "no residuals"
 
 
 def forward(x: Tensor) -> Tensor:
-    # Imported by their names: `torchop` loads some of its own when they are first used, so Python
-    # looks them all up in the slow way, which takes as long as the answer.
+    # Imported by name, because attribute access on `torchop` is slow: the module has a
+    # `__getattr__` for lazy imports.
     if not records_gradient():
         return x * x
     return residuals(x * x, x + x)
@@ -71,7 +71,7 @@ def training(function: Callable[[Tensor], Tensor], x: Tensor) -> Call:
 
 
 def calls() -> dict[str, Call]:
-    """The ways to make the same calls."""
+    """Define the operators, and return a call for each route."""
     name = "bench_residuals::square"
     op = torchop.custom_op(name, forward, mutates_args=(), residuals={"slope": Tensor})
     op.register_autograd(
@@ -96,7 +96,7 @@ def calls() -> dict[str, Call]:
 
 def main() -> int:
     parser = _harness.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=100, help="blocks to time of each call")
+    parser.add_argument("--rounds", type=int, default=100, help="timed blocks per call")
     options = parser.parse_args()
     torchop.native.wait()
     torch.set_num_threads(1)

@@ -1,24 +1,23 @@
-"""What does a sharding rule cost: in a call on DTensors, and where DTensor has to decide anew?
+"""Measure sharding rules: calls on DTensors, and the decision about a new call.
 
-Calls: one operator on a tensor of 8 by 8, on a fake process group, whose collectives do nothing;
-every column is one way to run it on shards:
+Calls: an operator on a tensor of 8 by 8, on a fake process group without communication. Each column
+is a way to run it on shards:
 
-- local: the operator on the shard itself, without DTensor.
-- rule: `register_sharding("pointwise")` of torchop.
-- register_sharding: the same operator by the experimental function of PyTorch, in place of ours.
-- stock: an operator of `torch.library.custom_op` by that function.
-- aten: `x.sin()` on the DTensor, by PyTorch's own strategy.
-- local_map: the operator inside of `torch.distributed.tensor.experimental.local_map`.
+- local: the operator on the local shard, without DTensor.
+- rule: torchop's `register_sharding("pointwise")`.
+- register_sharding: torchop's operator with PyTorch's experimental `register_sharding`.
+- stock: an operator of `torch.library.custom_op` with the same function of PyTorch.
+- aten: `x.sin()` on the DTensor, with PyTorch's strategy.
+- local_map: the operator in `torch.distributed.tensor.experimental.local_map`.
 
-Propagation: what a call takes whose placements DTensor has not seen, for a matrix product by a rule
-and by `aten.mm`, on meshes of 8 to 100,000 ranks with 1 to 3 dimensions; and by how much the
-memory of the process grows with the decisions about them. Then the same for 16 tensors in a list,
-by a pointwise rule and by `torch.cat`, and how much memory a call with a new shape keeps.
+Decisions: the time of a call with uncached placements, for a matrix product with a rule and for
+`aten.mm`, on meshes of 8 to 100,000 ranks with 1 to 3 dimensions, and the memory of the cached
+decisions. Then the same for a list of 16 tensors, with a pointwise rule and for `torch.cat`, and
+the memory that a call with a new shape adds.
 
-Take-away: DTensor keeps its decision about a call, so a rule costs what any other costs, and
-deciding does not depend on the number of ranks. About many tensors, a rule decides nearly as
-quickly as `cat`, and keeps about as much memory: what is left is the fake kernel, whose result
-PyTorch caches for its own operators only.
+Results: DTensor caches decisions, so calls cost the same with any rule, and the time of a decision
+does not depend on the number of ranks. For many tensors, a rule takes about as much time and memory
+as `cat`. The difference is the fake kernel, whose results PyTorch caches only for ATen operators.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def product() -> Any:
 
 
 def calls_on(shape: tuple[int, ...], operators: dict[str, Any]) -> dict[str, Call]:
-    """The same call by every route."""
+    """Return the same call by every route."""
     mesh = init_device_mesh("cpu", shape)
     rows = [Shard(0)] * mesh.ndim
     local = torch.randn(8, 8)
@@ -107,7 +106,7 @@ def calls_on(shape: tuple[int, ...], operators: dict[str, Any]) -> dict[str, Cal
 
 
 def propagation(shape: tuple[int, ...], op: Any, repeats: int) -> dict[str, float]:
-    """What `deciding` returns for a product of matrices."""
+    """Measure the decision about a matrix product."""
     mesh = init_device_mesh("cpu", shape)
     a = DTensor.from_local(torch.randn(8, 64), mesh, [Shard(0)] * mesh.ndim, run_check=False)
     b = DTensor.from_local(torch.randn(64, 64), mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -127,10 +126,10 @@ def sum_of_many() -> Any:
 
 
 def many(shape: tuple[int, ...], op: Any, repeats: int) -> dict[str, float]:
-    """What `deciding` returns for many tensors; and the bytes that a new shape keeps, by route."""
+    """Measure the decision about a list of tensors, and the bytes that a new shape adds."""
     mesh = init_device_mesh("cpu", shape)
     rows = [Shard(0)] * mesh.ndim
-    # Along a dimension that is not sharded, so neither of them has to move anything.
+    # Along a dimension that is not sharded, so no route redistributes.
     routes = {RULE: op, ATEN: functools.partial(torch.cat, dim=1)}
 
     def tensors(length: int) -> list[Any]:
@@ -141,7 +140,7 @@ def many(shape: tuple[int, ...], op: Any, repeats: int) -> dict[str, float]:
 
     result = deciding(routes, tensors(8), repeats=repeats)
     for start, (name, function) in enumerate(routes.items(), 1):
-        for length in range(20):  # what the first calls import and read
+        for length in range(20):  # the first calls import modules
             function(tensors(1000 * start + length))
         gc.collect()
         tracemalloc.start()
@@ -154,10 +153,10 @@ def many(shape: tuple[int, ...], op: Any, repeats: int) -> dict[str, float]:
 
 
 def deciding(routes: dict[str, Callable[..., Any]], *args: Any, repeats: int) -> dict[str, float]:
-    """Milliseconds for a call that DTensor decides anew, by route, and how the memory grew."""
+    """Return the milliseconds of an uncached call by route, and the growth of the process."""
     times: dict[str, list[float]] = {name: [] for name in routes}
     for function in routes.values():
-        function(*args)  # what the first call imports and reads
+        function(*args)  # the first call imports modules
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(repeats):
         for name, function in routes.items():
@@ -171,7 +170,7 @@ def deciding(routes: dict[str, Callable[..., Any]], *args: Any, repeats: int) ->
 
 def main() -> int:
     parser = _harness.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=60, help="timed blocks of each call")
+    parser.add_argument("--rounds", type=int, default=60, help="timed blocks per call")
     parser.add_argument("--repeats", type=int, default=30, help="decisions of each kind")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -1,18 +1,17 @@
-"""What does a formula that is derived keep in memory between forward and backward?
+"""Measure the memory that derived formulas save between forward and backward.
 
-Every row is one function, with inputs of 250 KB each; every column is one way to train
-through it:
+Each row is a function with inputs of 250 KB. Each column is a way to train through it:
 
 - plain call: the function itself, differentiated by PyTorch.
-- derived: an operator of it, with `derive_autograd()`.
+- derived: an operator with `derive_autograd()`.
 - checkpoint: the plain call inside `torch.utils.checkpoint`.
-- compiled: the operator in a graph of `torch.compile` with `aot_eager`.
+- compiled: the operator, compiled with `aot_eager`.
 
-The numbers are the bytes that autograd holds on to, each storage once, in thousands; the time of
-forward and backward together is beside them, in multiples of that of the plain call.
+The numbers are kilobytes saved for backward, counting each storage once, and the time of forward
+and backward relative to the plain call.
 
-Take-away: a derived formula keeps the inputs and nothing else, like a checkpoint; a compiled graph
-also keeps the 5 KB of the random number generator. Recomputing takes the time of another forward.
+Results: a derived formula saves only the inputs, like a checkpoint. A compiled graph also saves the
+5 KB of the random number generator's state. Recomputing takes the time of another forward.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ ROWS = {elementwise: 1, attention: 3, with_dropout: 1}
 
 
 class Measured(NamedTuple):
-    """What training by one route holds, and how long it takes."""
+    """The memory saved for backward, and the time of forward and backward."""
 
     kilobytes: float
     microseconds: float
 
 
 def routes(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """The ways to train through a function."""
+    """Define an operator for a function, and return all ways to train through it."""
     op = torchop.custom_op(f"bench_training::{function.__name__}", function, mutates_args=())
     op.register_fake(lambda *tensors: torch.empty_like(tensors[0]))
     op.derive_autograd()
@@ -76,14 +75,14 @@ def routes(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def held() -> Iterator[dict[int, int]]:
-    """Yields the sizes of the storages that autograd saves inside the block."""
+    """Yield the sizes of the storages that autograd saves in the block."""
     sizes: dict[int, int] = {}
     kept = []
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
-        kept.append(tensor)  # so that no other has its address
+        kept.append(tensor)  # otherwise another tensor could reuse the address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -91,8 +90,8 @@ def held() -> Iterator[dict[int, int]]:
 
 
 def kilobytes(function: Callable[..., Any], inputs: list[Tensor]) -> float:
-    """What autograd holds on to after a call, a checkpoint's own inputs included."""
-    function(*inputs)  # compiles, if that is to be done
+    """Return the kilobytes that autograd holds after a call, including inputs of a checkpoint."""
+    function(*inputs)  # may compile
     with held() as sizes:
         function(*inputs)
     if not sizes:  # a checkpoint packs before the hooks
@@ -101,7 +100,7 @@ def kilobytes(function: Callable[..., Any], inputs: list[Tensor]) -> float:
 
 
 def collect(rounds: int, side: int) -> dict[str, dict[str, Measured]]:
-    """Measures every function by every route."""
+    """Measure every function by every route."""
     results: dict[str, dict[str, Measured]] = {}
     for function, count in ROWS.items():
         inputs = [torch.rand(side, side, requires_grad=True) for _ in range(count)]
@@ -118,21 +117,21 @@ def collect(rounds: int, side: int) -> dict[str, dict[str, Measured]]:
 
 
 def bars(results: dict[str, dict[str, Measured]], side: int) -> list[Bar]:
-    """What the library is held to: memory, which does not depend on the machine."""
+    """Return the limits for the memory, which does not depend on the machine."""
     checked = []
     for (function, count), row in zip(ROWS.items(), results.values(), strict=True):
         inputs = count * side * side * 4 / 1000
         name = function.__name__
-        # The state of the generator, where a body draws numbers and in every graph.
+        # 6 KB for the state of the random number generator, saved by all graphs and by dropout.
         checked += [
-            Bar(f"{name}: kept by derived", row[DERIVED].kilobytes, inputs + 6, " KB"),
-            Bar(f"{name}: kept when compiled", row[COMPILED].kilobytes, inputs + 6, " KB"),
+            Bar(f"{name}: saved by derived", row[DERIVED].kilobytes, inputs + 6, " KB"),
+            Bar(f"{name}: saved when compiled", row[COMPILED].kilobytes, inputs + 6, " KB"),
         ]
     return checked
 
 
 def table(results: dict[str, dict[str, Measured]]) -> Any:
-    result = _harness.table("Kept for the backward, and time of training", "function", *ROUTES)
+    result = _harness.table("Memory saved for backward, and time", "function", *ROUTES)
     for name, row in results.items():
         cells = [
             f"{m.kilobytes:.0f} KB  {m.microseconds / row[PLAIN].microseconds:.2f}x"
@@ -144,8 +143,8 @@ def table(results: dict[str, dict[str, Measured]]) -> Any:
 
 def main() -> int:
     parser = _harness.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="blocks to time of each route")
-    parser.add_argument("--side", type=int, default=250, help="of the matrices that are inputs")
+    parser.add_argument("--rounds", type=int, default=5, help="timed blocks per route")
+    parser.add_argument("--side", type=int, default=250, help="side of the square input matrices")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = _harness.console()

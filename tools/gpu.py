@@ -1,12 +1,11 @@
-"""Everything that needs a GPU, as one command: `nox -s gpu`.
+"""Run everything that needs a GPU (`nox -s gpu`).
 
     python tools/gpu.py [--out FOLDER] [--limit SECONDS]
 
-Each part is a command with a limit of its own, and its output is a file in FOLDER, beside
-summary.json and the numbers of the benchmark. Parts that measure nothing run side by side, as many
-as there are processors. Without a GPU the parts run on the CPU, which shows that they still work,
-and what needs a GPU is told to be skipped. It needs no more than PyTorch, pytest and torchop's own
-dependencies: what a part lacks is told in its file.
+Each part is a command with a time limit. FOLDER receives the output of each part, summary.json and
+the benchmark's results. Parts run in parallel, except for the benchmark and other parts that use
+the whole machine. Without a GPU, the parts run on the CPU and skip tests that need one. Requires
+only PyTorch, pytest and torchop's dependencies; the output of a part shows missing packages.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-# Each has a context of CUDA, which takes memory of the device, so no more than a dozen.
+# At most 12, because the CUDA context of each process takes device memory.
 PROCESSES = min(12, os.cpu_count() or 1)
 PAGES = (
     "docs/tutorials/getting-started.md",
@@ -41,7 +40,7 @@ for number in range(torch.cuda.device_count()):
 
 
 class Part(NamedTuple):
-    """A command, and how many seconds it may take."""
+    """A command with a time limit in seconds; `alone` if it must not run in parallel to others."""
 
     name: str
     limit: int
@@ -51,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a part; `last` is the last line that it printed."""
+    """The result of a part; `last` is the last line of the output."""
 
     name: str
     status: str
@@ -60,23 +59,23 @@ class Outcome(NamedTuple):
 
 
 def device() -> str:
-    """The device of the tests, asked in a process of its own, so that none has a context here."""
+    """Return the device for the tests, from another process, to create no CUDA context here."""
     ask = "import torch; print('cuda:0' if torch.cuda.is_available() else 'cpu')"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
 def marked() -> list[str]:
-    """The files with tests that need CUDA."""
+    """Return the test files with tests that need CUDA."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     here = [file for file in files if "@pytest.mark.cuda" in file.read_text(encoding="utf-8")]
     return [str(file.relative_to(ROOT)) for file in here]
 
 
 def parts(target: str, out: Path) -> list[Part]:
-    """What is run, the most telling first."""
+    """Return the parts, the most important first."""
     python = sys.executable
-    # Plug-ins that may be there, and are not ours: that of benchmarks warns of processes.
+    # pytest-benchmark, if installed, would warn about parallel processes.
     pytest = (python, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "-p", "no:benchmark")
     found = [
         Part("machine", 60, (python, "-c", DESCRIBE)),
@@ -92,7 +91,7 @@ def parts(target: str, out: Path) -> list[Part]:
         found.append(Part(program.stem, 200, (python, str(program)), on_device=False))
     benchmark = ("benchmarks/device.py", "--json", str(out / "device.json"))
     found.append(Part("benchmark", 120, (python, *benchmark), alone=True))
-    if target != "cpu":  # where `make test` runs them
+    if target != "cpu":  # `make test` runs these tests on the CPU
         spread = ("-n", str(PROCESSES)) if importlib.util.find_spec("xdist") else ()
         anywhere = (*pytest, "-p", "tests._support.on_device", "--tb=short", *spread)
         found.append(Part("anywhere", 600, anywhere, alone=True))
@@ -100,7 +99,7 @@ def parts(target: str, out: Path) -> list[Part]:
 
 
 def stages(found: Iterable[Part]) -> list[list[Part]]:
-    """Parts in their order, and together those of which none has to be alone."""
+    """Group consecutive parts that may run in parallel."""
     result: list[list[Part]] = []
     for part in found:
         if part.alone or not result or result[-1][0].alone:
@@ -110,7 +109,7 @@ def stages(found: Iterable[Part]) -> list[list[Part]]:
 
 
 def run(part: Part, target: str, out: Path, end: float) -> Outcome:
-    """Runs a part until `end` of the clock at the latest, and prints what became of it."""
+    """Run a part, stop it at the monotonic time `end`, and print the result."""
     environment = dict(os.environ)
     environment.pop("TORCHOP_TEST_DEVICE", None)
     if part.on_device:
@@ -120,7 +119,7 @@ def run(part: Part, target: str, out: Path, end: float) -> Outcome:
     limit = min(part.limit, left)
     file = out / f"{part.name}.txt"
     if left < 10:
-        outcome = Outcome(part.name, "not run, as the time is over", 0.0, "")
+        outcome = Outcome(part.name, "not run: no time left", 0.0, "")
     else:
         with file.open("w") as output:
             try:
@@ -145,25 +144,23 @@ def run(part: Part, target: str, out: Path, end: float) -> Outcome:
 
 
 def main() -> int:
-    """Runs all parts; returns 1 if one of them failed."""
+    """Run all parts; return 1 if any failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     folder = Path(os.environ.get("OUT") or ROOT / ".gpu")
-    parser.add_argument("--out", type=Path, default=folder, help="where the files go")
+    parser.add_argument("--out", type=Path, default=folder, help="folder for the output files")
     parser.add_argument("--limit", type=float, default=540, help="seconds for all parts together")
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     target = device()
-    print(f"Tensors are on {target}; the output of each part is in {out}.", flush=True)
+    print(f"Running on {target}. The output of each part is in {out}.", flush=True)
     end = time.monotonic() + options.limit
     outcomes: list[Outcome] = []
     with ThreadPoolExecutor(PROCESSES) as pool:
         for stage in stages(parts(target, out)):
             outcomes += pool.map(lambda part: run(part, target, out, end), stage)
     if target == "cpu":
-        print(
-            "There is no GPU: what needs one was skipped, and its tests on tensors there not run."
-        )
+        print("No GPU was found: tests that need one were skipped.")
     summary = {"device": target, "parts": [outcome._asdict() for outcome in outcomes]}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return int(any(outcome.status != "passed" for outcome in outcomes))

@@ -1,10 +1,10 @@
-"""Compile the C++ sources against the headers of another Python, and look for undefined functions.
+"""Compile the C++ sources against the headers of another Python, and find undefined functions.
 
     python tools/headers.py PYTHON [PYTHON ...]
 
-`nox -s headers` runs this for each supported Python. The headers of PyTorch are those of this
-environment; they do not depend on the version of Python. The sources are compiled twice, the second
-time as for a PyTorch release whose autograd nodes torchop does not know.
+`nox -s headers` runs this for each supported Python. PyTorch's headers come from this environment,
+because they do not depend on the Python version. The second compilation is for a PyTorch release
+with unknown autograd nodes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIANTS = {
 
 
 def compiles(include: str, flags: list[str]) -> bool:
-    """Return whether the sources compile and define every function; print what is wrong."""
+    """Return whether the sources compile and define every function; print the errors."""
     headers = Path(torch.__file__).parent / "include"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "call_path.cpp")
@@ -41,10 +41,9 @@ def compiles(include: str, flags: list[str]) -> bool:
 
 
 def undefined(compiled: Path) -> list[str]:
-    """Print and return the functions of torchop that a header declares and no source defines.
+    """Print and return torchop's functions that are declared but not defined.
 
-    Otherwise loading the extension would be the first to report them, on a release of PyTorch that
-    nobody has tested.
+    Otherwise only loading the extension would report them.
     """
     command = ["nm", "--demangle", "--undefined-only", str(compiled)]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout

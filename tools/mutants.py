@@ -1,15 +1,14 @@
-"""Does a test fail for every condition that sends a call to the dispatcher?
-
-Each mutant is the extension with one condition taken out. It is compiled into a folder of its own,
-and the tests of native calls run with it: one of them has to fail, and is named. A mutant that
-survives is a condition that nothing tests, or that is not needed.
+"""Mutation tests: check that a test fails without each condition that leaves the native path.
 
     python tools/mutants.py [NAME ...]
 
-Each file of tests first runs with the extension as it is, compiled so that it counts which lines
-ran. A mutant is shown to the files that come to its condition, and to no other, because these
-cannot tell it from the extension as it is. Conditions about what the installed PyTorch does not
-have are left out.
+Each mutant is the extension without one condition. The script compiles it, and runs the tests of
+native calls until one fails. A surviving mutant is a condition that no test covers, or that is not
+needed.
+
+First, each test file runs with the unchanged extension, compiled for coverage. A mutant runs only
+with the test files that execute the condition. Conditions for features that the installed PyTorch
+lacks are skipped.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ from torchop._native.extension.recipe import (
 )
 
 ROOT = Path(__file__).parents[1]
-# The tests that are about the source file of a mutant, and those that look at many conditions by
-# the reasons that they give, come first.
+# The tests to run first: those of the mutant's source file, and those of many conditions' reasons.
 CLOSEST = {
     "ambient_state.cpp": ["tests/rules/autograd/derived"],
     "arguments.h": [
@@ -114,12 +112,12 @@ TESTS = [
 
 
 class Mutant(NamedTuple):
-    """A condition, and what is left when it is gone."""
+    """A condition of the sources, and the text that replaces it."""
 
     file: str
     condition: str
     without: str = "if (false)"
-    # The first release that does what the condition is about.
+    # The first PyTorch release with the feature that the condition checks.
     since: tuple[int, int] = (2, 11)
 
 
@@ -662,27 +660,27 @@ MUTANTS = {
 }
 
 
-# Without the compiled headers, which are for the mutants: Inductor reads CXX too.
+# Computed before `precompile_headers` sets CXX, which Inductor reads too.
 USUAL = dict(os.environ)
-FILE_NAME = make_recipe(CSRC).file_name  # which depends on the flags in CXX
+FILE_NAME = make_recipe(CSRC).file_name  # depends on the flags in CXX
 Line = tuple[str, int]
 
 
 def files_of(tests: list[str]) -> list[str]:
-    """The files of tests that are named, or lie in folders that are."""
+    """Return the test files in `tests`, which names files and folders."""
     paths = (ROOT / name for name in tests)
     files = (sorted(path.rglob("test_*.py")) if path.is_dir() else [path] for path in paths)
     return list(dict.fromkeys(str(file.relative_to(ROOT)) for some in files for file in some))
 
 
 def build(source: Path, folder: Path) -> None:
-    """Compiles sources, and names the result like that of the sources as they are."""
+    """Compile sources, and give the result the file name of the unchanged extension."""
     api.build(folder, source=source).rename(folder / FILE_NAME)
 
 
 def failure(folder: Path, tests: list[str], **environment: str) -> str | None:
-    """The test that fails with the extension in a folder, or how its process ended, if any."""
-    # Some mutants never come back from a call.
+    """Run tests with the extension in `folder`; return the failing test or the exit status."""
+    # Some mutants hang.
     options = ["-q", "-x", "-rfE", "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider"]
     options += ["-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"]
     process = subprocess.run(
@@ -705,14 +703,14 @@ def failure(folder: Path, tests: list[str], **environment: str) -> str | None:
 
 
 class Coverage:
-    """Which lines of the extension, as it is, each file of tests runs."""
+    """The lines of the unchanged extension that each test file executes."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self._folder = folder
         self._notes = folder / "whole.gcno"
         usual = os.environ["CXX"]
-        # Behind the usual flags: where lines are optimized, one may count for another.
+        # After the usual flags, to override the optimization: it makes line counts inexact.
         counting = f"-O0 --coverage -fprofile-note={shlex.quote(str(self._notes))}"
         compiler = folder / "compiler"
         compiler.write_text(f'#!/bin/sh\nexec {usual} "$@" {counting}\n', encoding="utf-8")
@@ -725,9 +723,9 @@ class Coverage:
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def reaching(self, mutant: Mutant, files: list[str]) -> list[str]:
-        """Those files that come to the condition of a mutant, the most special ones first."""
+        """Return the files that execute a mutant's condition, those that run fewest lines first."""
         wanted = _lines_of(mutant)
-        # Where no line has code of its own, as that of a `case`, any test may come there.
+        # Lines without code, such as a `case` label, may be reached by any test.
         files = [
             file
             for file in files
@@ -743,7 +741,7 @@ class Coverage:
 
     def _ran(self, test: str) -> set[Line]:
         with tempfile.TemporaryDirectory(dir=self._folder) as name:
-            # A test that fails without a mutant would let all of them die.
+            # A test that fails without a mutant would kill all mutants.
             if failed := failure(self._folder, [test], GCOV_PREFIX=name):
                 raise SystemExit(f"the sources as they are fail {failed}")
             lines: set[Line] = set()
@@ -754,7 +752,7 @@ class Coverage:
                 text = subprocess.run(command, cwd=name, check=True, capture_output=True).stdout
                 for file in json.loads(text)["files"]:
                     path = Path(file["file"])
-                    # A line of a template is there once for each of its instances.
+                    # gcov lists a line of a template once per instance.
                     for line in file["lines"] if path.parent == CSRC else ():
                         place = (path.name, line["line_number"])
                         self._countable.add(place)
@@ -764,7 +762,7 @@ class Coverage:
 
 
 def _lines_of(mutant: Mutant) -> set[Line]:
-    """The lines of which one has to run for a mutant to make a difference."""
+    """Return the lines of which at least one must run for a mutant to have an effect."""
     before, condition, after = _text(mutant).partition(mutant.condition)
     first = before.count("\n") + 1
     last = first + condition.count("\n")
@@ -772,7 +770,7 @@ def _lines_of(mutant: Mutant) -> set[Line]:
         return {(mutant.file, number) for number in range(first - 1, last + 2)}
     if condition.endswith("return"):
         return {(mutant.file, last)}
-    # What runs if the condition holds, which may begin on the second line of a statement.
+    # The statement after the condition may start on the second line.
     statement = after.splitlines()[1]
     return {(mutant.file, last + 1), (mutant.file, last + 1 + (not statement.endswith(";")))}
 
@@ -785,7 +783,7 @@ def _text(mutant: Mutant) -> str:
 
 
 def killer(mutant: Mutant, folder: Path, coverage: Coverage) -> str | None:
-    """The test that fails with a mutant, or where its process ended; None if all tests pass."""
+    """Return the test that fails with a mutant, or the exit status; None if all tests pass."""
     source = folder / "csrc"
     shutil.copytree(CSRC, source)
     changed = _text(mutant).replace(mutant.condition, _keep_return(mutant))
@@ -801,12 +799,12 @@ def killer(mutant: Mutant, folder: Path, coverage: Coverage) -> str | None:
 
 
 def _keep_return(mutant: Mutant) -> str:
-    # Some conditions are quoted with the statement behind them, to be found only once.
+    # Some conditions include the following `return`, to be unique in the file.
     return mutant.without + (" return" if mutant.condition.endswith("return") else "")
 
 
 def precompile_headers(folder: Path) -> None:
-    """Compiles what all mutants include of PyTorch, which is half of the time of one."""
+    """Precompile PyTorch's headers, which take half of the time of compiling a mutant."""
     texts = (file.read_text(encoding="utf-8") for file in CSRC.iterdir())
     included = {line for text in texts for line in re.findall("^#include <.*", text, re.MULTILINE)}
     header = folder / "included.h"

@@ -1,8 +1,8 @@
-"""Runs the notebooks of `examples/notebooks` in a Jupyter kernel, and stores what they show.
+"""Run the notebooks of `examples/notebooks`, and store their outputs.
 
     python tools/notebooks.py
 
-`tests/project/test_notebooks.py` runs them with the function `run`, and compares.
+`tests/project/test_notebooks.py` calls `run` and compares the outputs.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ FOLDER = Path(__file__).parents[1] / "examples" / "notebooks"
 
 @contextmanager
 def kernel() -> Iterator[NotebookClient]:
-    """A Python that runs one notebook after the other: importing PyTorch takes long."""
+    """Start one Jupyter kernel for all notebooks, because importing PyTorch is slow."""
     empty = nbformat.v4.new_notebook()
     client = NotebookClient(empty, kernel_name="python3", timeout=300, record_timing=False)
-    client.create_kernel_manager().transport = "ipc"  # which nobody else on the machine can read
+    client.create_kernel_manager().transport = "ipc"  # not readable by other users, unlike TCP
     with client.setup_kernel():
         yield client
 
 
 def run(path: Path, client: NotebookClient) -> nbformat.NotebookNode:
-    """A notebook with the outputs that it has now.
+    """Execute a notebook, and return it with the new outputs.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised.
     """
     notebook = nbformat.read(path, as_version=4)
-    # What the notebook before has left in the kernel is out of reach.
+    # Remove the variables of the previous notebook.
     notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
     client.nb = notebook
     client.execute(cleanup_kc=False)
     del notebook.cells[0]
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.execution_count = None  # nobody needs to see it change
+            cell.execution_count = None  # otherwise each run would change the file
             for output in cell.outputs:
                 if "execution_count" in output:
                     output["execution_count"] = None

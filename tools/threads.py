@@ -1,12 +1,13 @@
-"""Many threads that call operators while one of them changes these; or how calls scale.
+"""Stress operators from many threads, or measure how calls scale with threads.
 
     python tools/threads.py [--threads 16] [--seconds 5] [--stock] [SCENARIO ...]
     python tools/threads.py --scaling [--seconds 5] [--stock]
 
-Each scenario runs in a process of its own, which a failure may end. A call may return what an
-operator of the name computes, or raise OperatorGoneError; anything else is a failure. With --stock,
-torch.library makes the operators. With --scaling, one thread calls an operator as often as it can,
-and then as many threads as there are cores. With the GIL, these never run at once.
+In each scenario, one thread changes operators while the others call them. Scenarios run in separate
+processes, because a failure may crash. A call must return a result of some operator of that name,
+or raise OperatorGoneError. --stock tests torch.library instead of torchop. --scaling compares the
+time of a call in one thread and in one thread per core; with the GIL, threads never run in
+parallel.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torchop
 
 
 def adding(amount: int) -> Callable[[Tensor], Tensor]:
-    """A function that adds an amount."""
+    """Return a function that adds an amount."""
 
     def body(x: Tensor) -> Tensor:
         return x + amount
@@ -44,40 +45,40 @@ def adding(amount: int) -> Callable[[Tensor], Tensor]:
 
 
 def check(y: Tensor) -> str:
-    """Raises unless it is the result of an operator that was there."""
+    """Raise unless `y` is a result that some definition of the operator computes."""
     if y.shape != (2,) or y.detach()[0].item() not in range(1, 1000):
         raise AssertionError(f"a call returned {y}")
     return "result"
 
 
 class Scenario:
-    """What the threads of a process do: one changes things, and the others call."""
+    """A stress test: one thread calls `change`, and all others call `call`."""
 
     def __init__(self, library: Any, namespace: str) -> None:
         self.library, self.namespace = library, namespace
         self.define(0)
 
     def define(self, amount: int) -> None:
-        """Makes the operator that all call, in place of the one before."""
+        """Define or redefine the operator that all threads call."""
         name = f"{self.namespace}::op"
         self.handle: Any = self.library.custom_op(name, adding(amount), mutates_args=())
 
     def change(self, chance: random.Random) -> str:
-        """What one thread does all the time."""
+        """Change the operator, and return a word for the counts."""
         raise NotImplementedError
 
     def call(self, chance: random.Random) -> str:
-        """What the others do."""
+        """Call the operator, and return a word for the counts."""
         return check(self.handle(torch.ones(2)))
 
     def callee(self, chance: random.Random) -> Any:
-        """One of the ways to call the operator: its handle, or an object of torch.ops."""
+        """Return the handle, packet or overload at random."""
         packet = getattr(torch.ops, self.namespace).op
         return chance.choice((self.handle, packet, packet.default))
 
 
 class Plans(Scenario):
-    """Registrations make new plans, and operators of others come and go."""
+    """Registrations invalidate call plans, and other operators are redefined."""
 
     def define(self, amount: int) -> None:
         super().define(amount)
@@ -107,7 +108,7 @@ class Plans(Scenario):
 
 
 class Redefined(Scenario):
-    """The operator is defined again and again."""
+    """The operator is redefined."""
 
     def change(self, chance: random.Random) -> str:
         self.define(chance.randrange(100))
@@ -119,12 +120,12 @@ class Redefined(Scenario):
     def callee(self, chance: random.Random) -> Any:
         try:
             return super().callee(chance)
-        except (AttributeError, RuntimeError) as missing:  # while nobody has defined it
+        except (AttributeError, RuntimeError) as missing:  # between two definitions
             raise torchop.OperatorGoneError(str(missing)) from None
 
 
 class Closed(Redefined):
-    """The library of the operator is closed, and another one defines it."""
+    """The operator's library is closed, and another library defines the operator."""
 
     def define(self, amount: int) -> None:
         self.owner = torchop.Library(self.namespace, "FRAGMENT")
@@ -138,7 +139,7 @@ class Closed(Redefined):
 
 
 class Implemented(Closed):
-    """The same, of an operator that was defined by its schema."""
+    """Like `Closed`, with an operator defined by `Library.define` and `impl`."""
 
     def define(self, amount: int) -> None:
         self.owner = torchop.Library(self.namespace, "FRAGMENT")
@@ -154,7 +155,7 @@ class Implemented(Closed):
 
 
 class Dispatched(Redefined):
-    """The same, while the calls go through the dispatcher."""
+    """Like `Redefined`, with calls through the dispatcher."""
 
     def call(self, chance: random.Random) -> str:
         with torchop.native.disabled():
@@ -162,14 +163,14 @@ class Dispatched(Redefined):
 
 
 class Kernels(Scenario):
-    """The kernel that the dispatcher finds comes and goes with its library."""
+    """An autocast kernel is registered and removed by opening and closing a library."""
 
     def define(self, amount: int) -> None:
         super().define(amount)
         self.implement(amount)
 
     def implement(self, amount: int) -> None:
-        """Makes a library with a kernel for calls in a block of autocast."""
+        """Register an autocast kernel with a new library."""
         self.owner = self.library.Library(self.namespace, "IMPL")
         self.owner.impl("op", adding(amount), "AutocastCPU")
 
@@ -184,7 +185,7 @@ class Kernels(Scenario):
 
 
 class Lists(Scenario):
-    """The list that all pass is written meanwhile."""
+    """The list argument is mutated during calls."""
 
     def define(self, amount: int) -> None:
         self.list = [torch.ones(2) for _ in range(8)]
@@ -203,13 +204,13 @@ class Lists(Scenario):
 
 
 class Chosen(Scenario):
-    """Which of the kernels runs depends on the call, and they are registered again."""
+    """Providers are registered again while calls choose between them."""
 
     def define(self, amount: int) -> None:
         name = f"{self.namespace}::op"
         self.handle = torchop.custom_op(name, adding(amount), mutates_args=())
         self.change(random.Random(0))
-        self.call(random.Random(0))  # which imports a part of PyTorch, for seconds
+        self.call(random.Random(0))  # the first call imports parts of PyTorch for seconds
 
     def change(self, chance: random.Random) -> str:
         for provider in ("one", "two"):
@@ -225,12 +226,12 @@ class Chosen(Scenario):
 
 
 def is_contiguous(x: Tensor) -> bool:
-    """What a kernel asks of a tensor."""
+    """Return whether a provider accepts a tensor."""
     return x.is_contiguous()
 
 
 class Recorded(Scenario):
-    """Calls record gradients, with residuals of the kernel, while the formula changes."""
+    """The formula of an operator with residuals is replaced during training."""
 
     def define(self, amount: int) -> None:
         def kernel(x: Tensor) -> Tensor:
@@ -260,12 +261,12 @@ class Recorded(Scenario):
 
 
 class Accelerated(Scenario):
-    """An operator of torch.library is accelerated, and that is undone."""
+    """An operator of torch.library is accelerated and restored."""
 
     def define(self, amount: int) -> None:
         name = f"{self.namespace}::op"
         self.handle = torch.library.custom_op(name, adding(amount), mutates_args=())
-        self.handle(torch.ones(2))  # PyTorch imports Dynamo, which takes seconds
+        self.handle(torch.ones(2))  # the first call imports Dynamo for seconds
 
     def change(self, chance: random.Random) -> str:
         with torchop.accelerate(f"{self.namespace}::*") as acceleration:
@@ -279,13 +280,13 @@ class Accelerated(Scenario):
 
 
 class Overloads(Scenario):
-    """A packet tries its overloads in turn, whose kernels change, and which are defined again."""
+    """A packet selects among overloads that are redefined or get new kernels."""
 
     def define(self, amount: int) -> None:
         self.handles = {name: self.overload(name, 0) for name in ("pair", "alone")}
 
     def overload(self, name: str, amount: int) -> Any:
-        """Makes one of the two, in place of the one before."""
+        """Define or redefine an overload."""
         body = self.body(name, amount)
         return torchop.custom_op(f"{self.namespace}::op.{name}", body, mutates_args=())
 
@@ -308,12 +309,12 @@ class Overloads(Scenario):
         x = [torch.ones(2)] * chance.randrange(1, 3)
         if chance.random() < 0.9:
             return check(packet(*x))
-        with torchop.native.disabled():  # where PyTorch chooses among the overloads
+        with torchop.native.disabled():  # PyTorch selects the overload
             return check(packet(*x))
 
 
 class Ending(Plans):
-    """The threads of the calls end."""
+    """Each call runs in a new thread that ends after the call."""
 
     def call(self, chance: random.Random) -> str:
         found: list[str] = []
@@ -333,13 +334,13 @@ SCENARIOS = {
 
 
 def run(name: str, library: Any, threads: int, seconds: float) -> Counter[str]:
-    """Runs a scenario in this process.
+    """Run a scenario in this process.
 
     Returns:
-        How often what happened: "result", "OperatorGoneError", and what the one thread did.
+        The number of results, of OperatorGoneErrors, and of changes by kind.
 
     Raises:
-        RuntimeError: something else happened.
+        RuntimeError: a call or a change failed; the message is the traceback.
     """
     scenario = SCENARIOS[name](library, f"{name}_threads")
     counts: list[Counter[str]] = [Counter() for _ in range(threads)]
@@ -356,7 +357,7 @@ def run(name: str, library: Any, threads: int, seconds: float) -> Counter[str]:
                 counts[number][step(chance)] += 1
             except torchop.OperatorGoneError:
                 counts[number]["OperatorGoneError"] += 1
-                time.sleep(0.001)  # leaves the processor to whoever defines the next one
+                time.sleep(0.001)  # yield to the thread that redefines the operator
             except BaseException:
                 failures.append(traceback.format_exc())
 
@@ -371,21 +372,21 @@ def run(name: str, library: Any, threads: int, seconds: float) -> Counter[str]:
 
 
 class Batch(NamedTuple):
-    """So many calls, made one after the other."""
+    """A batch of `CALLS` calls; times in nanoseconds."""
 
-    start: int  # in nanoseconds, as the other times
+    start: int
     end: int
-    processor: int
+    processor: int  # CPU time of the thread
 
     def is_whole(self) -> bool:
-        """Whether the thread ran all the time."""
+        """Return whether the thread ran without interruption."""
         return self.end - self.start < 1.1 * self.processor + 2000
 
 
 def at_once(batches: list[Batch], others: list[list[Batch]]) -> list[int]:
-    """How long those of a thread took that ran while all other threads ran too."""
+    """Return the times of a thread's batches during which all other threads were running."""
     for other in others:
-        runs: list[list[int]] = []  # from when until when the other thread ran
+        runs: list[list[int]] = []  # intervals during which the other thread ran
         for batch in filter(Batch.is_whole, other):
             if runs and batch.start == runs[-1][1]:
                 runs[-1][1] = batch.end
@@ -401,21 +402,20 @@ def at_once(batches: list[Batch], others: list[list[Batch]]) -> list[int]:
 
 
 def pace(library: Any, threads: int, seconds: float) -> float:
-    """How long a call takes while all threads call one operator, whose kernel does nothing.
+    """Return the nanoseconds of a call while all threads call one operator with an empty kernel.
 
-    Only what ran at once counts, so the number does not depend on what else the machine does.
-
-    Returns:
-        Nanoseconds; not a number if the threads never ran at once.
+    Counts only batches that ran in parallel, so other load on the machine does not matter. Returns
+    nan if the threads never ran in parallel.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it has no effect
+        warnings.simplefilter("ignore")  # torchop warns about an operator without results
         op: Any = library.custom_op("scaling::op", lambda x: None, mutates_args=(), schema=NOTHING)
     batches: list[list[Batch]] = [[] for _ in range(threads)]
     start = threading.Barrier(threads)
 
     def work(number: int) -> None:
-        x, calls, call = torch.ones(2), range(CALLS), op  # without the lock of the cell of `op`
+        # A local variable, because reading the closure cell of `op` takes a lock.
+        x, calls, call = torch.ones(2), range(CALLS), op
         with torch.inference_mode():
             op(x)  # the first call imports and compiles
             start.wait()
@@ -441,19 +441,19 @@ def pace(library: Any, threads: int, seconds: float) -> float:
     return statistics.median(taken) / CALLS if taken else math.nan
 
 
-CALLS = 200  # in a batch: a fraction of what the system gives a thread at a time
+CALLS = 200  # calls per batch, much shorter than a time slice of the scheduler
 NOTHING = "(Tensor x) -> ()"
 
 
 def main() -> int:
-    """Runs what was asked for; returns how many scenarios failed."""
+    """Run the selected scenarios; return the number of failures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS), metavar="SCENARIO")
     parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=5)
-    parser.add_argument("--stock", action="store_true", help="with torch.library")
-    parser.add_argument("--scaling", action="store_true", help="calls by one thread and by many")
-    parser.add_argument("--here", action="store_true", help="in this process")
+    parser.add_argument("--stock", action="store_true", help="test torch.library")
+    parser.add_argument("--scaling", action="store_true", help="measure calls by several threads")
+    parser.add_argument("--here", action="store_true", help="run in this process")
     options = parser.parse_args()
     library: Any = torch.library if options.stock else torchop
     if not options.stock:
@@ -462,11 +462,11 @@ def main() -> int:
         cores = len(os.sched_getaffinity(0))
         one, many = (pace(library, count, options.seconds) for count in (1, cores))
         if math.isnan(many):
-            print(f"{one:,.0f} ns for a call by 1 thread; {cores} of them never ran at once")
+            print(f"{one:,.0f} ns per call with 1 thread; {cores} threads never ran in parallel")
             return 0
         print(
-            f"{one:,.0f} ns for a call by 1 thread, {many:,.0f} by {cores} at once: each makes "
-            f"{one / many:.2f} of the calls of one"
+            f"{one:,.0f} ns per call with 1 thread, {many:,.0f} ns with {cores} threads: "
+            f"{one / many:.2f} of the speed"
         )
         return 0
     if options.here:

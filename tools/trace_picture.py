@@ -1,4 +1,4 @@
-"""Draws the profiler's trace of the tutorial on debugging, as `docs/_static/trace.svg`.
+"""Draw the profiler trace of the debugging tutorial as `docs/_static/trace.svg`.
 
 python tools/trace_picture.py
 """
@@ -11,12 +11,12 @@ from xml.sax.saxutils import escape
 
 PICTURE = Path(__file__).parents[1] / "docs" / "_static" / "trace.svg"
 WIDTH, LINE, MARGIN, TOP = 700, 26, 8, 26
-LETTER = 6.7  # pixels of a letter, at least
-OURS, OTHERS = "#0a58ca", "#4f5660"  # white text on them has a contrast of more than 4.5 to 1
+LETTER = 6.7  # minimum width of a letter in pixels
+OURS, OTHERS = "#0a58ca", "#4f5660"  # contrast with white text is above 4.5 to 1
 
 
 class Event(NamedTuple):
-    """A bar of the trace: an operator, how deep it is nested, and its microseconds."""
+    """A bar of the trace: an operator, the nesting depth, and start and end in microseconds."""
 
     name: str
     depth: int
@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 def record() -> list[Event]:
-    """One call of the program of the tutorial, after some that warm up."""
+    """Return the trace of the tutorial's program after warming up, with the last call at time 0."""
     import numpy as np
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -60,7 +60,7 @@ def record() -> list[Event]:
 
 
 def svg(events: list[Event]) -> str:
-    """Draws what happened from the time 0 on: a row for each depth, with names where they fit."""
+    """Draw the events from time 0, a row per depth, with names where they fit."""
     shown = [event for event in events if event.start >= 0]
     end = max(event.end for event in shown)
     scale = (WIDTH - 2 * MARGIN) / end

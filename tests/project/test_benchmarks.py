@@ -109,8 +109,8 @@ def test_calls_fails_when_the_dispatcher_was_measured(tmp_path: Path) -> None:
     process = run_forked(program, timeout=300)
     assert process.returncode == 1
     assert re.search(
-        r"RuntimeError: 1 tensor: torchop counted {'switched_off': (\d+)} of its calls, "
-        r"and {'native': \1} were to be measured",
+        r"RuntimeError: 1 tensor: torchop counted {'switched_off': (\d+)} calls, "
+        r"but the row measures {'native': \1}",
         process.stderr,
     )
 
