@@ -1,4 +1,4 @@
-"""An attention in NumPy, whose backward needs a log-sum-exp that no caller sees."""
+"""Attention in NumPy, with the log-sum-exp as a residual for the backward."""
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ def _(q, k, v):
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The parameters say what a call saves: three inputs, the output, and the residual."""
+    """Compute the gradients; the parameters name the tensors to save for backward."""
     arrays = (tensor.numpy() for tensor in (grad, q, k, v, output, lse))
     grad_, q_, k_, v_, output_, lse_ = arrays
     scale = q_.shape[-1] ** -0.5
@@ -41,7 +41,7 @@ def attention_backward(
 
 
 attention.register_autograd(backward_kernel=attention_backward)
-# Batches and heads are independent, so each rank computes its own, and the residual of these.
+# Batches and heads are independent, so each rank computes its share of outputs and residuals.
 attention.register_sharding("b h q d, b h k d, b h k d -> b h q d; b h q", whole="q k d")
 
 

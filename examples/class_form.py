@@ -11,7 +11,7 @@ import torchop
 
 
 class KeepsShape:
-    """What operators have in common whose result looks like their first argument."""
+    """Shared members of operators that preserve the shape of the first argument."""
 
     @staticmethod
     def fake(x: Tensor, *rest: object) -> Tensor:
@@ -27,8 +27,8 @@ class KeepsShape:
 class rotate(KeepsShape):
     """Rotate the columns of a matrix to the right by `steps`, with NumPy."""
 
-    inplace = True  # also makes rotate.inplace, the operator examples::rotate_
-    checkpoint_policy = "recompute"  # so cheap that activation checkpointing need not save it
+    inplace = True  # also defines rotate.inplace, the operator examples::rotate_
+    checkpoint_policy = "recompute"  # cheap, so activation checkpointing need not save the result
 
     @staticmethod
     def forward(x: Tensor, steps: int) -> Tensor:

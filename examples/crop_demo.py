@@ -2,8 +2,8 @@
 
     python examples/crop_demo.py [--output DIRECTORY] [--rounds N]
 
-PyTorch cannot see into PIL. As an operator, with a fake kernel that tells what comes out and a
-formula that tells how gradients flow back, `crop` works wherever PyTorch's own operators do.
+PyTorch cannot trace PIL. As an operator with a fake kernel and an autograd formula, `crop` works
+wherever PyTorch's own operators do.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from _demo.pictures import fractal, from_pil, save, to_pil
 
 @torchop.custom_op("demo::crop", mutates_args=())
 def crop(picture: Tensor, box: Sequence[int]) -> Tensor:
-    """Cuts the box (left, top, right, bottom) out of a picture of (channels, height, width)."""
+    """Cut the box (left, top, right, bottom) out of a picture of (channels, height, width)."""
     left, top, right, bottom = box
-    width = picture.element_size()  # of a column, in PIL's pixels: see to_pil
+    width = picture.element_size()  # PIL pixels per column, see `to_pil`
     columns = (width * left, top, width * right, bottom)
     return from_pil([channel.crop(columns) for channel in to_pil(picture)], like=picture)
 
@@ -43,10 +43,10 @@ def _(picture: Tensor, box: Sequence[int]) -> Tensor:
     return picture.new_empty(picture.shape[0], bottom - top, right - left)
 
 
-# A formula consists of operators that PyTorch knows, so PIL's paste becomes one too.
+# The formula of `crop` must consist of operators, so define one for PIL's paste too.
 @torchop.custom_op("demo::paste", mutates_args=())
 def paste(background: Tensor, picture: Tensor, corner: Sequence[int]) -> Tensor:
-    """Returns `background` with `picture` on it, its upper left corner at (left, top)."""
+    """Return `background` with the upper left corner of `picture` pasted at (left, top)."""
     left, top = corner
     channels = to_pil(background)
     for channel, pasted in zip(channels, to_pil(picture.to(background)), strict=True):
@@ -66,18 +66,18 @@ def keep_place(ctx: Any, inputs: tuple[Tensor, Sequence[int]], output: Tensor) -
 
 @crop.register_autograd(setup_context=keep_place)
 def _(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    # What was cut out goes back where it was; nothing else of the picture mattered.
+    # Only the pixels inside the box have a gradient.
     return paste(grad.new_zeros(ctx.shape), grad, ctx.corner), None
 
 
 # --------------------------------------------------------------------------------------------------
-# The steps: each checks what it does, and returns what to show
+# The steps: each raises if a check fails, and returns a summary
 
 BOX = (130, 150, 380, 450)  # the middle of the picture
 
 
 def negative(picture: Tensor) -> Tensor:
-    """The operator between PyTorch's own, to be compiled and exported."""
+    """Call the operator between PyTorch's own; this function is compiled and exported."""
     return 255 - crop(picture, BOX).flip(-1)
 
 
@@ -89,9 +89,7 @@ def run_eagerly(original: Tensor, output: Path) -> str:
     expect(torch.equal(crop(pasted, BOX), middle), "pasting and cropping changed the picture")
     save(original, output / "picture.png")
     save(middle, output / "crop.png")
-    return (
-        f"{list(original.shape)} cropped to {list(middle.shape)}; all pixels are those of the box"
-    )
+    return f"{list(original.shape)} cropped to {list(middle.shape)}; all pixels equal the box"
 
 
 def compile_it(original: Tensor, output: Path) -> str:
@@ -163,7 +161,7 @@ def check_contract(original: Tensor, output: Path) -> str:
 
 
 def expect(condition: bool, otherwise: str) -> None:
-    # Not an assert statement, which python -O drops.
+    # Not an assert statement, because python -O would remove it.
     if not condition:
         raise AssertionError(otherwise)
 
@@ -178,7 +176,7 @@ STEPS: dict[str, Callable[[Tensor, Path], str]] = {
 
 
 def working(console: Console, name: str) -> Progress:
-    """Shows for how long a step has been at work, or in a log that it begins."""
+    """Show the elapsed time of a step, or log the start if the console is not a terminal."""
     if not console.is_terminal:
         console.print(f"...  {name}")
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -191,17 +189,18 @@ def working(console: Console, name: str) -> Progress:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     root = Path(__file__).resolve().parents[1]
-    parser.add_argument("--output", type=Path, default=root / "demo_output", help="for the PNGs")
-    parser.add_argument("--rounds", type=int, default=60, help="of measuring what a call costs")
+    output = root / "demo_output"
+    parser.add_argument("--output", type=Path, default=output, help="folder for the PNG files")
+    parser.add_argument("--rounds", type=int, default=60, help="rounds of the time measurement")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    # Where nobody tells a width, rich assumes 80 columns and breaks the table.
+    # In a pipe, rich assumes 80 columns, which would wrap the table.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     console.print(f"{crop!r}\n{paste!r}\n", markup=False, soft_wrap=True)
 
     try:
         with working(console, "native calls"):
-            torchop.native.wait()  # or the table would show what calls cost meanwhile
+            torchop.native.wait()  # otherwise the table would show calls through the dispatcher
     except torchop.native.NativeUnavailableError as problem:
         console.print(f"{problem}\n", markup=False, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""An operator whose output is as long as the data says, in one compiled graph."""
+"""An operator with a data-dependent output size, in one compiled graph."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ import torchop
 
 @torchop.custom_op("examples::peaks", mutates_args=())
 def peaks(signal: Tensor) -> Tensor:
-    """Returns the indices at which a signal is higher than on both sides."""
+    """Return the indices of the local maxima of a signal."""
     values = signal.cpu().numpy()
     inner = (values[1:-1] > values[:-2]) & (values[1:-1] > values[2:])
     return torch.from_numpy(np.flatnonzero(inner) + 1).to(signal.device)
@@ -17,7 +17,7 @@ def peaks(signal: Tensor) -> Tensor:
 
 @peaks.register_fake
 def _(signal: Tensor) -> Tensor:
-    # How many there are, only the data can tell. The compiler goes on with a symbol for the number.
+    # The number of peaks depends on the data, so the compiler uses a symbol for it.
     count = torchop.get_ctx().new_dynamic_size()
     return signal.new_empty(count, dtype=torch.int64)
 
@@ -27,7 +27,7 @@ def peak_heights(signal: Tensor) -> Tensor:
 
 
 def main() -> None:
-    # Without this, Dynamo breaks the graph where a shape depends on data.
+    # Without this, Dynamo breaks the graph at data-dependent shapes.
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     graphs = []
 

@@ -1,4 +1,4 @@
-"""A kernel in C++ bound by nanobind, as an operator. Needs `pip install nanobind`, and g++.
+"""A C++ kernel bound by nanobind, as an operator. Requires `pip install nanobind`, and g++.
 
 `nb::ndarray` checks dtype, dimensions, device and layout, and needs no headers of PyTorch.
 """
@@ -51,7 +51,7 @@ with tempfile.TemporaryDirectory() as folder:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-# The function itself is the kernel. It has no annotations, so the schema is written.
+# The bound function is the kernel. It has no annotations, so pass a schema.
 scale_into = torchop.custom_op(
     "examples::nb_scale_into",
     module.scale,
@@ -61,7 +61,7 @@ scale_into = torchop.custom_op(
 )
 
 
-# With a line of Python it is all forms of an operator.
+# The same kernel as a functional operator and an `out=` overload.
 @torchop.out_op("examples::nb_scale", like="x", device_types="cpu")
 def scale(x: Tensor, factor: float, *, out: Tensor) -> None:
     module.scale(x, factor, out)

@@ -1,4 +1,4 @@
-"""NumPy's sin, which can write into a buffer, as an operator: mutable, in place, and with out=."""
+"""NumPy's sin as a mutable operator, and as a family: functional, in place, and with out=."""
 
 import numpy as np
 import torch
@@ -7,15 +7,15 @@ from torch import Tensor
 import torchop
 
 
-# One contract: it writes into `out` and returns nothing. Whoever reads `mutates_args` (autograd,
-# the compiler) knows that `out` is another one afterwards.
+# A mutable operator: it writes into `out` and returns nothing. Autograd and compilers rely on
+# `mutates_args`.
 @torchop.custom_op("examples::numpy_sin", mutates_args=("out",), device_types="cpu")
 def numpy_sin(x: Tensor, out: Tensor) -> None:
     np.sin(x.numpy(), out=out.numpy())
 
 
-# All forms of one operator, as PyTorch has them: sin(x), sin(x, out=buffer), and sin_ in place.
-# The kernel reads each element before it writes there, so it can work in place.
+# All forms of an operator, as in PyTorch: sin(x), sin(x, out=buffer), and sin_(x) in place. The
+# kernel reads each element before writing it, so it may overwrite the input.
 @torchop.out_op("examples::sin", like="x", inplace=True, elementwise=True, device_types="cpu")
 def sin(x: Tensor, *, out: Tensor) -> None:
     np.sin(x.numpy(), out=out.numpy())
@@ -55,13 +55,13 @@ def main() -> None:
     torch.testing.assert_close(buffer, x.sin())
     print("eager:   ", buffer)
 
-    # The compiler keeps the order of writing the buffer and reading it.
+    # The compiled graph reads the buffer after the operator wrote it.
     sine, double = sine_and_double(x)
     torch.testing.assert_close(sine, buffer)
     torch.testing.assert_close(double, 2 * buffer)
     print("compiled:", sine, "and doubled:", double)
 
-    # Autograd counts the write: what it saved before it is not used silently.
+    # The write bumps the version of the buffer, so a backward that needs the old value raises.
     weight = torch.ones(4, dtype=torch.double, requires_grad=True)
     product = weight * buffer
     numpy_sin(x, buffer)
@@ -88,11 +88,11 @@ def main() -> None:
     torch.testing.assert_close(angle.grad, 2 * (2 * angle.detach()).cos())
     print("gradient through sin_:", angle.grad)
 
-    # A buffer that does not fit is refused before anything is written.
+    # A buffer of the wrong shape is rejected before any write.
     try:
         sin(x, out=torch.empty(3))
     except torchop.MutationError as error:
-        print("refused:", error)
+        print("rejected:", error)
     else:
         raise AssertionError("a buffer of another shape was written")
 

@@ -7,10 +7,11 @@ from torch import Tensor
 import torchop
 
 
-# NumPy for the CPU; the GPU has a kernel of its own. A call picks by the device of its tensors.
+# This kernel is for the CPU, the next for the GPU. The device of the tensors selects one.
 @torchop.custom_op("examples::cumulative_max", mutates_args=(), device_types="cpu")
 def cumulative_max(x: Tensor, dim: int) -> Tensor:
-    # NumPy keeps the strides of its input. All devices must agree on those, so they are fixed here.
+    # NumPy preserves the strides of the input. Copy to contiguous memory, because all kernels must
+    # return the same strides.
     return torch.from_numpy(np.maximum.accumulate(x.contiguous().numpy(), axis=dim))
 
 
@@ -26,7 +27,7 @@ def _(x: Tensor, dim: int) -> Tensor:
 
 @cumulative_max.register_vmap
 def _(info, in_dims, x: Tensor, dim: int) -> tuple[Tensor, int]:
-    # With the batch moved to the front, `dim` counts one more when it counts from there.
+    # The batch dimension is now the first, so a non-negative `dim` shifts by one.
     x = x.movedim(in_dims[0], 0)
     return cumulative_max(x, dim + 1 if dim >= 0 else dim), 0
 

@@ -1,4 +1,4 @@
-"""A block of a transformer whose matrices are sharded over the processes of a program.
+"""Train a transformer block with matrices that are sharded over several processes.
 
 torchrun --standalone --nproc-per-node 4 examples/tensor_parallel.py
 """
@@ -47,7 +47,7 @@ def parameters() -> list[Tensor]:
 
 
 def train(x: Tensor, weights: list[Tensor], steps: int) -> list[float]:
-    """Steps of gradient descent; the losses. The same code for tensors and DTensors."""
+    """Run steps of gradient descent, and return the losses. Works on tensors and DTensors."""
     optimizer = torch.optim.SGD([weight.requires_grad_() for weight in weights], lr=0.1)
     losses = []
     for _ in range(steps):
@@ -60,9 +60,10 @@ def train(x: Tensor, weights: list[Tensor], steps: int) -> list[float]:
 
 
 def train_on(mesh: DeviceMesh) -> tuple[list[float], list[float], dict[str, int]]:
-    """The losses on one process and on all, and the collectives of a call of the block."""
+    """Return the losses on one process and on all, and the collectives of a call of `block`."""
     rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    # The columns of the first matrix and the rows of the second: one sum at the end of the block.
+    # Shard the columns of the first matrix and the rows of the second, so the block needs one
+    # all-reduce at the end.
     placements = [[Replicate()], [Shard(1)], [Shard(0)]]
     weights = [
         distribute_tensor(weight, mesh, placement)
@@ -85,7 +86,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # at the interpreter's end, threads of gloo that are at work may abort the process
+    os._exit(0)  # a regular exit may abort while threads of gloo are still running
 
 
 if __name__ == "__main__":

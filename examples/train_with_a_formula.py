@@ -1,4 +1,4 @@
-"""Training through a NumPy function: a formula, checked, and used by every kind of gradient."""
+"""Train through a NumPy function with an autograd formula."""
 
 import numpy as np
 import torch
@@ -18,13 +18,13 @@ def _(x: Tensor, beta: float = 1.0) -> Tensor:
 
 
 def save_inputs(ctx, inputs, output):
-    x, ctx.beta = inputs  # defaults that the caller omitted are filled in
+    x, ctx.beta = inputs  # includes omitted defaults
     ctx.save_for_backward(x)
 
 
 @softplus.register_autograd(setup_context=save_inputs)
 def _(ctx, grad):
-    # Of PyTorch's operators, so that it can be differentiated again.
+    # Consists of PyTorch operators, so it is differentiable again.
     (x,) = ctx.saved_tensors
     return grad * torch.sigmoid(ctx.beta * x), None
 

@@ -1,8 +1,8 @@
-"""An RMS norm with two kernels: a loop in C++ for few rows, PyTorch's operators for many.
+"""An RMS norm with two kernels: a C++ loop for few rows, and PyTorch operators for many.
 
-The loop starts at once but adds one number after the other, whereas PyTorch takes ten microseconds
-to start its five operators, which then add several numbers at a time. Where the one gets slower
-than the other depends on the machine, so it is measured. Needs g++.
+The C++ loop has no overhead, but adds the numbers one by one. The five PyTorch operators have an
+overhead of ten microseconds, but use vector instructions. The break-even point depends on the
+machine, so tuning measures it. Requires g++.
 """
 
 import ctypes
@@ -57,14 +57,15 @@ def _(x, weight, eps):
     return out
 
 
-# One for each bucket of rows. The command `python -m torchop bench` compares the kernels with them.
+# Bucket calls by number of rows, with an example for each bucket. `python -m torchop bench` runs
+# the examples to compare the kernels.
 rms_norm.set_tuning(buckets={"x": {0: [1, 4, 16, 64, 256]}})
 rms_norm.register_examples(
     lambda: [(torch.randn(rows, 1024), torch.randn(1024)) for rows in (1, 4, 16, 64, 256)]
 )
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:  # instead of the table in the user's cache
+    with tempfile.TemporaryDirectory() as folder:  # do not change the table in the user's cache
         print(torchop.testing.tune(rms_norm, budget=1.0, table=Path(folder, "tuned.json")))
     for rows in (1, 4, 16, 64, 256):
         x, weight = torch.randn(rows, 1024), torch.randn(1024)

@@ -1,7 +1,7 @@
-"""A kernel in C++ that tvm-ffi loads, as an operator. Needs `pip install apache-tvm-ffi`, and g++.
+"""A C++ kernel loaded by tvm-ffi, as an operator. Requires `pip install apache-tvm-ffi`, and g++.
 
-tvm-ffi passes tensors by DLPack, so the library needs neither the headers of PyTorch nor a build
-for each of its releases. It is also how FlashInfer and TileLang load kernels.
+tvm-ffi passes tensors as DLPack, so one build without PyTorch's headers works with every release.
+FlashInfer and TileLang load their kernels this way.
 """
 
 import shlex
@@ -53,7 +53,7 @@ with tempfile.TemporaryDirectory() as folder:
     subprocess.run(["g++", *flags, *linked], check=True)
     module = tvm_ffi.load_module(library)
 
-# The function itself is the kernel. It has no annotations, so the schema is written.
+# The loaded function is the kernel. It has no annotations, so pass a schema.
 scale_into = torchop.custom_op(
     "examples::scale_into",
     module.scale,
@@ -63,7 +63,7 @@ scale_into = torchop.custom_op(
 )
 
 
-# With a line of Python it is all forms of an operator.
+# The same kernel as a functional operator and an `out=` overload.
 @torchop.out_op("examples::ffi_scale", like="x", device_types="cpu")
 def scale(x: Tensor, factor: float, *, out: Tensor) -> None:
     module.scale(x, factor, out)

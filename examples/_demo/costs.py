@@ -1,4 +1,4 @@
-"""The price of a call, measured where the demo runs."""
+"""Measure the time of calls on the machine that runs the demo."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from rich.table import Table
 
 import torchop
 
-# The cases, the routes and the clock are the benchmark's own, so that the demo cannot differ.
+# Use the code of `benchmarks/calls.py`, to get the same numbers.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-# Found through the line above.
 import _cases
 import _harness
 import _routes
@@ -22,7 +21,7 @@ ROUTES = (_routes.PLAIN, _routes.HANDLE, _routes.CUSTOM_OP)
 
 
 def measure_costs(rounds: int) -> tuple[Table, str]:
-    """Times small operators by some routes; returns a table and what it says in a sentence."""
+    """Time small operators by several routes, and return a table and a summary."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -30,7 +29,7 @@ def measure_costs(rounds: int) -> tuple[Table, str]:
         rows = {case.title: _measure(case, rounds) for case in cases}
     finally:
         torch.set_num_threads(threads)
-    title = f"What a call costs (us, medians; torch {torch.__version__})"
+    title = f"Microseconds per call (medians; torch {torch.__version__})"
     table = _harness.table(title, "", *ROUTES)
     for title, medians in rows.items():
         plain = medians[_routes.PLAIN]
@@ -41,12 +40,14 @@ def measure_costs(rounds: int) -> tuple[Table, str]:
     under_stock = [row[_routes.CUSTOM_OP] / row[_routes.HANDLE] for row in rows.values()]
     ready = torchop.native.status().state == "ready"
     way = (
-        "its calls are native" if ready else "native calls are not there, so the dispatcher ran it"
+        "Its calls are native."
+        if ready
+        else "Native calls are not available, so its calls go through the dispatcher."
     )
     return table, (
-        f"A call of a torchop handle costs {min(over_plain):.1f} to {max(over_plain):.1f} times "
-        f"the plain call, and is {min(under_stock):.1f} to {max(under_stock):.1f} times cheaper "
-        f"than one of torch.library.custom_op: {way}."
+        f"A call of a torchop handle takes {min(over_plain):.1f} to {max(over_plain):.1f} times as "
+        f"long as the plain call, and is {min(under_stock):.1f} to {max(under_stock):.1f} times "
+        f"faster than torch.library.custom_op. {way}"
     )
 
 

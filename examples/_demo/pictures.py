@@ -1,4 +1,4 @@
-"""Pictures as tensors, as PIL images and as files."""
+"""Create pictures, and convert between tensors, PIL images and files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from PIL import Image
 
 
 def fractal(width: int = 512, height: int = 600) -> torch.Tensor:
-    """Returns the Mandelbrot set in three colours, as uint8 of shape (3, height, width)."""
+    """Return the Mandelbrot set in three colours, as uint8 of shape (3, height, width)."""
     extents = [(-2.0, -1.6, 0.8, 1.6), (-1.9, -1.5, 0.7, 1.5), (-1.8, -1.4, 0.6, 1.4)]
     channels = [Image.effect_mandelbrot((width, height), extent, 60) for extent in extents]
     return torch.from_numpy(np.stack([np.array(channel) for channel in channels]))
 
 
 def photograph() -> torch.Tensor:
-    """Returns a photograph that matplotlib ships, as uint8 of shape (3, height, width)."""
+    """Return a photograph from matplotlib, as uint8 of shape (3, height, width)."""
     from matplotlib import cbook  # only the notebooks need it
 
     with cbook.get_sample_data("grace_hopper.jpg") as file, Image.open(file) as image:
@@ -25,24 +25,23 @@ def photograph() -> torch.Tensor:
 
 
 def save(picture: torch.Tensor, file: Path) -> None:
-    """Saves a picture of values from 0 to 255 as a PNG."""
+    """Save a picture with values from 0 to 255 as a PNG."""
     pixels = picture.detach().to(torch.uint8).permute(1, 2, 0).contiguous()
     Image.fromarray(pixels.numpy()).save(file)
 
 
-# PIL's images with several channels hold 8 bits for each value. A float would be clipped to 0...255
-# and rounded on its way through one, and a gradient has neither that range nor that grid. Moving
-# pixels about is all that crop and paste do, though, so here PIL moves the bytes: a value of n
-# bytes is n pixels wide, and comes out bit for bit as it went in, whatever its dtype.
+# PIL images with several channels hold 8 bits per value, which would clip and round floats such as
+# gradients. Crop and paste only move pixels, so these helpers convert each value of n bytes to n
+# pixels of a byte. All dtypes round-trip exactly.
 
 
 def to_pil(picture: torch.Tensor) -> list[Image.Image]:
-    """Returns an image of bytes for each channel; columns are `picture.element_size()` wide."""
+    """Return an image of bytes for each channel, with `picture.element_size()` pixels per value."""
     as_bytes = picture.detach().cpu().contiguous().view(torch.uint8)
     return [Image.fromarray(channel) for channel in as_bytes.numpy()]
 
 
 def from_pil(channels: list[Image.Image], like: torch.Tensor) -> torch.Tensor:
-    """Puts images of bytes together again, with the dtype and on the device of `like`."""
+    """Convert images of bytes to a picture with the dtype and device of `like`."""
     as_bytes = torch.from_numpy(np.stack([np.array(channel) for channel in channels]))
     return as_bytes.view(like.dtype).to(like.device)

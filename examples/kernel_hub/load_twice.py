@@ -11,7 +11,7 @@ import torchop
 
 
 def load(folder: Path, build_id: str) -> ModuleType:
-    """Load a package under a name of its own, as the hub's `get_kernel` does."""
+    """Load a package as a module named after the build id, like the hub's `get_kernel`."""
     name = f"{folder.name}_{build_id}"
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     assert spec is not None

@@ -1,4 +1,4 @@
-// Serves a package of AOTInductor whose operators are written in Python.
+// Serves an AOTInductor package that calls operators written in Python.
 // Usage: serve PACKAGE MODULE, where MODULE defines the operators.
 #include <ATen/ATen.h>
 #include <Python.h>
@@ -9,7 +9,7 @@
 int main(int, char** argv) {
   Py_Initialize();
   if (!PyImport_ImportModule(argv[2])) return PyErr_Print(), 1;
-  PyThreadState* state = PyEval_SaveThread();  // a kernel takes Python's lock when it runs
+  PyThreadState* state = PyEval_SaveThread();  // the kernels acquire the GIL
   {
     torch::inductor::AOTIModelPackageLoader model(argv[1]);
     std::cout << model.run({at::ones({3})})[0] << std::endl;

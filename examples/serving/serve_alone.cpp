@@ -1,5 +1,5 @@
-// Serves a package of AOTInductor in a process without Python. The package carries the definitions
-// and the kernels of the operators that it calls, or the program is linked with them.
+// Serves an AOTInductor package in a process without Python. The operators are in a C++ library
+// that is part of the package or linked with this program.
 // Usage: serve_alone PACKAGE
 #include <ATen/ATen.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>

@@ -1,4 +1,4 @@
-"""RMS normalization and its parts, as a package of the kernel hub."""
+"""RMS normalization and related operators, as a package for the kernel hub."""
 
 from . import layers
 from ._ops import NAMESPACE

@@ -1,4 +1,4 @@
-"""The namespace of this build; the hub's builder writes a file like this one."""
+"""The namespace of this build. The hub's builder generates a file like this one."""
 
 import torch
 

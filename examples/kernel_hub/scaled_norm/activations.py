@@ -1,4 +1,4 @@
-"""The class form, and an operator of torch.library, whose calls torchop makes cheaper."""
+"""An operator in the class form, and an accelerated operator of torch.library."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Layers, which call the operators through `torch.ops` as the layers of the hub do."""
+"""Layers that call the operators through `torch.ops`, like the layers of the hub."""
 
 import torch
 from torch import Tensor

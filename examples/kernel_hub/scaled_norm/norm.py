@@ -1,4 +1,4 @@
-"""An operator from a function: fake kernel, formula, sharding rule and a second provider."""
+"""An operator with a fake kernel, a formula, a sharding rule and a second provider."""
 
 import torch
 from torch import Tensor
@@ -43,5 +43,5 @@ def _(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def use_float64():
-    """Return a block in which this build, and no other, normalizes in double precision."""
+    """Return a context manager in which this build alone normalizes in double precision."""
     return torchop.priority({f"{NAMESPACE}::*": ["float64"]})

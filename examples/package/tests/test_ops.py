@@ -1,12 +1,12 @@
-"""The operator keeps its promises, and computes what it should, forwards and backwards."""
+"""Check the contract of the operator, and compare values and gradients with PyTorch."""
 
 import mykernels
 import pytest
 import torch
 
 
-# One test for each check of torchop.testing.check, on the registered examples. The other forms,
-# `softcap_` and `softcap.out`, have no examples and are left out.
+# One test per check of torchop.testing.check, on the registered examples. `softcap_` and
+# `softcap.out` are excluded, because they have no examples.
 @pytest.mark.torchop("mykernels::*", exclude=["*_", "*.out"])
 def test_operators(torchop_check):
     torchop_check()

@@ -1,4 +1,4 @@
-"""How long a call of an operator is expected to take: a rule of a package of its own."""
+"""A rule that estimates the time of a call, in a separate package."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ Estimate = Callable[..., float]
 
 
 class Latency(torchop.Rule[Estimate]):
-    """A function of the operator's arguments that returns seconds, or just the seconds."""
+    """The time of a call: a number of seconds, or a function of the arguments that returns one."""
 
     def validate(self, op: Any, value: Any) -> Estimate:
         if isinstance(value, float):
@@ -24,5 +24,5 @@ latency = Latency("latency")
 
 
 def estimate(*calls: tuple[Any, ...]) -> float:
-    """Adds up the calls of a program, each a tuple of an operator and its arguments."""
+    """Return the estimated time of several calls, each a tuple of an operator and arguments."""
     return sum(latency.lookup(op)(*args) for op, *args in calls)
