@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import torchop
 from tests._support.common import counting, needs_native
+from tests._support.releases import of_form
 from tests.rules.support import save_inputs
 from torchop import UndeclaredMutationError
 
@@ -69,12 +70,14 @@ def with_residuals(namespace):
 
 
 def inplace(namespace):
+    def halve(x: Tensor) -> Tensor:
+        return x.div_(2)
+
     op = torchop.custom_op(
         f"{namespace}::op",
-        lambda x: x.div_(2),
-        schema="(Tensor(a!) x) -> Tensor(a!)",
+        halve,
         mutates_args={"x"},
-        tags=[torch.Tag.inplace],
+        **of_form("inplace", "(Tensor(a!) x) -> Tensor(a!)"),
     )
     op.register_autograd(halving)
     return lambda x: op(x.clone())

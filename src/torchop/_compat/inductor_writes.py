@@ -1,7 +1,7 @@
 """Lowerings that make Inductor compile operators that write into their arguments correctly.
 
-Workarounds for two bugs of Inductor 2.13, which produce wrong values without an error. Each can be
-removed when its bug is fixed in the oldest supported release:
+Workarounds for two bugs of Inductor, which otherwise computes wrong values without an error. Remove
+each workaround when no supported release has the bug:
 
 - `FallbackKernel.__init__` (torch/_inductor/ir.py) registers the operator's call, and so fixes the
   place in the generated code, before `MutationOutput` realizes values computed from the written
@@ -18,16 +18,18 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
+from torch._library.utils import get_layout_constraint_tag
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from torchop._compat import import_hooks, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
-# Operators defined before Inductor was imported.
+# Operators without lowerings, because Inductor is not imported yet.
 _waiting: set[str] = set()
 
 
@@ -36,35 +38,41 @@ def register_lowerings(qualname: str) -> None:
 
     If Inductor is not imported yet, they are registered on import.
     """
-    if _inductor() is not None:
-        _register(qualname)
-        return
-    if not _waiting:
-        import_hooks.when_imported(_LOWERING, _register_waiting)
     _waiting.add(qualname)
-
-
-def _inductor() -> Any:
-    """Return Inductor's lowering module if it is imported and has `user_lowerings`."""
-    module = sys.modules.get(_LOWERING)
-    return module if hasattr(module, "user_lowerings") else None
+    if len(_waiting) == 1:
+        import_hooks.when_imported(_LOWERING, _register_waiting)
 
 
 def _register_waiting() -> None:
     while _waiting:
         qualname = _waiting.pop()
-        # The operator may be deregistered by now, while another library still holds a kernel for
-        # it.
-        if operators.has_schema(qualname) and _inductor() is not None:
-            _register(qualname)
+        # The operator may be deregistered by now. The dispatcher still has the name if another
+        # library registered a kernel for it.
+        if operators.has_schema(qualname):
+            _register(torch_ops.lookup_overload(*operators.parts(qualname)))
 
 
-def _register(qualname: str) -> None:
-    module = _inductor()
-    module.lowerings.setdefault(torch.ops.aten.sym_storage_offset.default, _lower_storage_offset)
-    overload = torch_ops.lookup_overload(*operators.parts(qualname))
-    # A user's lowering takes precedence.
-    module.user_lowerings.setdefault(overload, functools.partial(_realize_readers, overload))
+def _register(overload: OpOverload) -> None:
+    module: Any = sys.modules[_LOWERING]
+    if "storage_offset_relative_to_input_storage" in signature(module.as_strided).parameters:
+        # Before pytorch/pytorch#184232 in 2.13, `as_strided` ignores the storage offset of graph
+        # inputs. With symbolic offsets, the two bugs cancel each other out.
+        module.lowerings.setdefault(
+            torch.ops.aten.sym_storage_offset.default, _lower_storage_offset
+        )
+    realize = functools.partial(_realize_readers, overload)
+    # In both cases, a user's lowering takes precedence.
+    if hasattr(module, "user_lowerings"):
+        module.user_lowerings.setdefault(overload, realize)
+    elif overload not in module.lowerings:
+        # 2.11 has no `user_lowerings`. Create the fallback that `GraphLowering.call_function`
+        # (torch/_inductor/graph.py) would create, and realize the readers before it runs.
+        tag = get_layout_constraint_tag(overload)
+        module.make_fallback(overload, layout_constraint=module.tag_to_layout_constraint(tag))
+        fall_back = module.lowerings[overload]
+        module.lowerings[overload] = lambda *args, **kwargs: (
+            realize(*args, **kwargs) or fall_back(*args, **kwargs)
+        )
 
 
 def is_ours(lowering: object) -> bool:
@@ -73,7 +81,10 @@ def is_ours(lowering: object) -> bool:
 
 
 def _realize_readers(op: OpOverload, *args: Any, **kwargs: Any) -> None:
-    """Realize the readers of written arguments; return None so that Inductor lowers the call."""
+    """Realize the readers of written arguments.
+
+    Returns None, so that Inductor lowers the call.
+    """
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 

@@ -273,7 +273,12 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
+as_strided_of_views = pytest.mark.needs_torch(
+    "2.13", "as_strided of a graph input with a storage offset (pytorch/pytorch#184232)"
+)
+
+
+@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=as_strided_of_views)])
 def test_views_of_one_base_are_written_where_they_are(namespace: str, dynamic: bool | None) -> None:
     @torchop.custom_op(f"{namespace}::both", mutates_args=("a", "b"))
     def both(a: Tensor, b: Tensor) -> None:
@@ -328,7 +333,8 @@ def test_inductor_is_imported_after_an_operator_was_deregistered() -> None:
         library._destroy()
         library = torchop.Library("stays", "DEF")
         library.define("f_(Tensor(a!) x) -> ()")
-        import torch._inductor.lowering
-        print(*map(str, torch._inductor.lowering.user_lowerings))
+        import torch._inductor.lowering as module
+        table = getattr(module, "user_lowerings", module.lowerings)
+        print(*(op for op in map(str, table) if op.startswith(("gone.", "stays."))))
     """)
     assert assert_clean(program).split() == ["stays.f_.default"]
