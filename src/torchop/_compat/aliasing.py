@@ -10,8 +10,8 @@ any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_outpu
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return whether elements of `tensor` are known to share memory, as after `expand`."""
-    # `_debug_has_internal_overlap` also returns 1 for layouts without strides.
+    """Return whether elements of `tensor` are known to share memory, e.g. after `expand`."""
+    # Check the layout, because `_debug_has_internal_overlap` returns 1 for layouts without strides.
     return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1
 
 
@@ -20,6 +20,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
+# The messages of `handle_view_on_rebase` in torch/csrc/autograd/variable.cpp, which has no Python
+# binding.
 _CREATION_META = torch._C._autograd.CreationMeta
 _MODE_PROBLEM = (
     "A view was created in {} mode and is being modified inplace {}. Given that this use case is "
@@ -50,7 +52,7 @@ _VIEW_PROBLEMS = {
 
 
 def view_problem(view: torch.Tensor) -> str | None:
-    """Return PyTorch's message if modifying `view` in place would raise, otherwise None."""
+    """Return PyTorch's error message if modifying `view` in place would raise, otherwise None."""
     problem = _VIEW_PROBLEMS.get(torch._C._autograd._get_creation_meta(view))
     if problem is None:
         return None

@@ -19,7 +19,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def is_excluded() -> bool:
-    """Return whether this thread runs below autograd, in a kernel called by the dispatcher."""
+    """Return whether this thread is below autograd, as in a kernel called by the dispatcher."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
 
 
@@ -28,25 +28,26 @@ def is_in_backward() -> bool:
 
 
 def context_of_backward() -> Context:
-    """Return the context variables from where the backward of this thread was called.
+    """Return the context variables of the code that called the backward of this thread.
 
-    Empty outside of a backward, and where PyTorch does not propagate them to the engine's threads:
-    on 2.11, and after a nested backward.
+    `_engine_run_backward` (torch/autograd/graph.py) passes them to the engine's threads since 2.12.
+    The result is empty outside of a backward, on 2.11, and after a nested backward, which removes
+    them. pytorch/pytorch#186583 replaces this mechanism.
     """
     is_there = is_in_backward() and torch._C._is_key_in_tls("context")
     return (torch._C._get_obj_in_tls("context") if is_there else None) or Context()
 
 
 def above_autograd() -> contextlib.AbstractContextManager[object]:
-    """Enable autograd in a block, also inside a kernel that runs below autograd.
+    """Enable autograd in a block, even inside a kernel that runs below autograd.
 
-    Leaving inference mode enables both gradient modes and the autograd keys.
+    Leaving inference mode enables both gradient modes and the autograd dispatch keys.
     """
     return torch._C._InferenceMode(False)
 
 
 def same_keys() -> contextlib.AbstractContextManager[object]:
-    """Restore the current dispatch keys of this thread for a block."""
+    """Return a context manager that sets this thread's dispatch keys to the current ones."""
     include = torch._C._dispatch_tls_local_include_set()
     return torch._C._ForceDispatchKeyGuard(include, torch._C._dispatch_tls_local_exclude_set())
 
@@ -59,7 +60,7 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
 def at_single_level(run: Callable[[], Any]) -> Any:
     """Call `run` with autograd functions applied at the current functorch level only.
 
-    This is `enable_single_level_autograd_function` of torch/_functorch/utils.py.
+    Equivalent to `enable_single_level_autograd_function` in torch/_functorch/utils.py.
     """
     functorch: Any = torch._C._functorch
     allowed = functorch.get_single_level_autograd_function_allowed()
@@ -71,7 +72,7 @@ def at_single_level(run: Callable[[], Any]) -> Any:
 def outer_levels_differentiate(run: Callable[[], Any]) -> Any:
     """Call `run` with both gradient modes enabled, inside the forward of an autograd function.
 
-    The function disabled them for one level, but the transforms around it still need them.
+    `apply` disables gradient modes, but enclosing transforms still differentiate the forward.
     """
     keys = same_keys()
     with above_autograd(), keys:
@@ -85,8 +86,8 @@ def input_gradients(
 ) -> Sequence[torch.Tensor | None]:
     """Return the gradients of `inputs`, like `torch.autograd.grad`.
 
-    `pairs` holds outputs with their gradients. The checks of `torch.autograd.grad` take as long as
-    the engine, so they are skipped for plain tensors of equal shape and dtype.
+    `pairs` holds outputs with their gradients. For plain tensors of equal shape and dtype, call the
+    engine directly, because the checks of `torch.autograd.grad` take as long as the engine.
     """
     outputs, grads = zip(*pairs, strict=True)
     if all(
@@ -102,8 +103,8 @@ def input_gradients(
     return torch.autograd.grad(outputs, inputs, grads, create_graph=create_graph, allow_unused=True)
 
 
-# This base class is applied by C++ code alone. `autograd.Function.apply` instead enters functorch's
-# `custom_function_call`, which needs a `setup_context` staticmethod and creates a function per
+# The `apply` of this base class is C++ code. `autograd.Function.apply` would enter functorch's
+# `custom_function_call`, which requires a `setup_context` staticmethod and creates a function per
 # level.
 _FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 
@@ -111,7 +112,7 @@ _FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 def make_autograd_function(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]
 ) -> Any:
-    """Create an autograd function that applies at the caller's functorch level."""
+    """Create an autograd function that applies at the functorch level of the caller."""
     return type(
         name,
         (_FunctionBase,),
@@ -127,8 +128,8 @@ def make_autograd_function(
 def described_inputs(ctx: Any) -> Iterator[tuple[int, Any]]:
     """Yield the position and metadata of each input of a node that needs a gradient.
 
-    Each entry of a list counts as one input. Metadata has `shape` (a list), `device` and `dtype`.
-    Nested tensors are skipped.
+    Each item of a list counts as one input. The metadata has the attributes `shape` (a list),
+    `device` and `dtype`. Nested tensors are skipped.
     """
     flags = [
         needs
@@ -152,19 +153,20 @@ def context_type(function: Any) -> Any:
 def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     """Return a callable that creates a node of an autograd function, without inputs or outputs.
 
-    Since 2.13 it is the class of `ctx`. Older releases create nodes only in `apply`, so `take_node`
-    must be given: it runs as the forward of a function, with `ctx`, and the callable returns its
-    result.
+    Since 2.13, the callable is the class of `ctx`. Until 2.12, only `apply` creates nodes
+    (`THPFunction_apply` in torch/csrc/autograd/python_function.cpp). There, pass `take_node`: the
+    callable runs it as the forward of an autograd function, and returns the result of
+    `take_node(ctx)`.
     """
     if take_node is None:
         return context_type(function)
-    # once per function, because Python 3.13t never frees classes
+    # Create the class once per function, because Python 3.13t never frees classes.
     if "_torchop_blank" not in vars(function):
-        # PyTorch's metaclass would create another node class, so `type` is called directly.
+        # Call `type` directly, because PyTorch's metaclass would create another node class.
         attributes = {
             "_backward_cls": context_type(function),
             "forward": take_node,
-            # the default, which PyTorch compares by identity
+            # PyTorch compares this attribute with the default by identity.
             "setup_context": _FunctionBase.setup_context,
             "clear_saved_tensors_on_access": False,
         }
@@ -172,7 +174,7 @@ def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     return function._torchop_blank.apply
 
 
-# The descriptor of `ctx.saved_tensors`, for classes that hide it behind a property.
+# The descriptor of `ctx.saved_tensors`, for subclasses that override it with a property.
 saved_tensors: Any = torch._C._FunctionBase.saved_tensors
 raw_saved_tensors: Callable[[Any], tuple[torch.Tensor | None, ...]] = saved_tensors.__get__
 
@@ -183,23 +185,21 @@ def is_dual_level() -> bool:
         return False
     if _forward_ad._current_level >= 0:
         return True
-    # `peek_interpreter_stack` creates the stack if it does not exist, and then every node of every
-    # later backward in this thread copies it.
+    # Check first, because `peek_interpreter_stack` creates a missing stack, and then every node of
+    # every later backward in this thread would copy the stack.
     if not functorch.is_active():
         return False
-    # A compiled graph enters a dual level without updating `_current_level`.
+    # A compiled graph calls `_enter_dual_level` (torch/_functorch/predispatch.py), which does not
+    # update `_current_level`.
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
 
 
-_DUAL_LEVEL = 0  # PyTorch supports no other level: nested transforms wrap tensors instead
+_DUAL_LEVEL = 0  # the only level of PyTorch; nested transforms wrap tensors
 
 
 def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
-    """Return the primal and the tangent of `value`.
-
-    The tangent is None, and the primal is `value` itself, if `value` is not a dual tensor.
-    """
+    """Return the primal and the tangent of `value`, or `value` and None without a tangent."""
     if not isinstance(value, torch.Tensor):
         return value, None
     try:
@@ -207,7 +207,7 @@ def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
     except RuntimeError:
         if value.layout is torch.strided:
             raise
-        return value, None  # `_unpack_dual` makes a view; such layouts have no tangents
+        return value, None  # `_unpack_dual` creates a view; these layouts do not support tangents
     return value if tangent is None else primal, tangent
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: detect the modes, and mark traced nodes as saved."""
+"""Activation checkpointing: detect the dispatch modes, and mark traced nodes as saved."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-# The modes for the forward of a checkpointed region and for the recomputation.
+# The dispatch modes for the forward of a checkpointed region, and for the recomputation.
 _MODES: tuple[Any, ...] = tuple(
     getattr(checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
-# The modes that call the region's policy function. The recomputing mode does so until 2.11, and
-# must get the decisions of the forward. Since 2.12 it reuses the recorded decisions.
+# The modes that call the region's policy function. On 2.11 the mode of the recomputation calls it
+# too, and must get the same decisions as the forward. Since 2.12 it uses the recorded decisions.
 POLICY_MODES: tuple[type, ...] = tuple(
     mode
     for mode in _MODES
@@ -28,13 +28,13 @@ POLICY_MODES: tuple[type, ...] = tuple(
 
 
 def selective_checkpointing_is_active() -> bool:
-    """Return whether selective checkpointing may save or replay the calls of this thread."""
+    """Return whether a selective checkpointing mode, which saves or replays calls, is active."""
     return any(isinstance(mode, _MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
 def saving_in_trace() -> Iterator[None]:
-    """Mark nodes traced in this block as saved if they belong to a checkpointed region."""
+    """Mark nodes that are traced in this block as saved if a checkpointed region contains them."""
     with _traced_nodes(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)) as nodes:
         yield
     for node in nodes:
@@ -44,10 +44,10 @@ def saving_in_trace() -> Iterator[None]:
 
 @contextlib.contextmanager
 def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
-    """Mark nodes traced in this block as saved, for any `activation_memory_budget`.
+    """Mark nodes that are traced in this block as saved, for any `activation_memory_budget`.
 
     Args:
-        proxy_mode: the tracing mode, by default the active one.
+        proxy_mode: the tracing mode; by default, the active one.
     """
     if proxy_mode is None:
         proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
@@ -56,11 +56,12 @@ def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
     budget = torch._functorch.config.activation_memory_budget
     for node in nodes:
         if node.meta.get("recompute") is not None:
-            continue  # the policy of the checkpointed region decides
+            continue  # the policy of the checkpointed region takes precedence
         node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
         # Workaround for pytorch/pytorch#190758: `choose_saved_values_set`
-        # (torch/_functorch/partitioners.py) saves nothing if the budget is 0. It also fails on a
-        # saved tuple. The partitioner applies the first `memory_budget` of a node to the graph.
+        # (torch/_functorch/partitioners.py) saves nothing if the budget is 0, and fails on a saved
+        # tuple. Override the budget: the partitioner uses the first `memory_budget` that it finds
+        # on a node, for the whole graph.
         if isinstance(node.meta.get("val"), (tuple, list)):
             for other in node.graph.nodes:
                 if other is node or "memory_budget" in other.meta:
@@ -74,7 +75,7 @@ _SMALLEST_BUDGET = 1e-9
 
 @contextlib.contextmanager
 def _traced_nodes(proxy_mode: Any) -> Iterator[list[torch.fx.Node]]:
-    """Yield a list that receives the nodes traced in this block when the block ends."""
+    """Yield a list to which the nodes traced in this block are added at the end of the block."""
     nodes: list[torch.fx.Node] = []
     if proxy_mode is None:
         yield nodes

@@ -1,4 +1,4 @@
-"""Persistent caches of compiled graphs: include operators in their keys."""
+"""Include the rules of operators in the keys of PyTorch's persistent caches of compiled graphs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torchop._compat import import_hooks
 # Maps the names of operators (None means all) to a cache key and the code objects it covers.
 Identify = Callable[[Iterable[str] | None], tuple[str, list[CodeType]]]
 
-# Inductor registers custom passes per device type, and hashes the `uuid` of each. No graph has
-# tensors on this device type, so the pass never runs and replaces no pass of a user.
+# The device type of our custom pass. Inductor includes the `uuid` of every registered pass in the
+# cache key. No tensor has this device type, so the pass never runs, and replaces no user's pass.
 _DEVICE = "torchop"
 
 
 def identify_operators(identify: Identify) -> None:
     """Include `identify(names of the operators in a graph)` in the cache key of every graph.
 
-    Workaround for pytorch/pytorch#144344 and #160472: the keys ignore formulas and fake kernels.
-    The caches of AOTAutograd and Inductor share this part of the key. Releases without custom
-    backend passes are left unchanged.
+    Workaround for pytorch/pytorch#144344 and pytorch/pytorch#160472: PyTorch's keys ignore formulas
+    and fake kernels. The caches of AOTAutograd and Inductor share this part of the key. On releases
+    without `custom_backend_passes`, this does nothing, and `uncovered_caches` reports it.
     """
 
     def connect() -> None:
@@ -43,7 +43,8 @@ def identify_operators(identify: Identify) -> None:
                 """Leave the graph unchanged."""
 
             def uuid(self) -> Any:
-                # `uuid` gets no graph, so read it from the object that computes the key.
+                # `uuid` has no argument for the graph, so read it from the caller's frame: a method
+                # of `FxGraphHashDetails` (torch/_inductor/codecache.py).
                 maker = sys._getframe(1).f_locals.get("self")
                 graph = getattr(maker, "gm", None)
                 names = operators_of(graph) if isinstance(graph, GraphModule) else None
@@ -57,7 +58,7 @@ def identify_operators(identify: Identify) -> None:
 
 
 def uncovered_caches() -> dict[str, str]:
-    """Return the caches that miss changed rules on this release, with the remedy for each."""
+    """Return the caches whose keys ignore changed rules on this release, and a remedy for each."""
     common = importlib.import_module("torch._inductor.codegen.common")  # imports Inductor
     uncovered = {}
     if _DEVICE not in getattr(common, "custom_backend_passes", ()):
@@ -88,9 +89,9 @@ def _names_of(value: object) -> Iterator[str]:
 
 
 def _note_sources(sources: list[CodeType]) -> None:
-    """Make Dynamo's current trace depend on `sources`, as on the functions that it traced.
+    """Add `sources` to the code that Dynamo's current trace depends on.
 
-    A precompiled program is loaded only while this code is unchanged.
+    PyTorch loads a precompiled program only if this code is unchanged.
     """
     context = TracingContext.try_get()
     traced: list[CodeType] | None = getattr(context, "traced_code", None)

@@ -1,4 +1,4 @@
-"""The state of Dynamo, backends and TorchScript, and code that they must not trace."""
+"""Query the state of Dynamo, backends and TorchScript, and exclude code from tracing."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_fram
 
 
 def never_traced(function: _Function) -> _Function:
-    """Keep Dynamo from compiling `function`, and the frames below it, in eager calls.
+    """Prevent Dynamo from compiling `function`, and functions that it calls, in eager calls.
 
-    Otherwise Dynamo would trace a kernel that runs below a compiled frame like user code. The mark
-    is stored in the code object, so calls pay nothing for it, and Dynamo is not imported as by
-    `torch.compiler.disable`.
+    Otherwise Dynamo would compile a kernel that a compiled frame calls. Unlike
+    `torch.compiler.disable`, this does not import Dynamo, and adds no overhead to calls, because
+    the mark is stored in the code object.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
@@ -37,7 +37,7 @@ DYNAMO = "torch._dynamo"
 
 
 def dynamo_is_tracing() -> bool:
-    """Return whether Dynamo is tracing, so that each call only runs on fake tensors."""
+    """Return whether Dynamo is tracing in this thread, so all calls have fake tensors."""
     return TracingContext.try_get() is not None
 
 
@@ -53,7 +53,8 @@ def break_graph(reason: str) -> None:
 def compiling_backend() -> str | None:
     """Return the name of the backend that this thread compiles for, or None.
 
-    Read from the call stack because AOTAutograd does not record which backend called it.
+    AOTAutograd does not record which backend called it, so this searches the call stack for
+    `compile_fx` and for `OutputGraph.call_user_compiler`.
     """
     for frame, _ in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
@@ -72,10 +73,10 @@ _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
 
 
 def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments with which Dynamo calls an overload; None if it is not calling it.
+    """Return the arguments with which Dynamo calls the overload `op`, or None if it does not.
 
-    Kernels get the symbols in these arguments as numbers, because the dispatcher converts them.
-    Dynamo passes them to `run_node` in torch/_dynamo/utils.py.
+    Reads them from the frame of `run_node` (torch/_dynamo/utils.py), because the dispatcher has
+    converted the symbolic values to numbers when a kernel runs.
     """
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_name == "run_node" and frame.f_code.co_filename.endswith(_NODES_FILE):
@@ -89,7 +90,7 @@ _NODES_FILE = os.path.join("torch", "_dynamo", "utils.py")
 
 
 def torchscript_is_inspecting() -> bool:
-    """Return whether TorchScript called `inspect.signature`, and so our caller."""
+    """Return whether our caller was called by `inspect.signature`, on behalf of TorchScript."""
     for frame, _ in traceback.walk_stack(sys._getframe(2)):
         if frame.f_globals.get("__name__") != inspect.__name__:
             return frame.f_globals.get("__name__") == _TORCHSCRIPT_MODULE
@@ -100,7 +101,11 @@ _TORCHSCRIPT_MODULE = "torch.jit.annotations"
 
 
 def torchscript_is_tracing() -> bool:
-    """Return whether this thread is in `torch.jit.trace`, also inside opaque kernels."""
+    """Return whether this thread is in `torch.jit.trace`, even inside a kernel.
+
+    Searches the call stack, because `general_trace_function` (torch/csrc/autograd/
+    TraceTypeManual.cpp) resets the tracing state for the call of a kernel.
+    """
     return any(
         frame.f_globals.get("__name__") == _TRACING_MODULE
         for frame, _ in traceback.walk_stack(sys._getframe())
@@ -111,33 +116,33 @@ _TRACING_MODULE = "torch.jit._trace"
 
 
 def decomposes_for_backends() -> bool:
-    """Return whether the current trace is compiled by a backend rather than exported."""
+    """Return whether the current trace is for a backend, and not for `torch.export`."""
     from torch.export._trace import custom_triton_ops_decomposition_disabled
 
     return not custom_triton_ops_decomposition_disabled()
 
 
 def launching_triton() -> contextlib.AbstractContextManager[Any]:
-    """Make `wrap_triton` return bare kernels in a block, outside of a trace."""
+    """Make `wrap_triton` return the bare Triton kernel in a block, for calls outside of a trace."""
     return triton.set_wrap_triton_enabled(False)
 
 
 def triton_kernels(function: Callable[..., Any]) -> list[Any]:
     """Return the Triton kernels that the source of `function` launches."""
-    if find_spec("triton") is None:  # without Triton, PyTorch warns
+    if find_spec("triton") is None:  # otherwise PyTorch would warn
         return []
     try:
         return list(triton.get_inner_triton_kernels(function))
-    except ValueError:  # a closure variable is not assigned yet
+    except ValueError:  # raised if a closure variable is not assigned yet
         return []
 
 
 def note_triton_kernels(qualname: str, kernels: list[Any]) -> None:
-    """Register the Triton kernels of an operator with PyTorch's compile caches."""
+    """Register the Triton kernels of an operator, which PyTorch includes in cache keys."""
     triton.triton_ops_to_kernels[qualname] = kernels
 
 
 def makes_cuda_graphs() -> bool:
-    """Return whether Inductor compiles for CUDA graphs, as with mode="reduce-overhead"."""
+    """Return whether Inductor creates CUDA graphs, e.g. with mode="reduce-overhead"."""
     config: Any = sys.modules.get("torch._inductor.config")
     return config is not None and bool(config.triton.cudagraphs)

@@ -1,8 +1,8 @@
-"""C++ functionalization, used by compilers to trace regions that mutate their inputs.
+"""C++ functionalization, used for the subgraphs of `invoke_subgraph` that mutate their inputs.
 
-Traces use `FunctionalTensorMode`, except for the subgraph of `invoke_subgraph`:
-`FunctionalCallableWithEpilogue` (torch/_higher_order_ops/auto_functionalize.py) passes it to
-`torch.func.functionalize`, whose fallback rejects custom operators that mutate.
+All other traces use `FunctionalTensorMode`. `FunctionalCallableWithEpilogue`
+(torch/_higher_order_ops/auto_functionalize.py) passes the subgraph to `torch.func.functionalize`,
+whose fallback rejects custom operators that mutate.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torchop._compat.classes import DispatchKey, FunctionalTensorMode, OpOverloa
 
 
 def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
-    """Install a C++ functionalization kernel for the Python dispatcher, as used in traces.
+    """Register a C++ functionalization kernel with the Python dispatcher, which traces use.
 
-    A kernel in the dispatcher would turn off auto-functionalization of the operator
-    (`FunctionalTensorMode.__torch_dispatch__`). A dispatcher kernel of the user takes precedence.
+    A kernel in the C++ dispatcher would turn off auto-functionalization of the operator (see
+    `FunctionalTensorMode.__torch_dispatch__`). If a user registered one, call that.
     """
     name, key = overload.name(), DispatchKey.Functionalize
 
@@ -40,13 +40,13 @@ def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
 
 
 def is_functional(tensor: torch.Tensor) -> bool:
-    """Return whether C++ functionalization tracks `tensor`."""
+    """Return whether `tensor` is a wrapper of C++ functionalization."""
     return torch._is_functional_tensor(tensor)
 
 
 @contextlib.contextmanager
 def traced_by_mode() -> Iterator[FunctionalTensorMode]:
-    """Leave C++ functionalization, and use a functionalization mode in its place."""
+    """Leave C++ functionalization, and enter a FunctionalTensorMode instead."""
     keys = (
         DispatchKey.Functionalize,
         DispatchKey.FuncTorchDynamicLayerBackMode,
@@ -67,13 +67,13 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
 
 
 def current_value(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value of a functional tensor after all writes into the base."""
+    """Return the value of a functional tensor, with all writes to the base applied."""
     torch._functionalize_sync(tensor)
     return torch._from_functional_tensor(tensor)
 
 
 def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Record a new value for a functional tensor and the base."""
+    """Record a write of `value` into a functional tensor, and propagate it to the base."""
     torch._functionalize_replace(tensor, value)
     torch._functionalize_commit_update(tensor)
     torch._functionalize_sync(tensor)
@@ -93,13 +93,13 @@ _FINDS_MUTATIONS = InvokeSubgraphHOP.gen_schema.__code__
 
 
 def is_finding_mutations() -> bool:
-    """Return whether PyTorch traces a region to find the inputs that it mutates."""
+    """Return whether PyTorch is tracing a region to find the mutated inputs (`gen_schema`)."""
     callers = traceback.walk_stack(sys._getframe())
     return any(frame.f_code is _FINDS_MUTATIONS for frame, _ in callers)
 
 
 def are_inputs(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether any of `tensors` has the memory of an input of the traced graph."""
+    """Return whether any of `tensors` shares memory with an input of the traced graph."""
     inputs = (node.meta.get("val") for node in mode.tracer.graph.find_nodes(op="placeholder"))
     memory = {tracing.functional_storage(t) for t in inputs if isinstance(t, torch.Tensor)}
     return any(tracing.functional_storage(tensor) in memory for tensor in tensors)

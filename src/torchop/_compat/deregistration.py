@@ -1,8 +1,11 @@
 """Deregister operators: invalidate their objects in `torch.ops`, and clear PyTorch's caches.
 
-A program may still hold these objects, or be calling them, which crashes in PyTorch
-(pytorch/pytorch#98537). PyTorch caches by name, which would affect the next operator of that name,
-and by object, which would keep the object alive forever.
+Workaround for pytorch/pytorch#98537, #98541 and #125234: a call of an overload whose operator was
+deregistered reads freed memory, in programs that still hold the overload or are calling it. For the
+classes that dispatch in Python, pytorch/pytorch#197025 fixes this.
+
+PyTorch also has caches by operator name, which would affect the next operator of that name, and
+caches by object, which would keep the object alive forever.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ def _invalidate_overload(
 ) -> Iterator[Any]:
     """Make an overload and the packet raise, before the operator is deregistered.
 
-    A compiled graph or a variable that holds one would otherwise call freed memory. Yields the
-    overloads that did not raise yet.
+    Otherwise a compiled graph or variable that references one of them would call freed memory.
+    Yields the overloads that were still valid.
     """
     packet = torch_ops.existing_packet(namespace, name)
-    # Keep the raising overload in the packet. Otherwise a forgotten packet would create a new
-    # overload that still calls the operator and is never invalidated.
+    # Keep the raising overload as an attribute of the packet. Otherwise a reference to the packet
+    # would create a new overload, which calls the operator and would never be invalidated.
     existing = None if packet is None else vars(packet).get(overload or "default")
     cached = _cached.get((namespace, name, overload), [])
     if existing is not None and existing not in cached:
@@ -58,16 +61,16 @@ def _invalidate(existing: Any, reason: Callable[[], str]) -> None:
     raising = torch_ops.RaisingFunction(hash(existing), reason)
     if vars(existing).get("_pyobj_dispatcher") is not None:
         existing._pyobj_dispatcher = None
-    # `_op` last, because `is_deregistered` checks it.
+    # Replace `_op` last, because `is_deregistered` checks it.
     for attribute in ("_op_dk", "_cpp_dispatch_handle", "_handle", "_op"):
         if attribute in vars(existing) or attribute == "_handle":
             vars(existing)[attribute] = raising
 
 
-# Overloads of deregistered operators that the dispatcher may still reference. A registration by
-# another library keeps the dispatcher entry. The entry caches the overload that it passed to
-# dispatch modes, without owning it. The dispatcher never looks up a new one, so the next operator
-# of that name must reuse this overload.
+# Overloads of deregistered operators that the dispatcher may still reference. If another library
+# has registered a kernel for the operator, the dispatcher keeps its entry. The entry caches a
+# borrowed reference to the overload that it passes to dispatch modes (`getPythonOp` in
+# ATen/core/dispatch/OperatorEntry.h), so the next operator of that name must reuse this overload.
 _cached: dict[tuple[str, str, str], list[Any]] = {}
 
 # Names of the packets defined through torchop.
@@ -77,9 +80,8 @@ defined: set[str] = set()
 def before_definition(namespace: str, name: str, overload: str) -> None:
     """Forget an earlier operator of this name, from any library."""
     defined.add(f"{namespace}::{name}")
-    # FX caches signatures by name
-    _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)
-    # Keep the overload while the dispatcher may reference it.
+    _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)  # FX's, by name
+    # Keep the overload as long as the dispatcher may reference it.
     if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
         del _cached[key]
 
@@ -96,22 +98,22 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
         return
     count_calls(current)
     attributes: dict[str, Any] = vars(first)
-    # Both objects become overloads of the new operator, with the same kernel tables. A single
-    # update keeps other threads from seeing the new function with the old schema.
+    # Turn both objects into overloads of the new operator, with shared kernel tables. Update all
+    # attributes at once, so other threads never see the new function with the old schema.
     first.__class__ = type(current)
     attributes.update(vars(current))
     for attribute in attributes.keys() - vars(current).keys():
         del attributes[attribute]
     vars(current._overloadpacket)[overload or "default"] = first
-    # Another thread may have looked up `current`; it must be invalidated together with `first`.
+    # Another thread may have looked up `current`, so invalidate it together with `first`.
     cached[1:] = [current]
 
 
 def count_calls(op: OpOverload | OpOverloadPacket) -> None:
-    """Count calls of an overload or packet, and make it raise if the operator was deregistered.
+    """Replace the function of an overload or packet by one that counts calls.
 
-    Looks the function up again, because another thread may have redefined the operator or created a
-    second object.
+    If the operator was deregistered, replace it by one that raises. This looks the function up
+    again, because another thread may have redefined the operator or created a second object.
     """
     packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
     qualname, function = packet._qualified_op_name, op._op
@@ -134,10 +136,10 @@ def count_calls(op: OpOverload | OpOverloadPacket) -> None:
 
 @contextlib.contextmanager
 def preserve_packet(namespace: str, name: str) -> Iterator[None]:
-    """Keep a packet in `torch.ops` while the operator is replaced.
+    """Keep a packet in `torch.ops` while its operator is being replaced.
 
-    Otherwise a thread that looks up the name would create a second packet. Each packet would create
-    an overload, and only one of them could be invalidated later.
+    Otherwise a thread that looks up the name would create a second packet with a second overload,
+    which could not be invalidated later.
     """
     _replaced.add(f"{namespace}::{name}")
     try:
@@ -151,17 +153,17 @@ def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
     """Make new calls of operators raise, before the operators are deregistered.
 
     `reason` returns the error message for an operator's name. If native calls are available, this
-    waits for other threads that are inside the dispatcher.
+    waits until other threads have left the operators' dispatcher calls.
     """
     for name in names:
         with contextlib.suppress(AttributeError):
-            # Otherwise the first look-up would create an overload that does not raise.
+            # Create the overload now, because one that is created later would not raise.
             torch_ops.lookup_overload(*name)
     invalidate_existing(names, reason)
 
 
 def invalidate_existing(names: Collection[Name], reason: Callable[[str], str]) -> None:
-    """Like `invalidate`, for operators whose overload has been looked up."""
+    """Like `invalidate`, but only for overloads that exist in `torch.ops`."""
     invalidated: list[Any] = []
     for name in names:
         invalidated += _invalidate_overload(
@@ -182,7 +184,10 @@ def forget(names: Iterable[Name]) -> None:
         before_definition(namespace, name, overload)
         forget_entry(namespace, name, overload)
     if dtensor.is_imported():
-        dtensor.clear_caches()  # keyed by the operator's address, and addresses are reused
+        # DTensor's C++ cache (`NativeShardingPropagatorCache` in
+        # torch/csrc/autograd/python_variable.cpp) has the operator's address in the key, and a new
+        # operator may get the same address.
+        dtensor.clear_caches()
 
 
 def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
@@ -209,12 +214,12 @@ def _called_here() -> set[str]:
 _OPS_FILE = OpOverload.__call__.__code__.co_filename
 
 
-# Names whose operator is being replaced.
+# Names of the operators that are being replaced, see `preserve_packet`.
 _replaced: set[str] = set()
 
 
 def _clear_packet(namespace: str, name: str) -> None:
-    """Remove a packet from `torch.ops`, unless its name has an operator or is being replaced."""
+    """Remove a packet from `torch.ops` if it has no operator and is not being replaced."""
     qualname = f"{namespace}::{name}"
     packet = torch_ops.existing_packet(namespace, name)
     if packet is None or qualname in _replaced:
@@ -228,7 +233,7 @@ def _clear_packet(namespace: str, name: str) -> None:
         torch_ops.refresh(packet, _hooks.extension.Operator)
 
 
-# Sets and dictionaries keyed by OpOverload or packet.
+# PyTorch's sets and dictionaries with OpOverload or OpOverloadPacket keys.
 _BY_OBJECT = (
     ("torch._ops", "cached_ops"),
     ("torch._inductor.lowering", "lowerings"),
@@ -244,7 +249,7 @@ _BY_OBJECT = (
     ("torch.fx.node", "_side_effectful_functions"),
     ("torch.utils.flop_counter", "flop_registry"),
 )
-# Functions with a cache keyed by OpOverload. They can only be cleared as a whole.
+# Functions with an `lru_cache` keyed by OpOverload, which can only be cleared as a whole.
 _FUNCTIONS = (
     ("torch._subclasses.fake_tensor", "get_schema_info"),
     ("torch._subclasses.functional_tensor", "_can_decompose_fast"),
@@ -254,9 +259,10 @@ _FUNCTIONS = (
 
 
 def forget_entry(namespace: str, name: str, overload: str) -> None:
-    """Clear an operator's effect, and drop its torch.library entry if empty.
+    """Clear an operator's effect, and remove its entry in torch.library's registry if it is empty.
 
-    Registrations of other libraries stay in the entry, as their kernels stay in the dispatcher.
+    Rules that other libraries registered stay in the entry, as their kernels stay in the
+    dispatcher.
     """
     qualname = operators.joined(namespace, name, overload)
     entry = _rules_registry._data.get(qualname)
@@ -274,7 +280,7 @@ def _contents(entry: SimpleOperatorEntry) -> Mapping[str, Any]:
 
 
 def forget_objects(ops: Collection[Any]) -> None:
-    """Clear caches keyed by overloads and packets that can no longer be called."""
+    """Remove overloads and packets that can no longer be called from PyTorch's caches."""
     for collection in filter(None, (_loaded(*place) for place in _BY_OBJECT)):
         remove = collection.discard if hasattr(collection, "discard") else collection.pop
         for op in ops:
@@ -284,7 +290,7 @@ def forget_objects(ops: Collection[Any]) -> None:
     identities = set(map(id, ops))
     for key in list(cache):
         called = key.key[0]
-        # Search all arguments only for higher-order operators, because the cache may be large.
+        # Search all parts of the key only for higher-order operators, because the cache is large.
         parts = (called,) if isinstance(called, OpOverload) else key.key
         if not identities.isdisjoint(map(id, parts)):
             cache.pop(key, None)

@@ -1,7 +1,7 @@
-"""Device properties, queried from PyTorch once per device type.
+"""Properties of device types, queried from PyTorch once per type.
 
-No other code names a device type, except the CPU, which always exists. Device modules such as
-`torch.cuda` may lack some of the functions.
+Other modules contain no names of device types, except "cpu". Device modules such as `torch.cuda`
+may lack some of the queried functions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ class DeviceTraits(NamedTuple):
 
     Attributes:
         type: the name, such as `"cuda"`.
-        is_in_use: whether the program has initialized it; other queries would initialize it.
-        is_in_bad_fork: whether it is unusable because this process was forked after initialization.
+        is_in_use: whether the program has initialized the device; other queries would initialize
+            it.
+        is_in_bad_fork: whether the device is unusable, because this process was forked after the
+            device was initialized.
         device_count: the number of devices; 0 until initialized.
-        names: human-readable names of the devices.
-        is_capturing: whether the current stream is being captured; capture forbids synchronization.
-        get_rng_state: return a device's generator state; None if unsupported.
-        set_rng_state: restore a generator state.
-        size_of_state: the bytes of a generator state; safe during capture.
+        names: the human-readable names of the devices.
+        is_capturing: whether a graph captures the current stream, so synchronizing would fail.
+        get_rng_state: returns the generator state of a device; None if unsupported.
+        set_rng_state: restores a generator state; None if unsupported.
+        size_of_state: the size of a generator state in bytes; may be called during capture.
     """
 
     type: str
@@ -43,7 +45,7 @@ class DeviceTraits(NamedTuple):
 
 @functools.cache
 def traits(device_type: str) -> DeviceTraits:
-    """Return the properties of a device type other than "meta"."""
+    """Return the properties of a device type; "meta" has none."""
     module: Any = torch.get_device_module(device_type)
     is_in_use = getattr(module, "is_initialized", lambda: True)
 
@@ -74,13 +76,13 @@ def accelerator() -> DeviceTraits | None:
 
 
 def accelerator_type() -> str:
-    """Return the accelerator's type, or "cuda", the type with the most kernels."""
+    """Return the type of the process's accelerator, or "cuda" if there is none."""
     found = accelerator()
     return "cuda" if found is None else found.type
 
 
 def accelerator_count() -> int:
-    """Return the number of accelerators; 0 before the program uses one."""
+    """Return the number of accelerators, or 0 if the program has not used one yet."""
     found = accelerator()
     return 0 if found is None else found.device_count()
 
@@ -90,7 +92,7 @@ def accelerators(count: int) -> list[torch.device]:
 
 
 def are_captured(tensors: list[torch.Tensor]) -> bool:
-    """Return whether work on any of `tensors` would be captured into a graph now."""
+    """Return whether a graph is capturing the current stream of any of `tensors`."""
     types = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
     return any(traits(each).is_capturing() for each in types)
 
@@ -100,7 +102,7 @@ def _capture_query(device_type: str, module: Any) -> Callable[[], bool]:
         query: Callable[[], bool] = module.is_current_stream_capturing
         return query
     accelerated = _accelerator()
-    # Streams of other devices have `is_capturing` since 2.13.
+    # Other device modules lack this function, but `torch.Stream` has `is_capturing` since 2.13.
     has_query = hasattr(torch.Stream, "is_capturing") and accelerated is not None
     if not has_query or accelerated.type != device_type:
         return lambda: False
@@ -108,6 +110,6 @@ def _capture_query(device_type: str, module: Any) -> Callable[[], bool]:
 
 
 def _size_of_state(device: torch.device) -> int:
-    if device.type == "cuda":  # also when tracing for CUDA on a machine without a GPU
-        return 16  # seed and offset
+    if device.type == "cuda":  # a trace may be for CUDA on a machine without a GPU
+        return 16  # seed and offset, 8 bytes each
     return int(torch.get_device_module(device.type).get_rng_state(device).numel())

@@ -1,4 +1,4 @@
-"""Dispatch keys and devices, thread-local dispatcher state, modes, and kernels per key."""
+"""Dispatch keys and devices, thread-local dispatcher state, modes, and kernels by key."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torchop._errors import short_errors
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 AFTER_ADINPLACEORVIEW = torch._C._after_ADInplaceOrView_keyset
 
-# Disables the `__torch_function__` of tensor subclasses in a block.
+# A context manager that disables the `__torch_function__` of tensor subclasses.
 WithoutTorchFunctions = torch._C.DisableTorchFunctionSubclass
 
-# Keys of tensors with lazy negation or conjugation, in dispatch order.
+# The keys of tensors with a negative or conjugate bit, in dispatch order.
 MATH_BIT_KEYS = ("Negative", "Conjugate")
 
 
 def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
-    """Return the keys of a call after conjugate and negative bits are resolved."""
+    """Return the keys of a call after the kernels that resolve conjugate and negative bits."""
     for key in MATH_BIT_KEYS:
         keyset = keyset.remove(_key(key))
     return keyset & AFTER_ADINPLACEORVIEW
 
 
-# `DispatchKey` lacks three of the autocast keys.
+# Also knows the three autocast keys that the Python enum `DispatchKey` lacks.
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
 
 
@@ -52,13 +52,13 @@ autocast_device_types: Callable[[], list[str]] = torch._C._autocast_supported_de
 
 
 def dispatch_key_name(device_type: str) -> str:
-    """Return a device type's backend key; raise RuntimeError listing the known types."""
+    """Return the backend key of a device type, or raise a RuntimeError that lists the types."""
     with short_errors:
         return torch._C._dispatch_key_for_device(device_type)
 
 
 def device_of_key(key: str) -> str | None:
-    """Return the device type of a backend key; None for other keys."""
+    """Return the device type of a backend key, or None for other keys."""
     if key == "PrivateUse1":
         return torch._C._get_privateuse1_backend_name()
     device_type = key.lower()
@@ -69,13 +69,13 @@ def device_of_key(key: str) -> str | None:
 
 
 def spelled_key(key: str) -> str:
-    """Return a key for messages, with the device type where the name does not show it."""
+    """Format a key for messages, with the device type if the name of the key does not show it."""
     device_type = device_of_key(key)
     return key if device_type in (None, key.lower()) else f"{key} ({device_type})"
 
 
 def kernel_key(kind: str) -> str:
-    """Return the dispatch key of a device type, of `"default"`, or of a key's own name."""
+    """Return the dispatch key for a device type, for `"default"`, or for the name of a key."""
     if kind == "default":
         return "CompositeExplicitAutograd"
     return kind if parse_dispatch_key(kind) is not None else dispatch_key_name(kind)
@@ -84,32 +84,35 @@ def kernel_key(kind: str) -> str:
 def redispatch(
     overload: OpOverload, keyset: DispatchKeySet, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call the next kernel, also of operators with an argument named keyset."""
+    """Call the kernel of an operator for the first of these keys.
+
+    `OpOverload.redispatch` would fail for operators with an argument named `keyset`.
+    """
     return overload._handle.redispatch_boxed(keyset, *args, **kwargs)
 
 
 def backend_keyset(device_type: str) -> DispatchKeySet:
-    """Return the key set that redispatches to one backend."""
+    """Return the key set for a redispatch to the kernel of one backend."""
     return DispatchKeySet(_key(dispatch_key_name(device_type)))
 
 
-# Disables `__torch_function__` of subclasses and of modes in a block.
+# A context manager that disables the `__torch_function__` of subclasses and of modes.
 plain_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 
 
 def device(name: str | torch.device) -> torch.device:
-    """Return the device with this name, hidden from the user's function modes."""
+    """Return the device with this name, without calling the user's function modes."""
     with torch._C.DisableTorchFunction():
         return torch.device(name)
 
 
 def function_modes_are_active() -> bool:
-    """Return whether a TorchFunctionMode, such as a default device, is active."""
+    """Return whether a TorchFunctionMode, such as the one of a default device, is active."""
     return torch._C._len_torch_function_stack() > 0
 
 
 def default_device() -> str:
-    """Return the name of this thread's default device; empty for the CPU."""
+    """Return the name of this thread's default device, or "" for the CPU."""
     modes = _get_current_function_mode_stack() if function_modes_are_active() else []
     names = [str(mode.device) for mode in modes if isinstance(mode, DeviceContext)]
     return "" if names[-1:] in ([], ["cpu"]) else names[-1]
@@ -123,7 +126,7 @@ _NO_KEYS = DispatchKeySet(DispatchKey.Undefined)
 
 
 def without_keys(*names: str) -> contextlib.AbstractContextManager[Any]:
-    """Exclude dispatch keys from this thread in a block."""
+    """Return a context manager that excludes dispatch keys in this thread."""
     keyset = _NO_KEYS
     for name in names:
         keyset = keyset.add(_key(name))
@@ -135,19 +138,22 @@ def with_overlooked_keys(
 ) -> DispatchKeySet:
     """Return the keys for a redispatch from BackendSelect or from the handler of a mode.
 
-    `keyset` holds the dispatcher's keys (none in a mode), and `tensors` the ones the dispatcher did
-    not look at.
+    Args:
+        qualname: the operator.
+        tensors: the tensors that the dispatcher did not inspect, such as those in a `Tensor?[]`.
+        keyset: the keys of the dispatcher; empty in a mode.
     """
-    # ADInplaceOrView is always included, so the kernel there has already run.
+    # Remove ADInplaceOrView: all calls include it, so the kernel there has already run.
     overlooked = _with_keys_of(tensors, _NO_KEYS).remove(DispatchKey.ADInplaceOrView)
     keyset = (keyset | overlooked) - torch._C._dispatch_tls_local_exclude_set()
     keyset = keyset.remove(DispatchKey.BackendSelect)
-    # Unlike a first dispatch, a redispatch does not skip fallthrough kernels.
+    # Remove keys with fallthroughs, because a redispatch does not skip these: only the first
+    # dispatch masks them, in ATen/core/dispatch/DispatchKeyExtractor.h.
     for key, name in in_order(keyset):
         registered = registered_key(qualname, name)
         if registered is not None:
             passes = falls_through(qualname, registered)
-        else:  # PyTorch's fallback at the autocast keys falls through
+        else:  # PyTorch's backend fallback for autocast is a fallthrough
             passes = name.startswith("Autocast")
         if passes:
             keyset = keyset.remove(key)
@@ -155,8 +161,8 @@ def with_overlooked_keys(
 
 
 def registered_key(qualname: str, key: str) -> str | None:
-    """Return the key at which an operator registered its kernel or fallthrough for `key`."""
-    # The alias Autograd applies to the autograd keys without a kernel of their own.
+    """Return the key under which an operator's kernel or fallthrough for `key` is registered."""
+    # A registration at the alias key Autograd applies to all autograd keys without a kernel.
     for name in (key, "Autograd") if key.startswith("Autograd") else (key,):
         if has_kernel(qualname, name):
             return name
@@ -173,14 +179,15 @@ def in_order(keyset: DispatchKeySet) -> Iterator[tuple[DispatchKey, str]]:
 def has_kernel(qualname: str, key: str) -> bool:
     """Return whether an operator has a kernel registered at exactly this key.
 
-    PyTorch cannot parse the names of some keys, such as AutogradMTIA, so no Python code can
-    register there.
+    `parseDispatchKey` (c10/core/DispatchKey.cpp) lacks some keys, such as AutogradMTIA. Python code
+    cannot register kernels for these.
     """
     is_readable = parse_dispatch_key(key) is not None
     return is_readable and torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key)
 
 
-# Whether the operator falls through at a key, and the kernel at a key, backend fallbacks included.
+# Return whether an operator has a fallthrough at a key; and the kernel that the dispatcher runs for
+# a key, which may be a backend fallback.
 falls_through: Callable[[str, str], bool] = (
     torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough
 )
@@ -199,7 +206,7 @@ def _with_keys_of(tensors: Iterable[torch.Tensor], keyset: DispatchKeySet) -> Di
 
 
 def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:
-    """Return the keys that remain when a call reaches the backend."""
+    """Return the backend key of a call and the keys after it."""
     for key, _ in in_order(keyset):
         if torch._C._dispatch_is_included_in_alias(key, DispatchKey.CompositeExplicitAutograd):
             break
@@ -218,11 +225,14 @@ def has_backend_fallback(keyset: DispatchKeySet) -> bool:
 
 
 def keys_of_every_device(qualname: str) -> list[str]:
-    """Return the keys that run a CompositeExplicitAutograd kernel and accept registrations."""
+    """Return the keys at which an operator's CompositeExplicitAutograd kernel runs.
+
+    Excludes keys at which Python code cannot register kernels.
+    """
     return [
         key
         for key, text in kernel_table(qualname).items()
-        # Registering at Undefined (calls without tensors) would register at all keys.
+        # A registration at Undefined, the key of calls without tensors, would apply to all keys.
         if "[default backend kernel]" in text and key != "Undefined" and parse_dispatch_key(key)
     ]
 
@@ -233,14 +243,14 @@ def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 
 def kernel_table(qualname: str) -> dict[str, str]:
-    """Return the registration site of the kernel at each key, without fallthroughs."""
+    """Return the registration site of an operator's kernel at each key, without fallthroughs."""
     lines = torch._C._dispatch_dump_table(qualname).splitlines()
     pairs = (line.partition(": ") for line in lines)
     return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}
 
 
-# The keys that a TorchDispatchMode excludes while it handles a call, and that torch.func and
-# torch.export need: see pythonFallback in aten/src/ATen/core/PythonFallbackKernel.cpp.
+# The keys that torch.func and torch.export need, and that are excluded while a TorchDispatchMode
+# handles a call: see pythonFallback in aten/src/ATen/core/PythonFallbackKernel.cpp.
 _TRANSFORM_KEYS = (
     DispatchKey.PythonTLSSnapshot,
     DispatchKey.FuncTorchDynamicLayerFrontMode,
@@ -255,10 +265,11 @@ _TRANSFORMS = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _TRANS
 
 
 def is_handled_by_mode() -> bool:
-    """Return whether a TorchDispatchMode made the call that this thread is dispatching.
+    """Return whether the handler of a TorchDispatchMode called the running kernel.
 
-    False below a transform of torch.func, whose interpreter excludes these keys on purpose.
-    Including them would enter it again: see saveLocalDispatchKeySet, ATen/functorch/Interpreter.h.
+    Returns False below a torch.func transform. Its interpreter excludes the same keys on purpose,
+    and including them would enter the transform again (see saveLocalDispatchKeySet in
+    ATen/functorch/Interpreter.h).
     """
     return (
         torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.PythonTLSSnapshot)
@@ -267,10 +278,10 @@ def is_handled_by_mode() -> bool:
 
 
 def with_transforms() -> Any:
-    """Allow torch.func and torch.export in a kernel whose call a mode handles.
+    """Return a context manager in which a kernel called by a mode may use torch.func and export.
 
-    Otherwise the kernel would fail in the first call of a compiled function, while
-    _AnalyzeCustomOpInputOutputMode of torch/_functorch/_aot_autograd/runtime_wrappers.py is active.
+    Otherwise such kernels would fail in the first call of a compiled function, which runs in an
+    `_AnalyzeCustomOpInputOutputMode` (torch/_functorch/_aot_autograd/runtime_wrappers.py).
     """
     excluded = torch._C._dispatch_tls_local_exclude_set() - _TRANSFORMS
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

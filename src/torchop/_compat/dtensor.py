@@ -1,4 +1,4 @@
-"""DTensor: whether it is imported, and the sharding propagator."""
+"""DTensor's sharding propagator, used only in programs that have imported DTensor."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _MODULE = "torch.distributed.tensor"
 
 
 def when_imported(callback: Callable[[], None]) -> None:
-    """Call `callback` once DTensor is imported; torchop never imports it."""
+    """Call `callback` once DTensor is imported. torchop never imports it."""
     import_hooks.when_imported(_MODULE, callback)
 
 
 def is_imported() -> bool:
-    """Return whether DTensor can be in use."""
+    """Return whether the program has imported DTensor, so it may be in use."""
     module = sys.modules.get(_MODULE)
     return module is not None and hasattr(module, "DTensor")
 
 
 def has_dtensors(values: Any) -> bool:
-    """Return whether a tree of values contains a DTensor."""
+    """Return whether nested containers of values contain a DTensor."""
     if not is_imported():
         return False
     from torch.distributed.tensor import DTensor
@@ -35,7 +35,7 @@ def has_dtensors(values: Any) -> bool:
 
 
 def is_mixed(error: Exception) -> bool:
-    """Return whether `error` is DTensor's error for mixing plain tensors and DTensors."""
+    """Return whether `error` is DTensor's error for a call with plain tensors and DTensors."""
     return "got mixed torch.Tensor and DTensor" in str(error)
 
 
@@ -46,7 +46,7 @@ def propagator() -> Any:
 
 
 def clear_caches() -> None:
-    """Clear this thread's propagation caches, so the next calls run their strategies."""
+    """Clear DTensor's caches of this thread, so the next calls run their sharding strategies."""
     propagator().propagate_op_sharding.cache.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:

@@ -1,4 +1,4 @@
-"""Shard an operator by DTensor's own rule for an ATen operator."""
+"""Shard a custom operator by DTensor's rule for an ATen operator."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torchop._compat.dtensor_strategies import Moving
 from torchop._errors import ShardingError, short_text
 
 _RULES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
-# Tables of ATen functions with size arguments; DTensor adjusts these to local shards.
+# Tables of operators with size arguments, which DTensor converts to sizes of the local shard.
 SIZES = ("op_to_shape_and_stride_idx", "op_to_scalar_shape_adjuster")
-# `_combinations` yields all combinations up to this number, and a sample of larger sets.
+# If a call has more combinations of input placements, `_combinations` yields a sample.
 _MOST_COMBINATIONS = 256
 
 
 def refusal(op: OpOverload, aten: OpOverload) -> str | None:
-    """Return the error message if DTensor's rule for `aten` cannot shard another operator."""
+    """Return the error message if DTensor's rule for `aten` cannot shard `op`, or None."""
     reason = _reason(aten)
     if reason is None:
         return None
@@ -37,12 +37,12 @@ def refusal(op: OpOverload, aten: OpOverload) -> str | None:
 
 
 def _reason(aten: OpOverload) -> str | None:
-    """Return why DTensor's rule for `aten` cannot be reused; None if it can."""
+    """Return why DTensor's rule for `aten` cannot be reused, or None if it can."""
     from torch.distributed.tensor import DTensor
 
     engine = propagator()
     handler = DTensor._op_dispatcher._custom_op_handlers.get(aten)
-    # Handlers installed by `dtensor_registry.take_over` still follow the rule.
+    # A handler installed by `dtensor_registry.take_over` still uses the rule.
     if handler is not None and not handler.__module__.startswith("torchop."):
         return "DTensor runs it with custom code instead of a rule"
     if aten in getattr(engine, "squeeze_op_to_dims_variant", ()):
@@ -56,18 +56,18 @@ def _reason(aten: OpOverload) -> str | None:
 
 
 def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Return the placements that DTensor decides for the same call of `aten`, as the only strategy.
+    """Return the strategy that DTensor chooses for the same call of `aten`, in a list.
 
     Raises:
-        ShardingError: DTensor's rule rejects the call, or would move a written tensor.
+        ShardingError: DTensor's rule rejects the call, or would redistribute a written tensor.
     """
     from torch.distributed.tensor._op_schema import OpSpec
 
     call, strategies = dtensor_strategies.call_of(op, op_schema)
     inputs = Inputs(strategies, call.mesh)
     if any(len(strategy.strategies) != 1 for strategy in strategies):
-        # The auto-parallel planner passes several placements, and DTensor's rule accepts one per
-        # tensor.
+        # The auto-parallel planner passes several placements per tensor, but DTensor's rule accepts
+        # only one.
         return dtensor_strategies.op_specs(op, rows, op_schema, Moving.ARGUMENTS)
     schema = dtensor_strategies.with_specs(op_schema)
     outputs, wanted = _decision(op, aten, schema.args_schema, schema.kwargs_schema, call.results)
@@ -82,10 +82,10 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
 
 
 def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
-    """Return DTensor's decisions for calls of `aten`, on one mesh dimension.
+    """Return the placements that DTensor's rule for `aten` accepts, on one mesh dimension.
 
-    DTensor's rules start from the placements of the inputs, so this samples input placements and
-    collects the results.
+    A rule of DTensor maps input placements to a decision, so this calls it with many combinations
+    of input placements, and collects the decisions.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -114,7 +114,7 @@ def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
     for placements in others:
         try:
             found = row(placements)
-        except ShardingError:  # the rule rejects these placements
+        except ShardingError:  # the rule rejects these input placements
             continue
         if found not in rows and all(map(_is_plain, (*found.results, *found.inputs))):
             rows.append(found)
@@ -122,7 +122,7 @@ def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
 
 
 def _combinations(call: Call) -> Iterator[tuple[Any, ...]]:
-    """Yield input placements for one mesh dimension, fully replicated first."""
+    """Yield combinations of input placements for one mesh dimension, fully replicated first."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     choices = [[Replicate(), *map(Shard, range(each.info.ndim)), Partial()] for each in call.inputs]
@@ -138,7 +138,7 @@ def _combinations(call: Call) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_plain(placement: Any) -> bool:
-    """Return whether a placement is stateless, unlike the mask of a sharded embedding."""
+    """Return whether a placement has no state, unlike the masks of a sharded embedding."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     return type(placement) in (Partial, Replicate, Shard)
@@ -154,11 +154,11 @@ def _decision(
     """Return the output and input specs that DTensor decides for a call of `aten`."""
     from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
-    refused = refusal(op, aten)  # DTensor may have been imported after the registration
+    refused = refusal(op, aten)  # not checked before, if DTensor was imported after registration
     if refused is not None:
         raise ShardingError(refused)
     positional, keywords = _as_aten(op, aten, args, kwargs)
-    # OpSchema finds tensors inside lists only with `needs_pytree`.
+    # `OpSchema.args_spec` finds tensors in lists only with `needs_pytree`.
     info = RuntimeSchemaInfo(needs_pytree=any(isinstance(a, (list, tuple)) for a in positional))
     schema = OpSchema(aten, positional, keywords, schema_info=info)
     try:
@@ -184,9 +184,10 @@ def _specs_in(values: Any) -> list[Any]:
 def _as_aten(
     op: OpOverload, aten: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments as the dispatcher would pass them to `aten`.
+    """Return the arguments of a call of `op` as the dispatcher would pass them to `aten`.
 
-    It drops arguments equal to their defaults, and the two operators may have different defaults.
+    The dispatcher omits arguments that equal their default, and the defaults of the two operators
+    may differ.
     """
     arguments, theirs = op._schema.arguments, aten._schema.arguments
     values = dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
@@ -224,9 +225,9 @@ def _metas(op: OpOverload, results: Sequence[TensorInfo]) -> Any:
 
 
 def difference(op: OpOverload, aten: OpOverload) -> str | None:
-    """Return how the signatures of an operator and `aten` differ; None if calls fit both.
+    """Return how the signatures of `op` and `aten` differ, or None if `aten` accepts calls of `op`.
 
-    `op` may omit arguments that have a default.
+    `op` may lack arguments of `aten` that have a default.
     """
     ours, theirs = ([a for a in o._schema.arguments if not a.kwarg_only] for o in (op, aten))
     mine, named = ({a.name: a for a in o._schema.arguments if a.kwarg_only} for o in (op, aten))

@@ -1,4 +1,4 @@
-"""Calls on DTensors, in the form that sharding rules receive."""
+"""The representation of calls on DTensors that sharding rules receive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchop._compat.classes import OpOverload
 class Row(NamedTuple):
     """Placements of all results and inputs of a call, on one mesh dimension.
 
-    `reduction` names how the partial results of the ranks are combined, if they are.
+    `reduction` is the name of the reduction that combines partial results of the ranks, if any.
     """
 
     results: list[Any]
@@ -34,7 +34,7 @@ class TensorInfo(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A tensor of a call, and the index of the argument that holds it."""
+    """A tensor of a call, with the index of the schema argument that contains it."""
 
     argument: int
     info: TensorInfo
@@ -55,7 +55,7 @@ Rows = Callable[[Call], Sequence[Row]]
 
 
 def is_one(size: Any) -> bool:
-    """Return whether a size is known to be 1, without adding a guard."""
+    """Return whether a size is statically known to be 1, without adding a guard."""
     if isinstance(size, int):
         return size == 1
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -64,7 +64,7 @@ def is_one(size: Any) -> bool:
 
 
 def same_size(left: Any, right: Any) -> bool:
-    """Return whether two sizes may be equal, without adding a guard."""
+    """Return False if two sizes are statically known to differ, without adding a guard."""
     if isinstance(left, int) and isinstance(right, int):
         return left == right
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -78,14 +78,14 @@ def holds_tensors(argument: Any) -> bool:
 
 
 def is_written(argument: Any) -> bool:
-    """Return whether the schema marks an argument as written."""
+    """Return whether the schema declares that the operator writes to an argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def first_hashed(op: OpOverload, unhashed: Sequence[str]) -> int | None:
-    """Return the index of the first positional argument in the cache key.
+    """Return the index of the first positional argument that DTensor must hash, or None.
 
-    DTensor also hashes all arguments after it.
+    DTensor's cache key contains this argument and all positional arguments after it.
     """
     for index, argument in enumerate(op._schema.arguments):
         is_hashed = not holds_tensors(argument) and argument.name not in unhashed

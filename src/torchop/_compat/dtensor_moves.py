@@ -14,12 +14,12 @@ Combination: TypeAlias = tuple[Row, ...]  # a row per mesh dimension
 
 
 class Inputs:
-    """The tensors of a call, with cached redistribution costs.
+    """The input tensors of a call, with cached redistribution costs.
 
     Attributes:
-        strategies: DTensor's strategy of each tensor.
-        current: the placements of each tensor.
-        mesh: their device mesh.
+        strategies: DTensor's strategy for each tensor.
+        current: the current placements of each tensor.
+        mesh: the device mesh of the tensors.
     """
 
     def __init__(self, strategies: Sequence[Any], mesh: Any) -> None:
@@ -27,7 +27,7 @@ class Inputs:
         self.mesh = mesh
         specs = [strategy.strategies[0].output_spec for strategy in strategies]
         self.current: list[Placements] = [spec.placements for spec in specs]
-        # Calls often have many tensors with equal shape and placements. They share one cost.
+        # Many tensors of a call often have the same shape and placements. Compute their costs once.
         kinds: dict[Any, int] = {}
         self._kinds = [
             # Specs with symbolic sizes are not hashable.
@@ -39,7 +39,7 @@ class Inputs:
 
     @property
     def are_certain(self) -> bool:
-        """Return whether each tensor has one candidate placement and a static shape."""
+        """Whether each tensor has only one candidate placement, and a static shape."""
         return all(
             len(strategy.strategies) == 1
             and all(type(size) is int for size in strategy.tensor_meta.shape)
@@ -47,14 +47,14 @@ class Inputs:
         )
 
     def spec(self, index: int, placements: Placements) -> Any:
-        """Return the DTensorSpec of a tensor with other placements."""
+        """Return the DTensorSpec that tensor `index` would have with these placements."""
         from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
         meta = self.strategies[index].tensor_meta
         return DTensorSpec(self.mesh, placements, tensor_meta=meta)
 
     def fits(self, index: int, placements: Placements) -> bool:
-        """Return whether a tensor has these placements or can be redistributed to them."""
+        """Return whether tensor `index` has these placements, or can be redistributed to them."""
         from torch.distributed.tensor._ops.utils import is_tensor_shardable
 
         if placements == self.current[index]:
@@ -66,7 +66,7 @@ class Inputs:
         return self._fits[key]
 
     def costs(self, index: int, placements: Placements) -> list[Any]:
-        """Return the redistribution cost from each candidate placement of a tensor."""
+        """Return the redistribution cost of tensor `index` from each candidate placement."""
         from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
         key = self._kinds[index], placements
@@ -76,7 +76,7 @@ class Inputs:
         return self._costs[key]
 
     def cost(self, combination: Combination, limit: Any = math.inf) -> Any:
-        """Return the total redistribution cost, or a partial sum above `limit`."""
+        """Return the redistribution cost of all inputs; stop at a partial sum above `limit`."""
         total: Any = 0
         for index, placements in enumerate(placements_of(combination)):
             total += sum(self.costs(index, placements))
@@ -85,7 +85,10 @@ class Inputs:
         return total
 
     def sent(self, dim: int, row: Row) -> int:
-        """Return a bit mask of the tensors that need communication on one mesh dimension."""
+        """Return a bit mask of the inputs that a row redistributes on mesh dimension `dim`.
+
+        Replicated inputs need no communication, so they are not counted.
+        """
         pairs = zip((placements[dim] for placements in self.current), row.inputs, strict=True)
         return sum(
             1 << index
@@ -95,7 +98,7 @@ class Inputs:
 
     @functools.cached_property
     def sending_has_a_cost(self) -> bool:
-        """Return whether communication has a cost; it has none for a rank outside of the mesh."""
+        """Whether DTensor assigns a cost to communication; not for ranks outside of the mesh."""
         from torch.distributed.tensor import Replicate
 
         everywhere = (Replicate(),) * self.mesh.ndim
@@ -109,5 +112,5 @@ def _is_static(spec: Any) -> bool:
 
 
 def placements_of(combination: Combination) -> list[Placements]:
-    """Return the placements of each input."""
+    """Return the placements of each input, over all mesh dimensions."""
     return list(zip(*(row.inputs for row in combination), strict=True))

@@ -1,7 +1,7 @@
 """Register sharding strategies with DTensor, and dispatch calls that DTensor would get wrong.
 
-DTensor dispatches in C++ and handles most operators. For the others, this file dispatches in Python
-with the same helpers of DTensor.
+DTensor dispatches most operators correctly, in C++. For the others (see `needs_python`), this file
+dispatches in Python, with the helper functions of DTensor.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Registration:
 
     Attributes:
         op: the operator.
-        rows: the placements that the sharding rule accepts for a call.
-        may_be_stale: whether another thread may still cache decisions of an earlier rule. Such a
-            cache is thread-local, so only that thread can clear it.
+        rows: a function that returns the placements that the sharding rule accepts for a call.
+        may_be_stale: whether other threads may have cached decisions of an earlier rule. DTensor's
+            caches are thread-local, so this thread cannot clear them.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Registration:
         clear_caches()
 
     def strategy(self, op_schema: Any) -> Any:
-        """Return the strategies of a call; DTensor calls this on a cache miss."""
+        """Return the strategies for a call. DTensor calls this if its cache has no decision."""
         from torch.distributed.tensor._op_schema import OpStrategy
 
         _callers.setdefault(self.op.name(), set()).add(threading.get_ident())
@@ -72,15 +72,15 @@ class Registration:
         return OpStrategy(decisive_specs(self.op, self.rows, op_schema))
 
     def propagate(self, op_schema: Any) -> Any:
-        """Return DTensor's decision about a call, from a cache shared by all threads."""
+        """Return DTensor's decision about a call, cached for all threads."""
         return self._remembered(
             self._decisions, op_schema, propagator().propagate_op_sharding_non_cached
         )
 
     def moved_keywords(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Return the keyword arguments, redistributed as the rule requires.
+        """Redistribute the tensors among keyword arguments as the sharding rule requires.
 
-        DTensor redistributes positional arguments only.
+        Workaround for pytorch/pytorch#167977: DTensor redistributes only positional arguments.
         """
         from torch.distributed.tensor import DTensor
 
@@ -97,7 +97,7 @@ class Registration:
     def _wanted_keywords(self, op_schema: Any) -> dict[str, Any]:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-        # All placements that are accepted if tensors by keyword may be moved too.
+        # The strategies that may also redistribute keyword arguments.
         with_strategies = propagator()._wrap_with_op_strategy(op_schema)
         specs = op_specs(self.op, self.rows, with_strategies, Moving.KEYWORDS)
         names = [argument.name for argument in self.op._schema.arguments]
@@ -111,7 +111,7 @@ class Registration:
 
         if _are_we_tracing():  # symbolic sizes are not hashable
             return decide(op_schema)
-        # 1, 1.0 and True are equal as keys, so the types are part of the key.
+        # Include the types, because the keys 1, 1.0 and True are equal.
         key = (op_schema, *map(type, op_schema.args_schema))
         try:
             return cache[key]
@@ -123,7 +123,10 @@ class Registration:
 
 
 def moved(value: Any, spec: Any) -> Any:
-    """Redistribute a DTensor, also to Partial placements, unlike `DTensor.redistribute`."""
+    """Redistribute a DTensor to the placements of `spec`.
+
+    Unlike `DTensor.redistribute`, this also supports Partial placements.
+    """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
@@ -133,8 +136,8 @@ def moved(value: Any, spec: Any) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
-# Threads in which DTensor ran an operator's strategy, by operator name. Thread-local caches
-# are keyed by the overload's address, and a new operator of the same name may reuse it.
+# The threads in which DTensor has run an operator's strategy, by operator name. The thread-local
+# caches are keyed by the overload's address, which the next operator of that name may reuse.
 _callers: dict[str, set[int]] = {}
 
 
@@ -148,9 +151,9 @@ _REGISTRIES = (
 
 
 def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
-    """Include every non-tensor argument in the key of DTensor's caches.
+    """Return the schema info that puts every non-tensor argument into DTensor's cache keys.
 
-    A keyword tensor is in the key only if keywords are listed.
+    DTensor includes keyword tensors in the key only if `static_kwargkey` is set.
     """
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
@@ -171,8 +174,9 @@ _HASHABLE = ("int", "float", "bool", "str", "number", "Device", "ScalarType", "L
 def needs_python(op: OpOverload) -> bool:
     """Return whether DTensor's C++ dispatch would be wrong for some calls of an operator.
 
-    It does not redistribute keyword tensors (pytorch/pytorch#167977), treats every name that ends
-    in an underscore as an in-place operator, and cannot hash all argument types.
+    It does not redistribute keyword tensors (pytorch/pytorch#167977). It treats every operator
+    whose name ends in an underscore as in-place (`OpSchema.is_inplace_op` in
+    torch/distributed/tensor/_op_schema.py). It cannot hash all argument types.
     """
     arguments, returns = op._schema.arguments, op._schema.returns
     by_keyword = any(a.kwarg_only and holds_tensors(a) for a in arguments)
@@ -188,7 +192,7 @@ def _is_hashable(argument: Any) -> bool:
 
 
 def take_over(op: OpOverload, registration: Registration) -> None:
-    """Make DTensor call an operator through `dispatch`."""
+    """Make DTensor call `dispatch` for calls of an operator."""
 
     def handler(op: OpOverload, args: Any, kwargs: Any) -> Any:
         return dispatch(registration, args, kwargs)
@@ -220,7 +224,7 @@ def dispatch(registration: Registration, args: Any, kwargs: Any) -> Any:
 
 
 def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) -> Any:
-    """Wrap results as DTensors, and return the caller's object for each written argument."""
+    """Wrap results as DTensors; for results that are written arguments, return the argument."""
     from torch.distributed.tensor import DTensor
 
     dtensors: Any = DTensor._op_dispatcher.wrap(results, specs)
@@ -240,7 +244,7 @@ def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) ->
 
 
 def _aliases(value: Any) -> set[str]:
-    """Return the alias set of a schema argument or result."""
+    """Return the alias set of a schema's argument or result."""
     return set() if value.alias_info is None else set(value.alias_info.before_set)
 
 
@@ -249,7 +253,10 @@ def _aliases(value: Any) -> set[str]:
 
 
 def explain_missing(explain: Callable[[OpOverload], Exception | None]) -> None:
-    """Replace DTensor's error for an operator without a strategy by `explain(op)`, unless None."""
+    """Replace DTensor's error for an operator without a strategy by `explain(op)`.
+
+    If `explain` returns None, DTensor's error is raised.
+    """
     engine = propagator()
     propagate = engine.propagate_op_sharding_non_cached
 

@@ -1,4 +1,4 @@
-"""Translate sharding rules into DTensor's strategies: accepted placements and their costs."""
+"""Translate sharding rules into DTensor's strategies: accepted placements with their costs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchop._errors import ShardingError, short_repr
 
 
 class Moving(enum.Enum):
-    """The tensors of a call that a strategy may redistribute."""
+    """Which tensors of a call a strategy may redistribute."""
 
     ARGUMENTS = "positional"
     KEYWORDS = "positional and keyword"
@@ -30,22 +30,23 @@ class Moving(enum.Enum):
 
 
 def op_specs(op: OpOverload, rows: Rows, op_schema: Any, moving: Moving) -> list[Any]:
-    """Return all strategies that a rule accepts for a call, with their costs.
+    """Return all strategies that a sharding rule accepts for a call, with their costs.
 
     Raises:
-        ShardingError: the rule accepts none, or the tensors are on several meshes.
+        ShardingError: the rule accepts no strategy, or the tensors are on several meshes.
     """
     return _specs(op, *_analyze(op, rows, op_schema), moving)
 
 
 def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Return the strategies of `op_specs` among which DTensor decides, usually one.
+    """Return the strategies of `op_specs` that DTensor may choose, usually only one.
 
-    Computing redistribution costs dominates the time of a decision, and DTensor caches them.
-    DTensor prefers a strategy that moves nothing, otherwise the first of the cheapest ones.
+    DTensor prefers a strategy that redistributes nothing, and otherwise takes the first of the
+    cheapest ones. This finds them without computing all costs, which would dominate the time of a
+    decision.
 
     Raises:
-        ShardingError: like `op_specs`.
+        ShardingError: as in `op_specs`.
     """
     call, inputs, allowed = _analyze(op, rows, op_schema)
     if not inputs.are_certain:
@@ -57,7 +58,7 @@ def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
 
 
 def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> list[Combination]:
-    """Return the combinations among which DTensor decides, empty if none is possible."""
+    """Return the combinations of rows that DTensor may choose; empty if none is possible."""
     combinations = list(itertools.product(*choices))
     sent = [[inputs.sent(dim, row) for row in rows] for dim, rows in enumerate(choices)]
     moved = [functools.reduce(operator.or_, each).bit_count() for each in itertools.product(*sent)]
@@ -70,9 +71,9 @@ def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> l
         and inputs.cost(each) == 0
     ]
     if found:
-        return found  # DTensor takes the last one
+        return found  # DTensor chooses the last one
     best, least = -1, math.inf
-    # Start with combinations that need no communication: a cost of 0 ends the search early.
+    # Start with combinations that need no communication, because a cost of 0 ends the search.
     for index in sorted(range(len(combinations)), key=moved.__getitem__):
         if least == 0 and moved[index] and inputs.sending_has_a_cost:
             break
@@ -85,12 +86,12 @@ def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> l
 
 
 def cost(spec: Any) -> Any:
-    """Return the cost of redistributing the inputs of a call for a strategy."""
+    """Return the total redistribution cost of a strategy (an OpSpec)."""
     return sum(map(sum, spec.redistribute_cost))
 
 
 def cheapest(specs: Sequence[Any], op_schema: Any) -> Any:
-    """Return the cheapest strategy; among equal costs, the one that moves the fewest inputs."""
+    """Return the cheapest strategy. Among equal costs, prefer fewer redistributed inputs."""
     current = [spec.placements for spec in (*op_schema.args_spec, *_keywords(op_schema))]
 
     def order(spec: Any) -> tuple[Any, int]:
@@ -107,7 +108,7 @@ def _keywords(op_schema: Any) -> list[Any]:
 
 
 def _analyze(op: OpOverload, rows: Rows, op_schema: Any) -> tuple[Call, Inputs, Sequence[Row]]:
-    """Return the call of an OpSchema, the inputs, and the rows that a rule accepts."""
+    """Return the call that an OpSchema describes, the inputs, and the rows that a rule accepts."""
     call, strategies = call_of(op, op_schema)
     return call, Inputs(strategies, call.mesh), rows(call)
 
@@ -126,7 +127,7 @@ def _specs(
 
 
 def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
-    """Return the call of an OpSchema, and the strategy of each tensor in it."""
+    """Return the call that an OpSchema describes, and the strategy of each tensor in the call."""
     strategies: list[Any] = []
     inputs: list[Input] = []
 
@@ -157,11 +158,11 @@ def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
 
 
 class _Last(threading.local):
-    """DTensor's last fake-kernel call in this thread, and the results."""
+    """DTensor's last call of a fake kernel in this thread, and the results."""
 
     op_schema: Any = None
     results: Any = None
-    assumed: tuple[Any, Any] | None = None  # a call, and results to use in place of its fake kernel
+    assumed: tuple[Any, Any] | None = None  # see `assumed_results`
 
 
 _last = _Last()
@@ -169,7 +170,7 @@ _last = _Last()
 
 @contextlib.contextmanager
 def assumed_results(op_schema: Any, results: Any) -> Iterator[None]:
-    """Make DTensor use `results` for a call, without running the fake kernel."""
+    """Make DTensor use `results` for a call instead of running the fake kernel."""
     before, _last.assumed = _last.assumed, (op_schema, results)
     try:
         yield
@@ -178,28 +179,28 @@ def assumed_results(op_schema: Any, results: Any) -> Iterator[None]:
 
 
 def remember_results() -> None:
-    """Cache the results that DTensor computes before it runs a strategy.
+    """Wrap the method with which DTensor runs fake kernels, and cache the last results.
 
-    DTensor does not pass them to the strategy, and running the fake kernel again would dominate the
-    time of a decision.
+    DTensor runs the fake kernel before the strategy, but does not pass the results. Running it
+    again would dominate the time of a decision.
     """
     engine = propagator()
-    ask = engine._propagate_tensor_meta_non_cached
+    propagate = engine._propagate_tensor_meta_non_cached
 
-    def ask_and_remember(op_schema: Any) -> Any:
+    def propagate_and_remember(op_schema: Any) -> Any:
         assumed = _last.assumed
         if assumed is not None and assumed[0] is op_schema:
             results = assumed[1]
         else:
-            results = ask(op_schema)
+            results = propagate(op_schema)
         _last.op_schema, _last.results = op_schema, results
         return results
 
-    engine._propagate_tensor_meta_non_cached = ask_and_remember
+    engine._propagate_tensor_meta_non_cached = propagate_and_remember
 
 
 def _results(op_schema: Any) -> Any:
-    """Return the results of a call, from the cache if it holds the same argument objects."""
+    """Return the results of a call. Use the cached ones if the argument objects are identical."""
     last, results = _last.op_schema, _last.results
     _last.op_schema = _last.results = None
     if last is not None and last.op is op_schema.op and _are_same(last, op_schema):
@@ -216,7 +217,7 @@ def _are_same(left: Any, right: Any) -> bool:
 def results_of(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any
 ) -> list[TensorInfo]:
-    """Return the results of an operator, given a `TensorInfo` for each tensor."""
+    """Run an operator's fake kernel, given a `TensorInfo` for each tensor argument."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._op_schema import OpSchema
@@ -232,7 +233,7 @@ def results_of(
 
 
 def with_specs(op_schema: Any) -> Any:
-    """Return an OpSchema with the spec of each tensor in place of its strategy."""
+    """Return a copy of an OpSchema that contains tensor specs instead of strategies."""
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
 
     def spec(value: Any) -> Any:
@@ -271,11 +272,11 @@ def _mesh(op: OpOverload, strategies: Sequence[Any]) -> Any:
 
 
 def _choices(call: Call, inputs: Inputs, rows: Sequence[Row], moving: Moving) -> list[list[Row]]:
-    """Return the rows that the rule accepts, per mesh dimension.
+    """Return the rows that a strategy may use, for each mesh dimension.
 
-    A written tensor keeps the placement, because writing into a redistributed copy would not change
-    the caller's tensor. Keyword-only tensors keep theirs unless `moving` includes them, because
-    DTensor redistributes positional arguments only.
+    Written tensors must not be redistributed, because a write into the copy would not change the
+    caller's tensor. Keyword-only tensors may be redistributed only if `moving` includes them,
+    because DTensor redistributes only positional arguments (pytorch/pytorch#167977).
     """
     positional = sum(each.argument < len(call.args) for each in call.inputs)
     fixed = [
@@ -296,7 +297,7 @@ def _choices(call: Call, inputs: Inputs, rows: Sequence[Row], moving: Moving) ->
 
 
 def _with_strides(rows: Sequence[Row], current: Sequence[Any]) -> Iterator[Row]:
-    """Yield the rows, and variants with the strided shards of the current inputs."""
+    """Yield the rows, and variants of them that use the strided shards of the current inputs."""
     yield from rows
     factors = {p.split_factor for p in current if type(p).__name__ == "_StridedShard"}
     for factor, row in itertools.product(sorted(factors), rows):
@@ -330,9 +331,9 @@ def _is_possible(call: Call, inputs: Inputs, combination: Combination) -> bool:
 
 
 def _may_be_partial(placements: Sequence[Any]) -> bool:
-    """Return whether all Partial placements have one reduction.
+    """Return whether all Partial placements have the same reduction.
 
-    A max of sums is not a sum of maxima.
+    Reductions cannot be mixed, because a maximum of sums is not a sum of maxima.
     """
     return len({p.reduce_op for p in placements if p.is_partial()}) <= 1
 
@@ -342,9 +343,9 @@ def _is_shard(placement: Any) -> bool:
 
 
 def _is_reducible(meta: Any, mesh: Any, placements: Sequence[Any], shard: Any, row: Row) -> bool:
-    """Return whether shards of a dimension can be reduced.
+    """Return whether partial results of these shards can be reduced.
 
-    Averages need equal shards, and reductions other than sums need non-empty shards.
+    Averages require shards of equal size, and other reductions than sums require non-empty shards.
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -384,7 +385,10 @@ def _op_spec(op: OpOverload, call: Call, inputs: Inputs, combination: Combinatio
 
 
 def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) -> ShardingError:
-    """Return the error that names the written argument and the cheapest placements for it."""
+    """Return the error for a call that needs a written argument with other placements.
+
+    The message suggests the placements of the cheapest strategy.
+    """
     best = min(_specs(op, call, inputs, rows, Moving.ALL), key=cost)
     for index, each in enumerate(call.inputs):
         wanted, current = best.input_specs[index].placements, inputs.current[index]
@@ -397,7 +401,7 @@ def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) 
 def written_elsewhere(
     op: OpOverload, argument: int, current: Sequence[Any], wanted: Sequence[Any], why: str
 ) -> ShardingError:
-    """Return the error for a written argument that the operator needs with other placements."""
+    """Return the error for a written argument that has `current` instead of `wanted` placements."""
     name = op._schema.arguments[argument].name
     return ShardingError(
         f"{op.name()}: the operator writes into {name!r}, whose placements are "

@@ -7,12 +7,12 @@ from typing import Any
 
 from torchop._compat import compilers, import_hooks
 
-# `flatten(handle, args, kwargs, compiler)` returns the overload's arguments, or None if Dynamo
-# must trace `__call__`.
+# `flatten(handle, args, kwargs, trace)` returns the arguments for the overload, or None if Dynamo
+# must trace the handle's `__call__`.
 FlattenCall = Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
 
 _handle_types: dict[type, FlattenCall | None] = {}
-# Dynamo's table of builders by exact type, after Dynamo was imported.
+# Dynamo's table from exact types to builders of variables. None until Dynamo is imported.
 _table: dict[Any, Any] | None = None
 _builder: Any = None
 
@@ -20,13 +20,14 @@ _builder: Any = None
 def trace_as_overload(handle_type: type, flatten: FlattenCall | None = None) -> None:
     """Make Dynamo trace calls of handles of exactly this type as calls of their overload.
 
-    Otherwise Dynamo traces `__call__`. The graph is the same, but tracing takes 50% longer. So
-    releases of PyTorch without this table of Dynamo are only slower.
+    Otherwise Dynamo traces `__call__`. The graph is the same, but tracing takes 50% longer, so on
+    releases where `VariableBuilder._type_dispatch` has changed, tracing is only slower.
 
     Args:
-        handle_type: a handle's class. Its `overload` is constant while the operator is registered,
-            and compiles to the same code while `_definition.revision` is the same.
-        flatten: returns the overload's arguments; by default, the arguments of the call.
+        handle_type: a class of handles. The `overload` of a handle must be constant while the
+            operator is registered, and compile to the same code while `_definition.revision` is
+            unchanged.
+        flatten: returns the arguments for the overload; by default, the arguments of the call.
     """
     if not _handle_types:
         import_hooks.when_imported(compilers.DYNAMO, _connect)
@@ -45,7 +46,7 @@ def forget(handle_type: type) -> None:
 def _connect() -> None:
     global _table, _builder
     try:
-        from torch._dynamo.variables.builder import VariableBuilder  # private, so it may move
+        from torch._dynamo.variables.builder import VariableBuilder  # private, so it may change
 
         table = VariableBuilder._type_dispatch()
         _builder = _handle_builder()
@@ -56,7 +57,7 @@ def _connect() -> None:
 
 
 def _handle_builder() -> Any:
-    """Return the function that builds Dynamo's variable for a handle."""
+    """Return the function with which Dynamo builds the variable of a handle."""
     from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
     from torch._dynamo.source import AttrSource  # imports Dynamo
     from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
@@ -66,7 +67,7 @@ def _handle_builder() -> Any:
         def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             handle: Any = self.value
             if self.source is None or handle._definition.deregistration_reason is not None:
-                return super().call_function(tx, args, kwargs)  # traces the error of `__call__`
+                return super().call_function(tx, args, kwargs)  # `__call__` raises the error
             flatten = _handle_types[type(handle)]
             if flatten is not None:
                 flat = flatten(handle, args, kwargs, _Trace(tx))
@@ -74,7 +75,8 @@ def _handle_builder() -> Any:
                     return super().call_function(tx, args, kwargs)
                 args, kwargs = flat
             install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
-            for name in ("deregistration_reason", "revision"):  # the graph bakes in both values
+            # The graph is only valid for the current values of these attributes.
+            for name in ("deregistration_reason", "revision"):
                 part = AttrSource(AttrSource(self.source, "_definition"), name)
                 install_guard(part.make_guard(GuardBuilder.CONSTANT_MATCH))
             return VariableTracker.build(tx, handle.overload).call_function(tx, args, kwargs)
@@ -88,7 +90,7 @@ def _handle_builder() -> Any:
 
 
 class _Trace:
-    """Queries types and attributes of values in the program that Dynamo traces."""
+    """Access to the types and attributes of values in the program that Dynamo traces."""
 
     def __init__(self, translator: Any) -> None:
         self._translator = translator
@@ -112,7 +114,7 @@ class _Trace:
             return [self._call(getattr, value, name) for name in names]
         instance, source = untouched
         if type(instance) is not cls or not all(hasattr(instance, name) for name in names):
-            return None  # tracing `__call__` raises the error of eager mode
+            return None  # `__call__` raises the same error as in eager mode
         install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
         return [
             VariableTracker.build(
@@ -132,22 +134,22 @@ class _Trace:
         return ConstantVariable.create(constant)
 
     def _untouched(self, value: Any) -> tuple[Any, Any] | None:
-        """Return an object that Dynamo does not track yet, and the source; otherwise None.
+        """Return the object and source of a value that Dynamo does not track yet, or None.
 
-        Tracking an object for mutation takes as long as an operator, and the first object imports a
-        part of DTensor.
+        Reading such objects directly avoids tracking them for mutation, which takes as long as
+        tracing an operator. The first tracked object also imports a part of DTensor.
         """
         from torch._dynamo.variables.lazy import LazyVariableTracker  # imports Dynamo
 
         if type(value) is not LazyVariableTracker or value.is_realized():
             return None
         instance = value.original_value()
-        if instance in self._translator.output.side_effects:  # tracked under another name
+        if instance in self._translator.output.side_effects:  # tracked by another variable
             return None
         return instance, value.original_source()
 
     def _call(self, function: Any, value: Any, *constants: Any) -> Any:
-        """Call a builtin that Dynamo evaluates without tracing."""
+        """Call a builtin function that Dynamo evaluates without tracing into it."""
         from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
 
         arguments = [value.realize(), *map(self.describe, constants)]

@@ -1,4 +1,4 @@
-"""Compute the fake results of a call on real tensors, and copy the arguments."""
+"""Run the fake kernel of an operator on the metadata of real tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchop._compat.classes import FakeTensorMode, OpOverload, tree_map_only
 
 
 def fake_results(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Return the results of the fake kernel, with symbols for data-dependent sizes."""
+    """Return the fake kernel's results for real arguments; data-dependent sizes are symbols."""
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
         args, kwargs = tree_map_only(
             torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), (args, kwargs)
@@ -25,7 +25,10 @@ def is_builtin(op: OpOverload) -> bool:
 
 
 def copied(tensors: Any) -> Any:
-    """Return a deep copy; tensors with history, which `deepcopy` rejects, become leaves."""
+    """Return a deep copy of nested containers of tensors.
+
+    Tensors with history are copied as leaves, because `deepcopy` rejects them.
+    """
     return copy.deepcopy(
         tree_map_only(torch.Tensor, lambda t: t if t.is_leaf else t.detach(), tensors)
     )

@@ -27,17 +27,17 @@ from torchop._compat.classes import FakeImplCtx, OpOverload
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` has no data: a FakeTensor or a meta tensor."""
-    # slower for a FakeTensor, because it is computed in Python
+    # Check the type first, because `is_meta` of a FakeTensor calls Python code.
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def active_fake_mode() -> Any | None:
-    """Return the FakeTensorMode that runs an operator in this thread, or None."""
+    """Return the FakeTensorMode that is running an operator in this thread, or None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def only_runs_fake(mode: Any, op: OpOverload, tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether FakeTensor would only look up and run the fake kernel in a call."""
+    """Return whether FakeTensorMode would handle a call of `op` only by running the fake kernel."""
     profiles = getattr(sys.modules.get("torch._dynamo.config"), "_custom_ops_profile", None)
     return profiles is None and op not in decomposition_table and _are_plain(mode, tensors)
 
@@ -50,8 +50,8 @@ def made_like(
 ) -> Any:
     """Return `tensor.new_empty(shape, dtype=dtype)`, or `torch.empty_like` without a shape.
 
-    Inside a fake kernel, build the FakeTensor directly, because a look-up in FakeTensor's cache
-    takes longer.
+    Inside a fake kernel, this creates the FakeTensor directly, because dispatching to FakeTensor,
+    even with a cache hit, takes longer.
     """
     if memory_format is torch.contiguous_format:
         if shape is None and tensor.layout is torch.strided:
@@ -60,7 +60,7 @@ def made_like(
     mode: Any = active_fake_mode() if memory_format is None else None
     is_plain = mode is not None and tensor.layout is torch.strided and _are_plain(mode, [tensor])
     strides = _written(tensor.stride()) if is_plain and shape is None else []
-    if is_plain and strides[-1:] in ([], [1]):  # `torch.empty` always returns a last stride of 1
+    if is_plain and strides[-1:] in ([], [1]):  # the last stride of `torch.empty` is always 1
         with in_kernel_invocation_manager(mode):
             size = tensor.shape if shape is None else shape
             made = torch.empty(size, dtype=dtype or tensor.dtype, device="meta")
@@ -80,20 +80,21 @@ def _written(sizes: Sequence[Any]) -> list[Any]:
 
 
 def _are_plain(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether all tensors are fakes of `mode` without known values."""
+    """Return whether all tensors are FakeTensors of `mode` that carry no real values."""
     return not mode.propagate_real_tensors and all(
         type(t) is FakeTensor and t.fake_mode is mode and t.constant is None for t in tensors
     )
 
 
-# Whether FakeTensor is calling a dispatcher kernel on meta tensors in this thread.
+# Return whether FakeTensorMode is running a dispatcher kernel on meta tensors in this thread.
 is_calling_kernels: Callable[[], bool] = torch._C._meta_in_tls_dispatch_include
 
 
 def keep_out_of_log(error: type[Exception]) -> None:
-    """Keep FakeTensor from logging exceptions that a meta kernel raises on purpose.
+    """Prevent FakeTensorMode from logging exceptions of type `error`, which we raise on purpose.
 
-    Otherwise it logs a traceback of PyTorch's code before it raises the exception again.
+    Otherwise `_dispatch_impl` (torch/_subclasses/fake_tensor.py) logs a traceback for each
+    exception of a meta kernel, before it reraises the exception.
     """
 
     def is_unexpected(record: logging.LogRecord) -> bool:
@@ -110,29 +111,29 @@ def new_fake_mode() -> Any:
 
 
 def check_symbols(mode: Any, results: object) -> None:
-    """Raise PyTorch's error if symbols were created that no result size uses."""
+    """Raise PyTorch's error if the fake kernel created a symbol that no result size uses."""
     from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings  # imports sympy
 
     compute_unbacked_bindings(mode.shape_env, results)
 
 
 def stock_fake_context() -> FakeImplCtx | None:
-    """Return the context of the fake kernel that torch.library runs in this thread.
+    """Return the context of the fake kernel that torch.library runs in this thread, or None.
 
-    torch.library stores one context for all threads, so the stored one may belong to another
-    thread.
+    torch.library stores the context in a global variable (`global_ctx_getter` in
+    torch/_library/fake_impl.py), so `get_ctx` may return the context of another thread.
     """
     context = cast("FakeImplCtx | None", torch.library.get_ctx())
     return context if context is not None and context._fake_mode is active_fake_mode() else None
 
 
-# Overrides `torch.library.get_ctx` in all threads for a block.
+# A context manager that overrides `torch.library.get_ctx`, in all threads.
 stock_context: Callable[[Callable[[], Any]], contextlib.AbstractContextManager[Any]]
 stock_context = set_ctx_getter
 
 
 def number_of(size: Any) -> int | None:
-    """Return a size's current value; None if it depends on data."""
+    """Return the current value of a size, or None if the size depends on data."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -140,7 +141,7 @@ def number_of(size: Any) -> int | None:
 
 
 def shapes_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two shapes differ; data-dependent sizes compare equal."""
+    """Return whether two shapes differ, without comparing data-dependent sizes."""
     return one.dim() != other.dim() or any(
         a != b
         for a, b in zip(one.shape, other.shape, strict=True)
@@ -150,30 +151,32 @@ def shapes_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
-    """Run fake kernels for the calls in a block, outside of all transforms and modes.
+    """Leave all transforms and modes, and enter a FakeTensorMode.
 
-    Yields a factory of fake tensors from a shape and a tensor with the dtype and device.
+    Yields a function that creates a fake tensor from a shape, and from a tensor with the dtype and
+    device.
     """
     mode = detect_fake_mode() or FakeTensorMode()
-    # Until 2.12, modes store their state under this key, but transforms exclude it.
+    # Until 2.12, modes fail if this key is excluded (see `tls_on_entry` in
+    # aten/src/ATen/core/PythonFallbackKernel.cpp), and transforms exclude it.
     snapshots = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False)
     with torch._C._DisableFuncTorch(), _disable_current_modes(), snapshots, mode:
         yield lambda shape, like: torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
-# FakeTensor's exceptions for reading a value, and for data-dependent sizes.
+# FakeTensor's exceptions for reading a value, and for data-dependent output sizes.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def explained_tracing_error(
     error: type[BaseException], op: OpOverload, message: str
 ) -> RuntimeError:
-    """Return an exception that Dynamo treats like `error`, with another message."""
+    """Return an exception with another message that Dynamo handles like `error`."""
     explained = type(error.__name__, (error,), {"__str__": lambda self: message})
     return cast(RuntimeError, explained(op))
 
 
-# PyTorch has no exception type for these, so match the messages of its C++ and Python checks.
+# Messages of PyTorch's exceptions for reading data that have no type of their own.
 _PHRASES = (
     "() is not supported for tensor subclasses",
     "Can't call numpy() on Tensor that requires grad",
@@ -192,7 +195,10 @@ _PHRASES = (
 
 
 def reads_data(error: Exception, op: OpOverload | None) -> bool:
-    """Return whether `error` came from reading data, except FakeTensor's own rejection of `op`."""
+    """Return whether `error` was raised because code read the data of a fake or batched tensor.
+
+    Returns False for FakeTensor's error that `op` itself has a data-dependent output.
+    """
     if isinstance(error, DATA_DEPENDENT_ERRORS):
         return getattr(error, "func", None) is not op
     text = str(error)

@@ -1,4 +1,4 @@
-"""FlopCounterMode's registry, with one function for all overloads of a packet."""
+"""FLOP formulas in FlopCounterMode's registry, which has one entry per packet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ Count = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 def add_count(op: OpOverload, count: Count) -> bool:
-    """Register an operator's FLOP formula; return False if its packet has a foreign one."""
+    """Register an operator's FLOP formula.
+
+    Returns False, and registers nothing, if a formula for the packet was registered with PyTorch's
+    `register_flop_formula`.
+    """
     packet, registry = op._overloadpacket, _registry()
     counter = registry.setdefault(packet, _Counter())
     if not isinstance(counter, _Counter):
@@ -34,16 +38,16 @@ def remove_count(op: OpOverload) -> None:
 
 
 def loaded_mode() -> type | None:
-    """Return the class of FlopCounterMode's dispatch mode, once it is imported."""
+    """Return the class of FlopCounterMode's dispatch mode, or None if it is not imported."""
     module = sys.modules.get("torch.utils.flop_counter")  # logs warnings when imported
     return getattr(module, "_FlopCounterMode", None)
 
 
 def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a FlopCounterMode handler for operators called in place of `op`.
+    """Return a handler of FlopCounterMode for operators that are called in place of `op`.
 
-    It uses the formula of `op` unless the called operator has another one. `result_of` maps the
-    result to the result of `op`.
+    The handler uses the formula of `op`, unless the called operator has one. `result_of` converts
+    the result of the called operator to the result of `op`.
     """
 
     def count(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -59,8 +63,8 @@ def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[...
 def _registry() -> dict[Any, Any]:
     """Return PyTorch's registry, by packet.
 
-    A new overload changes the hash of the packet, so PyTorch no longer finds the entry. Such
-    entries are inserted again.
+    The hash of an OpOverloadPacket is the hash of `_op` (torch/_ops.py), which changes when an
+    overload is added. PyTorch then no longer finds the entry, so this inserts all entries again.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -72,19 +76,19 @@ def _registry() -> dict[Any, Any]:
 
 
 class _Counter:
-    """A packet's entry in the registry; selects the formula of the called overload."""
+    """The registry's entry for a packet, which calls the formula of the called overload."""
 
     def __init__(self) -> None:
         self.counts: Mapping[OpOverload, Count] = {}
 
     def __call__(self, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:
         if not self.counts:
-            return 0  # a mode copied the registry before the last formula was removed
+            return 0  # all formulas were removed after a mode had copied the registry
         first = next(iter(self.counts))
         op = operators.chosen_overload(first._overloadpacket, args, kwargs)
         if op in self.counts:
             return self.counts[op](args, kwargs, out_val)
-        # An overload without a formula, such as the one with out=, does the same work.
+        # Count an overload without a formula, such as the one with out=, like the first overload.
         names = {argument.name for argument in first._schema.arguments}
         known = {name: kwargs[name] for name in kwargs if name in names}
         return self.counts[first](args, known, out_val)

@@ -1,4 +1,4 @@
-"""Operators defined by other libraries: find their library, and intercept their calls."""
+"""Find the libraries of operators that torchop did not define, and intercept calls of these."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _DISPATCHER = "_pyobj_dispatcher"
 def defining_libraries() -> dict[str, torch.library.Library]:
     """Return the library that defined each operator, by operator name.
 
-    PyTorch has no list of libraries, but each has a finalizer. Searching all objects would take 50
-    ms, and miss objects hidden by `gc.freeze`.
+    PyTorch has no list of libraries, but `Library.__init__` registers a finalizer. Searching
+    `gc.get_objects` would take 50 ms, and miss objects hidden by `gc.freeze`.
     """
     finalizers: Any = weakref.finalize
     defining: dict[str, torch.library.Library] = {}
     for finalizer in tuple(finalizers._registry):
         library: Any = (finalizer.peek() or (None,))[0]
-        # Not isinstance: it would make a lazy proxy load the object.
+        # Not `isinstance`, because it would read `__class__` of lazy proxies and so load them.
         if issubclass(type(library), torch.library.Library):
             defining.update(dict.fromkeys(library._op_defs, library))
     return defining
@@ -35,7 +35,10 @@ def defining_libraries() -> dict[str, torch.library.Library]:
 def watch_definitions(
     on_defined: Callable[[torch.library.Library, str], None],
 ) -> Callable[[], None]:
-    """Call `on_defined(library, name)` after each `Library.define`; return a function to stop."""
+    """Call `on_defined(library, name)` after each `Library.define`.
+
+    Returns a function that removes the hook.
+    """
 
     @functools.wraps(torch.library.Library.define)
     def define(self: Any, schema: str, *args: Any, **kwargs: Any) -> Any:
@@ -55,9 +58,9 @@ def watch_definitions(
 
 
 def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
-    """Call `hook` once, after PyTorch enables Python dispatch for an overload.
+    """Call `hook` once, after PyTorch has enabled Python dispatch for an overload.
 
-    On 2.15, `custom_op` enables it after it has defined the operator.
+    On 2.15, `custom_op` enables it (`_enable_pyobj_dispatch`) after it has defined the operator.
     """
     exchange = getattr(overload, _EXCHANGE, None)
     if exchange is None or is_dispatched_in_python(overload):
@@ -72,11 +75,11 @@ def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
 
 
 def is_dispatched_in_python(overload: OpOverload) -> bool:
-    """Return whether PyTorch dispatches the calls of an overload in Python.
+    """Return whether PyTorch dispatches the calls of an overload without the C++ dispatcher.
 
-    Since 2.14 it does so for operators of `torch.library.custom_op`. Calls of the packet, calls
-    with keywords and the calls of `enters_in_cpp` still start in the C++ dispatcher, and leave it
-    at the first Python kernel.
+    Since 2.14, it does so for operators of `torch.library.custom_op`. Calls of the packet, calls
+    with keyword arguments, and calls of operators for which `enters_in_cpp` is true still start in
+    the C++ dispatcher, and leave it at the first Python kernel.
     """
     return getattr(overload, _DISPATCHER, None) is not None
 
@@ -89,7 +92,10 @@ def enters_in_cpp(overload: OpOverload) -> bool:
 
 
 def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
-    """Return the (dictionary, key, value) that `is_dispatched_in_python` reads, for a call plan."""
+    """Return where `is_dispatched_in_python` reads its result, as (dictionary, key, value).
+
+    A call plan is valid while the dictionary has this value.
+    """
     attributes = vars(overload)
     if _DISPATCHER not in attributes:
         return ()
@@ -101,7 +107,7 @@ def forget_exchange(overload: OpOverload) -> None:
     vars(overload).pop(_EXCHANGE, None)
 
 
-def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:
+def restore_function(overload: OpOverload, operator: Any, entry: Any) -> None:
     """Undo `replace_function`, unless the function was replaced again."""
     function = overload._op
     if isinstance(function, operator) and function.entry is entry:
@@ -110,11 +116,11 @@ def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:
 
 
 def returns_what_it_writes(handle: CustomOpDef) -> bool:
-    """Return whether `custom_op` requires an operator to return the arguments it mutates."""
+    """Return whether the operator of a `custom_op` must return the arguments that it mutates."""
     return getattr(handle, "_is_inplace", False) or getattr(handle, "_is_out", False)
 
 
 def handle_calls_forward() -> bool:
-    """Return whether calling a handle of torch.library only calls its overload."""
+    """Return whether `CustomOpDef.__call__` does nothing but call the overload."""
     code = getattr(vars(CustomOpDef)["__call__"], "__code__", None)
     return getattr(code, "co_names", None) == ("_opoverload",)

@@ -19,15 +19,15 @@ from torchop._compat.settings import changed
 ENTRY = "FuncTorchDynamicLayerFrontMode"
 
 
-# Whether a `torch.func` transform is on the stack.
+# Return whether a `torch.func` transform is active in this thread.
 is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Whether a tensor is wrapped by a transform, and whether by `vmap`.
+# Return whether a tensor is a wrapper of any transform; and whether of `vmap`.
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
 def holds_batch(tensor: torch.Tensor) -> bool:
-    """Return whether `torch.vmap` maps over `tensor` at any level."""
+    """Return whether `torch.vmap` maps over `tensor` at any functorch level."""
     while is_wrapped(tensor):
         if is_batched(tensor):
             return True
@@ -39,12 +39,12 @@ def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias of `tensor` that is a leaf and requires grad at this functorch level."""
 
     def make() -> torch.Tensor:
-        # Unlike this operator, detach() also drops forward-mode tangents.
+        # Not `detach()`, because it would drop forward-mode tangents.
         leaf: torch.Tensor = torch.ops.aten.alias.default(tensor)
         return leaf.requires_grad_()
 
     if not (is_active() or tensor.requires_grad):
-        return make()  # already allowed
+        return make()  # functorch does not forbid `requires_grad_` here
     functorch: Any = torch._C._functorch
     allow = functorch.set_inplace_requires_grad_allowed
     with torch.no_grad(), changed(allow, True, functorch.get_inplace_requires_grad_allowed()):
@@ -52,7 +52,7 @@ def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Call a vmap rule at the current level: unwrap the arguments, wrap the results."""
+    """Call a vmap rule on the unwrapped arguments, and wrap the results, at the current level."""
     interpreter: Any = retrieve_current_functorch_interpreter()
     return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)
 
@@ -62,10 +62,10 @@ VMAP_OF_RANDOM_CALLS = "FuncTorchVmapMode"
 
 
 def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Let operators in a vmap rule draw random numbers as without vmap.
+    """Return a context manager in which random operators work as outside of vmap, for vmap rules.
 
-    While a rule runs, PyTorch keeps the key of the mode that implements `randomness=`. Batched
-    gradients still use an older mode that rejects random operators.
+    PyTorch does not exclude the dispatch key that implements `randomness=` while a rule runs.
+    Batched gradients (`is_grads_batched`) also use an older key, which rejects random operators.
     """
     return torch._C._ExcludeDispatchKeyGuard(_VMAP_MODES)
 
@@ -81,12 +81,12 @@ class Vmap(NamedTuple):
     randomness: str
 
     def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        """Return the unbatched tensor, and the dimension that is mapped over."""
+        """Return the tensor inside a batched tensor, and the mapped dimension or None."""
         tensor, dim = torch._C._functorch._unwrap_batched(tensor, self.level)
         return tensor, dim
 
     def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a batched tensor with dimension 0 as the mapped dimension."""
+        """Return a batched tensor that maps over dimension 0 of `tensor`."""
         wrapped: torch.Tensor = cast(Any, vmap)._add_batch_dim(tensor, 0, self.level)
         return wrapped
 
@@ -97,5 +97,5 @@ def current_vmap() -> Vmap:
 
 
 def below_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Redispatch calls below the batching kernel of the innermost `vmap`."""
+    """Return a context manager in which calls skip the batching kernel of the innermost `vmap`."""
     return dispatch.without_keys("FuncTorchBatched", VMAP_OF_RANDOM_CALLS)

@@ -12,7 +12,7 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Call `callback` once `name` is imported: now, or at the end of its import."""
+    """Call `callback` when the module `name` is imported: now, or at the end of its import."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):
@@ -24,7 +24,7 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """A finder that wraps the loader found by the other finders."""
+    """A finder that wraps the loader that the other finders return."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -40,7 +40,7 @@ class _Finder:
 
 
 def _notify_after(loader: Any, name: str) -> None:
-    """Make `loader` call the callbacks of `name` after it executed the module."""
+    """Make `loader` call the callbacks for `name` after it has executed the module."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

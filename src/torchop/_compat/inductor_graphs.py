@@ -1,4 +1,4 @@
-"""Capture the graph from which Inductor generates code, after all passes."""
+"""Capture the graph from which Inductor would generate code, after all graph passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Lowered(NamedTuple):
 
     Attributes:
         graph: the graph after all passes.
-        inputs: the names of the inputs in the source of the compiled function.
+        inputs: the names that the inputs have in the source code of the compiled function.
     """
 
     graph: Graph
@@ -30,13 +30,13 @@ class Lowered(NamedTuple):
 
 
 class _LoweredError(Exception):
-    """Stops Inductor before it generates code."""
+    """Raised to stop Inductor before it generates code."""
 
 
 def lowered_graph(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Lowered | None:
-    """Return a function's forward graph without running it; None if the graph is empty."""
+    """Compile a function without running it, and return the forward graph, or None if empty."""
     import torch._dynamo  # slow imports
     import torch._functorch.config
     import torch._inductor.config
@@ -58,7 +58,7 @@ def lowered_graph(
         sources.extend(map(_source, module.graph.find_nodes(op="placeholder")))
         return compile_fx(module, inputs)
 
-    # A graph from a cache is not lowered.
+    # Disable the caches, because Inductor does not lower a graph from a cache.
     caches = (
         torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
@@ -82,7 +82,7 @@ def lowered_graph(
 
 
 def _source(node: Node) -> str:
-    """Return an input's name in the compiled source code."""
+    """Return the name of a graph input in the source code, such as `x` or `layer.weight`."""
     source: Any = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", node.name)
     name = name() if callable(name) else name
@@ -92,7 +92,7 @@ def _source(node: Node) -> str:
 
 
 def _input_index(node: Node, place: int) -> int | None:
-    """Return the index among Dynamo's inputs of an input of AOTAutograd's graph."""
+    """Return the index of the Dynamo input that is the input `node` of AOTAutograd's graph."""
     described = node.meta.get("desc")
     if described is None:
         return place
@@ -103,19 +103,22 @@ def _input_index(node: Node, place: int) -> int | None:
 
 
 def view_root(node: Node) -> Node:
-    """Return the node whose memory `node` views."""
+    """Return the node that `node` is a view of, after following all views."""
     while _name(node) in _VIEWS and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def is_clone(node: Node) -> bool:
-    """Return whether a node is a clone, of the program or inserted by Inductor."""
+    """Return whether a node is a clone, from the program or inserted by Inductor."""
     return _name(node) == "clone"
 
 
 def is_inserted_clone(node: Node) -> bool:
-    """Return whether Inductor inserted a clone: `clone_preserve_strides` clones an `as_strided`."""
+    """Return whether Inductor inserted a clone.
+
+    Inductor's `clone_preserve_strides` clones the result of `as_strided`.
+    """
     return is_clone(node) and _name(node.all_input_nodes[0]) == "as_strided"
 
 
@@ -125,7 +128,7 @@ def is_copy_back(node: Node) -> bool:
 
 
 def written(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield each written argument of an operator's call with its name in the schema."""
+    """Yield the name and node of each argument that a call of an operator writes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     arguments = node.target._schema.arguments
@@ -138,7 +141,7 @@ def written(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def size_in_bytes(node: Node) -> int:
-    """Return the bytes of a node's elements, using the hints of symbolic sizes."""
+    """Return the size of a node's elements in bytes, with hints for symbolic sizes."""
     value = node.meta["val"]
     numel = value.numel()
     return int(getattr(getattr(numel, "node", None), "hint", numel)) * int(value.element_size())

@@ -19,11 +19,7 @@ from torchop._errors import OperatorGoneError, short_errors
 
 
 def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> str:
-    """Define an operator with a validated schema.
-
-    Returns:
-        Its name, with the namespace.
-    """
+    """Define an operator with a validated schema, and return its qualified name."""
     assert library.m is not None
     with short_errors:
         library.m.define(schema, "", tuple(tags))
@@ -37,10 +33,11 @@ def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> 
 
 @contextlib.contextmanager
 def calls_held(qualnames: Iterable[str]) -> Iterator[None]:
-    """Keep calls of other threads out of the dispatcher while kernels of operators change.
+    """Block calls of operators by other threads while a kernel of the operators changes.
 
-    PyTorch does not lock against calls, so they would read freed kernels. Waiting for running calls
-    is limited to a second, because they may wait for this thread.
+    The dispatcher locks registrations but not calls, so a concurrent call would use a freed kernel.
+    First, this waits for running calls, at most for a second, because they may wait for this
+    thread.
     """
     change = _hooks.extension.hold_calls(qualnames)
     try:
@@ -60,7 +57,7 @@ def implement(
 ) -> None:
     """Register a Python kernel at one dispatch key.
 
-    Without `replaces`, the operator must be new and without a kernel at this key.
+    Unless `replaces` is true, the operator must be new, and have no kernel at this key.
     """
     assert library.m is not None
     qualname = f"{library.ns}::{name}"
@@ -69,10 +66,10 @@ def implement(
     else:
         with contextlib.ExitStack() as blocks:
             if dispatch.has_kernel(qualname, key):
-                # Replacing a kernel is intended, so hide PyTorch's warning.
+                # The replacement is intended, so hide PyTorch's warning.
                 blocks.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
-            blocks.enter_context(calls_held([qualname]))  # as the operator is not new
+            blocks.enter_context(calls_held([qualname]))  # other threads may call the operator
             library.m.impl(name, key, kernel, with_keyset)
     record = f"{library.ns}/{name}/{key}"
     torch.library._impls.add(record)
@@ -84,13 +81,13 @@ def implement(
 def implement_temporarily(
     library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]
 ) -> Callable[[], None]:
-    """Register a Python kernel, and return a function that removes it.
+    """Register a Python kernel, and return a function that removes the kernel.
 
-    Destroying `library` removes the kernel too. PyTorch removes a kernel only when it destroys the
-    registration that owns it.
+    Destroying `library` also removes the kernel. PyTorch removes kernels only by destroying the
+    C++ library that registered them, so this creates one for the kernel.
     """
     code = kernel.__code__
-    # PyTorch's type stubs lack `with_keyset`.
+    # Any, because PyTorch's type stubs lack the parameter `with_keyset`.
     registration: Any = torch._C._dispatch_library(
         "IMPL", library.ns, "", code.co_filename, code.co_firstlineno
     )
@@ -100,9 +97,9 @@ def implement_temporarily(
             registration.reset()
 
     on_close(library, remove)
-    # so that destroying the library frees the function
+    # Add the record, so destroying the library frees the function (see `free_kernels`).
     library._op_impls.add(f"{library.ns}/{name}/{key}")
-    # without `calls_held`: calls of other threads may wait for this thread
+    # Without `calls_held`, because calls of other threads may be waiting for this thread.
     registration.impl(name, key, kernel, False)
     return remove
 
@@ -125,7 +122,7 @@ def forget_hook(library: torch.library.Library, hook: registries.RegistrationHoo
 
 
 class _Once:
-    """A registration handle that both a library and its finalizer may destroy."""
+    """A registration handle that may be destroyed twice, by a library and by its finalizer."""
 
     __slots__ = ("_hook",)
 
@@ -133,13 +130,13 @@ class _Once:
         self._hook: registries.RegistrationHook | None = hook
 
     def destroy(self) -> None:
-        hook, self._hook = self._hook, None  # the hook may destroy it again
+        hook, self._hook = self._hook, None  # first, because the hook may call `destroy` again
         if hook is None:
             return
         try:
             hook()
         except BaseException:
-            self._hook = hook  # a library whose operator is running can be destroyed later
+            self._hook = hook  # allow another attempt, e.g. after a call of the operator has ended
             raise
 
 
@@ -150,11 +147,11 @@ class _End(_Once):
 
 
 class _Contents(NamedTuple):
-    """Everything registered through a library; calling it destroys all of this.
+    """A callable that destroys everything registered through a library.
 
-    It must not reference the library, or the library could not be collected. It references the sets
-    of names weakly, because test/test_python_dispatch.py::test_finalizer of PyTorch requires that
-    the finalizer holds the last reference. The sets outlive a library's `_destroy`.
+    It must not reference the library, which could not be collected then. It references the sets of
+    names weakly, because PyTorch's test/test_python_dispatch.py::test_finalizer requires that only
+    the finalizer references them.
     """
 
     m: Any
@@ -165,15 +162,15 @@ class _Contents(NamedTuple):
     def __call__(self) -> None:
         defined, implemented = self.defined_names(), self.implemented_names()
         if defined is None or implemented is None:
-            return  # destroyed before
+            return  # already destroyed
         names = [operators.parts(qualname) for qualname in defined]
         deregistration.invalidate_existing(names, library_closed_reason)
         for place, handle in enumerate(self.handles):
-            if not isinstance(handle, _Once):  # PyTorch's handles fail when destroyed twice
+            if not isinstance(handle, _Once):  # PyTorch's handles raise if destroyed twice
                 self.handles[place] = cast(Any, _Once(handle.destroy))
         kernels = (record.split("/") for record in implemented)
-        # Also after a hook that raises, such as `detach` of a user's rule: a stack goes on with the
-        # rest, from its top, and then raises the exception.
+        # If a hook raises, such as `detach` of a user's rule, the stack still calls the remaining
+        # callbacks, last one first, and then reraises the exception.
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget, names, defined, implemented)
             stack.enter_context(
@@ -186,8 +183,8 @@ class _Contents(NamedTuple):
 
     @staticmethod
     def _forget(names: list[Any], defined: set[str], implemented: set[str]) -> None:
-        # PyTorch would remove the names when it finalizes the library. By then other libraries may
-        # have redefined the operators, and `preserve_packet` keeps their packets in `torch.ops`.
+        # Remove the names now. PyTorch would do so when it finalizes the library (`_del_library` in
+        # torch/library.py), but by then another library may have redefined the operators.
         torch.library._defs.difference_update(defined)
         torch.library._impls.difference_update(implemented)
         if not _is_exiting:
@@ -198,7 +195,7 @@ class _Contents(NamedTuple):
 
 
 def follow(library: torch.library.Library) -> None:
-    """Make PyTorch run `end` when it destroys or collects a library."""
+    """Make PyTorch call `end` when it destroys or collects a library."""
     handles = library._registration_handles
     if not (handles and isinstance(handles[0], _End)):
         names = library._op_defs, library._op_impls
@@ -209,7 +206,7 @@ def follow(library: torch.library.Library) -> None:
 def end(library: torch.library.Library) -> None:
     """Destroy everything registered through a library.
 
-    All cleanup for deregistered operators, of any kind, happens here.
+    All ways to deregister operators end here.
     """
     follow(library)
     library._registration_handles[0].destroy()
@@ -221,10 +218,11 @@ def library_closed_reason(name: str) -> str:
 
 
 def free_kernels(records: Iterable[str]) -> None:
-    """Free kernel functions of closed libraries after their operators were deregistered.
+    """Free the kernel functions of closed libraries whose operators were deregistered.
 
-    PyTorch keeps the last function per operator and key forever, and only another kernel replaces
-    it.
+    Workaround for `python_registrations_` in torch/csrc/utils/python_dispatch.cpp: PyTorch keeps
+    the last function for each operator and key forever, unless another kernel replaces it. So this
+    registers a function without references as the kernel, and removes it again.
     """
     _unfreed.update(records)
     deregistered = [record for record in tuple(_unfreed) if _is_deregistered(record)]
@@ -238,16 +236,17 @@ def free_kernels(records: Iterable[str]) -> None:
     _unfreed.difference_update(deregistered)
 
 
-# Kernels of closed libraries whose function PyTorch still holds.
+# Kernels of closed libraries that PyTorch still references.
 _unfreed: set[str] = set()
-# One registration per namespace to free them, because PyTorch leaks 48 bytes per library.
+# A C++ library per namespace to free them. These are reused, because each one leaks 48 bytes
+# (`leaked_python_filenames_` in torch/csrc/utils/python_dispatch.cpp).
 _freeing: dict[str, Any] = {}
 
 
 def _is_deregistered(record: str) -> bool:
-    """Return whether the dispatcher has no entry for a kernel's operator."""
+    """Return whether the dispatcher has no entry for the operator of a kernel."""
     namespace, name, _ = record.split("/")
-    # Libraries of namespace "_" implement operators of other libraries, which stay.
+    # Namespace "_" is for kernels of operators that other libraries define.
     return namespace != "_" and not operators.has_entry(namespace, *name.partition(".")[::2])
 
 
@@ -255,7 +254,7 @@ def _no_kernel(*args: Any, **kwargs: Any) -> Any:
     raise OperatorGoneError("This operator was deregistered.")
 
 
-# At exit PyTorch finalizes every library, and no kernels need to be freed.
+# At exit, PyTorch finalizes all libraries, and kernels need not be freed.
 _is_exiting = False
 
 
@@ -267,7 +266,10 @@ def _exit() -> None:
 
 @contextlib.contextmanager
 def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Yield two probe operators and their CPU kernel; the second operator passes dispatch keys."""
+    """Yield two new operators with their CPU kernel, to probe PyTorch's C++ objects.
+
+    The kernel of the second operator takes dispatch keys.
+    """
 
     def kernel() -> None:
         pass
@@ -275,7 +277,7 @@ def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     library = torch.library.Library("_torchop_probe", "FRAGMENT")
     try:
         for name in ("plain", "with_keys"):
-            define(library, f"{name}() -> ()", ())  # bypasses `watch_definitions`
+            define(library, f"{name}() -> ()", ())  # not `library.define`, which may be watched
             implement(library, name, "CPU", kernel, with_keyset=name == "with_keys")
         yield "_torchop_probe::plain", "_torchop_probe::with_keys", kernel
     finally:

@@ -1,8 +1,8 @@
-"""The artifacts of TORCH_LOGS=torchop.
+"""The logging artifacts that TORCH_LOGS=torchop enables.
 
-PyTorch parses TORCH_LOGS at the end of its import, and imports unknown names as modules. So
-`torchop` needs no registration, but the artifacts below are recognized only after `torchop` in
-TORCH_LOGS.
+`_parse_log_settings` (torch/_logging/_internal.py) parses TORCH_LOGS at the end of PyTorch's
+import, and imports unknown names as modules. So the artifacts below are only recognized after
+`torchop` in TORCH_LOGS, which imports this file.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""A dispatch mode that records operator calls without changing their results."""
+"""A TorchDispatchMode that observes operator calls without changing their results."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from torchop._compat.classes import (
 def observing_mode(
     note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a mode that calls `note` before each operator call of this thread.
+    """Return a mode that calls `note(name, args, kwargs)` before each operator call of a thread.
 
-    Calls from Python kernels are recorded too. `torch.compile` works as without the mode.
+    It also observes calls inside Python kernels, and does not affect `torch.compile`.
     """
 
     class Observing(TorchDispatchMode):
-        supports_higher_order_operators = True  # otherwise they raise
+        supports_higher_order_operators = True  # otherwise higher-order operators raise
 
         @classmethod
         def ignore_compile_internals(cls) -> bool:
@@ -39,7 +39,7 @@ def observing_mode(
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # `never_traced` does it without importing Dynamo
+            return False  # otherwise PyTorch imports Dynamo; `never_traced` has the same effect
 
         @compilers.never_traced
         def __torch_dispatch__(
@@ -62,7 +62,7 @@ def _tensors_of_call(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
-    """Return whether the next kernel after this mode is an operator's own Python kernel."""
+    """Return whether the call would reach a Python kernel of the operator next, after this mode."""
     return (
         operators.is_defined_in_python(qualname)
         and not dispatch.dispatch_modes_are_active()
@@ -76,26 +76,27 @@ def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
 
 
 def _is_called_by_a_mode() -> bool:
-    """Return whether a mode entered later, and inactive now, made the call.
+    """Return whether the handler of another mode, above ours, made the call.
 
-    Both modes exclude the same keys, so only the call stack shows it.
+    PyTorch excludes the same keys in both handlers, so search the call stack.
     """
     for frame, _ in traceback.walk_stack(sys._getframe(3)):
         if frame.f_code.co_name == "__torch_dispatch__":
-            return frame.f_globals.get("__name__") != __name__  # our own mode restored the keys
+            return frame.f_globals.get("__name__") != __name__
     return False
 
 
 def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the kernel that follows `mode` in the state that it has without the mode.
+    """Call the kernel that follows `mode`, with the thread state that it has without the mode.
 
-    PyTorch excludes all keys above a running mode and pops it. The kernel would then run without
-    autocast, and calls inside it would record neither gradients nor observations.
+    While a mode handles a call, PyTorch deactivates the mode and excludes all dispatch keys above
+    it. Without this function, the kernel would run without autocast, and calls inside the kernel
+    would not record gradients and would not be observed.
     """
     tensors = _tensors_of_call(args, kwargs)
     keys = dispatch.keyset_of_call(tensors)
     keys = keys & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
-    # Most operators have no kernel there, and redispatching to a fallthrough fails.
+    # Most operators have no kernel at this key, and a redispatch to a fallthrough fails.
     if not dispatch.has_kernel(qualname, "BackendSelect"):
         keys = keys.remove(DispatchKey.BackendSelect)
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
@@ -109,9 +110,9 @@ def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: An
 
 
 def _excluded_below_kernels(qualname: str, tensors: list[torch.Tensor]) -> DispatchKeySet:
-    """Return the keys excluded by the kernels that ran above the mode.
+    """Return the keys that are excluded after the autocast and autograd kernels above the mode.
 
-    Assumes the thread state of the call, before any of these kernels ran.
+    The thread must be in the state of the call, before these kernels.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key, name in dispatch.in_order(dispatch.keyset_of_call(tensors)):
@@ -125,7 +126,7 @@ def _excluded_below_kernels(qualname: str, tensors: list[torch.Tensor]) -> Dispa
     return excluded
 
 
-# The keys that `autograd.below_autograd` excludes.
+# The keys that `autograd.below_autograd` (AutoDispatchBelowAutograd) excludes.
 _EXCLUDED_BELOW_AUTOGRAD = (
     DispatchKeySet(DispatchKey.AutogradFunctionality)
     | DispatchKeySet(DispatchKey.AutogradOther)
@@ -134,7 +135,10 @@ _EXCLUDED_BELOW_AUTOGRAD = (
 
 
 def _excludes_versions(qualname: str) -> bool:
-    """Return whether the version-counter kernel excludes the key, as PyTorch's did until 2.11."""
+    """Return whether an operator's version-counter kernel excludes ADInplaceOrView.
+
+    The one of `torch.library.custom_op` does so on 2.11.
+    """
     made_by_handle = hasattr(CustomOpDef, "_register_mutation_version_bump")
     is_stock = type(registries.published_handle(qualname)) is CustomOpDef
     return is_stock and not made_by_handle and dispatch.has_kernel(qualname, "ADInplaceOrView")
@@ -144,10 +148,10 @@ _CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
 
 
 def records_gradient(module_of_formulas: str) -> bool:
-    """Return whether a formula records a gradient for the call that a mode handles.
+    """Return whether an autograd formula records a gradient for the call that a mode handles.
 
-    Autograd is off by then, so look for the formula's function on the call stack: a `forward` in
-    the module of formulas or in PyTorch's own.
+    Autograd is disabled in the handler, so this searches the call stack for the `forward` of a
+    formula: in `module_of_formulas`, or in torch/_library/autograd.py.
     """
     if torch.is_grad_enabled():
         return True

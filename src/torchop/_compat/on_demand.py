@@ -1,4 +1,4 @@
-"""Dynamo and AOTInductor, imported only on use, because eager programs avoid both."""
+"""Dynamo and AOTInductor, which are slow to import, so they are imported when they are used."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchop._compat.compilers import DYNAMO
 
 
 def import_dynamo() -> str:
-    """Import Dynamo, which registers operators of its own; return its module name."""
-    import torch._dynamo  # noqa: F401  # for what it registers
+    """Import Dynamo, which registers operators, and return the name of the module."""
+    import torch._dynamo  # noqa: F401  # for the registrations
 
     return DYNAMO
 
@@ -22,13 +22,14 @@ def import_dynamo() -> str:
 def compile_aoti_package(
     program: Any, path: str | None, configs: dict[str, Any], linked: str | None = None
 ) -> str:
-    """Compile an exported program into an AOTInductor package, and return its path.
+    """Compile an exported program into an AOTInductor package, and return the package's path.
 
-    `linked` names a shared library to link. It is loaded from the folder of the compiled program.
+    `linked` is the path of a shared library to link with. At run time, it is loaded from the folder
+    of the compiled program.
     """
     if linked is not None:
         libraries = "aot_inductor.custom_op_libs"
-        # Inductor prepends "-l" to each, and splits the result like a shell.
+        # Inductor prepends "-l" to each entry, and splits the result like a shell.
         flags = f"c10 -Wl,--no-as-needed,-rpath,'$ORIGIN' {shlex.quote(linked)}"
         configs = {**configs, libraries: [*(configs.get(libraries) or ()), flags]}
     compile_package: Any = torch._inductor.aoti_compile_and_package
@@ -36,7 +37,7 @@ def compile_aoti_package(
 
 
 def build_library(source: str, path: str) -> None:
-    """Compile C++ source into a shared library with Inductor's compiler; set its soname."""
+    """Compile C++ source with Inductor's compiler into a shared library, and set the soname."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # imports Inductor
     from torch.utils.cpp_extension import include_paths  # imports setuptools
 

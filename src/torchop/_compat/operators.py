@@ -11,7 +11,7 @@ import torch.library
 
 from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket, Tag
 
-# Returns the schema of an operator, by name and overload; raises RuntimeError if there is none.
+# Return the schema of an operator, given the name and overload; raise RuntimeError if not found.
 registered_schema: Callable[[str, str], FunctionSchema] = torch._C._get_schema
 
 
@@ -35,28 +35,28 @@ def registered_tags(name: str, overload: str) -> tuple[Tag, ...]:
 
 
 def has_entry(namespace: str, name: str, overload: str) -> bool:
-    """Return whether the dispatcher has an entry: a schema, or a kernel without a schema."""
+    """Return whether the dispatcher has a schema or a kernel for an operator."""
     return torch._C._dispatch_has_kernel(joined(namespace, name, overload))
 
 
 def all_operators() -> set[str]:
     """Return the names of all defined operators.
 
-    The dispatcher also lists operators with a kernel but no schema, so filter by schema.
-    `is_registered` must not be used for that: TorchScript's registry caches operators, and reads
-    freed memory of deregistered ones.
+    The dispatcher's list also contains operators with a kernel but no schema. `is_registered` must
+    not be used to filter them: `OperatorRegistry` (torch/csrc/jit/runtime/operator.cpp) caches
+    operators, and would read freed memory for deregistered ones.
     """
     return set(filter(has_schema, torch._C._dispatch_get_all_op_names()))
 
 
 def has_schema(qualname: str) -> bool:
-    """Return whether an operator is defined, without TorchScript's registry."""
+    """Return whether an operator is defined, without TorchScript's registry of operators."""
     name, _, overload = qualname.partition(".")
     try:
         torch._C._dispatch_find_schema_or_throw(name, overload)
     except RuntimeError:
         return False
-    # A failed definition leaves malformed names behind, such as "::op".
+    # The dispatcher keeps malformed names of failed definitions, such as "::op".
     return name.count("::") == 1 and not name.startswith(":")
 
 
@@ -67,14 +67,14 @@ def is_defined_in_python(qualname: str) -> bool:
 
 def defined_in_python() -> set[str]:
     """Return the operators that `torch.library.Library` objects defined."""
-    # PyTorch stores names as written, one of them with a newline. Copy the set, because a garbage
-    # collection may finalize libraries, which removes names.
+    # PyTorch stores names as written, and one of its own contains a newline. Copy the set, because
+    # a garbage collection may finalize libraries, which removes names from the set.
     names = (re.sub(r"\s", "", name) for name in torch.library._defs.copy())
     return set(filter(has_schema, names))
 
 
 def overload_names(qualname: str) -> list[str]:
-    """Return the overload names of `namespace::name`; the default overload is the empty string."""
+    """Return the overload names of `namespace::name`; the default overload is ""."""
     _, names = torch._C._jit_get_operation(qualname)
     return list(names or ())
 
@@ -82,13 +82,20 @@ def overload_names(qualname: str) -> list[str]:
 def chosen_overload(
     packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> OpOverload:
-    """Return the overload that a packet selects for a call; raise RuntimeError if none matches."""
+    """Return the overload that a packet selects for these arguments.
+
+    Raises:
+        RuntimeError: no overload accepts the arguments.
+    """
     name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     return cast(OpOverload, getattr(packet, name))
 
 
 def registration_site(qualname: str, overload: str) -> str:
-    """Return the file and line that created the defining library, or "(unknown)"."""
+    """Return the file and line where the library that defines an operator was created.
+
+    Returns "(unknown)" for libraries without a location.
+    """
     handle = torch._C._dispatch_find_schema_or_throw(qualname, overload)
     site = re.search(r"registered at (.*:\d+)$", handle.debug(), re.MULTILINE)
     return site.group(1) if site else "(unknown)"

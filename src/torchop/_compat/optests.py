@@ -1,4 +1,4 @@
-"""The tests of `torch.library.opcheck`, and a wrapper tensor to test operators with."""
+"""The tests of `torch.library.opcheck`, and a tensor subclass for tests of operators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def opcheck_error(base: type[Exception]) -> type[Exception]:
 
 @functools.cache
 def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
-    """Return PyTorch's tests by name; importing them takes two seconds."""
+    """Return PyTorch's tests by name. The first call imports them, which takes two seconds.
+
+    Workaround for pytorch/pytorch#149468: until 2.12, `test_faketensor` does not compare the
+    strides of CPU tensors. Remove it when 2.13 is the oldest supported release.
+    """
     from torch.testing._internal.optests import generate_tests
 
     tests = cast("Mapping[str, Callable[..., Any]]", generate_tests.ALL_TEST_UTILS)
@@ -35,17 +39,17 @@ def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
 
 
 def _strides_are_compared() -> bool:
-    """Return whether the fake-kernel test compares strides on the CPU (since 2.13)."""
+    """Return whether `test_faketensor` compares strides on the CPU."""
     tensor = torch.empty(2, 2)
     try:
         _prims_common.compare_tensor_meta(tensor, tensor.t(), check_strides=True)
-    except Exception:  # the class of this error moved between releases
+    except Exception:  # the class of this error differs between releases
         return True
     return False
 
 
 def _comparing_strides(check: Callable[..., Any]) -> Callable[..., Any]:
-    from unittest import mock  # imported here because it takes milliseconds
+    from unittest import mock  # slow import
 
     compare = _prims_common.check_significant_strides
 
@@ -60,9 +64,9 @@ def _comparing_strides(check: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def default_device_of_fake(qualname: str, device: str) -> Iterator[None]:
-    """Run an operator's fake kernel under this default device.
+    """Make `device` the default device inside an operator's fake kernel.
 
-    PyTorch disables modes such as `torch.device` before it runs the kernel.
+    PyTorch disables function modes, such as `torch.device`, before it runs a fake kernel.
     """
     kernel = singleton.find(qualname).fake_impl.kernel
 
@@ -81,7 +85,7 @@ def default_device_of_fake(qualname: str, device: str) -> Iterator[None]:
 
 
 class PassingTensor(torch.Tensor):
-    """A wrapper tensor that forwards every operator to the wrapped tensor."""
+    """A tensor subclass that wraps a tensor, and calls every operator on the wrapped tensor."""
 
     wrapped: torch.Tensor
 
@@ -116,7 +120,7 @@ class PassingTensor(torch.Tensor):
         plain_args, plain_kwargs = tree_map_only(cls, unwrap, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
 
-        # In-place operators must return the wrapper that was passed for the returned argument.
+        # If an operator returns an argument, return the caller's wrapper of this argument.
         def wrap(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, cls):
                 return tensor

@@ -1,4 +1,4 @@
-"""Read and replace the C++ functions that overloads and packets call."""
+"""Read and replace the C++ functions (`_op`) that overloads and packets call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 
 
 def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
-    """Make an overload and its packet call a native entry; return the previous function.
+    """Make an overload and its packet call a native entry, and return the previous function.
 
-    Only a C++ function is replaced. A Python function, such as a user's observer, stays in place.
+    Replaces only C++ functions. A Python function, such as a user's hook, is left in place.
     """
     function = overload._op
     if is_cpp_function(function):
@@ -23,23 +23,23 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
 
 
 def is_cpp_function(function: Any) -> bool:
-    """Return whether PyTorch created this function, possibly wrapped to count its calls."""
+    """Return whether a function is PyTorch's, possibly wrapped by us to count calls."""
     is_counted = getattr(function, "entry", function) is None
-    # On 2.15, overloads have a callable of a class in torch._C.
+    # On 2.15, `_op` of overloads is an instance of a class in torch._C.
     is_pytorchs = type(function).__module__ == "torch._C"
     return is_counted or is_pytorchs or isinstance(function, BuiltinFunctionType)
 
 
-# In these namespaces PyTorch accepts numbers for tensors, so a plan that rejects a number does not
-# imply that PyTorch tries the next overload.
+# In these namespaces, PyTorch accepts numbers as tensors (`opAllowsNumbersAsTensors` in
+# torch/csrc/jit/python/init.cpp). So if a native entry rejects a number, PyTorch may still select
+# this overload.
 _NUMBERS_AS_TENSORS = frozenset({"aten", "prims", "nvprims"})
 
 
 def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     """Make a packet call its overloads natively, in the order in which PyTorch tries them.
 
-    The packet's C++ function handles the first overload without a native entry and all overloads
-    after it.
+    From the first overload without a native entry on, PyTorch's function handles the call.
     """
     function: Any = packet._op
     while isinstance(function, operator):
@@ -51,7 +51,7 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
         return
     functions = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
     entries = [each.entry if isinstance(each, operator) else None for each in functions]
-    # The packet keeps the hash of the first function, which may have been replaced.
+    # The hash of the packet must not change, but another function may have replaced the first one.
     if any(entries) or hash(function) != hash(packet):
         function = torch_ops.counted(packet, function, operator)
     chain = None  # native functions of the leading overloads, each linked to the next
@@ -61,13 +61,13 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
 
 
 def replaced_function(overload: OpOverload) -> Any:
-    """Return the function that an overload calls now."""
+    """Return the function that an overload currently calls."""
     return overload._op
 
 
-# Names used by `__call__` of the torch.ops classes when it only forwards to `self._op`, for
-# operators without TorchScript classes. Since 2.14, calls that skip torch functions go to another
-# function; the extension passes them on.
+# The names in the code of `__call__` of the torch.ops classes, on releases where it only forwards
+# to `self._op` (for operators without TorchScript classes). Since 2.14, calls that skip torch
+# functions use `_cpp_dispatch_handle`; the extension does the same.
 _FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
     OpOverload: (
         ("_op",),
@@ -92,9 +92,9 @@ _FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
 
 
 def forwarding_classes() -> list[type]:
-    """Return the torch.ops classes whose `__call__` only forwards to `_op`.
+    """Return the torch.ops classes with a `__call__` that only forwards to `_op`.
 
-    Excludes classes with a patched `__call__`, and those of releases that do more.
+    Excludes a class if a program patched `__call__`, or if a new release changed it.
     """
     return [
         cls

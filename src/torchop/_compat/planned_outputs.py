@@ -1,11 +1,11 @@
 """Let Inductor plan the memory of results, for operators with an out or in-place form.
 
-A result goes into a planned buffer, or overwrites the first argument if that has no later reader.
+The result is written into a planned buffer, or over the first argument if nothing reads it later.
 
-Workaround for `torch.Tag.out`, with which Inductor finds an out overload by its schema. On 2.13 it
-fails with dynamic shapes (pytorch/pytorch#185503), puts all tensors before the other arguments,
-flattens lists, and passes defaults and keyword-only arguments twice. A custom lowering creates the
-same Inductor node with the arguments of the call.
+PyTorch's way is `torch.Tag.out`, with which Inductor finds the out overload by the schema. On 2.13,
+this fails with dynamic shapes (pytorch/pytorch#185503), moves all tensors before the other
+arguments, flattens lists, and passes defaults and keyword-only arguments twice. So this file
+registers lowerings that create the same Inductor nodes with correct arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torchop._compat import import_hooks, inductor_writes, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
 _REINPLACE = "torch._inductor.fx_passes.reinplace"
-# Functional operator name -> name of another form -> that form, or None while their kernels differ.
+# For each functional operator, by name: the other forms by name, each as a function that returns
+# the form, or None while its kernels differ from those of the functional operator.
 _forms: dict[str, dict[str, Callable[[], OpOverload | None]]] = {}
 
 
@@ -30,10 +31,10 @@ def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Cal
     """Let Inductor plan the memory of an operator's results, and return a function to undo this.
 
     Args:
-        qualname: the operator that allocates its results.
-        name: a form that writes the results into the caller's tensors without reading them, or over
-            the first argument without reading an element after writing it.
-        form: returns that form while both operators run the same kernels, otherwise None.
+        qualname: the functional operator, which allocates the results.
+        name: another form of the operator. An out form must not read the output tensors. An
+            in-place form must not read an element after it has written it.
+        form: returns the other form while both forms run the same kernels, otherwise None.
     """
     if not _forms:
         for module in (_LOWERING, _REINPLACE):
@@ -52,10 +53,11 @@ def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Cal
 
 
 def forms_in_graphs(qualname: str) -> list[OpOverload]:
-    """Return the operators that new graphs may call in place of this one."""
+    """Return the operators that new Inductor graphs may call instead of this one."""
     config = sys.modules.get("torch._inductor.config")
     divides_at = getattr(config, "custom_should_partition_ops", ())
-    # Inductor partitions graphs only at its own nodes, and a user requested it for this operator.
+    # If the user requests a graph partition at this operator, keep Inductor's own node, because
+    # Inductor does not partition at ours.
     names = {qualname, qualname.partition(".")[0], f"{qualname}.default"}
     if not names.isdisjoint(divides_at):
         return []
@@ -65,13 +67,13 @@ def forms_in_graphs(qualname: str) -> list[OpOverload]:
 
 def _connect() -> None:
     for pair in [(qualname, name) for qualname, forms in _forms.items() for name in forms]:
-        # Operators of other libraries may have been deregistered since.
+        # An operator may have been deregistered before Inductor was imported.
         if all(operators.has_entry(*operators.parts(each)) for each in pair):
             _add(*pair)
 
 
 def _lowerings() -> dict[OpOverload, Callable[..., Any]] | None:
-    """Return the lowerings that take precedence over Inductor's own, if imported and supported."""
+    """Return Inductor's table of user lowerings, or None if it is not imported or not supported."""
     return getattr(sys.modules.get(_LOWERING), "user_lowerings", None)
 
 
@@ -86,19 +88,19 @@ def _add(qualname: str, name: str) -> None:
         return
     functional, form = (torch_ops.lookup_overload(*operators.parts(n)) for n in (qualname, name))
     if not _is_inplace(form):
-        # A registered lowering, such as autotuning, takes precedence.
+        # An existing lowering, such as one for autotuning, takes precedence.
         lowerings.setdefault(functional, lambda *args, **kwargs: _lower(functional, args, kwargs))
     elif (module := sys.modules.get(_REINPLACE)) is not None:
-        # Inductor's reinplace pass substitutes the in-place form if the argument has no later
-        # reader.
+        # Inductor's reinplace pass replaces the call by the in-place form if nothing reads the
+        # argument later.
         may_overwrite = functools.partial(_may_overwrite, functional, form)
         module.inplaceable_ops[functional] = module.InplaceableOp(form, 0, may_overwrite)
 
 
 def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.Node) -> bool:
-    """Return whether a call may overwrite the first argument, assuming no later reader."""
+    """Return whether a call may overwrite the first argument, if nothing reads it later."""
     config: Any = sys.modules["torch._inductor.config"]
-    # Effectful calls have another target, and C++ wrappers cannot call operators without a result.
+    # Effectful calls have another target, and the C++ and FX wrappers do not support our node.
     if node.target is not functional or config.cpp_wrapper or config.fx_wrapper:
         return False
     if inplace not in forms_in_graphs(functional._name):
@@ -106,7 +108,7 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
     first, *others = [each.meta.get("val") for each in _inputs(node)]
     if not _look_alike(first, node.meta.get("val")) or not _is_dense(first):
         return False
-    # The kernel would overwrite an input if another argument shares this memory.
+    # Another argument that shares memory with the first would be overwritten before it is read.
     storages = {
         _storage(o) if _is_plain(o) else None for o in others if isinstance(o, torch.Tensor)
     }
@@ -115,25 +117,25 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
     if _is_held(node) and not _is_written_back(node):
         return False
     lowerings = _lowerings()
-    assert lowerings is not None  # the pass looked the operator up there
-    # Inductor's own node claims to return fresh memory, and reuses it for later results.
+    assert lowerings is not None  # checked by `_add`
+    # Inductor's own node would declare that the result is new memory, and reuse that for others.
     if inplace not in lowerings or inductor_writes.is_ours(lowerings[inplace]):
         lowerings[inplace] = lambda *args, **kwargs: _lower_inplace(inplace, args, kwargs)
     return True
 
 
 def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return all node arguments, including those in lists, with repetitions."""
+    """Return all arguments that are nodes, including those in lists, with repetitions."""
     found: list[torch.fx.Node] = []
     torch.fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _is_held(node: torch.fx.Node) -> bool:
-    """Return whether an in-place call must not write into the first argument.
+    """Return whether an in-place call must not write into the first argument of `node`.
 
-    The memory outlives the graph, or is viewed as another dtype: Inductor cannot write into a view
-    with another dtype.
+    That is so if the memory belongs to a graph input or constant, or if it is viewed as another
+    dtype, because Inductor cannot write into such views.
     """
     kinds = ("placeholder", None), ("get_attr", None), ("call_function", torch.ops.aten.view.dtype)
     held = [n for op, target in kinds for n in node.graph.find_nodes(op=op, target=target)]
@@ -141,9 +143,10 @@ def _is_held(node: torch.fx.Node) -> bool:
 
 
 def _is_written_back(node: torch.fx.Node) -> bool:
-    """Return whether the graph copies the result back, and returns no alias of it.
+    """Return whether the graph copies the result into the first argument, and returns no alias.
 
-    Inductor accepts any copy into the first argument, and would drop the result as a graph output.
+    Checked here because Inductor accepts any copy into the first argument, and would lose the
+    result if it is also a graph output.
     """
     first = node.args[0]
     copies = [u for u in node.users if u.target is torch.ops.aten.copy_.default]
@@ -166,7 +169,7 @@ def _storage(tensor: Any) -> int:
 
 
 def _look_alike(first: Any, result: Any) -> bool:
-    # Compares symbolic sizes without guards.
+    # `guard_or_false` compares symbolic sizes without adding guards.
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow import
 
     if not _is_plain(first) or not _is_plain(result):
@@ -177,13 +180,13 @@ def _look_alike(first: Any, result: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    # Complex tensors are excluded because their conjugate or negative bit may be set.
+    # Exclude complex tensors, because they may have a conjugate or negative bit.
     is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
     return is_strided and not value.is_complex() and not value.is_neg()
 
 
 def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Create the node that overwrites the first argument; return the new value."""
+    """Create the node that overwrites the first argument, and return the new value."""
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
@@ -192,7 +195,7 @@ def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
         processed = ir.FallbackKernel.process_kernel(inplace, *args, **kwargs)
     _, tensors, constants, unflatten, _ = _fields(processed)
     _node_classes()[2](unflatten, tensors, constants, inplace)
-    # This is a copy if the argument was not realized in memory.
+    # If the argument was not realized in memory, this is a realized copy.
     return tensors[0] if isinstance(tensors[0], ir.TensorBox) else ir.TensorBox(tensors[0])
 
 
@@ -202,13 +205,16 @@ def _fields(processed: Any) -> Any:
 
 
 def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Create the node that writes into planned buffers; None leaves the call to Inductor."""
+    """Create the node that writes into planned buffers.
+
+    Returns None to use Inductor's lowering.
+    """
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
     ir: Any = torch._inductor.ir
     forms = [form for form in forms_in_graphs(functional._name) if not _is_inplace(form)]
-    if not forms or V.graph.cpp_wrapper:  # it cannot call operators with `out=`
+    if not forms or V.graph.cpp_wrapper:  # the C++ wrapper cannot call operators with `out=`
         return None
     (out_form,) = forms
     names = [a.name for a in out_form._schema.arguments if a.alias_info is not None]
@@ -216,7 +222,7 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
         processed = ir.FallbackKernel.process_kernel(functional, *args, **kwargs)
         example, tensors, constants, unflatten, unbacked = _fields(processed)
         results = (example,) if isinstance(example, torch.Tensor) else example
-        # Data-dependent sizes cannot be allocated before the kernel runs.
+        # Results with data-dependent sizes cannot be allocated before the call.
         if unbacked or not all(map(_is_plannable, results)):
             return None
     layouts = [
@@ -255,7 +261,7 @@ def _is_plannable(result: torch.Tensor) -> bool:
 
 
 def _is_dense(result: Any) -> bool:
-    # Does not guard on symbolic sizes.
+    # Unlike `is_non_overlapping_and_dense`, this function adds no guards on symbolic sizes.
     from torch._prims_common import is_non_overlapping_and_dense_or_false  # slow import
 
     return bool(is_non_overlapping_and_dense_or_false(result))
@@ -263,7 +269,10 @@ def _is_dense(result: Any) -> bool:
 
 @functools.cache
 def _node_classes() -> tuple[Any, Any, Any]:
-    """Return the Inductor nodes for one output, several outputs (or None), and in-place calls."""
+    """Return the classes of Inductor nodes for one output, several outputs, and in-place calls.
+
+    The second is None on releases without `ExternKernelMultiOut`.
+    """
     from torch._inductor import ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
@@ -317,7 +326,7 @@ def _node_classes() -> tuple[Any, Any, Any]:
 
     class Several(ir.ExternKernelMultiOut):
         def codegen(self, wrapper: Any) -> None:
-            # Inductor does not allocate unread buffers, but the kernel writes them.
+            # Inductor removes buffers that nothing reads, but the kernel writes to all of them.
             for output in self.outputs:
                 V.graph.removed_buffers.discard(output.get_name())
             super().codegen(wrapper)

@@ -14,33 +14,34 @@ from torch._library.utils import Kernel as _FakeKernel
 
 from torchop._compat.classes import CustomOpDef, EffectType
 
-# The logger of torch.library, because users already configure it.
+# The logger of torch.library, which users already configure.
 LOGGER_NAME = "torch._library.custom_ops"
-# Look up torch.library's handle and library by operator name.
+# Return the published handle, and the library, of an operator.
 published_handle: Callable[[str], CustomOpDef | None] = OPDEFS.get
 published_library: Callable[[str], torch.library.Library | None] = OPDEF_TO_LIB.get
 
 
 def published_handles() -> dict[str, CustomOpDef]:
-    # `items` avoids a second look-up by key, when a weakly referenced handle may be dead.
+    # Not `dict(OPDEFS)`, because it would look up each key again, when the weakly referenced handle
+    # may be dead.
     return dict(OPDEFS.items())
 
 
 def publish(qualname: str, handle: CustomOpDef, library: torch.library.Library) -> None:
-    """Publish a handle for the functions of torch.library, custom_op included."""
+    """Publish a handle, so that the functions of torch.library find it by name."""
     OPDEF_TO_LIB[qualname] = library  # first, because `unpublish` checks it
     OPDEFS[qualname] = handle
 
 
 def unpublish(qualname: str, library: torch.library.Library) -> None:
-    """Remove a handle, unless a newer definition has published another."""
+    """Remove the handle of an operator, unless a later definition has published another one."""
     if OPDEF_TO_LIB.get(qualname) is library:
         OPDEFS.pop(qualname, None)
         del OPDEF_TO_LIB[qualname]
 
 
 def published_function(qualname: str) -> Callable[..., Any] | None:
-    """Return the function from which `custom_op` created an operator."""
+    """Return the function from which `custom_op` created an operator, or None."""
     handle = published_handle(qualname)
     return None if handle is None else handle._init_fn
 
@@ -49,7 +50,7 @@ RegistrationHook = Callable[[], object]
 
 
 class FakeRegistration:
-    """A fake kernel that is active from `push` to `remove`; both are idempotent."""
+    """A fake kernel that is registered from `push` to `remove`. Both may be called twice."""
 
     def __init__(self, qualname: str, function: Callable[..., Any], source: str) -> None:
         self._qualname = qualname
@@ -61,7 +62,7 @@ class FakeRegistration:
             kernels.append(self._kernel)
 
     def is_used(self) -> bool:
-        """Return whether FakeTensor runs this fake kernel."""
+        """Return whether this is the operator's active fake kernel."""
         return self._kernels()[-1:] == [self._kernel]
 
     def remove(self) -> None:
@@ -75,23 +76,26 @@ class FakeRegistration:
 
 
 def fake_source(qualname: str) -> str | None:
-    """Return where the active fake kernel was registered, or None."""
+    """Return the file and line where an operator's active fake kernel was registered, or None."""
     kernel = _rules_registry.find(qualname).fake_impl.kernel
     return kernel.source if kernel else None
 
 
 def fake_functions(qualname: str) -> list[Callable[..., Any]]:
-    """Return an operator's fake kernels; the last one is active."""
+    """Return an operator's fake kernels, the active one last."""
     entry = _rules_registry._data.get(qualname)  # `find` would create an entry
     return [] if entry is None else [kernel.func for kernel in entry.fake_impl.kernels]
 
 
 class DefaultRule(functools.partial[Any]):
-    """A default rule of torchop; any other registration replaces it."""
+    """A default rule of torchop, which any other registration replaces."""
 
 
 def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Register a rule for a mode or Tensor subclass, unless it is registered already."""
+    """Register a rule for a mode or Tensor subclass, replacing a default rule.
+
+    Does nothing if this function is registered already.
+    """
     remove_default_rules(qualname, cls)
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     if rules.find(cls) is not function:
@@ -99,13 +103,13 @@ def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., An
 
 
 def register_default_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Register a default rule for a mode, unless the mode has a rule."""
+    """Register a default rule for a mode, unless the operator has a rule for this mode."""
     if torch_dispatch_rule(qualname, cls) is None:
         register_torch_dispatch(qualname, cls, DefaultRule(function))
 
 
 def remove_default_rules(qualname: str, *classes: type) -> None:
-    """Remove an operator's default rules for `classes`, or for all classes."""
+    """Remove an operator's default rules for `classes`, or for all classes if none is given."""
     rules = _rules_registry.find(qualname).torch_dispatch_rules._data
     for cls in classes or tuple(rules):
         if isinstance(rules.get(cls), DefaultRule):
@@ -113,27 +117,27 @@ def remove_default_rules(qualname: str, *classes: type) -> None:
 
 
 def remove_default_rule(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Remove a default rule if it still is this function."""
+    """Remove a default rule, unless another rule has replaced it."""
     rule = torch_dispatch_rule(qualname, cls)
     if isinstance(rule, DefaultRule) and rule.func is function:
         withdraw_torch_dispatch(qualname, cls, rule)
 
 
 def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
-    """Return the rule for a mode or Tensor subclass, or None."""
+    """Return an operator's rule for a mode or Tensor subclass, or None."""
     rule: Callable[..., Any] | None = _rules_registry.find(qualname).torch_dispatch_rules.find(cls)
     return rule
 
 
 def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Remove a rule if it still is this function."""
+    """Remove a rule, unless another rule has replaced it."""
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     if rules.find(cls) is function:
         del rules._data[cls]
 
 
 def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
-    """Register an effect for functionalization; return a function to undo this."""
+    """Register an operator's effect for functionalization, and return a function to undo this."""
     holder = _rules_registry.find(qualname).effect
     previous = holder.effect
     holder.register(effect)
@@ -146,14 +150,15 @@ def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHoo
 
 
 def effect_of(qualname: str) -> EffectType | None:
-    """Return the effect that functionalization uses for an operator."""
+    """Return the effect that functionalization uses for an operator, or None."""
     return _rules_registry.find(qualname).effect.effect
 
 
 def set_default_effect(qualname: str) -> None:
     """Let PyTorch derive an operator's effect from ScriptObject arguments in the schema.
 
-    PyTorch does so when it creates the entry, maybe before the schema exists.
+    `EffectHolder.__init__` (torch/_library/effects.py) does so when the registry entry is created,
+    which may be before the schema exists.
     """
     entry = _rules_registry._data.get(qualname)
     if entry is not None:

@@ -18,7 +18,7 @@ from torchop._errors import short_errors
 
 @functools.cache
 def is_identifier(text: str) -> bool:
-    """Return whether the schema parser accepts an ASCII identifier as a name."""
+    """Return whether PyTorch's schema parser accepts an ASCII identifier as a name."""
     try:
         parse(f"{text}() -> ()")
     except RuntimeError:
@@ -27,27 +27,32 @@ def is_identifier(text: str) -> bool:
 
 
 def parse(text: str) -> FunctionSchema:
-    """Parse a schema with a name; raise RuntimeError with the parser's message."""
+    """Parse a schema that includes a name.
+
+    Raises:
+        RuntimeError: the schema is invalid; the message is the parser's.
+    """
     with short_errors:
         return torch._C.parse_schema(text)
 
 
 def is_backward_compatible(new: FunctionSchema, old: FunctionSchema) -> bool:
-    """Return whether calls of schema `old` are valid for `new`, by PyTorch's rule for aten."""
+    """Return whether calls that fit `old` also fit `new`, by PyTorch's rule for ATen operators."""
     return bool(cast(Any, new).is_backward_compatible_with(old))
 
 
 def written_type(argument: Any) -> str:
-    """Return an argument's type as written in schemas, such as `SymInt` or `int[2]?`."""
+    """Return the type of an argument as written in a schema, such as `SymInt` or `int[2]?`."""
     size = "" if argument.N is None else str(argument.N)
     return str(argument.real_type.str()).replace("[]", f"[{size}]", 1)
 
 
 @functools.cache
 def enumeration(kind: str) -> Mapping[int, Any]:
-    """Return the Python objects of an enumeration that schemas store as integers.
+    """Return the Python objects of a schema type whose defaults are integers, such as ScalarType.
 
-    Computed on first use, because parsing every dtype is slow.
+    The result maps integers to objects. It is computed on first use, because parsing a schema with
+    every dtype is slow.
     """
     if kind == "ScalarType":
         return dict(_dtype_codes())
@@ -67,28 +72,32 @@ def dtypes() -> Mapping[str, torch.dtype]:
 
 def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
     for name, dtype in dtypes().items():
-        # The parser does not accept some newer dtypes as defaults.
+        # The parser rejects some newer dtypes as defaults.
         with contextlib.suppress(RuntimeError):
             parsed = parse(f"f(ScalarType d={name}) -> ()")
             yield cast(int, parsed.arguments[0].default_value), dtype
 
 
 def custom_class_name(annotation: Any) -> str | None:
-    """Return the schema name of an opaque (custom) class, an Enum or Generator; otherwise None."""
+    """Return the name that a class has in schemas, or None if it is not a custom class.
+
+    Custom classes are PyTorch's opaque types, registered enums, and Generator.
+    """
     if not isinstance(annotation, type):
         return None
-    # `is_opaque_type` is deprecated since 2.15 and logs a warning.
+    # Since 2.15, `is_opaque_type` is deprecated and logs a warning.
     is_custom = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
     if not is_custom(annotation):
-        # Generator is a custom class since 2.13, and had its own schema type before.
+        # Until 2.12, Generator is a schema type of its own, and not a custom class.
         return "Generator" if annotation is torch.Generator else None
     return opaque_object.get_opaque_type_name(annotation)
 
 
 def readable(text: str) -> str:
-    """Return a printed schema with types that the parser accepts.
+    """Return the text of a printed schema with types that the parser accepts.
 
-    PyTorch prints PyObject for every custom class, but cannot parse this type.
+    PyTorch prints every custom class as PyObject, but the parser (torch/csrc/jit/frontend/
+    schema_type_parser.cpp) does not accept this type.
     """
     if "PyObject" not in text:
         return text
@@ -104,7 +113,7 @@ def _custom_class() -> str:
 
 def is_returnable_custom_class(annotation: Any) -> bool:
     """Return whether PyTorch allows an opaque class as a return type."""
-    # "reference" on 2.13, renamed to "symbolic" by 2.15.
+    # Called "reference" on 2.13, and "symbolic" on 2.15.
     check = getattr(opaque_object, "is_opaque_symbolic_type", None) or getattr(
         opaque_object, "is_opaque_reference_type", None
     )

@@ -9,12 +9,12 @@ from typing import Any
 
 @contextlib.contextmanager
 def changed(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
-    """Apply a setting, and restore it at the end of the block.
+    """Change a setting for a block.
 
     Args:
-        change: the function that sets it.
-        value: the value in the block.
-        before: the value to restore.
+        change: a function that changes the setting to its argument.
+        value: the value of the setting in the block.
+        before: the value after the block.
     """
     change(value)
     try:

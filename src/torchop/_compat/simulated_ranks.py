@@ -12,7 +12,11 @@ import torch
 
 @contextlib.contextmanager
 def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
-    """Yield a device mesh of simulated ranks; raise if a process group exists."""
+    """Yield a device mesh of simulated ranks.
+
+    Raises:
+        RuntimeError: this process already belongs to a process group.
+    """
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.distributed.device_mesh import init_device_mesh
@@ -24,9 +28,10 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
             "ranks are simulated in a process that belongs to no process group, but this one has "
             f"rank {dist.get_rank()} of {dist.get_world_size()}."
         )
-    # `init_process_group` replaces the excepthook and never restores it.
+    # `init_process_group` (torch/distributed/distributed_c10d.py) replaces the excepthook, and
+    # nothing restores it.
     excepthook = sys.excepthook
-    # Outside of the mode, because it would intercept factory functions during imports.
+    # Before LocalTensorMode, which would intercept calls of factory functions during imports.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with LocalTensorMode(count):
@@ -37,16 +42,17 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
 
 
 def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
-    """Return a DTensor with these placements of `tensor`, on simulated or real ranks.
+    """Distribute `tensor` with these placements, on simulated or real ranks.
 
-    Partial placements give every rank a different share.
+    For a Partial placement, each rank gets a different share of the sum or average.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     pending = [dim for dim, placement in enumerate(placements) if placement.is_partial()]
     without_sums = [Replicate() if p.is_partial() else p for p in placements]
     value = distribute_tensor(tensor.detach().clone(), mesh, without_sums, src_data_rank=None)
-    # Each rank gets a copy, because it may write into the tensor.
+    # `_on_each_rank` copies the local tensor for each rank, because the tested operator may write
+    # to it.
     local = _on_each_rank(
         value.to_local(),
         lambda rank, part: part * _share(mesh, rank, pending, placements) if pending else part,
@@ -57,9 +63,9 @@ def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
 
 
 def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[Any]) -> float:
-    """Return a rank's share of a sum, such as 1/3 and 2/3 on two ranks.
+    """Return a rank's share of a value that is distributed as a sum: 1/3 and 2/3 on two ranks.
 
-    For averages, the shares are scaled by the number of ranks.
+    For an average, the shares are larger by the number of ranks.
     """
     where = (mesh.mesh == rank).nonzero()[0].tolist()
     share = 1.0
@@ -71,7 +77,7 @@ def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[An
 
 
 def _on_each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
-    """Return a tensor with `function(rank, part)` as the part of each rank."""
+    """Replace the local tensor `part` of each rank by `function(rank, part)`."""
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
@@ -100,13 +106,17 @@ def are_simulated() -> bool:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value on which all simulated ranks agree; otherwise raise AssertionError."""
+    """Return the value of a tensor that is equal on all simulated ranks.
+
+    Raises:
+        AssertionError: the values of two ranks differ.
+    """
     from torch.distributed._local_tensor import LocalTensor
 
     if not isinstance(tensor, LocalTensor):
         return tensor
     first, *others = [part.detach() for part in tensor._local_tensors.values()]
-    # LocalTensor.reconcile treats NaNs as different.
+    # Not `LocalTensor.reconcile`, because it treats NaNs as different.
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
     return first.clone()

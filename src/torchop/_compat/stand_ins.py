@@ -1,4 +1,4 @@
-"""Fake tensors that are passed to kernel conditions in place of real tensors."""
+"""Fake tensors that replace real tensors in calls of a provider's `supports` function."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch.overrides import TorchFunctionMode
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor with the shape, strides, dtype and device of `tensor`.
 
-    Return a tensor without strides unchanged.
+    A tensor without strides, or a quantized one, is returned unchanged.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor
     mode = getattr(_thread, "mode", None)
     if mode is None:
         mode = _thread.mode = FakeTensorMode()
-    # `from_tensor` also creates views of bases, and takes ten times as long.
+    # Not `mode.from_tensor`, because it also recreates views, and takes ten times as long.
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     made = FakeTensor(mode, meta, tensor.device)
-    torch._C._set_throw_on_mutable_data_ptr(made)  # otherwise `data_ptr()` warns and returns 0
+    torch._C._set_throw_on_mutable_data_ptr(made)  # otherwise `data_ptr()` returns 0 and warns
     return made
 
 
-_thread = threading.local()  # entering a mode is not thread-safe
+_thread = threading.local()  # one mode per thread, because entering a mode is not thread-safe
 
-# Attributes that the fake tensor does not share with the real one.
+# Attributes that may differ between the fake tensor and the real one.
 _OWN = frozenset(
     (
         *("_base", "_is_view", "_version", "storage_offset", "storage", "untyped_storage"),
@@ -40,14 +40,14 @@ _OWN = frozenset(
 
 
 class StandInError(RuntimeError):
-    """A condition read an attribute that the fake tensor lacks; the argument is its name."""
+    """A `supports` function read an attribute that may differ; the argument is the name."""
 
 
 class ReadingStandIns(TorchFunctionMode):
-    """Rejects access to attributes that the fake tensor does not share."""
+    """Raises StandInError for attributes that may differ between fake and real tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Property getters are bound methods, named by the property.
+        # The getter of a property is `property.__get__`; the property has the attribute's name.
         name = getattr(getattr(func, "__self__", None), "__name__", None)
         name = name if func.__name__ == "__get__" else func.__name__
         if name in _OWN:

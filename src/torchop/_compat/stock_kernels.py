@@ -1,4 +1,4 @@
-"""Recognize kernels and formulas of `torch.library.custom_op`."""
+"""Recognize the kernels and formulas that `torch.library.custom_op` creates."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torchop._compat.classes import CustomOpDef, OpOverload
 
 
 class StockKernel(NamedTuple):
-    """A kernel of `torch.library.custom_op`, with the user's function inside.
+    """A kernel of `torch.library.custom_op`, and the user's function that it calls.
 
     Attributes:
         definition: the operator's handle.
         function: the user's function for this device, valid while `sources` are unchanged.
-        sources: where it was read: (dictionary, key, value) or (set, key, membership).
-        check: `check(args, kwargs, result)` returns a result or raises, like the kernel.
+        sources: where `function` was found, as (dictionary, key, value) or (set, key, membership).
+        check: a function `check(args, kwargs, result)` that checks a result like the kernel.
     """
 
     definition: CustomOpDef
@@ -34,7 +34,7 @@ class StockKernel(NamedTuple):
 
 
 def recognize(kernel: Any, overload: OpOverload) -> StockKernel | None:
-    """Return the `custom_op` kernel that `kernel` is; None for all other kernels."""
+    """Return the parts of `kernel` if `custom_op` created it, otherwise None."""
     around: Any = made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl")
     if around is None or around.keys() != {"device_type", "self"}:
         return None
@@ -42,7 +42,7 @@ def recognize(kernel: Any, overload: OpOverload) -> StockKernel | None:
     if not isinstance(definition, CustomOpDef) or definition._opoverload is not overload:
         return None
     if device is not None and type(device) is not str:
-        return None  # looking up a member of a str enum may run user code in `__hash__`
+        return None  # the look-up of a member of a str enum may run a user's `__hash__`
     attributes = vars(definition)
     functions, disabled = attributes.get("_backend_fns"), attributes.get("_disabled_kernel")
     if type(functions) is not dict or type(disabled) is not set:
@@ -77,7 +77,7 @@ def _stock_check(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Any:
-    """Check a result by running PyTorch's kernel code on a function that returns it."""
+    """Check a result by running the code of PyTorch's kernel with a function that returns it."""
     returned = functools.update_wrapper(lambda *args, **kwargs: result, wrapped)
     cells = {"device_type": device, "self": _WithOtherKernels(definition, {device: returned})}
     closure = tuple(CellType(cells[name]) for name in kernel.__code__.co_freevars)
@@ -86,7 +86,7 @@ def _stock_check(
 
 
 class _WithOtherKernels:
-    """A handle with other kernels, and otherwise the attributes of `definition`."""
+    """A copy of a handle with other kernels."""
 
     def __init__(self, definition: CustomOpDef, functions: Mapping[str | None, Any]) -> None:
         self._definition = definition
@@ -97,20 +97,22 @@ class _WithOtherKernels:
 
 
 def is_made_by_custom_op(kernel: Any) -> bool:
-    """Return whether `torch.library.custom_op` created a kernel, of any operator."""
+    """Return whether `torch.library.custom_op` created a kernel, for any operator."""
     return made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl") is not None
 
 
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
-    """Return whether a kernel is `custom_op`'s version-counter kernel for this operator."""
-    # Until 2.12, `custom_op` uses another function that bumps each version twice.
+    """Return whether a kernel is `custom_op`'s version-counter kernel for this operator.
+
+    Returns False until 2.12, where the kernel is another function that bumps each version twice.
+    """
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
     around = made_by(kernel, maker, "adinplaceorview_impl") or {}
     return around.get("op") is overload and around.get("is_view") is False
 
 
 def below_impl(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the user's function inside the Dynamo guard of `torch.library.impl`."""
+    """Return the user's function inside the wrapper that `torch.library.impl` adds for Dynamo."""
     untraced = made_by(kernel, _disable_dynamo, "inner") or {}
     inside = made_by(untraced.get("fn"), _torch_library_impl, "register_", "func_no_dynamo") or {}
     return cast("Callable[..., Any]", inside.get("func", kernel))
@@ -120,7 +122,11 @@ _torch_library_impl: Any = getattr(torch.library, "_impl", None)
 
 
 def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
-    """Return the closure of `function` if it is the named function inside `maker`; else None."""
+    """Return the closure variables of a function that `maker` creates, by name.
+
+    Returns None unless the code of `function` is the code of the function nested in `maker` under
+    these names.
+    """
     code = _code_inside(maker, *names)
     if (
         code is None
@@ -139,7 +145,7 @@ def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
 
 
 def _code_inside(function: Any, *names: str) -> CodeType | None:
-    """Return the code of a nested function, by the names of the enclosing functions."""
+    """Return the code of a nested function, given the path of function names to it."""
     code: CodeType | None = getattr(function, "__code__", None)
     for name in names:
         constants = code.co_consts if code is not None else ()
@@ -148,7 +154,7 @@ def _code_inside(function: Any, *names: str) -> CodeType | None:
     return code
 
 
-# The class of the list metadata; the second name is from 2.11.
+# The name of the class of list metadata; the second is the name on 2.11.
 _METADATA = ("TensorListMetadata", "Metadata")
 
 
@@ -157,10 +163,11 @@ class StockFormula(NamedTuple):
 
     Attributes:
         function: the `autograd.Function`.
-        takes_keywords: whether the user's `setup_context` also takes keyword-only arguments.
-        sources: the mutable state this was read from.
-        note_lists: for operators with tensor lists: `note_lists(args)` returns the flattened
-            inputs, and a function from the result to `ctx._pt_metadata`.
+        setup_context: the user's function, if any.
+        takes_keywords: whether `setup_context` also takes keyword-only arguments.
+        sources: where `setup_context` was found, as in `StockKernel`.
+        note_lists: only for operators with tensor lists. `note_lists(args)` returns the flattened
+            inputs, and a function that computes `ctx._pt_metadata` from the result.
     """
 
     function: Any
@@ -171,10 +178,11 @@ class StockFormula(NamedTuple):
 
 
 def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
-    """Return torch.library's formula inside an Autograd kernel; None for all other kernels."""
+    """Return the parts of an Autograd kernel if torch.library created it, otherwise None."""
     maker = make_autograd_impl
     around = made_by(kernel, maker, "autograd_impl") or {}
-    # The first name until 2.13, the second on 2.15. `autograd_impl` holds the operator since 2.13.
+    # The first name is used until 2.13, the second on 2.15. Since 2.13, the closure of
+    # `autograd_impl` also contains the operator.
     names = ("forward_no_grad", "redispatch_no_grad")
     plain = next((made_by(around[name], maker, name) for name in names if name in around), None)
     if (plain or {}).get("op") is not overload or around.get("op", overload) is not overload:
@@ -208,8 +216,8 @@ def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
 
 
 def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
-    """Flatten lists as `supports_tensorlist` does before and after a call."""
-    # Formulas take one extra argument after those of the call; the spec must include it.
+    """Flatten tensor lists like `supports_tensorlist` (torch/_library/autograd.py)."""
+    # The spec must include the extra argument that `forward` takes after the operator's arguments.
     flat, inputs = tree_flatten((*args, None), not_list_of_tensor)
 
     def of_result(result: Any) -> Any:
@@ -220,7 +228,7 @@ def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callab
     return flat, of_result
 
 
-# Attributes of a handle that hold registered functions, and their roles.
+# The attributes of a handle that contain registered functions, with the role of the functions.
 _ROLES = {
     "_init_fn": "kernel",
     "_backend_fns": "kernel",

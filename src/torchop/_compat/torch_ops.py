@@ -13,34 +13,34 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import OperatorGoneError
 
 OpNamespace = _OpNamespace
-# Attributes of `torch.ops` and of namespaces. They shadow operators of the same name.
+# Attributes of `torch.ops` and of namespaces, which would hide an operator with the same name.
 OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
     "_dir",
     "_higher_order_op_namespace",
     "loaded_libraries",
 }
 NAMESPACE_ATTRIBUTES = frozenset(dir(_OpNamespace)) | set(vars(_OpNamespace("torchop")))
-# The private attributes of a packet; all others are overloads.
+# The attributes of a packet that are not overloads.
 PACKET_ATTRIBUTES = frozenset(dir(OpOverloadPacket)) | {
     name for name in vars(torch.ops.aten.sin) if name.startswith("_")
 }
 
 
 def lookup_overload(namespace: str, name: str, overload: str) -> OpOverload:
-    """Return an operator's OpOverload; raise AttributeError if it is not defined."""
+    """Return an operator's OpOverload, or raise AttributeError if the operator is not defined."""
     packet = getattr(getattr(torch.ops, namespace), name)
     return cast(OpOverload, getattr(packet, overload or "default"))
 
 
 def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
-    """Return an operator's OpOverload if `torch.ops` holds one already."""
+    """Return an operator's OpOverload if `torch.ops` has created it already, otherwise None."""
     packet = existing_packet(namespace, name)
     existing = None if packet is None else vars(packet).get(overload or "default")
     return None if existing is None or is_deregistered(existing) else existing
 
 
 def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
-    """Return an operator's OpOverload, creating it if needed; None if it was destroyed."""
+    """Return an operator's OpOverload, created if needed, or None if it was deregistered."""
     try:
         op = lookup_overload(namespace, name, overload)
     except AttributeError:
@@ -49,7 +49,7 @@ def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None
 
 
 def other_overloads(overload: OpOverload) -> list[str]:
-    """Return the names of the other overloads in a packet."""
+    """Return the names of the other overloads in the packet of `overload`."""
     names = overload._overloadpacket.overloads()
     return ["" if n == "default" else n for n in names if n != overload._overloadname]
 
@@ -65,16 +65,17 @@ def refresh_packet(namespace: str, name: str, operator: Any) -> None:
 
 
 def refresh(packet: OpOverloadPacket, operator: Any) -> None:
-    """Reload a packet's overloads without losing the FLOP formula.
+    """Reload a packet's function and overload names, and preserve the FLOP formula.
 
-    The FLOP registry hashes packets by their function. An object of the class `operator`, if given,
-    counts calls and preserves this hash, so the registry is untouched even for other threads.
-    Without it, the entry is removed and inserted again.
+    FlopCounterMode's registry has packets as keys, and the hash of a packet is that of its
+    function. If the class `operator` is given, the new function is an instance of it, which counts
+    calls and has the previous hash. Otherwise, this removes the entry and inserts it again.
     """
     counter = None if operator else sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
     try:
-        # PyTorch's `_refresh_packet` would expose the function before it is counted.
+        # Not PyTorch's `_refresh_packet`, because it would publish a function that does not count
+        # calls.
         op, packet._overload_names = torch._C._jit_get_operation(packet._qualified_op_name)
         op.__module__ = packet._op.__module__
         replace_function(packet, op if operator is None else counted(packet, op, operator))
@@ -84,9 +85,9 @@ def refresh(packet: OpOverloadPacket, operator: Any) -> None:
 
 
 def counted(op: OpOverload | OpOverloadPacket, function: Any, operator: Any) -> Any:
-    """Wrap PyTorch's function in an object of the class `operator` to count calls.
+    """Wrap PyTorch's function in an instance of the class `operator`, which counts calls.
 
-    Another thread may deregister the operator, or one of a packet's overloads, during a call.
+    Deregistering the operator, or an overload of the packet, waits for the counted calls.
     """
     if isinstance(op, OpOverload):
         return operator(
@@ -102,7 +103,7 @@ def counted(op: OpOverload | OpOverloadPacket, function: Any, operator: Any) -> 
 
 
 def raising_packet_function(packet: OpOverloadPacket) -> RaisingPacketFunction:
-    """Return the replacement for a packet's function after an overload was deregistered."""
+    """Return the function that replaces a packet's function when an overload is deregistered."""
     name = packet._qualified_op_name
     return RaisingPacketFunction(
         hash(packet), lambda: f"An overload of {name} was deregistered.", name
@@ -110,7 +111,7 @@ def raising_packet_function(packet: OpOverloadPacket) -> RaisingPacketFunction:
 
 
 def replace_function(packet: OpOverloadPacket, function: Any) -> None:
-    """Replace a packet's function, also in TorchScript's table of functions by identity."""
+    """Replace a packet's function, also in TorchScript's table, which is keyed by `id`."""
     torch.jit._builtins._get_builtin_table().pop(id(packet._op), None)
     if not isinstance(function, RaisingFunction):
         torch.jit._builtins._register_builtin(function, packet._qualified_op_name)
@@ -118,19 +119,19 @@ def replace_function(packet: OpOverloadPacket, function: Any) -> None:
 
 
 def existing_packet(namespace: str, name: str) -> Any | None:
-    """Return the packet if `torch.ops` holds one already."""
-    # getattr would create the packet.
+    """Return the packet of an operator if `torch.ops` has created it already, otherwise None."""
+    # Not `getattr`, because it would create the packet.
     operators = vars(torch.ops).get(namespace)
     return None if operators is None else vars(operators).get(name)
 
 
 def is_deregistered(op: OpOverload | OpOverloadPacket) -> bool:
-    """Return whether the operator of an overload or packet was deregistered, or is about to be."""
+    """Return whether an overload or packet was invalidated, because of a deregistration."""
     return isinstance(vars(op).get("_op"), RaisingFunction)
 
 
 class RaisingFunction:
-    """Replaces the function of a deregistered operator, and raises when called."""
+    """Replaces the function of a deregistered operator, and raises OperatorGoneError."""
 
     def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
         self._hash = original_hash
@@ -143,7 +144,8 @@ class RaisingFunction:
         raise OperatorGoneError(self._reason())
 
     def _explain_refusal(self, error: RuntimeError) -> OperatorGoneError | None:
-        # The native call path calls this if the operator was destroyed during a call.
+        # The native call path calls this with the error of a call during which the operator was
+        # deregistered.
         is_deregistered = "schema_.has_value()" in str(error)
         return OperatorGoneError(self._reason()) if is_deregistered else None
 
@@ -154,7 +156,7 @@ class RaisingFunction:
 
 
 class RaisingPacketFunction(RaisingFunction):
-    """Replaces a packet's function, and forwards to the operator that has its name now, if any."""
+    """Replaces a packet's function, and calls the operator that has the name now, or raises."""
 
     def __init__(self, original_hash: int, reason: Callable[[], str], qualname: str) -> None:
         super().__init__(original_hash, reason)
@@ -165,7 +167,7 @@ class RaisingPacketFunction(RaisingFunction):
         packet: Any = getattr(getattr(torch.ops, namespace), name, None)
         function = getattr(packet, "_op", None)
         calls = (function, getattr(function, "dispatch", None))
-        # The operator is deregistered or about to be, or PyTorch destroyed it without notification.
+        # No operator has the name now, or PyTorch deregistered it without notifying torchop.
         if function in (None, self) or any(getattr(each, "next", None) is self for each in calls):
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Compiler traces: traced tensors, their memory, and effects."""
+"""Query compiler traces: traced tensors, the memory that they share, and effects."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from torchop._compat.classes import EffectType
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor belongs to a compiler trace: fake or functional."""
+    """Return whether a tensor belongs to a compiler trace, as fake and functional tensors do."""
     return fake_tensors.is_fake(tensor) or (
         torch._is_functional_tensor(tensor) or type(tensor).__name__ == "FunctionalTensor"
     )
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Return whether reading the data of a tensor raises.
+    """Return whether code cannot read the data of a tensor.
 
-    That is so for tensors of a trace or a transform, meta tensors, and wrappers such as DTensor.
+    That is so for traced tensors, tensors of a transform, meta tensors, and subclasses such as
+    DTensor.
     """
     is_wrapper = type(tensor) not in (torch.Tensor, torch.nn.Parameter)
     has_memory = tensor.layout is not torch.strided or torch._C._has_storage(tensor)
@@ -39,7 +40,7 @@ _TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def is_tracing(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a trace is active in this thread, or a tensor belongs to one."""
+    """Return whether this thread is tracing, or any of `tensors` belongs to a trace."""
     modes = map(torch._C._get_dispatch_mode, _TRACING_MODES)
     return any(mode is not None for mode in modes) or any(map(is_traced, tensors))
 
@@ -50,11 +51,11 @@ def is_traceable_type(cls: type) -> bool:
 
 
 def show_mutation(tensor: torch.Tensor) -> None:
-    """Record a write that autograd tracks on a functional tensor.
+    """Record a write to a functional tensor that has an autograd history.
 
-    Functionalization assumes that unknown operators write behind autograd's back, and that writes
-    without grad mode, as inside an `autograd.Function`, carry no history. A compiled graph would
-    then mutate an input but keep the old history.
+    Functionalization treats writes of unknown operators as hidden from autograd, and writes in
+    no_grad mode, as inside an `autograd.Function`, as writes without history. A compiled graph
+    would then mutate an input, but the input would keep the previous history.
     """
     elem = getattr(tensor, "elem", None)
     if elem is not None and torch._is_functional_tensor(elem):
@@ -66,17 +67,17 @@ def show_mutation(tensor: torch.Tensor) -> None:
 
 
 def traced_memory(tensor: torch.Tensor) -> int:
-    """Return an identifier of the memory of a traced tensor."""
+    """Return a number that identifies the memory of a traced tensor."""
     return _traced_base(tensor)._cdata
 
 
 def functional_storage(tensor: torch.Tensor) -> int:
-    """Return an identifier of the memory of a functional tensor, below autograd."""
+    """Return a number that identifies the storage of a functional tensor."""
     return int(getattr(tensor, "elem", tensor).untyped_storage()._cdata)
 
 
 def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two functional tensors may overlap, without guards on symbolic sizes."""
+    """Return whether two functional tensors may overlap, without adding guards."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     if functional_storage(one) != functional_storage(other):
@@ -93,7 +94,7 @@ def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_view_of_other_type(tensor: torch.Tensor) -> bool:
-    """Return whether a traced tensor is a view of a tensor with another dtype."""
+    """Return whether a traced tensor is a view of a base with another dtype."""
     return _traced_base(tensor).dtype is not tensor.dtype
 
 
@@ -103,7 +104,7 @@ def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
-    """Return the FX node that computes a functional tensor of `mode`; None without a graph."""
+    """Return the FX node of a functional tensor of `mode`, or None if no graph is traced."""
     proxy_mode = proxy_tensor.get_proxy_mode()
     if proxy_mode is None:
         return None
@@ -116,12 +117,12 @@ _RECORDS_A_REGION = InvokeSubgraphAutogradOp.forward.__code__
 
 
 def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
-    """Return whether the traced graph orders effectful calls, and so does not eliminate them.
+    """Return whether an effect token in the traced graph orders and preserves effectful calls.
 
-    Effectful calls are chained by a token, which `mode` (a FunctionalTensorMode) holds. Branches of
-    `torch.cond` (pytorch/pytorch#185116) and loop bodies (pytorch/pytorch#191122) have no token, so
-    effectful calls in them are dead code. `invoke_subgraph` passes the token, but from the third
-    call on PyTorch counts it among the results and loses the region's gradient.
+    `mode` is the FunctionalTensorMode, which owns the token. Branches of `torch.cond`
+    (pytorch/pytorch#185116) and loop bodies (pytorch/pytorch#191122) get no token, so effectful
+    calls in them would be eliminated as dead code. `invoke_subgraph` gets a token, but from the
+    third call on, PyTorch counts the token as a result, and loses the gradient of the region.
     """
     proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if proxy_mode is None:  # no graph yet
@@ -129,7 +130,7 @@ def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
         return not any(frame.f_code is _RECORDS_A_REGION for frame, _ in callers)
     token = mode._tokens.get(effect)
     if token is None:
-        # A backward creates its first token itself.
+        # A backward graph creates the first token; only subgraphs of higher-order operators do not.
         tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
         return tracer is None or not tracer.is_hop_subgraph_tracer()
     if hasattr(token, "elem"):

@@ -86,7 +86,7 @@ class TableCalls(NativeCalls):
             foreign_operators.forget_exchange(self._overload)
             if not (_may_take(self.name) and ours.registered_kernels(self._native, self.name)):
                 operator = self._native.Operator
-                foreign_operators.take_back_function(self._overload, operator, self.entry)
+                foreign_operators.restore_function(self._overload, operator, self.entry)
             if self._library is not None:
                 libraries.forget_hook(self._library, self.release)
                 self._library = None
