@@ -1,10 +1,10 @@
 """Drop-in replacements for the registration helpers of inference engines.
 
-Engines wrap `torch.library` in a function because calls of `torch.library.custom_op` are slow:
-`direct_register_custom_op` of vLLM and SGLang, `register_custom_op` of SGLang, `fast_custom_op` of
-TensorRT-LLM. Here these functions wrap `torchop.custom_op`, whose calls are cheap. Calls behave as
-with the engines' helpers: a result that shares memory with an argument or another result warns
-once, while `torchop.custom_op` raises.
+Calls of `torch.library.custom_op` are slow, so engines have their own functions on top of
+`torch.library`: `direct_register_custom_op` of vLLM and SGLang, `register_custom_op` of SGLang, and
+`fast_custom_op` of TensorRT-LLM. The functions here define operators with fast calls by
+`torchop.custom_op`. Like the engines' helpers, they accept results that share memory with an
+argument or another result, with one warning, while `torchop.custom_op` raises.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ Tags: TypeAlias = "torch.Tag | Iterable[torch.Tag] | None"
 
 
 class _Registration(NamedTuple):
-    """The arguments of a registration, to distinguish a repetition from a redefinition."""
+    """The arguments of a registration, to tell whether a later call repeats it."""
 
     function: Callable[..., Any]
     mutates_args: str | tuple[str, ...]
     devices: tuple[str | None, ...]
     fake_impl: Callable[..., Any] | None
-    # Weak, because the operator lives as long as the caller's library.
+    # Weak, because this must not keep the caller's library alive.
     library: weakref.ref[torch.library.Library] | None
     tags: tuple[Any, ...]
     out_shape: int | str | None = None
     out_dtype: torch.dtype | None = None
 
 
-# Engines register again when a second engine starts in the same process.
+# Engines repeat all registrations when a second engine starts in the same process.
 _registrations: dict[OpName, _Registration] = {}
 
 
@@ -63,8 +63,8 @@ def direct_register_custom_op(
     """Register an operator, like `direct_register_custom_op` of vLLM and SGLang.
 
     Args:
-        op_name: the name: `"namespace::name"`, or `"name"` in the namespace of `target_lib`, or
-            else of the calling package (`vllm` for vLLM).
+        op_name: `"namespace::name"`, or `"name"`. The default namespace is the one of `target_lib`,
+            or else the name of the calling package, such as `vllm`.
         op_func: the function, whose annotations give the schema.
         mutates_args: the names of the tensor arguments that the function writes.
         fake_impl: the fake kernel.
@@ -74,10 +74,10 @@ def direct_register_custom_op(
         tags: a tuple of `torch.Tag`.
 
     Returns:
-        The handle. The helpers of engines return None, and look the operator up in `torch.ops`.
+        The handle. The engines' helpers return None, and callers use `torch.ops`.
 
     Raises:
-        ValueError: an invalid name, annotation, `mutates_args` or `dispatch_key`. Nothing is
+        ValueError: a name, annotation, `mutates_args` or `dispatch_key` is invalid. Nothing is
             defined.
         TypeError: `fake_impl` does not accept the operator's arguments. Nothing is defined.
 
@@ -150,28 +150,28 @@ def register_custom_op(
     """Register an operator, as a decorator or as a call, like the helpers of engines.
 
     It accepts the arguments of SGLang's `register_custom_op` and `register_custom_op_from_extern`,
-    except `computed_args`; and with the name first, those of TensorRT-LLM's `fast_custom_op`.
-    Repeating a call with the same arguments returns the same operator.
+    except `computed_args`. If the first argument is a name, it accepts the arguments of
+    TensorRT-LLM's `fast_custom_op`. A repeated call with equal arguments returns the same operator.
 
     Args:
-        fn: the function, or in a decorator the name, as in `@register_custom_op("ns::name")`.
-        op_name: the name, as in `direct_register_custom_op`; by default the function's name.
+        fn: the function; or for a decorator, the name, as in `@register_custom_op("ns::name")`.
+        op_name: the name, as in `direct_register_custom_op`; by default, the function's name.
         mutates_args: the names of the tensor arguments that the function writes, or `"unknown"`.
-        out_shape: the name or position of an argument with the metadata of the result.
-        out_dtype: the dtype of the result, if it differs from the one of `out_shape`.
+        out_shape: the name or position of an argument that has the metadata of the result.
+        out_dtype: the dtype of the result, if it differs from the dtype of this argument.
         fake_impl: the fake kernel, instead of `out_shape`.
         device_types: device types such as `"cuda"`, or dispatch keys such as `"CUDA"`; None for
             all devices.
         target_lib: the library that owns the operator; by default the operator is permanent.
         tags: a `torch.Tag`, or several.
-        eager: accepted for compatibility with SGLang and ignored, because operators are always
-            registered at once.
+        eager: ignored; accepted for compatibility with SGLang. Operators are always registered
+            immediately.
 
     Returns:
-        The handle, which has `register_fake` and all other rules.
+        The handle, or a decorator that returns the handle.
 
     Raises:
-        ValueError: an invalid name, annotation or option. Nothing is defined.
+        ValueError: a name, annotation or option is invalid. Nothing is defined.
         TypeError: `fake_impl` does not accept the operator's arguments. Nothing is defined.
 
     Example:
@@ -215,7 +215,7 @@ def register_custom_op(
             mutated if isinstance(mutated, str) else tuple(mutated),
             _devices(name, device_types),
             fake_impl,
-            # Defining the operator rejects other types.
+            # Other types raise an error when the operator is defined.
             weakref.ref(target_lib) if isinstance(target_lib, torch.library.Library) else None,
             () if tags is None else (tags,) if isinstance(tags, torch.Tag) else tuple(tags),
             out_shape,
@@ -229,7 +229,7 @@ def register_custom_op(
 def _register(
     name: OpName, registration: _Registration, library: torch.library.Library | None
 ) -> CustomOp[..., Any]:
-    """Define the operator, unless an equal call has defined it."""
+    """Define the operator, or return the existing one if this repeats an earlier registration."""
     existing: CustomOp[..., Any] | None = Operator(name, "register_custom_op").handle
     if existing is not None and _registrations.get(name) == registration:
         return existing
@@ -259,7 +259,7 @@ def _register(
 
 
 def _calling_module() -> str:
-    """Return the name of the module that called our caller."""
+    """Return the name of the module that called the caller of this function."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
@@ -278,7 +278,7 @@ def _full_name(name: object, library: torch.library.Library | None, package: str
 
 
 def _devices(name: OpName, keys: str | Sequence[str] | None) -> tuple[str | None, ...]:
-    """Convert device types and dispatch keys to device types; None means every device."""
+    """Return the device types for device types or dispatch keys; None means every device."""
     if keys is None:
         return (None,)
     return tuple(
@@ -291,7 +291,7 @@ def _device(name: OpName, key: str) -> str | None:
     if key == dispatch.kernel_key("default"):
         return None
     if dispatch.parse_dispatch_key(key) is None:
-        return key  # a device type, or a mistake that custom_op reports
+        return key  # a device type, or an invalid name, which custom_op reports
     device = dispatch.device_of_key(key)
     if device is None:
         raise ValueError(
@@ -302,7 +302,7 @@ def _device(name: OpName, key: str) -> str | None:
 
 
 def _argument(name: OpName, function: Callable[..., Any], place: object) -> str:
-    """Return the name of an argument given by name or position."""
+    """Return the name of the argument at `place`, which is a name or a position."""
     parameters = list(inspect.signature(function).parameters)
     if isinstance(place, str) and place in parameters:
         return place

@@ -1,12 +1,12 @@
 """A mypy plugin for `torchop.operator` and `torchop.out_op`.
 
-Without it, mypy ignores class decorators. With `plugins = torchop.mypy_plugin` in mypy's
-configuration, a class decorated by `torchop.operator` has the signature of `forward` and the
-attributes of `CustomOp`. Other type checkers need no plugin, and neither does
+Add `plugins = torchop.mypy_plugin` to mypy's configuration. A class that is decorated by
+`torchop.operator` then has the signature of `forward` and the attributes of `CustomOp`. Without the
+plugin, mypy ignores class decorators. Other type checkers need no plugin, and neither does
 `torchop.operator(name)(cls)`.
 
-For families from `torchop.out_op`, the plugin makes the outputs optional in calls, which a
-ParamSpec cannot express. Without it, calls that omit outputs are not checked.
+For families of `torchop.out_op`, the plugin makes the outputs optional in calls. A ParamSpec cannot
+express this, so without the plugin, calls that omit outputs are not checked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MARK = "torchop"
 
 
 class OperatorPlugin(Plugin):
-    """Types decorated classes as operators, and calls of families by their kernel."""
+    """Infer the types of decorated classes, and of calls of families."""
 
     def get_class_decorator_hook_2(self, fullname: str) -> Callable[[ClassDefContext], bool] | None:
         return _mark if fullname in (_DECORATOR, "torchop.operator") else None
@@ -57,7 +57,7 @@ class OperatorPlugin(Plugin):
 
 
 def plugin(version: str) -> type[Plugin]:
-    """Return the plugin; mypy's entry point."""
+    """Return the plugin class. This is mypy's entry point."""
     return OperatorPlugin
 
 
@@ -70,7 +70,7 @@ def _mark(context: ClassDefContext) -> bool:
     info.metadata[_MARK] = {}
     # Mypy looks up attributes that a class lacks on the metaclass.
     info.metaclass_type = handle
-    # Otherwise mypy checks the class as an argument of the decorator.
+    # Otherwise mypy would type-check the call of the decorator with the class.
     context.cls.decorators = [d for d in context.cls.decorators if d is not context.reason]
     return True
 
@@ -84,7 +84,7 @@ def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> Function
             signature = get_proper_type(function.type)
             if isinstance(signature, CallableType):
                 return signature.with_name(operator.name)
-    # Kernels per device, whose schema is a string.
+    # A class with a schema string and kernels per device has no `forward`.
     any_type = AnyType(TypeOfAny.special_form)
     return context.default_signature.copy_modified(
         arg_types=[any_type, any_type],
@@ -99,7 +99,7 @@ def _is_tensor(type_: Instance) -> bool:
 
 
 def _family_signature(context: MethodSigContext) -> FunctionLike:
-    """Return the kernel's signature with optional outputs, which are also the result."""
+    """Return the kernel's signature with optional outputs, and the outputs as the result."""
     default = context.default_signature
     family = get_proper_type(context.type)
     kernel = get_proper_type(family.args[0]) if isinstance(family, Instance) else None

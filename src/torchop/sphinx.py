@@ -5,8 +5,8 @@ In a package's `conf.py`, after `sphinx.ext.autodoc`::
     extensions = ["sphinx.ext.autodoc", "torchop.sphinx"]
 
 Without it, `automodule` with `:members:` omits a module's handles, because they are not functions.
-With it, each handle is documented like a function, followed by the schema, kernels and rules, which
-`autofunction` adds too.
+With it, `automodule` and `autofunction` document each handle like a function, followed by the
+schema, kernels and rules.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _wrap_automodule(app: Sphinx) -> None:
-    # autodoc has two implementations of the directive; an option selects one.
+    # Subclass the directive that is registered now, because autodoc has two implementations of
+    # automodule, and an option in `conf.py` selects one.
     directive, _ = directives.directive("automodule", get_language("en"), new_document(""))
 
     class AutomoduleDirective(directive):  # type: ignore[misc, valid-type]
@@ -67,13 +68,13 @@ def _wrap_automodule(app: Sphinx) -> None:
 
 @contextlib.contextmanager
 def _as_functions(name: str) -> Iterator[None]:
-    """Replace the operators of a module by functions for a block.
+    """Replace the operators of a module by functions in a block.
 
-    autodoc documents only members that are functions, and none of its hooks changes that.
+    Needed because autodoc only documents members that are functions, and has no hook for others.
     """
     try:
         module = importlib.import_module(name)
-    except Exception:  # autodoc imports it again, and reports the error
+    except Exception:  # autodoc imports the module again, and reports the error
         yield
         return
     operators = {name: value for name, value in vars(module).items() if isinstance(value, _HANDLES)}
@@ -90,7 +91,7 @@ def _function(operator: Any) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         return operator(*args, **kwargs)
 
-    # without the handle's `__dict__`
+    # Do not copy the `__dict__` of the handle.
     functools.update_wrapper(function, operator, updated=())
     return function
 

@@ -63,7 +63,7 @@ def test_recorded_calls_are_measured(run, package, save, namespace):
     assert (accelerated, calls, native) == ("yes", "1500", "1500")
     assert outcome.row(f"{namespace}::other") == ["yes"]
     saved = outcome.out.splitlines()[-1]
-    assert saved.startswith("In the calls that were recorded, this saves ")
+    assert saved.startswith("In the recorded calls, this saves ")
     number, unit = saved.removesuffix(".").split()[-2:]
     assert unit == "ms"
     assert float(number) == pytest.approx(1.5 * (float(before) - float(after)), abs=0.03)
@@ -216,14 +216,14 @@ def test_what_gains_nothing_is_not_measured():
 def test_what_native_calls_save_is_added_up(lines):
     _, row, _, saved = lines(Measurement(0.75, Cost(3.0, 1.0, 0.5)))
     assert row.split() == ["a::b", "yes", "8", "6", "3.00", "1.00"]
-    assert saved == "In the calls that were recorded, this saves 12.00 us."
+    assert saved == "In the recorded calls, this saves 12.00 us."
 
 
 def test_a_difference_within_the_noise_is_marked_and_saves_nothing(lines):
     _, row, _, saved = lines(Measurement(1.0, Cost(3.0, 2.5, 0.5)))
     assert row.split()[2:6] == ["8", "8", "3.00", "2.50"]
     assert row.endswith("before and after differ by no more than the noise")
-    assert saved == "In the calls that were recorded, this saves 0.00 us."
+    assert saved == "In the recorded calls, this saves 0.00 us."
 
 
 def test_what_is_not_measured_says_why(lines):

@@ -130,7 +130,7 @@ def test_kernels_are_compared_with_the_examples(run, write, namespace, quick):
     ("options", "message"),
     [
         (["--over", "n=1"], "--over and --report are options of --providers"),
-        (["--providers", "--over", "n=1"], "--over needs the arguments of --call"),
+        (["--providers", "--over", "n=1"], "--over requires --call"),
         (
             ["--providers", "--over", "n=1", "--call", "torch.ones(m)"],
             "--call 'torch.ones(m)': NameError: name 'm' is not defined",

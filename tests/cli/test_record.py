@@ -68,7 +68,7 @@ def test_the_recording_is_saved_before_anything_is_measured(
     outcome = run("record", "--pattern", f"{namespace}::*", program())
     assert outcome.code == 1
     (path,) = tmp_path.glob("torchop-*/calls.json")  # it stays
-    assert f"torchop: measuring; until that is done, the recording is {path}\n" in outcome.err
+    assert f"torchop: measuring; meanwhile, the recording is in {path}\n" in outcome.err
 
 
 @needs_native

@@ -138,8 +138,8 @@ def test_a_tensor_with_keys_of_its_own_is_left_to_the_dispatcher(namespace, pack
         assert torchop.native.counters(op).keys() == {reason, "switched_off"}
     if unusual in ("meta", "sparse", "conjugated"):
         assert explanation.reason == (
-            "argument 'ys' has a tensor whose dispatch keys no other argument has, in an optional "
-            "list, where the dispatcher does not look for them"
+            "argument 'ys' is a list of optional tensors, and one of them has dispatch keys that "
+            "no other argument has: the dispatcher does not inspect such lists"
         )
     if unusual == "number":
         assert "'ys' does not have exactly the schema's type" in explanation.reason

@@ -1,9 +1,9 @@
 """Keys for compile caches that change with an operator's rules.
 
-PyTorch's persistent caches of compiled graphs identify an operator by name alone. After an edit of
-a fake kernel or formula, they would return stale graphs. So the key of a graph includes a digest of
-the rules of the operators in it. Programs can also put a digest of all rules into the tag that
-PyTorch adds to every key.
+PyTorch's persistent caches of compiled graphs identify an operator by its name alone
+(pytorch/pytorch#144344), so they would return stale graphs after an edit of a fake kernel or
+formula. torchop adds a digest of the rules of a graph's operators to the key of the graph. Programs
+can also add a digest of all rules to every key, with PyTorch's `cache_key_tag`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from torchop.extend import OpName
 
 
 def cache_key_tag() -> str:
-    """Return a digest of everything that compilers bake into graphs, such as fake kernels.
+    """Return a digest of all rules that affect compiled graphs, such as fake kernels and formulas.
 
-    The caches of AOTAutograd and Inductor already include a digest of the operators in a graph, so
-    programs do not need this for them. Use it for your own caches. In
-    `torch.compiler.config.cache_key_tag`, it makes every graph recompile after a change of any
-    operator.
+    Use it as part of the key of your own caches. The keys of AOTAutograd and Inductor already
+    include a digest of the operators in a graph. If you set `torch.compiler.config.cache_key_tag`
+    to this digest, a change of any operator recompiles all graphs.
 
-    The digest does not depend on kernels, because a compiled graph calls them, unless the graph
-    contains them (`compile="inline"`). Then it depends on providers' kernels and on the active
-    order. It covers the code and constants that a rule reaches in its package and in modules
-    outside of `site-packages`, and the operators that it calls. It does not cover tensor contents,
-    or code found by a computed name.
+    The digest covers the code and constants that a rule uses from the same package and from modules
+    outside of `site-packages`, and the rules of operators that it calls. It does not cover the
+    contents of tensors, or code that is found by a computed name. It does not cover kernels either,
+    because a compiled graph calls them. For operators with `compile="inline"`, the graph contains
+    the kernels, so the digest covers them, the kernels of providers, and the active order.
 
     Example:
         >>> import torch, torchop
@@ -50,9 +49,10 @@ def cache_key_tag() -> str:
 
 
 def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]]:
-    """Return a digest of the rules of operators (None means all of ours), and their code.
+    """Return a digest of the rules of operators, and the code objects that it covers.
 
-    The digest is empty if compilers bake no rule of these operators into a graph.
+    The digest is the empty string if no rule of these operators affects compiled graphs. If
+    `operators` is None, the digest covers all operators of torchop.
     """
     digest = _Digest()
     for name in sorted(own_definitions() if operators is None else operators):
@@ -74,7 +74,7 @@ class _Digest(CodeDigest):
 
     @functools.cached_property
     def _known(self) -> dict[str, dict[str, list[str]]]:
-        """The operators with rules, by namespace and packet."""
+        """The names of operators with rules, by namespace and by name without overload."""
         known: dict[str, dict[str, list[str]]] = {}
         for name in map(OpName.parse, known_names()):
             known.setdefault(name.namespace, {}).setdefault(name.name, []).append(str(name))
@@ -84,7 +84,7 @@ class _Digest(CodeDigest):
         return hashlib.sha256(_own_code() + self.digest()).hexdigest()
 
     def add_operator(self, operator: str | OpOverload | OpOverloadPacket | CustomOpDef) -> None:
-        """Add the rules of an operator, and of the operator it was derived from."""
+        """Add the rules of an operator, and of the operator from which it was derived."""
         if isinstance(operator, OpOverloadPacket):
             for overload in operator.overloads():
                 self.add_operator(getattr(operator, overload))
@@ -118,7 +118,7 @@ class _Digest(CodeDigest):
             self.add_operator(origin[0])
 
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
-        """Add the operators that code may call as `torch.ops.namespace.name`."""
+        """Add the operators that code with these names may call as `torch.ops.namespace.name`."""
         for namespace in sorted(namespaces & self._known.keys()):
             for local in sorted(names & self._known[namespace].keys()):
                 for qualname in self._known[namespace][local]:
@@ -127,7 +127,7 @@ class _Digest(CodeDigest):
 
 @functools.cache
 def _own_code() -> bytes:
-    """Return a digest of torchop's code, which changes during development without a new version."""
+    """Return a digest of torchop's code, because a version may change during development."""
     files = sorted(Path(torchop.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 

@@ -1,4 +1,4 @@
-"""Records of calls, and example arguments made from them."""
+"""Records of operator calls, from which example arguments can be created."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchop._rules.autograd import function
 from torchop._rules.providers.tuned import PLAIN
 
 _LONGEST = 200  # the maximum length of a call in messages
-# Both are recorded as plain tensors.
+# Types that are recorded as plain tensors.
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -23,9 +23,9 @@ class TensorRecord(NamedTuple):
     Attributes:
         dtype: the dtype.
         shape: the shape.
-        device: the device.
+        device: the device, such as `"cuda:0"`.
         requires_grad: whether the call records a gradient for the tensor.
-        stride: in elements, if the tensor is not contiguous.
+        stride: the stride in elements; None if the tensor is contiguous.
 
     Example:
         >>> import torch, torchop
@@ -46,7 +46,7 @@ class TensorRecord(NamedTuple):
 
     @property
     def _elements(self) -> int:
-        """The number of elements that the memory spans, gaps included."""
+        """The number of elements of the memory, including gaps between elements of the tensor."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -66,10 +66,10 @@ class TensorRecord(NamedTuple):
 
 
 class TypeRecord(NamedTuple):
-    """An argument of a recorded call from which no example can be made.
+    """The type of an argument of a recorded call, if no example of it can be created.
 
     Attributes:
-        name: the name of its type, such as `"torch._C.Generator"`, or the kind of tensor.
+        name: the name of the type, such as `"torch._C.Generator"`, or the kind of tensor.
 
     Example:
         >>> from torchop.testing import CallRecord, TypeRecord
@@ -84,9 +84,10 @@ class CallRecord(NamedTuple):
     """A recorded call.
 
     Attributes:
-        args: tensors as `TensorRecord`; None, numbers, strings, dtypes, devices, layouts and memory
-            formats unchanged; lists of these; all other values as `TypeRecord`.
-        kwargs: the same.
+        args: the positional arguments. Tensors are recorded as `TensorRecord`. None, numbers,
+            strings, dtypes, devices, layouts and memory formats are recorded unchanged, and all
+            other values as `TypeRecord`. Lists contain such values.
+        kwargs: the keyword arguments, recorded like `args`.
 
     Example:
         >>> import torch, torchop
@@ -99,13 +100,13 @@ class CallRecord(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return example arguments with tensors of ones; None if any is a TypeRecord."""
+        """Return example arguments with tensors of ones, or None if an argument is a TypeRecord."""
         if any(isinstance(part, TypeRecord) for part in self.parts()):
             return None
         return mapped(self, lambda p: p.example() if isinstance(p, TensorRecord) else p)
 
     def parts(self) -> Iterator[Any]:
-        """Yield every argument, with lists flattened."""
+        """Yield every argument, and the items of lists instead of the lists."""
         parts: list[Any] = []
         mapped(self, parts.append)
         return iter(parts)
@@ -114,7 +115,7 @@ class CallRecord(NamedTuple):
 def mapped(
     call: tuple[tuple[Any, ...], Mapping[str, Any]], change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Map `change` over the arguments of a call and the items of lists."""
+    """Apply `change` to every argument of a call, and to the items of lists."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and not isinstance(value, (TensorRecord, TypeRecord)):
@@ -126,11 +127,11 @@ def mapped(
 
 
 def described(call: CallRecord) -> str:
-    """Format a call as a short line: `(float32[2, 3] on cpu, 4.0, dim=None)`."""
+    """Format the arguments of a call in a line, e.g. `(float32[2, 3] on cpu, 4.0, dim=None)`."""
     args = [_described(value) for value in call.args]
     args += [f"{name}={_described(value)}" for name, value in call.kwargs.items()]
     text = f"({', '.join(args)})"
-    # Names may contain control characters, and a terminal would interpret them.
+    # Replace control characters in names, because a terminal would interpret them.
     text = "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
     return text if len(text) < _LONGEST else f"{text}..."
 
@@ -148,7 +149,10 @@ def _described(value: Any) -> str:
 
 
 def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
-    """Return the record of a call that a mode sees; None if a tracer makes the call."""
+    """Return the record of a call that `observing_mode` reports.
+
+    Returns None if the call belongs to a compiler trace.
+    """
     parts: list[Any] = []
     mapped((args, kwargs), parts.append)
     if any(map(_is_traced, parts)):
@@ -179,14 +183,14 @@ def record_of(
 
 def _is_traced(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        # Programs use meta tensors too.
+        # Programs may use meta tensors outside of a trace.
         return tracing.is_traced(value) and not (type(value) in _TENSORS and value.is_meta)
-    # Reading a symbolic size would add a guard, and so change the compilation.
+    # Symbolic values belong to a trace. Reading them would add a guard.
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _special_kind(tensor: torch.Tensor) -> str:
-    """Return the kind of a tensor that examples cannot have; empty for plain dense tensors."""
+    """Return the kind of a tensor that no example can have, or "" for plain dense tensors."""
     if type(tensor) not in _TENSORS:
         return _name_of(type(tensor))
     if tensor.is_quantized:

@@ -1,8 +1,8 @@
-"""A digest of functions, and of the code and constants that they reach.
+"""A digest of functions, and of the code and constants that they use.
 
-Compilers bake the result of a fake kernel or formula into a graph, and the result depends on every
-helper that the function calls. Helpers are found by the names in the code, without data-flow
-analysis: a digest may include code that is never called, but a local variable cannot hide a helper.
+The results of a fake kernel or formula become part of a compiled graph, and depend on all functions
+that it calls. These are found by the names in the code, without data-flow analysis. So a digest may
+include code that is never called, but a local variable cannot hide a function.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ _HOLDERS = (
     *(list, tuple, *_SETS, *_MAPPINGS, types.SimpleNamespace, property, staticmethod, classmethod),
     *(types.MethodType, functools.partial),
 )
-# Attributes in which the wrappers of functools, Triton and Numba store a function.
+# Attributes in which the wrappers of functools, Triton and Numba store the wrapped function.
 _WRAPPED = ("__wrapped__", "fn", "func", "py_func", "dispatcher", "args", "keywords")
-# Cache keys include the versions of these packages, so their code is identified by name.
+# Packages whose code is not read, because cache keys include the versions of these packages.
 _VERSIONED = {torch.__name__, __name__.partition(".")[0], *sys.stdlib_module_names}
 
 
 class CodeDigest:
     """A hash of values that is equal in two processes with equal code and constants.
 
-    Functions, classes and objects are written as numbers and described later. So cycles end, and a
-    long chain of calls does not need a deep stack.
+    Functions, classes and other objects are hashed as numbers first, and described later. So cycles
+    are possible, and a long chain of calls does not need a deep stack.
 
     Attributes:
-        sources: the user code that was read.
+        sources: the code objects of users' functions that were read.
     """
 
     def __init__(self, seed: str) -> None:
         self.sources: list[types.CodeType] = []
         self._hash = hashlib.sha256(seed.encode())
-        self._references: dict[int, _Reference] = {}  # by id; the references keep the objects alive
-        self._package: str | None = None  # the package of the code being described
+        self._references: dict[int, _Reference] = {}  # by id; keeps the objects alive
+        self._package: str | None = None  # the package of the code that is being described
         self._installed: dict[str, bool] = {}
         self._unimported: dict[str, _Unimported] = {}
 
@@ -74,7 +74,7 @@ class CodeDigest:
         return self._hash.digest()
 
     def add(self, value: Any) -> None:
-        """Add a value, and everything it reaches."""
+        """Add a value, and everything that it uses."""
         if isinstance(value, types.CodeType):
             self.add((value.co_code, value.co_names, value.co_consts))
         elif isinstance(value, enum.Enum):
@@ -93,16 +93,16 @@ class CodeDigest:
             self._refer(value)
 
     def add_registered(self, value: object) -> None:
-        """Add a value that a user registered, from any package."""
+        """Add a value that a user registered, even if it is from another package."""
         package, self._package = self._package, None
         self.add(value)
         self._package = package
 
     def add_operator(self, operator: Any) -> None:
-        """Add the rules of an operator that code refers to."""
+        """Add the rules of an operator that code refers to. Subclasses override this."""
 
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
-        """Add the operators that code may call as `torch.ops.namespace.name`."""
+        """Add the operators that code with these names may call. Subclasses override this."""
 
     def _write(self, text: str) -> None:
         self._hash.update(text.encode("utf-8", "surrogatepass") + b"\0")
@@ -118,7 +118,7 @@ class CodeDigest:
         self._write(f"{reference.number} {_spell(value)}")
 
     def _is_followed(self, package: str) -> bool:
-        """Return whether to follow code of this package from the code being described."""
+        """Return whether to read code of this package, if the described code uses it."""
         if self._package in (None, package):
             return True
         if package not in self._installed:
@@ -128,7 +128,7 @@ class CodeDigest:
     def _describe(self, reference: _Reference) -> None:
         value, self._package = reference.value, reference.package
         self._write(f"{reference.number}:")
-        if not reference.is_read:  # the package's version stands for its code
+        if not reference.is_read:  # add the package's version instead of the code
             self._write(str(getattr(sys.modules.get(_package_name(value)), "__version__", "")))
         if isinstance(value, types.FunctionType):
             self._describe_function(value, reference.is_read)
@@ -151,7 +151,7 @@ class CodeDigest:
     def _describe_function(self, function: types.FunctionType, is_read: bool) -> None:
         around = closure_of(function)
         if not is_read:
-            # A wrapper holds functions of users, and possibly caches.
+            # The closure of a wrapper contains the user's function, but may also contain caches.
             around = {n: v for n, v in around.items() if not isinstance(v, (list, *_SETS))}
             if package_of(function) in ("torch", "torchop"):
                 around = {n: v for n, v in around.items() if not isinstance(v, _MAPPINGS)}
@@ -178,8 +178,8 @@ class CodeDigest:
 
         Args:
             code: the code of a function or module.
-            scopes: the variables that the names refer to.
-            parent: the package of the module, for relative imports.
+            scopes: dictionaries of the variables that the names may refer to.
+            parent: the package that contains the module, for relative imports.
             more: additional names.
         """
         names = {name for name in _names(code).union(*more) if name[:2] != "__"}
@@ -213,7 +213,8 @@ class CodeDigest:
     def _add_stable(self, values: Mapping[str, object]) -> None:
         """Add the values that are equal in every process.
 
-        Objects of other packages may differ, and None is often replaced on first use.
+        This skips objects of other packages, which may differ, and None, which code often replaces
+        on first use.
         """
         for name, value in sorted(values.items()):
             if isinstance(value, types.ModuleType) or value is None:
@@ -229,10 +230,10 @@ class _Reference(NamedTuple):
     """An object to describe.
 
     Attributes:
-        number: the number that stands for the object.
+        number: the number by which the hash refers to the object.
         value: the object.
-        package: the package whose code decides what to follow: the object's or its holder's.
-        is_read: whether the object's own code is followed.
+        package: the package of the object, or of the code that refers to it if it is not read.
+        is_read: whether the object's code is read.
     """
 
     number: int
@@ -242,7 +243,7 @@ class _Reference(NamedTuple):
 
 
 class _Unimported:
-    """A module that code imports but that is not imported yet; only its code is read."""
+    """A module that code would import, but that is not imported yet. Only the code is read."""
 
     def __init__(self, name: str, code: types.CodeType) -> None:
         self.name = name
@@ -260,13 +261,13 @@ def _is_stable(value: object) -> bool:
 
 
 def _is_member(name: str, value: object) -> bool:
-    """Return whether an attribute of a class was written by its author."""
+    """Return whether an attribute of a class is from the source code of the class."""
     functions = (types.FunctionType, staticmethod, classmethod, property)
     return name[:2] != "__" or isinstance(value, functions)
 
 
 def _package_name(value: Any) -> str:
-    """Return the top-level package of a function, class, module, or of an object's class."""
+    """Return the top-level package of a function, class or module, or of the class of an object."""
     if isinstance(value, types.FunctionType):
         return package_of(value)
     if isinstance(value, types.ModuleType):
@@ -278,16 +279,16 @@ def _package_name(value: Any) -> str:
 
 
 def _spell(value: Any) -> str:
-    """Return the name of a function or class, or of an object's class.
+    """Return the qualified name of a function or class, or of the class of an object.
 
-    An object's repr may contain an address.
+    The repr of an object may contain an address, which differs between processes.
     """
     named = value if isinstance(_attribute(value, "__qualname__"), str) else type(value)
     return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, without those of its class."""
+    """Return the attributes of an object, without attributes of the class."""
     found = {}
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
@@ -302,7 +303,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 def _attribute(value: Any, name: str) -> Any:
     """Return an attribute of an object, or None.
 
-    `__getattr__` may raise any exception: a dict whose items are attributes raises a KeyError.
+    `__getattr__` may raise any exception, such as the KeyError of a dict with items as attributes.
     """
     try:
         return getattr(value, name, None)
@@ -331,32 +332,32 @@ def _pairs(values: Mapping[Any, Any]) -> tuple[tuple[Any, Any], ...]:
 
 
 def _order(value: object) -> str:
-    """Return a sort key that does not depend on hashes, which differ between processes."""
+    """Return a sort key that is equal in all processes, unlike hashes."""
     if isinstance(value, tuple):
         return ", ".join(map(_order, value))
     return repr(value) if isinstance(value, _CONSTANTS) else _spell(value)
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Return the names in code, and strings that may be names, as in `getattr(module, "name")`."""
+    """Return the names in code, and strings that may be names, as in `getattr(x, "name")`."""
     texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return names_in(code).union(texts, *map(_names, inner))
 
 
 def _names_in_annotation(annotation: object) -> set[str]:
-    """Return the names in an annotation, through which methods of arguments are found."""
+    """Return the names in an annotation, which may refer to the class of an argument."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return set(re.findall(r"\w+", f"{text} {getattr(annotation, '__args__', '')}"))
 
 
 def _imported(code: types.CodeType, parent: str) -> Iterator[str]:
-    """Yield the names of modules that code may import; some may not exist."""
+    """Yield the names of modules that code may import. Some of them may not exist."""
     if dis.opmap["IMPORT_NAME"] in code.co_code[::2]:
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
         for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
             if step.opname == "IMPORT_NAME":
-                with contextlib.suppress(ImportError):  # beyond the package
+                with contextlib.suppress(ImportError):  # the relative import leaves the package
                     relative = f"{'.' * level.argval}{step.argval}"
                     name = importlib.util.resolve_name(relative, parent)
                     yield from itertools.accumulate(name.split("."), "{}.{}".format)
@@ -367,7 +368,7 @@ def _imported(code: types.CodeType, parent: str) -> Iterator[str]:
 
 
 def _find_unimported(name: str) -> _Unimported | None:
-    """Return the code of a module without importing it or its package."""
+    """Return the code of a module, or None, without importing the module or the package."""
     path, spec = None, None
     for prefix in itertools.accumulate(name.split("."), "{}.{}".format):
         if prefix in sys.modules:
@@ -386,7 +387,7 @@ def _find_unimported(name: str) -> _Unimported | None:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether a package is installed, and so not part of the user's program."""
+    """Return whether a package is in `site-packages`, and not part of the user's program."""
     module = sys.modules.get(package)
     spec = getattr(module, "__spec__", None) if module else PathFinder.find_spec(package)
     places = [getattr(module, "__file__", None) or getattr(spec, "origin", None)]

@@ -1,4 +1,4 @@
-"""`explain`: whether a call is native or goes through the dispatcher, and why."""
+"""`explain`: report whether a call is native or goes through the dispatcher, and why."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from torchop.extend import OpLike
 
 
 class Explanation(NamedTuple):
-    """The path of a call, with the reason and the kernels; print it for a summary.
+    """The result of `explain`. Print it for a summary.
 
     Attributes:
         op: the name of the operator.
-        native: whether the call is native, and so never enters the dispatcher.
+        native: whether the call is native, and so does not enter the dispatcher.
         reason: why the call is native or not.
-        keys: the dispatch keys of the call, from the arguments and the thread, in dispatch order.
-        kernels: the kernels, outermost first: the steps of a native call, or the kernels at the
-            keys. Each kernel decides whether it calls the next one.
-        provider: the provider whose kernel computes the result; `"reference"` for kernels
-            registered without a provider, None for an operator without providers.
-        providers: the providers in priority order, as text: device types, whether the kernel
-            runs or why not, and the site of registration. Providers that the order does not name
-            come last, without a number.
+        keys: the dispatch keys of the call in dispatch order, from the arguments and the state of
+            the thread.
+        kernels: for a native call, the steps; otherwise the kernels at the keys, outermost first.
+            Each of these kernels decides whether it calls the next one.
+        provider: the provider of the kernel that computes the result. `"reference"` stands for
+            kernels that were registered without a provider. None for an operator without providers.
+        providers: a line for each provider in priority order: the device types, whether the kernel
+            runs or why not, and the file and line of the registration. Providers that the order
+            does not name come last, without a number.
 
     Example:
         >>> import torch, torchop
@@ -59,12 +60,12 @@ class Explanation(NamedTuple):
         lines = [f"{self.op}: {way}, because {self.reason}", f"keys: {', '.join(self.keys)}"]
         lines += [f"{index}. {kernel}" for index, kernel in enumerate(self.kernels, 1)]
         if self.providers:
-            lines.append("providers, of which the first that can run the call does:")
+            lines.append("providers (the first one that supports the call runs):")
             lines += [f"  {text}" for text in self.providers]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return a list of the kernels for notebooks."""
+        """Return the summary as HTML, for notebooks."""
         import html  # slow import
 
         lines = list(map(html.escape, str(self).splitlines()))
@@ -80,13 +81,13 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet. For a packet, it explains the overload that PyTorch selects for the arguments.
+            packet. For a packet, this explains the overload that PyTorch selects for the arguments.
         args: the arguments of the call.
         kwargs: the keyword arguments of the call.
 
     Returns:
-        The first condition that sends the call to the dispatcher, the dispatch keys, the kernels
-        in the order in which they run, and the provider that computes the result.
+        An `Explanation`: the reason, the dispatch keys, the kernels in the order in which they run,
+        and the provider that computes the result.
 
     Raises:
         OperatorGoneError: the handle's operator was replaced or closed.
@@ -125,7 +126,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:
-    """Return the provider of a call, all providers in order as text, and the function."""
+    """Return the provider of a call, the lines of all providers, and the provider's kernel."""
     definition = call.definition
     if definition is None:
         return None, (), None
@@ -138,11 +139,14 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
 
 
 def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:
-    """Return the reason, and the kernels of a native call; `chosen` is a provider's kernel."""
+    """Return why a call is native or not, and the steps of a native call, otherwise None.
+
+    `chosen` is the kernel of the provider that runs, if the operator has providers.
+    """
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Like the call, load the extension and expose a backend's fallback.
+        # Like a call, load the extension, and move the default kernel if it hides a fallback.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

@@ -1,4 +1,4 @@
-"""`get_kernel`: the kernel that the dispatcher would run for a key."""
+"""`get_kernel`: return the kernel that the dispatcher would run for a dispatch key."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torchop.extend import Operator, OpLike, OpName, short_repr
 
 
 def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
-    """Return the kernel that an operator has for a dispatch key, to call it directly.
+    """Return an operator's kernel for a dispatch key, to call the kernel directly.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        dispatch_key: such as `"CPU"`, or a `torch.DispatchKey`.
+        dispatch_key: the name of a key, such as `"CPU"`, or a `torch.DispatchKey`.
 
     Returns:
-        The kernel. Call its method `call_boxed(keyset, *args, **kwargs)`.
+        The kernel, with a method `call_boxed(keyset, *args, **kwargs)`.
 
     Raises:
         OperatorNotFoundError: the operator does not exist.
@@ -39,7 +39,7 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
     Based on `torch.library.get_kernel`.
     """
     operator = Operator(op, "get_kernel")
-    operator.schema  # noqa: B018  # raises where there is none
+    operator.schema  # noqa: B018  # raises if the operator does not exist
     name = operator.name
     if not isinstance(dispatch_key, (str, DispatchKey)):
         raise ValueError(
@@ -51,9 +51,10 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
 
 
 class Kernel:
-    """A kernel from `get_kernel`, callable until its operator is deregistered.
+    """A kernel from `get_kernel`, which may be called until the operator is deregistered.
 
-    PyTorch's object detects a replaced kernel, but not a deregistered operator.
+    Workaround for `torch.library.get_kernel`: its result detects that the kernel was replaced, but
+    crashes if the operator was deregistered.
     """
 
     def __init__(self, name: OpName, kernel: Any) -> None:

@@ -1,4 +1,4 @@
-"""`providers`: list the kernels of providers, and whether they can run in this process."""
+"""`providers`: list the kernels of providers, and report whether they can run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchop._rules.providers.choice import Choice
 from torchop._rules.providers.provider import Provider
 from torchop._schema.naming import is_match
 
-# The reason for kernels of other device types than the call's.
+# The reason why a kernel for other device types than the call's does not run.
 _OTHER_DEVICES = "it is for other devices"
 
 
@@ -25,14 +25,14 @@ class Provided(NamedTuple):
     Attributes:
         op: the name of the operator.
         provider: the name of the provider; `"reference"` for kernels registered without one.
-        device_types: the device types of the kernel; None stands for all others.
-        supported: whether it can run in this process.
-        reason: why it cannot; empty if it can.
-        rank: its position in the order active on the first of its device types, from 1; None if
-            the order does not name it.
-        batch_invariant: whether it was registered as batch-invariant.
-        deterministic: whether it was registered as deterministic; True for the reference.
-        where: the file and line of its function.
+        device_types: the device types of the kernel; None stands for all other types.
+        supported: whether the kernel can run in this process.
+        reason: why the kernel cannot run in this process; empty if it can.
+        rank: the position of the provider, from 1, in the order that is active for the first of
+            `device_types`; None if the order does not name the provider.
+        batch_invariant: whether the kernel was registered as batch-invariant.
+        deterministic: whether the kernel was registered as deterministic; True for the reference.
+        where: the file and line of the kernel's function.
 
     Example:
         >>> import torchop
@@ -54,13 +54,13 @@ class Provided(NamedTuple):
 def providers(*ops: str) -> list[Provided]:
     """List the kernels of operators that have several providers.
 
-    This evaluates functions registered as `supported`.
+    This calls functions that were registered as `supported`.
 
     Args:
-        ops: names of operators, or patterns such as `"mylib::*"`; all operators if omitted.
+        ops: names of operators, or patterns such as `"mylib::*"`; by default, all operators.
 
     Raises:
-        ValueError: a pattern that no operator's name can match.
+        ValueError: no operator's name can match a pattern.
 
     Example:
         >>> import torch, torchop
@@ -88,13 +88,13 @@ def providers(*ops: str) -> list[Provided]:
 def in_order(
     definition: Definition, choice: Choice, runs: str, skipped: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Describe the providers of an operator, in the order active for a call.
+    """Return a line for each provider of an operator, in the order that is active for a call.
 
     Args:
         definition: the operator.
-        choice: the chooser for the call's device.
-        runs: the provider whose kernel runs.
-        skipped: the reasons why the other providers do not run.
+        choice: the choice for the device of the call.
+        runs: the provider that runs.
+        skipped: the reason why a provider does not run, by name.
     """
     kernels, found = choice.kernels, list(_registered(definition.rule(KernelRule)))
     settings = priority.current()
@@ -109,7 +109,7 @@ def in_order(
         if each.provider is None and each not in of_device:
             why = _OTHER_DEVICES
         lines.append((each.name, f"{each.name} ({devices}): {why} ({each.where})"))
-    # The order may also name "tuned" and removed providers.
+    # The order may also name "tuned", and providers that were removed.
     names = {name for name, _ in lines}
     lines += [(name, f"{name}: {why}") for name, why in skipped.items() if name not in names]
     lines.sort(key=lambda line: order.index(line[0]) if line[0] in order else len(order))
@@ -119,7 +119,7 @@ def in_order(
 
 
 class _Registered(NamedTuple):
-    """A reference kernel, or the kernels of a provider, without evaluating `supported`."""
+    """A reference kernel or the kernels of a provider, before `supported` is called."""
 
     name: str
     devices: tuple[str | None, ...]
@@ -128,7 +128,7 @@ class _Registered(NamedTuple):
 
 
 def _registered(rule: KernelRule) -> Iterator[_Registered]:
-    """List the reference kernels, and then the providers."""
+    """Yield the reference kernels, and then the providers."""
     definition = rule.definition
     functions = {d: inspect.unwrap(f) for d, f in rule.functions.items()}
     for function in dict.fromkeys(functions.values()):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A call, with the details that the native code returns about its reason.
+    """A call, with the details that the native code returns for a reason.
 
     Attributes:
         name: the operator's name.
@@ -32,9 +32,9 @@ class Call(NamedTuple):
         schema: the operator's schema.
         args: the arguments of the call.
         kwargs: the keyword arguments of the call.
-        refused: the index of the argument that a reason concerns.
-        passed: whether the call would run the operator's own autograd kernel, and its
-            version-counter kernel.
+        refused: the index of the argument that the reason is about.
+        passed: two flags: whether the call would run the autograd kernel of the operator, and
+            whether it would run the version-counter kernel.
     """
 
     name: OpName
@@ -57,13 +57,13 @@ class Call(NamedTuple):
         return entry_of(self.name) if self.definition is None else self.definition.entry
 
     def describe(self, reason: Reason) -> str:
-        """Return the reason as a sentence about this call."""
+        """Format a reason as a sentence about this call."""
         why = _DETAILS.get(reason)
         return reason.text.format(why=None if why is None else why(self))
 
 
 def why_not_called(call: Call) -> str:
-    """Return why no native calls were made for an operator of the low-level API."""
+    """Return why an operator of the low-level API has no native calls yet."""
     native = switch.native_module()
     if native is not None and not registered_kernels(native, call.name):
         return _why_no_kernel(call)
@@ -71,7 +71,7 @@ def why_not_called(call: Call) -> str:
 
 
 def _why_never(call: Call) -> str:
-    """Return why no call of the operator is native."""
+    """Return why no call of the operator can be native."""
     if (problem := _problem(call)) is not None:
         return problem
     is_of_others = call.definition is None and is_returnable(call.schema)
@@ -94,7 +94,7 @@ def _why_no_kernel(call: Call) -> str:
 
 
 def _why_not_its_kernel(call: Call) -> str:
-    """Return which kernel the dispatcher would run, and why native calls cannot run it."""
+    """Return which kernel the dispatcher would run, and why a native call cannot run it."""
     if (problem := _problem(call)) is not None:
         return problem
     keys = dispatch.keys_of_call(call.tensors)
@@ -110,7 +110,7 @@ def _why_not_its_kernel(call: Call) -> str:
 
 
 def _passes(call: Call, key: str) -> bool:
-    """Return whether a native call does the work of the kernel at a key, and continues below it."""
+    """Return whether a native call does the work of the kernel at a key."""
     through_autograd, counts_versions = call.passed
     if key.startswith("Autograd"):
         registered = any(dispatch.has_kernel(str(call.name), k) for k in (key, "Autograd"))
@@ -160,8 +160,8 @@ def _why_refused(call: Call) -> str:
     is_list = argument.kind in OPTIONAL_TENSOR_LISTS and isinstance(value, list | tuple)
     if is_list and all(item is None or isinstance(item, Tensor) for item in value):
         return (
-            f"{_refused(call)} has a tensor whose dispatch keys no other argument has, in an "
-            "optional list, where the dispatcher does not look for them"
+            f"{_refused(call)} is a list of optional tensors, and one of them has dispatch keys "
+            "that no other argument has: the dispatcher does not inspect such lists"
         )
     is_list = "List[" in argument.kind
     if "PyObject" in argument.kind and (not is_list or isinstance(value, list | tuple)):
@@ -178,7 +178,7 @@ def _why_refused(call: Call) -> str:
 
 
 def _spelled_type(value: Any) -> str:
-    """Return the type of a value, with the item types of a list."""
+    """Format the type of a value for messages, with the types of the items of a list."""
     name = type(value).__name__
     if not isinstance(value, list | tuple):
         return f"of type {name}"
@@ -186,7 +186,7 @@ def _spelled_type(value: Any) -> str:
 
 
 def _why_unbound(call: Call) -> str:
-    """Return which arguments are missing or too many."""
+    """Return the message about missing or unexpected arguments."""
     try:
         Operator(call.name, "explain").signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
@@ -195,13 +195,13 @@ def _why_unbound(call: Call) -> str:
 
 
 def _why_not_written(call: Call) -> str:
-    """Return the argument that cannot be mutated natively, and why."""
+    """Return which argument a native call cannot mutate, and why."""
     for name, tensor in mutated_tensors(call.schema, call.args, call.kwargs):
         why = _why_not_plain(tensor, keeps_history=call.definition is not None)
         if why is not None:
             return f"argument {name!r}, {why}"
     names = " and ".join(f"argument {name!r}" for name in call.schema.mutated)
-    return f"{names}, in whose memory another argument lies"
+    return f"{names}, sharing memory with another argument"
 
 
 def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
@@ -215,13 +215,13 @@ def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
 
 
 def _problem(call: Call) -> str | None:
-    """Return why no call of another package's operator is native; None if some may be."""
+    """Return why no call of another package's operator can be native, or None."""
     calls = accelerated.get(call.name)
     return None if calls is None else calls.problem
 
 
 def _why_dispatcher_records(call: Call) -> str:
-    """Return why a gradient is not recorded natively."""
+    """Return why the dispatcher, and not a native call, records the gradient."""
     calls: object = call.definition and call.definition.follower
     if call.definition is None:
         calls = calls_of(call.name)
@@ -229,7 +229,7 @@ def _why_dispatcher_records(call: Call) -> str:
     return problem or "its formula is not known"
 
 
-# Details of reasons that depend on the call.
+# Functions that return the part of a reason that depends on the call.
 _DETAILS = {
     Reason.OPERATOR: _why_never,
     Reason.BINDING: _why_unbound,

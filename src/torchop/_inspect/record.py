@@ -1,4 +1,4 @@
-"""`record`: the operators that a program calls, with the metadata of their arguments."""
+"""`record`: record the operators that a program calls, with the metadata of the arguments."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from torchop.extend import OpName, short_repr, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Limits the kinds of calls stored per operator: an argument such as an optimizer's step may change
-# in every call.
+# The maximum number of kinds of calls per operator. Without a limit, an argument that changes in
+# every call, such as an optimizer's step, would use unlimited memory.
 MAX_KINDS = 100
 
 
 class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
-    """Recorded calls by operator: each kind of call, with the number of times it was made.
+    """The recorded calls of each operator: each kind of call, with the number of calls.
 
-    It may be entered several times, also nested, and in several threads at once. It records up to
-    100 kinds of calls per operator, and only counts the others; see `calls`.
+    It may be entered several times, even nested, and by several threads at the same time. It
+    records up to 100 kinds of calls per operator, and only counts further calls; see `calls`.
 
     Example:
         >>> import torch, torchop
@@ -44,8 +44,8 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         self._what = what
         self._began = not what
         self._matches: dict[str, bool] = {}
-        # By `repr`, because 1, 1.0 and True are equal but different calls. The empty string counts
-        # calls above the limit.
+        # Keyed by `repr`, because 1, 1.0 and True are equal. The key "" counts calls above the
+        # limit.
         self._counts: dict[str, Counter[str]] = {}
         self._kinds: dict[str, CallRecord] = {}
         self._lock = threading.RLock()  # other threads may record during a read
@@ -76,12 +76,12 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return sum(self._counts.get(op, {}).values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the calls to a JSON file, to read, to compare, and for `load`.
+        """Write the calls to a JSON file, to read or compare it, or for `load`.
 
         The file contains numbers, strings and other plain arguments, but no tensor data.
 
         Args:
-            path: the file. An existing file is replaced when the new one is complete.
+            path: the file. An existing file is replaced only after the new one is complete.
 
         Raises:
             OSError: the file cannot be written.
@@ -100,7 +100,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         with self._lock:
             text = recording_file.dumps({op: self._all_calls(op) for op in self})
         target = Path(os.path.realpath(path))
-        if target.exists() and not target.is_file():  # such as /dev/stdout
+        if target.exists() and not target.is_file():  # e.g. /dev/stdout
             target.write_text(text, encoding="utf-8")
             return
         unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
@@ -112,16 +112,16 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file of `save`, possibly from another machine; executes no code from the file.
+        """Read a file that `save` wrote, without executing code from the file.
 
         Args:
-            path: the file.
+            path: the file, which may be from another machine.
 
         Returns:
-            The calls. This recording is complete, so it cannot be entered.
+            The calls. This recording is complete, and cannot be entered.
 
         Raises:
-            ValueError: `save` did not write the file; the message names the position.
+            ValueError: the file was not written by `save`. The message names the position.
             OSError: the file cannot be read.
 
         Example: see `save`.
@@ -137,7 +137,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         """Add the calls of another recording.
 
         Args:
-            other: the recording, which is not changed.
+            other: the other recording, which does not change.
 
         Example:
             >>> import torch, torchop
@@ -153,13 +153,13 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
                 self._add(op, call, count)
 
     def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
-        """Return the kinds of calls of an operator, ending with None for calls above the limit."""
+        """Return the kinds of calls of an operator; the last may be None, for further calls."""
         with self._lock:
             counts = sorted(self._counts[op].most_common(), key=lambda count: not count[0])
             return [(self._kinds.get(kind), count) for kind, count in counts]
 
     def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
-        """Add calls of an operator; None adds to the calls above the limit."""
+        """Add calls of an operator. If `call` is None, add to the calls above the limit."""
         kind = "" if call is None else repr(call)
         with self._lock:
             counts = self._counts.setdefault(op, Counter())
@@ -206,19 +206,19 @@ def _no_match_reason(what: str | ModuleType) -> str | None:
 def record(*what: str | ModuleType) -> Recorded:
     """Record the operators that a block calls, with dtypes and shapes but without tensor data.
 
-    The results in the block do not change, but all calls of this thread are slower, because they go
+    Results in the block do not change, but all calls of this thread are slower, because they go
     through the dispatcher and a Python mode.
 
     Args:
-        what: patterns of operator names, as in `accelerate`; or packages, for the operators that
-            they define in Python or have Python kernels for.
+        what: patterns of operator names, as in `accelerate`; or packages, to record the operators
+            that a package defines, or has kernels for, in Python.
 
     Returns:
-        A `Recorded`, for a `with` statement. Afterwards, it maps the name of each operator to its
-        kinds of calls with their counts, the most frequent first.
+        A `Recorded`, for a `with` statement. Afterwards, it maps the name of each operator to the
+        kinds of calls with the number of calls, the most frequent first.
 
     Raises:
-        ValueError: no pattern, or a pattern that no name can match.
+        ValueError: there is no pattern, or no operator's name can match a pattern.
         TypeError: an argument is neither a string nor a module.
 
     Warns:
@@ -250,9 +250,9 @@ def record(*what: str | ModuleType) -> Recorded:
 
 
 class _Recordings(threading.local):
-    """The active recordings of this thread; they share one mode.
+    """The active recordings of this thread, which share one mode.
 
-    With several modes, only the innermost one would see the calls made by kernels.
+    With several modes, only the innermost one would observe calls inside kernels.
     """
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ class _Recordings(threading.local):
         self._active.append(recorded)
 
     def exit(self, recorded: Recorded, *error: Any) -> None:
-        # Not `index`, because recordings with the same calls are equal.
+        # Not `list.index`, because recordings with the same calls are equal.
         if not (indices := [i for i, each in enumerate(self._active) if each is recorded]):
             raise RuntimeError(
                 "record(...) was exited in another thread than the one that entered it; exit it "
@@ -279,7 +279,8 @@ class _Recordings(threading.local):
 
 
 def _record(active: list[Recorded], *call: Any) -> None:
-    # PyTorch may run a backward in another thread with the modes of this one.
+    # The engine may run a backward in another thread with the modes of this thread, so `active` is
+    # an argument.
     for recorded in {id(recorded): recorded for recorded in active}.values():
         recorded._record(*call)
 

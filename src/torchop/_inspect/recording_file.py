@@ -1,7 +1,7 @@
 """The file format of recordings: JSON with one call per line.
 
-A tensor is an object with its metadata. Other values without a JSON form are objects too, and their
-first key names the kind. Parsing is strict: unknown input is rejected, and only dtypes, layouts and
+A tensor is a JSON object with the metadata. Another value without a JSON form is an object whose
+first key is the type. Parsing is strict: unknown input is rejected, and only dtypes, layouts and
 memory formats are looked up by name.
 """
 
@@ -21,14 +21,14 @@ from torchop import OperatorNameError
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, mapped
 from torchop.extend import OpName
 
-# A kind of call with its count; None counts calls above the limit of kinds.
+# A kind of call, or None for calls above the limit of kinds; and the number of calls.
 Calls: TypeAlias = tuple[CallRecord | None, int]
 
 _FORMAT, _VERSION = "torchop recording", 1
 
 
 def dumps(recorded: Mapping[str, list[Calls]]) -> str:
-    """Return the text of the file."""
+    """Return the text of a file with the recorded calls."""
     operators = ",\n".join(
         f"    {json.dumps(op)}: [\n{_lines(recorded[op])}\n    ]" for op in sorted(recorded)
     )
@@ -75,14 +75,15 @@ def _named(kind: type, example: str) -> tuple[Callable[[str], Any], str]:
 
 
 def _printable(text: str) -> TypeRecord:
-    # The text is printed, and a terminal interprets control characters.
+    # The text will be printed, and a terminal would interpret control characters.
     if not text.isprintable():
         raise ValueError(text)
     return TypeRecord(text)
 
 
-# Values without a JSON form are objects with one of these keys and a string. For each key: a
-# parser, and a description of valid strings. Encoding the value must reproduce the string.
+# The types of values that are written as an object with the type as the key and a string. For each
+# type: a parser, and a description of valid strings. Encoding the parsed value must reproduce the
+# string.
 _TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "complex": (complex, "a complex number such as '(1+2j)'"),
     "device": (torch.device, "a device that this PyTorch knows, such as 'cuda:0'"),
@@ -96,15 +97,15 @@ _KINDS = ", ".join(sorted([*_TEXTS, "tensor"]))
 
 
 def read(path: Path) -> list[tuple[str, Calls]]:
-    """Return the calls in a file written by `dumps`, each with its operator's name."""
+    """Return the calls in a file that `dumps` wrote, each with the name of the operator."""
     try:
         content = json.loads(
             path.read_bytes().decode(), object_pairs_hook=_with_unique_keys, parse_constant=_refused
         )
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} holds no recording of calls: it is not complete JSON ({error}). Record again, "
-            "with torchop.record or `python -m torchop record`."
+            f"{path} contains no recording of calls: it is not complete JSON ({error}). Record "
+            "again, with torchop.record or `python -m torchop record`."
         ) from None
     try:
         return list(_calls_in(content))
@@ -121,7 +122,7 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
         [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"{_shown(key)} is there twice")
+        raise ValueError(f"the key {_shown(key)} occurs twice")
     return unique
 
 
@@ -142,7 +143,7 @@ def _calls_in(content: Any) -> Iterator[tuple[str, Calls]]:
     calls = _of_type(content["calls"], dict, "calls", "an object")
     for op, kinds in calls.items():
         place = f"calls[{_shown(op)}]"
-        if not op.isprintable():  # it is printed, and a terminal interprets control characters
+        if not op.isprintable():  # see `_printable`
             raise _wrong(place, "a name without control characters", op)
         try:
             name = OpName.parse(op)
@@ -201,7 +202,7 @@ def _text(kind: str, text: Any, place: str) -> Any:
     read, expected = _TEXTS[kind]
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         value = read(text)
-        # They differ if PyTorch reads a too large index as a negative one.
+        # This rejects, for example, a device index that PyTorch reads as a negative number.
         if _encoded(value) == {kind: text}:
             return value
     raise _wrong(place, expected, text)

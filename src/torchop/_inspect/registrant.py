@@ -1,9 +1,9 @@
-"""Find the modules that registered an operator, kernels for it, and rules.
+"""Find the modules that registered an operator, its kernels and its rules.
 
-PyTorch does not record the module of a registration. An operator belongs to a module that contains
-the function of its `custom_op`, one of its Python kernels or its fake kernel, or that created the
-library defining it. Reading kernels requires the native call path. Operators defined by a C++
-extension are not found.
+PyTorch does not record the module of a registration. So an operator is assigned to the modules that
+contain the function of the `custom_op`, a Python kernel or the fake kernel, and to the module that
+created the defining library. Reading kernels requires the native call path. Operators of C++
+extensions are not found.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "au
 
 
 def registers(module: str, op: OpName) -> bool:
-    """Return whether a module, or a module inside a package of this name, registers an operator."""
+    """Return whether a module registers an operator, or any module of a package with this name."""
     return any(name == module or name.startswith(f"{module}.") for name in _modules_of(op))
 
 
 def no_operator_reason(module: str) -> str | None:
-    """Return the message for a module that registers no operator; None if it registers some."""
+    """Return the message for a module that registers no operator, or None if it registers some."""
     names = sorted(map(OpName.parse, operators.defined_in_python()))
     if any(registers(module, op) for op in names):
         return None
@@ -39,7 +39,7 @@ def no_operator_reason(module: str) -> str | None:
     if any(registers(top, op) for op in names):
         hint = f"the package {top} has some: pass that package"
     else:
-        import difflib  # imported here because only this message needs it
+        import difflib  # slow import
 
         namespaces = {op.namespace for op in names}
         near = difflib.get_close_matches(top, namespaces, n=1, cutoff=0.5) or ["mylib"]
@@ -56,14 +56,14 @@ def no_operator_reason(module: str) -> str | None:
 def modules_of(op: OpName) -> list[str]:
     """Return the modules that register an operator or its kernels.
 
-    Excludes `__main__`, which another process cannot import.
+    Excludes `__main__`, because another process cannot import it.
     """
     names = _modules_of(op) & sys.modules.keys()
     return sorted(name for name in names if "__main__" not in name)
 
 
 def _modules_of(op: OpName) -> set[str]:
-    # Files that defined the operator or registered its fake kernel; C++ files have no module.
+    # The files that define the operator or register the fake kernel. C++ files have no module.
     sites = registration_site(op), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
     names = set(map(_module_of, functions_of(op)))
@@ -72,7 +72,7 @@ def _modules_of(op: OpName) -> set[str]:
     newest = next(reversed(sys.modules))
     by_file = _modules_by_file(len(sys.modules), newest, id(sys.modules.get(newest)))
     for file in files:
-        # A file may be loaded under several names, each with its own operators.
+        # A file may be loaded as several modules with different operators.
         modules = set(by_file.get(file, ()))
         names |= modules & names or modules
     return names
@@ -80,9 +80,10 @@ def _modules_of(op: OpName) -> set[str]:
 
 @functools.lru_cache(maxsize=1)
 def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[str]]:
-    """Return the names of all modules by file; the arguments invalidate the cache.
+    """Return the names of all modules by file.
 
-    A walk over all modules takes a millisecond, and callers ask about all operators.
+    Cached, because this takes a millisecond, and callers look up all operators. The arguments
+    change when a module is imported, which invalidates the cache.
     """
     by_file: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):
@@ -93,7 +94,7 @@ def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[s
 
 
 def functions_of(op: OpName) -> Iterator[Callable[..., Any]]:
-    """Yield an operator's readable Python functions: of `custom_op`, and its kernels."""
+    """Yield the Python functions of an operator: the function of `custom_op`, and kernels."""
     function = registries.published_function(str(op))
     if function is not None:
         yield function
@@ -113,7 +114,10 @@ def _module_of(function: Any) -> str:
 
 
 def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
-    """Return kernels and rules registered by other libraries, from their dispatch keys."""
+    """Return the kernels and rules that the dispatcher has for an operator, as text.
+
+    Unlike the rules in torchop's registry, this includes registrations of other libraries.
+    """
     table = dispatch.kernel_table(str(operator))
     keys = {key for key, text in table.items() if text.endswith("[kernel]")}
     kernels = [key for key in sorted(keys) if dispatch.device_of_key(key) is not None]
@@ -131,13 +135,13 @@ def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
 
 def is_defined_in_python(operator: Operator) -> bool:
     """Return whether the library that defined an operator was created in Python."""
-    operator.overload  # noqa: B018  # raises where there is none
+    operator.overload  # noqa: B018  # raises if the operator does not exist
     return _is_python(operators.registration_site(operator.name.packet, operator.name.overload))
 
 
 def python_kernel(operator: Operator, device_type: str) -> str | None:
-    """Return where the kernel for a device was registered; None if it was in C++."""
-    operator.overload  # noqa: B018  # raises where there is none
+    """Return where the kernel for a device was registered, or None if in C++."""
+    operator.overload  # noqa: B018  # raises if the operator does not exist
     table = dispatch.kernel_table(str(operator))
     text = table.get(dispatch.dispatch_key_name(device_type), "no kernel")
     if "registered at" in text and not _is_python(text):
@@ -146,7 +150,7 @@ def python_kernel(operator: Operator, device_type: str) -> str | None:
 
 
 def _is_python(site: str) -> bool:
-    # Code without a file, as from `python -c`, has the name "<string>".
+    # The file name of code from `python -c` is "<string>".
     return re.search(r"(\.py|>):\d+", site) is not None
 
 

@@ -19,9 +19,9 @@ from torchop.cli.schema import schema
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(torchop.__version__, prog_name="torchop")
 def main() -> None:
-    """Tools for PyTorch operators defined in Python.
+    """Tools for PyTorch operators that are defined in Python.
 
-    They check, list and measure operators, and compile the C++ code that makes calls fast.
+    Check, list and measure operators, and compile the C++ code for fast calls.
     """
     try:
         api.mode()

@@ -1,4 +1,4 @@
-"""`python -m torchop accelerate`: report what operators would gain from native calls."""
+"""`python -m torchop accelerate`: measure operators with and without native calls."""
 
 from __future__ import annotations
 
@@ -28,38 +28,39 @@ _COLUMNS = ("operator", "accelerated", "calls", "native", "before", "after", "re
     "modules",
     required=True,
     multiple=True,
-    help="A module to import, which registers the operators.",
+    help="A module that registers operators; it is imported. Repeat the option for several.",
 )
 @click.option(
     "--recorded",
     "files",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="A file with the calls of your program, from `record -o` or Recorded.save.",
+    help="A file of `record -o` or Recorded.save, with the calls of your program.",
 )
 @click.option(
     "--run-recorded",
     is_flag=True,
-    help="Time the recorded operators too, by calling them with the recorded arguments.",
+    help="Also time the recorded operators, by calling them with the recorded arguments.",
 )
 @click.argument("patterns", nargs=-1)
 def accelerate(
     modules: tuple[str, ...], files: tuple[Path, ...], run_recorded: bool, patterns: tuple[str, ...]
 ) -> None:
-    """Show what `torchop.accelerate` would gain for a package.
+    """Show how much faster `torchop.accelerate` makes the operators of a package.
 
-    PATTERNS select operators, such as 'mylib::*'. The default is all operators that the imported
-    modules register, and those in the recordings.
+    PATTERNS select operators, such as 'mylib::*'. By default, these are all operators that the
+    imported modules register, and the operators in the recordings.
 
-    An operator is timed if the import called it. With --run-recorded, it is also timed if it is in
-    a recording. The table shows the microseconds of one call, before and after. The calls have the
-    same kinds of arguments, with tensors of ones. Each operator runs in a separate process.
+    An operator is timed if importing the modules called it. With --run-recorded, it is also timed
+    if it is in a recording. The table shows the microseconds of a call before and after. The timed
+    calls have the recorded kinds of arguments, with tensors of ones. Each operator runs in a
+    separate process.
 
-    Recorded calls are only listed unless you pass --run-recorded. A file may come from an untrusted
-    source, and an operator may do harm with its arguments, such as write to a path in a string.
+    Without --run-recorded, recorded calls are only listed. A file may be from an untrusted source,
+    and an operator may do harm with its arguments, such as write to a path in a string.
     """
     wanted = patterns or ("*",)
-    # First, because the first call would import Dynamo, which registers operators.
+    # Import Dynamo now, because the first call would import it, and it registers operators.
     on_demand.import_dynamo()
     registered_before = set() if patterns else {row.op for row in rows_of(wanted)}
     imported = _import(modules, wanted)
@@ -85,7 +86,7 @@ def accelerate(
 
 
 def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
-    """Import the modules, and record the calls they make; an exception ends the command."""
+    """Import the modules, and record the calls made meanwhile. An exception ends the command."""
     try:
         recorded = torchop.record(*wanted)
     except ValueError as error:
@@ -96,7 +97,7 @@ def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
 
 
 def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
-    """List the recorded calls that are made, or would be with `--run-recorded`."""
+    """List the recorded calls that `--run-recorded` makes, or would make."""
     if run_recorded:
         click.echo("torchop: to time the recorded operators, these calls are made:", err=True)
     else:
@@ -112,7 +113,7 @@ def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
 
 @contextlib.contextmanager
 def recording(recorded: Recorded) -> Iterator[None]:
-    """Record calls without NothingToAccelerateWarning; commands print their own message."""
+    """Record calls without NothingToAccelerateWarning, because commands print another message."""
     recorded.__enter__()
     try:
         yield
@@ -123,7 +124,7 @@ def recording(recorded: Recorded) -> Iterator[None]:
 
 
 def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...]:
-    """Return the rows of `accelerate` for these patterns, without staying accelerated."""
+    """Accelerate the operators that match the patterns, undo this, and return the rows."""
     with accelerated(*patterns) as acceleration:
         return acceleration.operators
 
@@ -131,7 +132,7 @@ def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...
 def rows_of_recorded(
     recorded: Recorded, patterns: tuple[str, ...]
 ) -> tuple[torchop.AcceleratedOperator, ...]:
-    """Return the rows of the operators in a recording, including unregistered ones."""
+    """Return a row for each operator in a recording, even if it is not registered."""
     names = [op for op in recorded if any(is_match(OpName.parse(op), p) for p in patterns)]
     rows = {row.op: row for row in (rows_of(tuple(names)) if names else ())}
     missing = "it is not registered here; import the module that registers it, with --report"
@@ -141,9 +142,9 @@ def rows_of_recorded(
 
 
 def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, called: Recorded) -> str:
-    """Format a table of microseconds per call, before and after, and the total saved.
+    """Format a table of the microseconds per call before and after, and the total savings.
 
-    `recorded` counts calls; those in `called` may be repeated to measure them.
+    `recorded` has the number of calls. Only the calls in `called` are repeated for measurements.
     """
     measurements = measure(
         {row.op: called[row.op] for row in rows if row.accelerated and row.op in called}
@@ -153,7 +154,7 @@ def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, calle
     for row in rows:
         calls = recorded.calls(row.op)
         native, cost, problem = measurements.get(row.op, Measurement())
-        # Calls above the limit of kinds are assumed to be like the others.
+        # Assume that calls above the limit of kinds are native as often as the others.
         native_calls = round((native or 0.0) * calls)
         before = after = ""
         reason = row.reason or (f"not measured: {problem}" if problem else "")
@@ -168,7 +169,7 @@ def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, calle
     if not savings:
         return aligned(lines)
     saved = _duration(sum(savings))
-    return f"{aligned(lines)}\n\nIn the calls that were recorded, this saves {saved}."
+    return f"{aligned(lines)}\n\nIn the recorded calls, this saves {saved}."
 
 
 def _duration(microseconds: float) -> str:

@@ -1,6 +1,6 @@
-"""`python -m torchop explain` and `bench`: explain and time calls.
+"""`python -m torchop explain` and `bench`: explain and time calls of operators.
 
-The calls are registered examples, or one from the command line.
+The arguments are from registered examples or from the command line.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _OPERATOR = "the operator"  # cannot be a provider's name, because of the space
 
 
 class Comparison(NamedTuple):
-    """The kernels of an operator timed for one call, fastest first, and the operator itself.
+    """The times of all kernels of an operator for one call, fastest first, and of the operator.
 
-    `chosen` is the provider that the operator used.
+    `chosen` is the provider that the operator selected.
     """
 
     op: str
@@ -58,17 +58,17 @@ class Comparison(NamedTuple):
     problems: tuple[str, ...]
 
     def times(self) -> Iterator[tuple[str, Measured]]:
-        """Yield each measurement with a label."""
+        """Yield each measurement, with a label."""
         yield from ((kernel.label, kernel) for kernel in self.kernels)
         yield f"{_OPERATOR}, which runs {self.chosen}", self.operator
 
     def lines(self) -> list[str]:
-        """Return the table, and the kernels missing from it."""
+        """Return the lines of the table, and lines about kernels that could not be measured."""
         rows = [("kernel", "us", "interval"), *((n, *m.times) for n, m in self.times())]
         return [f"{self.op}{self.call}", *aligned(rows).splitlines(), *self.problems, ""]
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values with stable names."""
+        """Return a dictionary for JSON output, with stable names."""
         kernels = [
             {name: getattr(kernel, name) for name in ("provider", "config", *_TIMES)}
             for kernel in self.kernels
@@ -77,7 +77,7 @@ class Comparison(NamedTuple):
         return {**self._asdict(), "kernels": kernels, "operator": operator}
 
     def report(self) -> CheckReport:
-        """Return a report without checks, for its chart."""
+        """Return a check report with no checks, to write the chart of the times."""
         costs = {
             f"{name} ({measured.times[1]})": measured.microseconds
             for name, measured in self.times()
@@ -90,7 +90,7 @@ _TIMES = "microseconds", "interval"
 
 
 class Costs(NamedTuple):
-    """The microseconds of a call by the way of calling, and its explanation."""
+    """The microseconds of a call by several ways of calling, and the explanation of the call."""
 
     op: str
     call: str
@@ -98,7 +98,7 @@ class Costs(NamedTuple):
     explanation: str
 
     def lines(self) -> list[str]:
-        """Return the table, and the function's share of a call without gradients."""
+        """Return the lines of the table, and the share of the user's function in a call."""
         rows = [("way of calling", "us", "above the function")]
         function = self.microseconds.get(_FUNCTION)
         for name, microseconds in self.microseconds.items():
@@ -114,7 +114,7 @@ class Costs(NamedTuple):
         return [*lines, *self.explanation.splitlines(), ""]
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values with stable names."""
+        """Return a dictionary for JSON output, with stable names."""
         return self._asdict()
 
 
@@ -134,7 +134,7 @@ _CALL_OPTION = click.option(
     "--call",
     "text",
     metavar="ARGUMENTS",
-    help="The arguments in Python, such as 'torch.ones(3), dim=0'. The default are the registered "
+    help="The arguments as Python code, such as 'torch.ones(3), dim=0'. By default, the registered "
     "examples.",
 )
 
@@ -142,12 +142,13 @@ _CALL_OPTION = click.option(
 @click.command()
 @selecting
 @_CALL_OPTION
-@click.option("--grad", is_flag=True, help="Let floating-point tensors require gradients.")
+@click.option("--grad", is_flag=True, help="Make floating-point tensors require grad.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -> None:
-    """Show which kernels a call runs, and whether it is native.
+    """Show which kernels a call runs, and whether the call is native.
 
-    The calls are the registered examples, or the one of --call. The operators do not run.
+    Explains calls with the registered examples, or with the arguments of --call. The operators do
+    not run.
     """
     explained = []
     for op in selection.operators:
@@ -172,10 +173,10 @@ def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -
     "sizes",
     metavar="NAME=SIZES",
     callback=_sizes,
-    help="Compare them over sizes, such as n=1,16,256, for a NAME in the arguments of --call.",
+    help="Compare for several sizes, such as n=1,16,256, of a NAME in the arguments of --call.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@file_to_write("--report", help="Write the charts of --providers to a page of HTML.")
+@file_to_write("--report", help="Write the charts of --providers to an HTML file.")
 def bench(
     selection: Selection,
     text: str | None,
@@ -184,21 +185,21 @@ def bench(
     as_json: bool,
     report: Path | None,
 ) -> None:
-    """Measure calls of operators, and show where the time goes.
+    """Measure calls of operators by several ways of calling.
 
-    Each operator runs in a separate process, with its first registered example or the arguments of
-    --call. The ways of calling it alternate, and the fastest round of each counts.
+    Each operator runs in a separate process, with the first registered example or the arguments of
+    --call. The ways of calling alternate, and the table shows the fastest round of each.
 
-    With --providers, the kernels that agree with the reference alternate with the operator itself,
-    for all examples. The table shows the median and its 95 % confidence interval.
+    With --providers, all kernels that agree with the reference are timed for all examples, in turn
+    with the operator itself. The table shows the median and a 95 % confidence interval.
     """
     if (sizes or report) and not providers:
         raise click.UsageError("--over and --report are options of --providers")
     if sizes and (text is None or not sizes[0].isidentifier()):
-        raise click.UsageError("--over needs the arguments of --call, and a name that they have")
+        raise click.UsageError("--over requires --call with arguments that contain the name")
     preload([__name__, *selection.modules])
     try:
-        torchop.native.wait()  # not in the child, whose time is limited
+        torchop.native.wait()  # here, because the time of the child process is limited
     except NativeUnavailableError as error:
         click.echo(error, err=True)
     results: list[Any] = []
@@ -249,7 +250,7 @@ def _evaluated(text: str, **sizes: int) -> Call:
 
 
 def described(call: Call) -> str:
-    """Format the arguments of a call in one line: tensors by dtype and shape."""
+    """Format the arguments of a call in one line, with the dtypes and shapes of tensors."""
     return call_record.described(call_record.record_of(*call))
 
 
@@ -258,15 +259,15 @@ def described(call: Call) -> str:
 
 
 def _costs(op: str, text: str | None) -> Iterator[Any]:
-    """Yield the call as text, for messages, and then the costs."""
+    """Yield a text of the call, for error messages, and then the costs."""
     with report_errors(op):
         if Operator(op, "bench").effect is not None:
             raise click.ClickException(f"{op} has an effect, so measuring would repeat it")
         call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
         yield f"a call with {described(call)}"
-        with quiet():  # warnings about operators without a formula
+        with quiet():  # hides warnings about operators without a formula
             microseconds = _measured(dict(_ways(op, call)), call)
-        with torch.no_grad():  # after calls, because the first one selects the kernel
+        with torch.no_grad():  # after the calls, because the first call selects the kernel
             explanation = torchop.explain(op, *call[0], **call[1])
         yield Costs(op, described(call), microseconds, str(explanation))
 
@@ -274,7 +275,7 @@ def _costs(op: str, text: str | None) -> Iterator[Any]:
 def _comparisons(
     op: str, text: str | None, sizes: tuple[str, tuple[int, ...]] | None
 ) -> Iterator[Any]:
-    """Yield each call as text, for messages, and then its comparison."""
+    """Yield a text of each call, for error messages, and then the comparison."""
     operator = Operator(op, "bench")
     with report_errors(op):
         if text is not None and sizes is not None:
@@ -288,7 +289,7 @@ def _comparisons(
             if (problem := why_not(operator, kernels)) is not None:
                 raise click.ClickException(f"{op}: {problem}")
             assert kernels is not None  # checked by `why_not`
-            with quiet():  # warnings about skipped providers
+            with quiet():  # hides warnings about skipped providers
                 others = {_OPERATOR: operator.overload}
                 measured, problems = measure_kernels(kernels, full, others=others)
                 chosen = torchop.explain(operator.overload, *call[0], **call[1]).provider
@@ -329,10 +330,14 @@ def _forward_and_backward(function: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
-    """Return the microseconds per way of calling; raise if the operator's own call fails."""
+    """Return the microseconds of each way of calling, except ways that raise.
+
+    Raises:
+        click.ClickException: the plain call of the operator raises.
+    """
     timings = timed(ways, call, _SECONDS)
     error = timings[_CALL]
     if isinstance(error, Exception):
         raise click.ClickException(f"the call raises {first_line(error)}") from error
-    # Ways that raise are omitted, such as a backward without a gradient.
+    # For example, the backward raises if no result requires grad.
     return {name: round(t.best, 3) for name, t in timings.items() if isinstance(t, Timing)}

@@ -16,15 +16,15 @@ from torchop.extend import Operator
 
 
 class Entry(NamedTuple):
-    """A row of the list."""
+    """A row of the list of operators."""
 
     op: str
     schema: str
-    kernels: list[str]  # devices or dispatch keys with a kernel
+    kernels: list[str]  # the devices or dispatch keys with a kernel
     rules: list[str]
     where: str  # the file and line of the function, or of the defining library
-    examples: bool  # whether examples are registered; checks start from them
-    checked: str = ""  # the outcomes in a report of checks
+    examples: bool  # whether examples are registered, which `check` needs
+    checked: str = ""  # the outcomes of the checks in a report
 
 
 @click.command("list")
@@ -32,13 +32,14 @@ class Entry(NamedTuple):
 @click.option(
     "--checked",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A JSON report of `check` or pytest. Adds a column with the outcomes.",
+    help="A JSON report of `check` or pytest, to add a column with the outcomes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def catalogue(selection: Selection, checked: Path | None, as_json: bool) -> None:
-    """List operators, their rules, and whether they are tested.
+    """List operators with their kernels and rules, and whether they are tested.
 
-    Each row has the schema, the kernels, the other rules, and the file and line of the definition.
+    Each row has the schema, the devices with kernels, the registered rules (such as fake kernels
+    and formulas), the tests, and the file and line of the definition.
     """
     outcomes = {} if checked is None else _outcomes(checked)
     entries = [entry_of(op)._replace(checked=outcomes.get(op, "")) for op in selection.operators]
@@ -58,7 +59,7 @@ def _cells(entry: Entry, with_checked: bool) -> tuple[str, ...]:
 
 
 def _outcomes(path: Path) -> Mapping[str, str]:
-    """Return the outcomes of the checks of each operator in a report."""
+    """Read a report, and return a summary of the outcomes for each operator, by name."""
     try:
         reports = json.loads(path.read_text(encoding="utf-8"))
         return {report["op"]: _outcome(report["results"]) for report in reports}

@@ -48,16 +48,15 @@ Tag: {tag}
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The folder for the compiled file, for use with TORCHOP_NATIVE_DIR. The default is "
-    "your cache. With --wheel: the folder for the wheel. The default is the working "
-    "directory.",
+    help="The folder for the compiled file, to use with TORCHOP_NATIVE_DIR. By default, your cache "
+    "folder. With --wheel: the folder for the wheel; by default, the working directory.",
 )
 @click.option("--wheel", is_flag=True, help="Write an installable wheel, torchop-native.")
-@click.option("--force", is_flag=True, help="Compile again, even if a compiled file exists.")
+@click.option("--force", is_flag=True, help="Compile even if a compiled file exists.")
 def build(out: Path | None, wheel: bool, force: bool) -> None:
-    """Compile the native call path, the C++ code of fast calls.
+    """Compile the native call path: the C++ code for fast calls.
 
-    An existing compiled file is reused. The command prints the path of the file.
+    Reuses an existing compiled file. Prints the path of the file.
     """
     start = time.monotonic()
     wheel_folder = Path() if out is None else out
@@ -84,17 +83,14 @@ def build(out: Path | None, wheel: bool, force: bool) -> None:
 
 
 def _write_wheel(extension: Path, folder: Path) -> Path:
-    """Write a wheel with a compiled extension.
+    """Write a wheel that contains a compiled extension, atomically, and return the path.
 
     Args:
         extension: the compiled file.
         folder: the folder for the wheel; created if needed.
-
-    Returns:
-        The path of the wheel; it is written atomically.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # needed only for wheels
+    # An optional dependency.
     wheel_file = importlib.import_module("wheel.wheelfile").WheelFile
     version = f"{torchop.__version__}+torch{re.sub(r'[^A-Za-z0-9]+', '.', torch.__version__)}"
     values = {
@@ -120,7 +116,7 @@ def _write_wheel(extension: Path, folder: Path) -> Path:
 def _tag() -> str:
     """Return the wheel's tag, such as `cp311-cp311-linux_x86_64`.
 
-    Not `manylinux`, because the file is only known to load on this distribution.
+    The platform is not `manylinux`, because the file may need libraries of this distribution.
     """
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     threading = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
@@ -132,15 +128,15 @@ def _tag() -> str:
 # doctor
 
 
-# The verdict of `doctor`, by the state that the first call of a program would find.
+# The verdict of `doctor`, by the state of the extension at the first call of a program.
 _VERDICTS: dict[native.State, str] = {
     "off": "The native call path is turned off by TORCHOP_NATIVE=0.",
     "ready": "The native call path works.",
-    "idle": "Nothing is compiled yet. The first call of an operator compiles the native call "
-    "path in the background, in about 20 s. `python -m torchop build` does it now.",
-    "failed": "The native call path cannot be used yet, for the reason above. Operators "
-    "work without it, but calls take longer. Fix the problem, then run `python -m torchop build`, "
-    "which compiles it or explains the failure.",
+    "idle": "The native call path is not compiled yet. The first call of an operator compiles it "
+    "in the background, in about 20 s. `python -m torchop build` compiles it now.",
+    "failed": "The native call path cannot be used, for the reason above. Operators work without "
+    "it, but calls take longer. Fix the problem, then run `python -m torchop build`, which "
+    "compiles it or explains the failure.",
 }
 _WITHOUT_LOCK = (
     "The native call path is not used, because {}. Operators work without it, but calls take "
@@ -153,10 +149,10 @@ _WITHOUT_LOCK = (
 def doctor(as_json: bool) -> None:
     """Report whether fast calls work on this machine, or why not.
 
-    It also lists caches of compiled graphs that miss changed rules of operators.
-
     Fast calls need the native call path, which is compiled C++ code. The exit code is 0 if it
     works, or if the first call will compile it, and 1 otherwise.
+
+    The report also lists caches of compiled graphs that ignore changes of operators' rules.
     """
     state: native.State = "failed"
     try:
@@ -187,8 +183,8 @@ def doctor(as_json: bool) -> None:
             there = next(each for each in (folder, *folder.parents) if os.path.isdir(each))
             if not os.access(there, os.W_OK | os.X_OK):
                 places["cache"] = (
-                    f"{folder}: not there, and {there} is read-only. Set TORCHOP_CACHE_DIR to a "
-                    "folder that only you can write to"
+                    f"{folder}: does not exist, and {there} is read-only. Set TORCHOP_CACHE_DIR to "
+                    "a folder that only you can write to"
                 )
                 state = "failed"
         found |= places
@@ -209,9 +205,9 @@ def doctor(as_json: bool) -> None:
 
 
 def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
-    """Return the state of each location of the extension, and the resulting state.
+    """Return a text about each location of the extension, and the resulting state.
 
-    The result is "idle" if all locations are empty and none was configured.
+    The state is "idle" if all locations are empty, and none of them was configured.
     """
     rows: dict[str, str] = {}
     used = False
@@ -222,14 +218,14 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
         elif place.file is None:
             keys = files.keys_in(place.folder)
             others = f"; the folder has {keys}" if keys else ""
-            found = f"{place.folder}: not there{others}"
+            found = f"{place.folder}: not found{others}"
         elif used:
-            found = f"{place.folder}: there, but not needed"
+            found = f"{place.folder}: found, but not needed"
         else:
-            # Do not load two copies of an extension into one process; skip the others.
+            # Load only the first, because a process must not load two copies of the extension.
             problem = _problem_of(place)
             used = problem is None
-            outcome = "there, and can be loaded" if used else f"cannot be loaded: {problem}"
+            outcome = "found, and can be loaded" if used else f"cannot be loaded: {problem}"
             found = f"{place.folder}: {outcome}"
         rows[place.name] = found
     is_empty = all(place.file is None and place.problem is None for place in places)
@@ -239,7 +235,7 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
 
 def _problem_of(place: files.Place) -> str | None:
     if (problem := _lock_problem()) is not None:
-        return problem  # a diagnostic must not enable the GIL either
+        return problem  # do not load the extension, because this would enable the GIL
     try:
         assert place.file is not None
         files.load(place.file)
@@ -249,5 +245,5 @@ def _problem_of(place: files.Place) -> str | None:
 
 
 def _lock_problem() -> str | None:
-    """Return why a program would not use an available extension, or None."""
+    """Return why a program would not use the extension even if it is available, or None."""
     return recipe.lock_problem() if native.mode() in ("auto", "prebuilt") else None

@@ -29,15 +29,14 @@ from torchop.cli.selection import file_to_write
 @file_to_write(
     "-o",
     "out",
-    help="A file for the calls, for `accelerate --recorded`. Without it, the command prints a "
-    "report.",
+    help="Write the calls to a file, for `accelerate --recorded`. By default, print a report.",
 )
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as with `python -m`.")
 @click.option(
     "--pattern",
     "patterns",
     multiple=True,
-    help="Which operators, such as 'mylib::*'. The default is all.",
+    help="The operators to record, such as 'mylib::*'. By default, all operators.",
 )
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -50,10 +49,10 @@ def record(
 ) -> None:
     """Run a program, and record the operators that it calls.
 
-    The program runs as with `python PROGRAM ARGUMENTS`. When it ends, even with an error, the
+    Runs the program like `python PROGRAM ARGUMENTS`. When the program ends, even with an error, the
     command writes the calls to a file, or prints a report. The report shows which operators
     `torchop.accelerate` would make faster, and by how much. To measure this, the command calls each
-    operator again on tensors of ones, in a separate process. The exit code is the program's.
+    operator again in a separate process, with tensors of ones. The exit code is the program's.
     """
     if not is_module and not os.path.exists(program):
         raise click.BadParameter(f"there is no file {program}", param_hint="PROGRAM")
@@ -73,7 +72,7 @@ def record(
     if isinstance(ending, SystemExit):
         raise ending
     if ending is not None:
-        # Report the exception as Python does, without our frames; click would report it otherwise.
+        # Report the exception like Python, without our frames. Otherwise click would report it.
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)
@@ -110,7 +109,7 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
 
 
 def _of_program(traceback: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that starts in the program."""
+    """Remove the frames of this module and of runpy from the start of a traceback."""
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if file not in (__file__, runpy.__file__) and not file.startswith("<frozen "):
@@ -120,13 +119,13 @@ def _of_program(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _save_temporary(recorded: Recorded) -> str:
-    """Save a recording to a temporary folder, which remains if the report fails."""
+    """Save a recording in a temporary folder, in case the report fails; return the folder."""
     folder = ""
-    with contextlib.suppress(OSError):  # the report works without it
+    with contextlib.suppress(OSError):  # the report does not need the file
         folder = tempfile.mkdtemp(prefix="torchop-")
         path = Path(folder, "calls.json")
         recorded.save(path)
-        click.echo(f"torchop: measuring; until that is done, the recording is {path}", err=True)
+        click.echo(f"torchop: measuring; meanwhile, the recording is in {path}", err=True)
     return folder
 
 

@@ -20,7 +20,7 @@ _FORMAT = 1
 
 @click.group()
 def schema() -> None:
-    """Write schemas to a file, and compare two such files."""
+    """Write schemas to a file, and compare two of these files."""
 
 
 @schema.command()
@@ -29,12 +29,12 @@ def schema() -> None:
     "-o",
     "out",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file to write. The default is to print.",
+    help="The file to write. By default, print the schemas.",
 )
 def dump(selection: Selection, out: Path | None) -> None:
     """Write the schemas of operators as JSON.
 
-    `schema compare` compares such files from two versions of a package.
+    `schema compare` compares the files of two versions of a package.
     """
     texts = {op: Operator(op, "dump").schema.text for op in selection.operators}
     versions = {"torchop": torchop.__version__, "torch": str(torch.__version__)}
@@ -51,10 +51,11 @@ def dump(selection: Selection, out: Path | None) -> None:
 @click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(old: Path, new: Path, as_json: bool) -> None:
-    """Compare two files of `schema dump`, and report what breaks.
+    """Compare two files of `schema dump`, and report breaking changes.
 
-    A change breaks exported programs and callers if the new schema is not backward compatible by
-    PyTorch's rule for its own operators. The exit code is 1 if something breaks, and 0 otherwise.
+    A change is breaking if the new schema is not backward compatible by PyTorch's rule for ATen
+    operators: it breaks exported programs and callers. The exit code is 1 if a change is breaking,
+    and 0 otherwise.
     """
     changes = list(changes_between(_read(old), _read(new)))
     if as_json:
@@ -69,8 +70,8 @@ class Change(NamedTuple):
 
     op: str
     kind: str  # "added", "removed" or "changed"
-    breaks: bool  # whether the new schema is not backward compatible, by PyTorch's rule
-    differences: tuple[str, ...]  # changed arguments and results
+    breaks: bool  # whether the new schema is not backward compatible by PyTorch's rule
+    differences: tuple[str, ...]  # a line for each changed argument or result
     old: str = ""
     new: str = ""
 
@@ -94,7 +95,7 @@ _KINDS = ("removed", "changed", "added")
 
 
 def _read(path: Path) -> dict[str, Schema]:
-    """Return the schemas in a file, by operator."""
+    """Return the schemas in a file, by operator name."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         texts: Mapping[str, Any] = values["schemas"]
@@ -115,7 +116,7 @@ def _parsed(op: str, text: str) -> Schema:
 
 
 def changes_between(old: Mapping[str, Schema], new: Mapping[str, Schema]) -> Iterator[Change]:
-    """Yield the changes, by operator name."""
+    """Yield the changes from `old` to `new`, in the order of operator names."""
     for op in sorted({*old, *new}):
         before, after = old.get(op), new.get(op)
         if before is None:
@@ -132,7 +133,7 @@ def _change(op: str, old: Schema, new: Schema) -> Change:
 
 
 def _differences(old: Schema, new: Schema) -> Iterator[str]:
-    """Yield the arguments and results that differ."""
+    """Yield a line for each argument or result that differs."""
     before, after = _arguments(old), _arguments(new)
     for name in (*before, *(name for name in after if name not in before)):
         if name not in after:
@@ -149,7 +150,7 @@ def _differences(old: Schema, new: Schema) -> Iterator[str]:
 
 
 def _arguments(schema: Schema) -> dict[str, str]:
-    """Return the arguments as written in the schema, by name."""
+    """Return the text of each argument in the schema, by name."""
     texts = [text for text in schema.written_arguments if text != "*"]
     return {
         argument.name: f"{text}, keyword-only" if argument.keyword_only else text

@@ -1,7 +1,7 @@
-"""Save and load programs with the modules that define their operators.
+"""Save and load exported programs with the names of the modules that define their operators.
 
-Files of exported programs and AOTInductor packages are zip files. Both store the modules in one
-entry, and operator names in others.
+Exported programs and AOTInductor packages are zip files. In both, an entry contains the names of
+the modules, and other entries contain the names of the operators.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from torchop.extend import Operator, OpName, OpOverload, short_repr, warn
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
+# The name of the entry with the modules of an exported program.
 _MANIFEST = "torchop_operators.json"
-# The corresponding key in a package's metadata.
+# The keys of the modules, and of the device type, in the metadata of a package.
 METADATA = "torchop_operators"
-_DEVICE = "AOTI_DEVICE_KEY"  # also in a package's metadata
+_DEVICE = "AOTI_DEVICE_KEY"
 # The folders of extra files, in PyTorch's current and previous file format.
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
-# Matches the operator of a node, or the operator passed to a higher-order operator, as in
-# decomposed programs with mutation or effects.
+# Matches the operator that a node calls, or passes to a higher-order operator, as in decomposed
+# programs with mutation or effects.
 _OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
 # Exceptions from reading a damaged file.
 _UNREADABLE = (
@@ -51,13 +52,13 @@ _LONGEST_NAME = 200  # the maximum length of a module's name in messages
 def save(
     ep: ExportedProgram, f: File, *, extra_files: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    """Save an exported program, with the modules that define its operators.
+    """Save an exported program, with the names of the modules that define its operators.
 
     Args:
         ep: the program.
         f: a path, or a binary file to write to.
-        extra_files: contents to store by name, as in `torch.export.save`.
-        options: the other options of `torch.export.save`.
+        extra_files: additional contents by name, as in `torch.export.save`.
+        options: other options of `torch.export.save`.
 
     Example:
         >>> import io, torch, torchop, torchop.export
@@ -86,8 +87,8 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
 
     Args:
         f: a path, or a binary file to read from.
-        extra_files: names of contents to read into this dictionary, as in `torch.export.load`.
-        options: the other options of `torch.export.load`.
+        extra_files: a dictionary with the names of contents to read, as in `torch.export.load`.
+        options: other options of `torch.export.load`.
 
     Raises:
         OperatorNotFoundError: an operator of the program is not defined in this process. The
@@ -102,7 +103,7 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
     Based on `torch.export.load`.
     """
     if not isinstance(f, (str, os.PathLike)):
-        f = io.BytesIO(f.read())  # it is read twice
+        f = io.BytesIO(f.read())  # because it is read twice
     _check_archive(f)
     check_operators(f, _in_program, "the exported program", "torchop.export.load", _MANIFEST)
     if not isinstance(f, (str, os.PathLike)):
@@ -115,11 +116,11 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
 
 
 def modules_of(ep: ExportedProgram) -> str:
-    """Return the defining module of each operator in a program, as JSON.
+    """Return JSON with the name of the module that defines each operator of a program.
 
     Includes the modules of active providers, with keys such as `ns::f[triton]`.
     """
-    # By name, because an operator may have been redefined since the export.
+    # Look the operators up by name, because they may have been redefined after the export.
     used = [Operator(OpName.parse(op.name()), "save") for op in _operators_in(ep).values()]
     modules = {str(op): op.site.module for op in used if op.site is not None}
     for op in used:
@@ -130,7 +131,7 @@ def modules_of(ep: ExportedProgram) -> str:
 
 
 def _operators_in(ep: ExportedProgram) -> dict[str, OpOverload]:
-    """Return the operators that a program calls or passes as arguments, by name."""
+    """Return the operators that a program calls or passes to higher-order operators, by name."""
     operators: dict[str, OpOverload] = {}
     for node in _nodes(ep):
         for value in (node.target, *node.args, *node.kwargs.values()):
@@ -145,7 +146,8 @@ def _nodes(ep: ExportedProgram) -> Iterator[Node]:
             yield from module.graph.nodes
 
 
-# Reads an entry of a file: returns the modules as JSON, and the operators called.
+# A function of the name of an entry of a zip file, and of a function that reads the entry. It
+# returns the JSON with the modules, or None, and the operators that the program calls.
 _Reader = Callable[[str, Callable[[], bytes]], "tuple[bytes | str | None, Iterable[OpName]]"]
 
 
@@ -168,7 +170,7 @@ def in_package(name: str, read: Callable[[], bytes]) -> tuple[str | None, Iterab
 
 
 def contents_of_package(path: str | os.PathLike[str]) -> tuple[list[OpName], str]:
-    """Return the operators that a package calls, and its device type."""
+    """Return the operators that a package calls, and the device type of the package."""
     path = os.fspath(path)
     _check_archive(path)
     called: set[OpName] = set()
@@ -191,7 +193,7 @@ def _called_operators(calls: Any) -> Iterable[OpName]:
 
 
 def _check_archive(file: str | os.PathLike[str] | io.BytesIO) -> None:
-    """Raise if a file is not an archive; PyTorch would only log an internal error."""
+    """Raise BadZipFile if a file is not an archive. PyTorch would only log an internal error."""
     if zipfile.is_zipfile(file):
         return
     if isinstance(file, io.BytesIO):
@@ -201,13 +203,17 @@ def _check_archive(file: str | os.PathLike[str] | io.BytesIO) -> None:
         with open(file, "rb") as opened:
             start = opened.read(16)
     raise zipfile.BadZipFile(
-        f"torchop.export.load: {name} is not an archive, as torchop.export and torch.export write "
-        f"it, because it starts with {start!r}."
+        f"torchop.export.load: {name} was not written by torchop.export or torch.export, because "
+        f"it is not a zip archive. It starts with {start!r}."
     )
 
 
 def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: str) -> None:
-    """Raise if an operator in a file is not defined in this process."""
+    """Check that this process defines all operators that the program in a file calls.
+
+    Raises:
+        OperatorNotFoundError: an operator is not defined.
+    """
     modules: dict[str, str] = {}
     used: set[OpName] = set()
     try:
@@ -218,7 +224,7 @@ def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: s
                     modules |= _read_modules(stored, caller, entry)
                 used.update(called)
     except _UNREADABLE:
-        return  # PyTorch reports what is wrong with the file
+        return  # PyTorch will report the error
     for operator in sorted(used):
         if Operator(operator, caller).exists:
             continue
@@ -228,7 +234,7 @@ def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: s
         if module == "__main__":  # the main module of the saving program, not of this one
             advice = (
                 "The script that saved the program defines it: move it into a module, and import "
-                "that here and there, before loading the program."
+                "the module in both programs, before loading the program."
             )
         raise torchop.OperatorNotFoundError(
             f"{what} uses the operator {operator}, which is not registered in this process. "
@@ -247,7 +253,7 @@ def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: s
 
 
 def _read_modules(contents: bytes | str, caller: str, entry: str) -> dict[str, str]:
-    """Parse the JSON of modules by operator; warn and return nothing if it is damaged."""
+    """Parse the JSON with the modules by operator. If it is damaged, warn and return {}."""
     try:
         modules = json.loads(contents)
         if isinstance(modules, dict) and all(isinstance(m, str) for m in modules.values()):
@@ -256,7 +262,7 @@ def _read_modules(contents: bytes | str, caller: str, entry: str) -> dict[str, s
         pass
     warn(
         f"{caller}: the entry {entry} of the file is damaged. It names the modules that define the "
-        "operators of the program. The program is loaded without it; export and save the program "
+        "operators of the program. The program is loaded without it. Export and save the program "
         "again.",
         UserWarning,
     )

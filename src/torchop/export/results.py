@@ -1,4 +1,4 @@
-"""Check operators' results before an AOTInductor package relies on them."""
+"""Compare kernels with fake kernels, before an AOTInductor package relies on these."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torchop._compat.classes import TorchDispatchMode
 from torchop._compat.fake_results import copied, fake_results, is_builtin
 from torchop.extend import OpOverload, named_outputs, short_text, warn
 
-# Result types that AOTInductor supports (`export_extern_kernel_node` in torch/_inductor/ir.py). Its
-# error for other types does not name the operator.
+# The result types that AOTInductor supports (`export_extern_kernel_node` in torch/_inductor/ir.py).
+# AOTInductor's error for other types does not name the operator.
 _SUPPORTED = ("Tensor", "Optional[Tensor]", "List[Tensor]", "NoneType")
 
 
 def check_results(ep: ExportedProgram) -> None:
     """Run a program on its example inputs, and compare operators' results with fake kernels.
 
-    Compiled code reads results by the metadata of the fake kernel.
+    Compiled code assumes that results have the metadata that the fake kernel returns.
 
     Raises:
-        FakeKernelError: they differ.
+        FakeKernelError: the results of a kernel and a fake kernel differ.
     """
     if ep.example_inputs is None:
         return
     module = ep.module()
     try:
-        # Copy the buffers too, because the program may write into them.
+        # Copy buffers and inputs, because the program may write to them.
         buffers, (args, kwargs) = copied((dict(module.named_buffers()), ep.example_inputs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _Comparing():
             torch.func.functional_call(module, buffers, args, kwargs)
@@ -46,7 +46,7 @@ def check_results(ep: ExportedProgram) -> None:
 
 
 def unsupported_results(ep: ExportedProgram) -> Iterator[str]:
-    """Yield the operators of a program with unsupported results, as text."""
+    """Yield a text about each custom operator of a program with an unsupported result type."""
     for op in dict.fromkeys(filter(_is_custom, _operators(ep))):
         kinds = [str(result.real_type) for result in op._schema.returns]
         if any(kind not in _SUPPORTED for kind in kinds):
@@ -56,7 +56,7 @@ def unsupported_results(ep: ExportedProgram) -> Iterator[str]:
 def _operators(ep: ExportedProgram) -> Iterator[OpOverload]:
     for module in ep.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            called = (node.target, *node.args)  # higher-order operators take it as an argument
+            called = (node.target, *node.args)  # an argument in calls of higher-order operators
             yield from (item for item in called if isinstance(item, OpOverload))
 
 
@@ -68,13 +68,13 @@ class _Comparing(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # it has no annotations
+        super().__init__()  # type: ignore[no-untyped-call]  # has no annotations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or not _is_custom(func):
             return func(*args, **kwargs)
-        # before the call, which may write into its arguments
+        # Run the fake kernel before the call, which may write to the arguments.
         expected = [*named_outputs(fake_results(func, args, kwargs))]
         result = func(*args, **kwargs)
         actual = [*named_outputs(result)]
@@ -91,14 +91,14 @@ class _Comparing(TorchDispatchMode):
 def _metadata(
     expected_result: torch.Tensor, tensor: torch.Tensor
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield pairs of metadata, without data-dependent sizes."""
+    """Yield the name and both values of each kind of metadata, without data-dependent sizes."""
     yield "dtype", expected_result.dtype, tensor.dtype
     yield "device", expected_result.device, tensor.device
     yield "layout", expected_result.layout, tensor.layout
     yield "number of dimensions", expected_result.ndim, tensor.ndim
     yield "shape", *_known(expected_result.shape, tensor.shape)
     if tensor.layout is torch.strided and tensor.numel():
-        # The stride of a dimension of size 1 is arbitrary.
+        # Ignore the strides of dimensions of size 1, which are arbitrary.
         long = [index for index, size in enumerate(tensor.shape) if size > 1]
         strides = ([each.stride(index) for index in long] for each in (expected_result, tensor))
         yield "strides", *_known(*strides)
@@ -116,6 +116,6 @@ def _known(expected_result: Any, actual: Any) -> tuple[list[Any], list[Any]]:
 def _error(op: OpOverload, expected_result: str, returned: str) -> Exception:
     return torchop.FakeKernelError(
         f"{op.name()}: its fake kernel returned {expected_result}, but the kernel returned "
-        f"{returned}. A package reads results by the metadata of the fake kernel. Correct one of "
-        "the two kernels, and export the program again."
+        f"{returned}. A package relies on the metadata of the fake kernel. Correct one of the two "
+        "kernels, and export the program again."
     )

@@ -99,7 +99,7 @@ def test_mutation_beside_an_input_in_the_same_memory(namespace):
     check(inplace, Reason.NATIVE, x, y)
     check(inplace, Reason.NATIVE, x, x)
     explanation = check(inplace, Reason.MUTATION, x[2:], x[:4])
-    assert explanation.reason.endswith("argument 'x', in whose memory another argument lies")
+    assert explanation.reason.endswith("argument 'x', sharing memory with another argument")
     check(inplace, Reason.MUTATION, x[3:], x[:3])  # the rule finds that they do not meet
     out = torchop.custom_op(
         f"{namespace}::out",

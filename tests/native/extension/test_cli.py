@@ -87,8 +87,8 @@ def test_doctor_of_a_healthy_place(in_cache: Path, compiler: Compiler) -> None:
     assert row(outcome.out, "TORCHOP_NATIVE") == "auto"
     assert row(outcome.out, "gradients") == "recorded natively"
     assert in_cache.name == f"_call_path-{row(outcome.out, 'key')}.so"
-    assert row(outcome.out, "package").endswith("prebuilt: not there")
-    assert row(outcome.out, "cache") == f"{in_cache.parent}: there, and can be loaded"
+    assert row(outcome.out, "package").endswith("prebuilt: not found")
+    assert row(outcome.out, "cache") == f"{in_cache.parent}: found, and can be loaded"
     assert outcome.out.endswith("The native call path works.\n")
 
 
@@ -128,16 +128,16 @@ def test_doctor_of_a_python_without_the_lock(
     monkeypatch.setenv("TORCHOP_NATIVE", "0")
     assert "turned off by TORCHOP_NATIVE=0" in Outcome("doctor").out
     monkeypatch.setenv("TORCHOP_NATIVE", "require")
-    assert row(Outcome("doctor").out, "cache") == f"{in_cache.parent}: there, and can be loaded"
+    assert row(Outcome("doctor").out, "cache") == f"{in_cache.parent}: found, and can be loaded"
 
 
 def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     outcome = Outcome("doctor")
     assert outcome.code == 1
-    assert row(outcome.out, "cache") == f"{cache_folder}: not there"
+    assert row(outcome.out, "cache") == f"{cache_folder}: not found"
     assert row(outcome.out, "compiler").startswith("there is no C++ compiler")
-    assert "cannot be used yet, for the reason above. Operators work" in outcome.out
+    assert "cannot be used, for the reason above. Operators work" in outcome.out
 
 
 @pytest.mark.usefixtures("compiler")
@@ -148,19 +148,19 @@ def test_doctor_of_a_home_that_is_read_only(
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and can(path, mode))
     outcome = Outcome("doctor")
     assert outcome.code == 1
-    expected = f"{cache_folder}: not there, and {cache_folder.parent} is read-only. Set TORCHOP_CAC"
+    expected = f"{cache_folder}: does not exist, and {cache_folder.parent} is read-only. Set TORCHOP"
     assert row(outcome.out, "cache").startswith(expected)
-    assert "cannot be used yet" in outcome.out
+    assert "cannot be used, for" in outcome.out
 
 
 def test_doctor_of_a_fresh_install(cache_folder: Path, compiler: Compiler) -> None:
     log = compiler("exit 1")
     outcome = Outcome("doctor")
     assert outcome.code == 0
-    assert row(outcome.out, "cache") == f"{cache_folder}: not there"
+    assert row(outcome.out, "cache") == f"{cache_folder}: not found"
     assert outcome.out.endswith(
-        "Nothing is compiled yet. The first call of an operator compiles the native call path in "
-        "the background, in about 20 s. `python -m torchop build` does it now.\n"
+        "The native call path is not compiled yet. The first call of an operator compiles it in the "
+        "background, in about 20 s. `python -m torchop build` compiles it now.\n"
     )
     assert log.read_text() == ""
     assert not cache_folder.exists()
@@ -219,7 +219,7 @@ def test_doctor_tells_the_keys_of_other_files(
     monkeypatch.setenv("TORCHOP_NATIVE_DIR", str(tmp_path / "chosen"))
     outcome = Outcome("doctor")
     assert outcome.code == 0
-    assert row(outcome.out, "TORCHOP_NATIVE_DIR").endswith("not there; the folder has torch1-abi1")
+    assert row(outcome.out, "TORCHOP_NATIVE_DIR").endswith("not found; the folder has torch1-abi1")
     assert row(outcome.out, "TORCHOP_NATIVE") == native
 
 

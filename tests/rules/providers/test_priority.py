@@ -656,9 +656,9 @@ def test_explain_names_the_provider_and_why_others_are_passed_by(namespace):
     with torchop.priority({op: ["gpu", "absent", "flat", "any", "last"]}):
         found = torchop.explain(op, torch.zeros(1, 1))
     assert found.provider == "any"
-    _, _, shown = re.sub(r" \(\S+\.py:\d+\)", "", str(found)).partition("providers, ")
+    _, _, shown = re.sub(r" \(\S+\.py:\d+\)", "", str(found)).partition("providers ")
     assert shown.splitlines() == [
-        "of which the first that can run the call does:",
+        "(the first one that supports the call runs):",
         f"  1. gpu ({OTHER}): it has no kernel for {TYPE}",
         f"  2. absent ({TYPE}): it is registered with supported=False",
         f"  3. flat ({TYPE}): `supports` returned False",
