@@ -1,4 +1,4 @@
-"""A call of an operator of somebody else's, and whether two runs of it did the same."""
+"""Calls of other packages' operators, and comparisons of two runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Case(NamedTuple):
     """A call of an operator.
 
     Attributes:
-        op: its name, with the overload unless that is the default one.
-        arguments: makes the arguments; equal ones each time it is called.
-        label: what sets it apart from other calls of the operator.
+        op: the name of the operator, with the overload unless it is the default overload.
+        arguments: creates the arguments, with the same values each time.
+        label: distinguishes several cases of an operator.
     """
 
     op: str
@@ -29,12 +29,12 @@ class Package(NamedTuple):
     """The operators of a package.
 
     Attributes:
-        name: the package, as it is imported.
-        namespaces: where it registers them.
-        cases: at least one for each of its operators.
-        left_out: why there is none, by the name of an operator that is accelerated.
-        programs: what uses the operators through the package's own functions, by name; each
-            returns everything that it computed, and the same each time.
+        name: the name under which the package is imported.
+        namespaces: the namespaces of the package's operators.
+        cases: at least one case for each operator.
+        left_out: the reasons why accelerated operators have no case, by operator.
+        programs: functions that use the operators through the package's API, by title. Each returns
+            everything that it computed, with the same values each time.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Package(NamedTuple):
 
 
 def overload(name: str) -> Any:
-    """The operator, as packages call those of several overloads."""
+    """Return the OpOverload of an operator."""
     parsed = OpName.parse(name)
     packet = getattr(getattr(torch.ops, parsed.namespace), parsed.name)
     return getattr(packet, parsed.overload or "default")
 
 
 def run(op: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    """Everything that can be seen of a call: results, what was written, versions, gradients."""
+    """Return all effects of a call: results, arguments after the call, gradients and versions."""
     before = [tensor._version for tensor in _tensors(arguments)]
     results = op(*arguments)
     flat = list(results) if isinstance(results, (tuple, list)) else [results]
@@ -65,9 +65,9 @@ def run(op: Any, arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def difference(found: list[Any], expected: list[Any]) -> str:
-    """The first one, compared bit by bit; empty if there is none.
+    """Return the first difference in a comparison of bits, or "".
 
-    Two NaNs are equal, 0.0 and -0.0 are not.
+    Two NaNs are equal, and 0.0 differs from -0.0.
     """
     if len(found) != len(expected):
         return f"{len(found)} values instead of {len(expected)}"

@@ -1,4 +1,4 @@
-"""An operator that is called as another one is, and whose kernel returns at once."""
+"""Define an operator with the schema of another one, and an empty kernel."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def twin(op: Any, kernel: Callable[..., Any], result: Any, is_custom_op: bool) -> Any:
-    """Registers it.
+    """Define an operator like `op` with a kernel that only returns `result`.
 
     Args:
-        op: the other operator.
-        kernel: its kernel, whose signature decides what a call does about defaults.
-        result: what is returned each time.
-        is_custom_op: whether it was made by `custom_op`; else by `define` and `impl`.
+        op: the original operator.
+        kernel: the original kernel, whose signature determines how calls pass defaults.
+        result: the result of all calls.
+        is_custom_op: whether to use `custom_op`, or `define` and `impl`.
     """
 
     def empty(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def twin(op: Any, kernel: Callable[..., Any], result: Any, is_custom_op: bool) -
 
     empty.__signature__ = inspect.signature(kernel)  # type: ignore[attr-defined]
     name, schema = f"op{next(_numbers)}", str(op._schema)
-    # What is written is printed as `($0! -> )`, which the parser does not read.
+    # The schema is printed with `($0! -> )` for mutated arguments, which the parser rejects.
     schema = re.sub(r"\(\$?(\w+)! -> \)", r"(a\1!)", schema[schema.index("(") :])
     if is_custom_op:
         written = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]

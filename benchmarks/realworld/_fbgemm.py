@@ -1,4 +1,4 @@
-"""Operators of fbgemm's build for CPUs: jagged tensors, as recommenders have, and quantization."""
+"""Operators of fbgemm's CPU build: jagged tensors, as in recommenders, and quantization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from _case import Case, Package
 
 
 def package() -> Package:
-    """Imports it, and makes its cases."""
+    """Import the package, and create the cases."""
     importlib.import_module("fbgemm_gpu")
     return Package("fbgemm_gpu", ("fbgemm",), [*_jagged(), *_permuted(), *_quantized()])
 

@@ -1,8 +1,8 @@
-"""Operators of nvalchemi-toolkit-ops, for atoms: up to 40 arguments, and 30 that are mutated.
+"""Operators of nvalchemi-toolkit-ops with up to 40 arguments, of which 30 are mutated.
 
-There are some two hundred. Those that a relaxation calls are taken, with the arguments that the
-package's own functions give them: neighbour lists, a dispersion correction, two optimizers, sums
-by molecule and the gradients of these.
+The package has about two hundred operators. The cases are the operators that a relaxation of atoms
+calls, with the arguments that the package passes: neighbour lists, a dispersion correction, two
+optimizers, and sums by molecule with gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ATOMS, MOLECULES, SIDE, CUTOFF = 24, 2, 6.0, 2.5
 
 
 class Captured(TorchDispatchMode):
-    """Keeps copies of the arguments of each of the package's operators, of its first call."""
+    """Copy the arguments of the first call of each operator of the package."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Captured(TorchDispatchMode):
 
 
 def package() -> Package:
-    """Imports it, and makes its cases."""
+    """Import the package, and create the cases."""
     torch.manual_seed(0)
     importlib.import_module("warp").config.quiet = True
     with Captured() as captured:
@@ -59,7 +59,7 @@ def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _sums(compiles: bool = False) -> list[Tensor]:
-    """Sums by molecule, differentiated; if they are not compiled, twice."""
+    """Return sums by molecule with gradients, and second gradients unless compiled."""
     ops = importlib.import_module("nvalchemiops.torch.segment_ops")
     torch.manual_seed(2)
     x, y = (torch.randn(ATOMS, 3, requires_grad=True) for _ in range(2))
@@ -90,7 +90,7 @@ def _neighbours() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _padded_neighbours() -> list[Tensor]:
-    """The package leaves the shifts of missing neighbours uninitialised."""
+    """Return neighbour lists, with zeros where the package leaves shifts uninitialized."""
     matrix, counts, shifts = _neighbours()
     is_neighbour = torch.arange(matrix.shape[1]) < counts[:, None]
     return [matrix, counts, shifts * is_neighbour[..., None]]

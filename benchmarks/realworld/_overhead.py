@@ -1,8 +1,8 @@
-"""What a call of an accelerated operator costs more than its kernel.
+"""Measure the time that a call of an operator adds to the kernel.
 
-Kernels take 5 to 500 us here, and what is asked for is a fraction of one. So each call stands next
-to a call of the kernel, first before and then after it, and the median of the differences is taken:
-what else the machine does falls on both. Medians of two long runs would differ by more.
+The kernels take 5 to 500 us, and the overhead is a fraction of a microsecond. So calls of the
+operator and of the kernel alternate, and the result is the median of the differences, because
+other load on the machine affects both. The difference of two separate medians would be less exact.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SECONDS, FEWEST, MOST = 0.2, 200, 4000
 
 
 class Overhead(NamedTuple):
-    """Microseconds.
+    """The times of a call, in microseconds.
 
     Attributes:
-        call: what a call takes.
-        kernel: what the kernel takes alone.
-        over: what a call takes more.
-        margin: the true median of that is within this, with 95% confidence.
+        call: the time of the call.
+        kernel: the time of the kernel alone.
+        over: the median of the differences.
+        margin: half of the 95% confidence interval of `over`.
     """
 
     call: float
@@ -39,20 +39,20 @@ def overhead(
     kernel: Callable[[], object],
     around_kernel: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Overhead:
-    """Times pairs of calls.
+    """Time pairs of calls.
 
     Args:
-        call: the call.
-        kernel: the same of the kernel.
-        around_kernel: what the dispatcher does to the thread before it runs the kernel, such as to
-            switch autograd off; not timed.
+        call: calls the operator.
+        kernel: calls the kernel with the same arguments.
+        around_kernel: a context manager with the thread state that the dispatcher sets for the
+            kernel, such as autograd off. It is not timed.
     """
     _pairs(call, kernel, around_kernel, 20)
     probe = _pairs(call, kernel, around_kernel, 20)
     seconds = sum(statistics.median(column) for column in zip(*probe, strict=True)) / 1e9
     count = min(MOST, max(FEWEST, int(SECONDS / seconds)))
     times = _pairs(call, kernel, around_kernel, count)
-    # Who comes second finds other things in the caches; half of the pairs are the other way round.
+    # Half of the pairs are in reverse order, because the second call finds a different CPU cache.
     halves = [[call - kernel for call, kernel in times[half::2]] for half in (0, 1)]
     over = statistics.mean(statistics.median(half) for half in halves)
     calls, kernels = (statistics.median(column) for column in zip(*times, strict=True))
@@ -65,7 +65,7 @@ def _pairs(
     around_kernel: Callable[[], AbstractContextManager[object]],
     count: int,
 ) -> list[tuple[int, int]]:
-    """Nanoseconds of a call and of the kernel; every other time the kernel goes first."""
+    """Return the nanoseconds of pairs of a call and the kernel, in alternating order."""
 
     def time_kernel() -> int:
         with around_kernel():
@@ -87,7 +87,7 @@ def _timed(call: Callable[[], object]) -> int:
 
 
 def _margin(values: list[int]) -> float:
-    """Half of what lies between the order statistics that enclose the median, 95% of the time."""
+    """Return half of the 95% confidence interval of the median, from order statistics."""
     ordered, away = sorted(values), math.sqrt(len(values))
     low, high = int(len(values) / 2 - away), int(len(values) / 2 + away)
     return (ordered[high] - ordered[low]) / 2

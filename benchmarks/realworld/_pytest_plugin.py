@@ -1,7 +1,7 @@
-"""A plugin of pytest that runs somebody else's tests, accelerated if asked, and writes what it saw.
+"""A pytest plugin that accelerates operators during another package's tests, and writes a report.
 
-It reads two variables of the environment: REALWORLD_REPORT names the file to write, and
-REALWORLD_ACCELERATE is a pattern for `torchop.accelerate`, empty for none.
+It reads two environment variables: REALWORLD_REPORT is the file to write, and REALWORLD_ACCELERATE
+is a pattern for `torchop.accelerate`, or empty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _acceleration: torchop.Acceleration | None = None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test is imported: operators of a package that comes later are accelerated too."""
+    """Accelerate matching operators, including those of packages that tests import later."""
     global _acceleration
     torch.set_num_threads(1)
     pattern = os.environ["REALWORLD_ACCELERATE"]
@@ -31,21 +31,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Gives a test the same random numbers in every run."""
+    """Set the random seeds from the name of a test."""
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     torch.manual_seed(seed)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keeps the worst of set-up, call and tear-down; a part that passed says nothing more."""
+    """Record the worst outcome of the set-up, call and tear-down of a test."""
     if report.failed or (report.skipped and _outcomes.get(report.nodeid) != "failed"):
         _outcomes[report.nodeid] = report.outcome
     _outcomes.setdefault(report.nodeid, "passed")
 
 
 def pytest_sessionfinish() -> None:
-    """Writes the outcome of each test, and the calls of each operator by the way they took."""
+    """Write the outcome of each test, and the number of calls of each operator by path."""
     calls = {
         row.op: dict(torchop.native.counters(row.op))
         for row in (_acceleration.operators if _acceleration is not None else ())

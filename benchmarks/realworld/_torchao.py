@@ -10,7 +10,7 @@ import torch
 
 from _case import Case, Package
 
-# Its modules with operators that can be imported without a GPU.
+# The modules with operators that can be imported without a GPU.
 MODULES = (
     "quantization",
     "quantization.pt2e.reference_representation_rewrite",
@@ -41,10 +41,10 @@ LEFT_OUT = {
 
 
 def package() -> Package:
-    """Imports it, and makes its cases."""
+    """Import the package, and create the cases."""
     for module in MODULES:
         importlib.import_module(f"torchao.{module}")
-    # It registers its operator once more, over the one that prints.
+    # This function replaces an operator that prints.
     logger = importlib.import_module("torchao.prototype.quant_logger.quant_logger")
     logger.enable_log_stats_to_file(os.devnull)
     return Package("torchao", NAMESPACES, [*_affine(), *_others()], LEFT_OUT)

@@ -11,7 +11,7 @@ from _case import Case, Package
 
 
 def package() -> Package:
-    """Imports it, and makes its cases."""
+    """Import the package, and create the cases."""
     importlib.import_module("transformers.integrations.moe")
     importlib.import_module("transformers.integrations.msa_attention")
     left_out = {"transformers_msa::sparse_atten": "its kernel is for CUDA"}

@@ -1,4 +1,4 @@
-"""Operators of vLLM's build for CPUs: activations, norms, positions, quantization, sampling."""
+"""Operators of vLLM's CPU build: activations, norms, positions, quantization and sampling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from _case import Case, Package
 
 
 def package() -> Package:
-    """Imports it, and makes its cases."""
+    """Import the package, and create the cases."""
     importlib.import_module("vllm._custom_ops")
     return Package("vllm", ("_C",), [*_cases()])
 

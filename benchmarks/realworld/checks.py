@@ -1,11 +1,11 @@
-"""What `torchop.testing.check` finds in operators of real packages that run on a CPU.
+"""Run `torchop.testing.check` on operators of real packages, on a CPU.
 
-`nox -s "realworld(part='checks')"` runs `check` on each package, on the calls that `operators.py`
-compares, and on some of fbgemm and vLLM. What the checks find is listed in `EXPECTED`, with its
-cause; a finding more or less is a failure, unless it depends on the machine. How each was judged is
-in `findings.md`.
+    python checks.py [PACKAGE ...]
 
-`python checks.py [PACKAGE ...]` checks these packages; all of them without a name.
+`nox -s "realworld(part='checks')"` runs this for all packages. The examples are the calls that
+`operators.py` compares, and calls of fbgemm and vLLM. `EXPECTED` lists the known findings with
+their causes. A new finding, or a missing one, is a failure, unless it depends on the machine.
+`findings.md` has an assessment of each finding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-# The packages, and the folder of `.realworld` in which each lies: vLLM needs other versions.
+# The packages, and their folder in `.realworld`. vLLM requires other versions of dependencies.
 PACKAGES = {
     "bitsandbytes": "packages",
     "torchao": "packages",
@@ -31,14 +31,15 @@ PACKAGES = {
     "vllm": "vllm",
 }
 HERE = Path(__file__).resolve().parent
-_PACKAGE = "TORCHOP_REALWORLD_PACKAGE"  # of this process
+_PACKAGE = "TORCHOP_REALWORLD_PACKAGE"  # the environment variable with the checked package
 
 
 def _examples(package: str) -> Mapping[str, list[tuple[Any, ...]]]:
     calls: dict[str, list[tuple[Any, ...]]] = {}
     for case in importlib.import_module(f"_{package}").package().cases:
         calls.setdefault(case.op, []).append(case.arguments())
-    # A name without an overload is that of all of them; most with `out=` are for GPUs alone.
+    # A name without an overload matches all overloads. Exclude other `out=` overloads, because most
+    # of them have only GPU kernels.
     outs = {name: examples for name, examples in calls.items() if name.endswith(".out")}
     return {**outs, "*.out": [], **calls}
 
@@ -47,11 +48,11 @@ EXAMPLES = _examples(os.environ[_PACKAGE]) if _PACKAGE in os.environ else {}
 
 
 def list_operators() -> None:
-    """Prints the operators of this process, each of which is called once.
+    """Call each operator once, and print the names.
 
-    Some packages compile a kernel for its first call, which on a busy machine takes minutes.
+    The calls let some packages compile their kernels, which takes minutes on a busy machine.
     """
-    import torch  # beside the package, whose process this is
+    import torch  # after the package has been imported
 
     for name, calls in EXAMPLES.items():
         namespace, _, op = name.partition("::")
@@ -62,7 +63,7 @@ def list_operators() -> None:
 
 
 def main(packages: list[str]) -> int:
-    """Checks each of the packages, and returns the exit code."""
+    """Check the packages, and return the exit code."""
     failed = 0
     for package in packages or PACKAGES:
         folder = HERE.parents[1] / ".realworld" / PACKAGES[package]
@@ -70,7 +71,7 @@ def main(packages: list[str]) -> int:
         environment = {**os.environ, "PYTHONPATH": path, _PACKAGE: package}
         listing = [sys.executable, "-c", "import checks; checks.list_operators()"]
         listed = subprocess.run(listing, env=environment, capture_output=True, text=True)
-        # The last line, because packages print when they are imported.
+        # The last line, because some packages print when they are imported.
         operators = listed.stdout.splitlines()[-1].split()
         command = [sys.executable, "-m", "torchop", "check", *operators, "--import", "checks"]
         command += ["--examples", "checks:EXAMPLES", "--expected", "checks:EXPECTED"]
@@ -86,9 +87,9 @@ def main(packages: list[str]) -> int:
 
 
 def _unjudged(found: Path, number: int) -> Iterator[str]:
-    """The failures in a file of `check --json`, but for families that pass by chance.
+    """Yield the failures in a file of `check --json`, except findings that pass by chance.
 
-    That there are fewer reports than operators is one: their package could not be imported.
+    A missing report is also a failure, because the package could not be imported.
     """
     reports = json.loads(found.read_text(encoding="utf-8"))
     if len(reports) < number:
@@ -102,7 +103,7 @@ def _unjudged(found: Path, number: int) -> Iterator[str]:
                 print(f"{report['op']}: {result['check']} passes on this machine", flush=True)
 
 
-# All but the compilers of programs, which take most of the time.
+# All checks except those that compile programs, which take most of the time.
 CHECKS = (
     "memory",
     "dtypes",
@@ -120,7 +121,7 @@ CHECKS = (
     "gradcheck",
     "vmap",
 )
-# Findings by family: a kernel that reads past the end of a tensor reads something else each time.
+# The causes of the findings.
 _ADDRESSES = (
     "the C++ kernel takes the addresses of tensors, which need not be contiguous, nor of a size "
     "that fits: it returns other numbers, and ends the process where a tensor has 0 elements"
@@ -150,10 +151,10 @@ _PROMOTES = "the fake kernel and the kernel promote to other dtypes"
 _OVERLAPPING = "a precondition: what is written is not expanded"
 _NO_ATOMS = "with 0 atoms or neighbours, the kernel ends the process"
 _SEGMENTS = "a precondition: indices are below num_segments, and there is one for each row"
-# Of jagged tensors and of neighbours: sizes in one argument have to fit what another holds.
+# For jagged tensors and neighbour lists, sizes in one argument must match the values of another.
 _UNFITTING = "a precondition: lengths, offsets, permutations and buffers fit each other"
-# What memory holds that a kernel should not read, which instructions the processor has, and how far
-# a check gets in its time: none of these tells that a finding is gone.
+# These findings also depend on the contents of unrelated memory, on the CPU's instructions, or on
+# the time limit, so they may be missing without having been fixed.
 BY_CHANCE = (_ADDRESSES, _TAKES_ADDRESSES, _EXPANDED, _INT8PACK, _UNFITTING, _SEGMENTS, _NO_ATOMS)
 EXPECTED: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes::dequantize_4bit": {
@@ -244,7 +245,7 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     "fbgemm::permute_1D_sparse_data": {"memory": _UNFITTING},
     "fbgemm::permute_2D_sparse_data": {"memory": _TAKES_ADDRESSES, "subsystems": _UNFITTING},
     "fbgemm::segment_sum_csr": {"memory": _TAKES_ADDRESSES},
-    # What the check before has damaged may end the process where that of dtypes begins.
+    # A check may corrupt memory, so that the process crashes in the next check.
     "_C::*_and_mul": dict.fromkeys(
         ("contracts", "memory", "dtypes", "sharing", "subsystems"), _ADDRESSES
     ),

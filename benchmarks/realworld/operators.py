@@ -1,15 +1,14 @@
-"""Does `accelerate` make the operators of real packages cheap, and change nothing?
+"""Check that `accelerate` makes the operators of real packages faster, with the same results.
 
-`nox -s realworld` runs this with the packages of `requirements/realworld-packages.txt`. Each
-operator that they register in Python and that runs on a CPU is called with and without
-acceleration: what it returns and writes is compared bit by bit. Then a call is timed,
-before, after, and as the kernel alone.
+`nox -s realworld` runs this with the packages of `requirements/realworld-packages.txt`. It calls
+each operator that they register in Python, and that runs on a CPU, with and without acceleration,
+and compares the bits of results and mutated arguments. Then it times a call before and after, and
+the kernel alone.
 
-The bars: the way to a kernel takes at most 0.5 us, or 20 ns for each argument, which is what a call
-costs of an operator that differs in nothing but that its kernel is empty; and a call costs at most
-0.5 us more than its own kernel, or 2% of it. The second is more than the first, because a kernel
-that fills the caches of the processor leaves a cold way to the next one. Both are microseconds, so
-they hold where nothing else is running.
+There are two limits. A call of an operator with the same schema and an empty kernel must take at
+most 0.5 us, or 20 ns per argument. A call must take at most 0.5 us, or 2%, longer than its kernel,
+which is harder if the kernel evicts the call path from the CPU cache. Other programs on the machine
+disturb both measurements.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from torchop._native.table import calls as table
 from torchop._schema.naming import OpName
 
 PACKAGES = (_bitsandbytes, _quanto, _torchao, _transformers, _nvalchemi)
-BAR, SHARE = 0.5, 0.02  # us; of the kernel
-PER_ARGUMENT = 0.02  # us; it counts from 26 arguments on
+BAR, SHARE = 0.5, 0.02  # microseconds; share of the kernel's time
+PER_ARGUMENT = 0.02  # microseconds; matters from 26 arguments on
 PASSES = 3  # over all cases
 
 
@@ -53,15 +52,15 @@ class Measured(NamedTuple):
     before: float
     after: float
     kernel: float
-    over: float  # what a native call takes more than the kernel
-    margin: float  # of that
-    way: float  # the same as `over`, of an empty kernel
-    way_missed: bool  # its bar
-    records: bool  # a gradient, which has a cost of its own
+    over: float  # the time that a native call adds to the kernel
+    margin: float  # half of the confidence interval of `over`
+    way: float  # like `over`, with an empty kernel
+    way_missed: bool  # whether `way` exceeds the limit
+    records: bool  # whether the call records a gradient, which takes additional time
 
     @property
     def missed(self) -> bool:
-        """Whether that is too much, beyond doubt."""
+        """Whether the call exceeds a limit by more than the margin."""
         in_place = self.over - self.margin > max(BAR, SHARE * self.kernel)
         return not self.records and (in_place or self.way_missed)
 
@@ -72,19 +71,19 @@ class Measured(NamedTuple):
 
 
 def check(case: Case) -> str:
-    """Runs a case with and without acceleration; returns what is wrong, if anything is."""
+    """Run a case with and without acceleration, and return the problem, or ""."""
     op = overload(case.op)
     expected = run(op, case.arguments())
     with torchop.accelerate(case.op):
         explanation = torchop.explain(op, *case.arguments())
         if not explanation.native:
-            return f"it is not native: {explanation.reason}"
+            return f"the call is not native: {explanation.reason}"
         wrong = difference(run(op, case.arguments()), expected)
         return wrong or difference(run(op, case.arguments()), expected)
 
 
 def check_program(program: Callable[[], list[torch.Tensor]]) -> str:
-    """The same for a program that uses several operators, some of them natively."""
+    """Run a program with and without acceleration, and return the problem, or ""."""
     expected = program()
     with torchop.accelerate("*") as acceleration:
         found = program()
@@ -95,23 +94,23 @@ def check_program(program: Callable[[], list[torch.Tensor]]) -> str:
 
 
 def measure(case: Case) -> Measured:
-    """Times a case. On the same arguments: what it writes, it may write again."""
+    """Time a case, always with the same arguments, which the calls may mutate."""
     op, name, arguments = overload(case.op), OpName.parse(case.op), case.arguments()
     with torchop.accelerate(case.op):
         known = table.accelerated.get(name)
-        assert known is not None, "it was native when it was checked"
+        assert known is not None, "the call was native in `check`"
         _, (through_autograd, *_), function, _ = known.entry.explain(*arguments)
         learnt = any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
         kernel = functools.partial(inspect.unwrap(function, stop=is_kernel), *arguments)
         call = functools.partial(op, *arguments)
-        # A kernel of an operator that has a formula is not differentiated itself.
+        # The kernel of an operator with a formula runs below autograd.
         around_kernel = autograd.below_autograd if through_autograd else contextlib.nullcontext
         after = overhead(call, kernel, around_kernel)
     before = overhead(call, kernel, around_kernel)
     empty = twin(op, kernel.func, op(*arguments), is_custom_op=through_autograd)
     with torchop.accelerate(empty._name):
         known = table.accelerated.get(OpName.parse(empty._name))
-        assert known is not None, "it is as the other one"
+        assert known is not None, "the operator has the schema of an accelerated one"
         alone = functools.partial(inspect.unwrap(known.entry.explain(*arguments)[2]), *arguments)
         nothing = functools.partial(empty, *arguments)
         way = overhead(nothing, alone)
@@ -122,10 +121,9 @@ def measure(case: Case) -> Measured:
 
 
 def measure_all(cases: list[Case]) -> list[Measured]:
-    """Times all cases several times over, and takes for each what was disturbed least.
+    """Time all cases several times, and return the least disturbed measurement of each.
 
-    Everything takes up to twice as long while the other half of a processor core is busy, which
-    lasts from milliseconds to minutes. The time of the kernel tells, whatever the call costs more.
+    All times may double for milliseconds to minutes, while the other thread of a CPU core is busy.
     """
     passes = []
     for number in range(PASSES):
@@ -135,19 +133,19 @@ def measure_all(cases: list[Case]) -> list[Measured]:
 
 
 def undisturbed(rows: Sequence[Measured]) -> Measured:
-    """Of measurements of one case, the one in which its kernels took least."""
+    """Return the measurement of a case with the fastest kernel."""
     in_place = min(rows, key=lambda row: row.kernel)
     empty = min(rows, key=lambda row: row.way)
     return in_place._replace(way=empty.way, way_missed=empty.way_missed)
 
 
 def is_kernel(function: Callable[..., Any]) -> bool:
-    """Whether it is the package's own, below what torchop may put around it."""
+    """Return whether a function is the package's kernel, and not a wrapper of torchop."""
     return not function.__module__.startswith("torchop.")
 
 
 def without_case(package: Package) -> dict[str, str]:
-    """Why there is no case for operators of a package."""
+    """Return the operators of a package without a case, with the reasons."""
     covered = {case.op for case in package.cases}
     with torchop.accelerate("*") as acceleration:
         return {
@@ -158,10 +156,10 @@ def without_case(package: Package) -> dict[str, str]:
 
 
 def main() -> int:
-    """Prints the table; returns 1 if something differs, is missing, or costs too much."""
+    """Print the table; return 1 if results differ, cases are missing, or a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--quick", action="store_true", help="compare, but measure nothing")
+    parser.add_argument("--quick", action="store_true", help="compare results, but skip timing")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -193,9 +191,10 @@ def main() -> int:
         options.json.write_text(json.dumps(found, indent=2))
     missed = [row for row in rows if row.missed]
     within = sum(row.over <= BAR for row in rows if not row.records)
-    print(f"{within} of {len(rows)} cost at most {BAR} us more than their kernel")
+    print(f"{within} of {len(rows)} take at most {BAR} us longer than their kernel")
     print(
-        f"{len(missed)} miss a bar: that and {SHARE:.0%} of the kernel, or {BAR} us if it is empty"
+        f"{len(missed)} exceed a limit: {BAR} us or {SHARE:.0%} more than the kernel, or {BAR} us "
+        "with an empty kernel"
     )
     return int(bool(missed))
 

@@ -1,9 +1,8 @@
-"""Do a package's own tests of its operators pass when these are accelerated?
+"""Run a package's own tests with accelerated operators.
 
-`nox -s realworld` unpacks the source distribution of optimum-quanto, the only one of the packages
-that ships its tests, and runs this: the tests run twice, as they are and below
-`torchop.accelerate("*")`, and each must come out the same. The counters of `torchop.native` must
-have seen native calls of each operator.
+`nox -s realworld` runs this on optimum-quanto, the only package with tests in the source
+distribution. The tests run with and without `torchop.accelerate("*")`, and each test must have the
+same outcome. The counters of `torchop.native` must show native calls of each operator.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 HERE = Path(__file__).parent
-# The tests of operators, and of the tensors that call them; and of modules made of these.
+# The folders with tests of operators and tensors, and of modules.
 FOLDERS, MORE = ("library", "tensor"), ("nn", "quantize")
 NAMESPACE = "quanto::"
 Process: TypeAlias = "subprocess.Popen[bytes]"
@@ -29,8 +28,8 @@ class Run(NamedTuple):
 
     Attributes:
         outcomes: "passed", "skipped" or "failed" by the name of the test.
-        calls: how many calls of each accelerated operator went which way.
-        output: what pytest printed.
+        calls: the number of calls of each accelerated operator, by path.
+        output: the output of pytest.
     """
 
     outcomes: dict[str, str]
@@ -39,7 +38,7 @@ class Run(NamedTuple):
 
 
 def start(tests: Path, folders: tuple[str, ...], report: Path, pattern: str) -> Process:
-    """Starts a run, accelerated if the pattern is not empty."""
+    """Start a run, accelerated if the pattern is not empty."""
     search = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
@@ -48,10 +47,10 @@ def start(tests: Path, folders: tuple[str, ...], report: Path, pattern: str) -> 
         "REALWORLD_ACCELERATE": pattern,
         "OMP_NUM_THREADS": "1",
     }
-    # Their settings instead of ours, which make warnings of any package errors.
+    # The package's pytest settings, because ours turn warnings into errors.
     settings = ["-c", str(tests.parent / "pyproject.toml"), "-p", "no:cacheprovider"]
-    # A file, not a pipe: a run that waits for its pipe to be read may hold a lock that another run
-    # waits for, that of the C++ extension that they build.
+    # A file, because a run with a full pipe could block while it holds the lock of the C++
+    # extension's build, for which the other run waits.
     with report.with_suffix(".txt").open("w") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", *settings, "-p", "_pytest_plugin", *folders],
@@ -63,10 +62,10 @@ def start(tests: Path, folders: tuple[str, ...], report: Path, pattern: str) -> 
 
 
 def finish(process: Process, report: Path) -> Run:
-    """Waits for a run.
+    """Wait for a run, and return the results.
 
     Raises:
-        RuntimeError: it did not come to an end.
+        RuntimeError: the run wrote no report.
     """
     process.wait()
     output = report.with_suffix(".txt").read_text()
@@ -77,10 +76,10 @@ def finish(process: Process, report: Path) -> Run:
 
 
 def problems(plain: Run, accelerated: Run) -> list[str]:
-    """What is wrong with a pair of runs; empty if nothing is."""
+    """Return the problems of a pair of runs."""
     found = [
-        f"{test}: {plain.outcomes.get(test, 'missing')} as it is, "
-        f"{accelerated.outcomes.get(test, 'missing')} accelerated"
+        f"{test}: {plain.outcomes.get(test, 'missing')} without acceleration, "
+        f"{accelerated.outcomes.get(test, 'missing')} with it"
         for test in sorted(plain.outcomes | accelerated.outcomes)
         if plain.outcomes.get(test) != accelerated.outcomes.get(test)
     ]
@@ -88,7 +87,7 @@ def problems(plain: Run, accelerated: Run) -> list[str]:
         found.append("no test passed")
     called = {op: ways for op, ways in accelerated.calls.items() if op.startswith(NAMESPACE)}
     if not called:
-        found.append(f"no test called an operator of {NAMESPACE} that is accelerated")
+        found.append(f"no test called an accelerated operator of {NAMESPACE}")
     found += [
         f"{op}: no call was native, of {ways}"
         for op, ways in called.items()
@@ -98,16 +97,16 @@ def problems(plain: Run, accelerated: Run) -> list[str]:
 
 
 def main() -> int:
-    """Prints what was found; returns 1 if a test came out in another way."""
+    """Print the problems; return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tests", type=Path, help="the folder of the tests")
-    parser.add_argument("--quick", action="store_true", help="leave out the tests of modules")
+    parser.add_argument("--quick", action="store_true", help="skip the tests of modules")
     options = parser.parse_args()
     tests = options.tests.resolve()
     folders = FOLDERS if options.quick else (*FOLDERS, *MORE)
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder, "plain.json"), Path(folder, "accelerated.json")]
-        # At the same time, as most machines have two processors.
+        # In parallel, because most machines have two CPU cores.
         processes = [
             start(tests, folders, report, pattern)
             for report, pattern in zip(reports, ("", "*"), strict=True)

@@ -1,10 +1,10 @@
-"""What share of a whole step is spent on the way to kernels, before and after `accelerate`?
+"""Measure the share of call overhead in whole steps, before and after `accelerate`.
 
-Eager workloads on the CPU, through the packages' own modules and functions: a token through a
-decoder of four layers whose weights have 4 bits, and steps of AdamW over many small parameters,
-with states of 32 and of 8 bits (bitsandbytes); a neighbour list and a step of L-BFGS for a few
-atoms (nvalchemi-toolkit-ops). `nox -s realworld` runs this. A step that spends nothing on the way
-is the same step with the function of each operator in `torch.ops` replaced by its kernel.
+`nox -s realworld` runs this. The steps are eager workloads on the CPU through the packages' own
+modules: a token in a decoder of four layers with 4-bit weights, and steps of AdamW over many small
+parameters with 32-bit and 8-bit states (bitsandbytes); a neighbour list and an L-BFGS step for a
+few atoms (nvalchemi-toolkit-ops). The overhead is relative to the same step with the function of
+each operator in `torch.ops` replaced by the kernel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Step = Callable[[], object]
 
 
 class Milliseconds(NamedTuple):
-    """What a step takes: as it was, accelerated, and with nothing but the kernels."""
+    """The time of a step before acceleration, after it, and with only the kernels."""
 
     before: float
     after: float
@@ -48,7 +48,7 @@ class Milliseconds(NamedTuple):
 
 
 class Layer(nn.Module):
-    """A layer of a decoder, for one token: attention to those before it, and a gate."""
+    """A decoder layer for one token: attention to earlier tokens, and a gated MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class Layer(nn.Module):
 
 
 def decoder_step() -> Step:
-    """One token through the decoder, after seven others."""
-    layers = nn.ModuleList(Layer() for _ in range(LAYERS)).to("cpu")  # which quantizes the weights
+    """Return a step that decodes one token after seven others."""
+    layers = nn.ModuleList(Layer() for _ in range(LAYERS)).to("cpu")  # `to` quantizes the weights
     assert {parameter.dtype for parameter in layers.parameters()} == {torch.uint8}
     x, keys, values = torch.randn(1, WIDTH), torch.randn(7, WIDTH), torch.randn(7, WIDTH)
 
@@ -84,7 +84,7 @@ def decoder_step() -> Step:
 
 
 def optimizer_step(name: str, **options: int) -> Step:
-    """Many small parameters, updated by an optimizer of bitsandbytes."""
+    """Return a step of a bitsandbytes optimizer over many small parameters."""
     parameters = [nn.Parameter(torch.randn(SIZE)) for _ in range(PARAMETERS)]
     for parameter in parameters:
         parameter.grad = torch.randn(SIZE)
@@ -93,7 +93,7 @@ def optimizer_step(name: str, **options: int) -> Step:
 
 
 def relaxation_step() -> Step:
-    """The neighbours of a few atoms, and where L-BFGS moves them and their cell."""
+    """Return a step that computes a neighbour list and moves atoms and cell by L-BFGS."""
     lists = importlib.import_module("nvalchemiops.torch.neighbors.cell_list")
     lbfgs = importlib.import_module("nvalchemiops.torch.lbfgs")
     start, forces, stress = torch.rand(ATOMS, 3) * SIDE, torch.randn(ATOMS, 3), torch.randn(1, 3, 3)
@@ -112,7 +112,7 @@ def relaxation_step() -> Step:
 
 STEPS: dict[str, Callable[[], Step]] = {
     "4-bit decoder": decoder_step,
-    # Not Adam: its weight decay is the int 0, which only the dispatcher makes a float.
+    # Not Adam, because its weight decay is the int 0, which the dispatcher must convert to a float.
     "AdamW": lambda: optimizer_step("AdamW"),
     "8-bit AdamW": lambda: optimizer_step("AdamW8bit", min_8bit_size=SIZE),
     "relaxation": relaxation_step,
@@ -120,7 +120,7 @@ STEPS: dict[str, Callable[[], Step]] = {
 
 
 def measure(step: Step) -> Milliseconds:
-    """Takes a step in three ways in turn; the medians of what they take."""
+    """Time a step in three ways in turn, and return the medians."""
     for _ in range(3):
         step()
     times: list[tuple[float, float, float]] = []
@@ -136,7 +136,7 @@ def measure(step: Step) -> Milliseconds:
 
 
 def kernels_of(step: Step) -> dict[Any, Callable[..., Any]]:
-    """The kernel of each operator that a step calls, itself or in another one's kernel."""
+    """Return the kernel of each operator that a step calls, directly or inside a kernel."""
     kernels: dict[Any, Callable[..., Any]] = {}
 
     def noting(known: table.TableCalls, overload: Any) -> Callable[..., Any]:
@@ -158,7 +158,7 @@ def kernels_of(step: Step) -> dict[Any, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def replaced(functions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Puts functions where overloads, and the packets of default ones, keep what they call."""
+    """Replace the functions of overloads in a block, and of packets for default overloads."""
     holders = []
     for overload, function in functions.items():
         holders.append((overload, overload._op, function))
@@ -181,12 +181,12 @@ def timed(step: Step) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     print(f"torch {torch.__version__}")
-    print(f"{'step':16}{'before':>9}{'after':>9}{'kernels':>9}  (ms)  share on the way to kernels")
+    print(f"{'step':16}{'before':>9}{'after':>9}{'kernels':>9}  (ms)  share of call overhead")
     for name, make in STEPS.items():
         print(f"{name:16}{measure(make())}", flush=True)
 

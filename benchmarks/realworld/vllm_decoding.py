@@ -1,12 +1,11 @@
-"""Are the calls that vLLM makes for each layer of each token native, and the tokens the same?
+"""Check that vLLM's calls per layer and token are native, and that the tokens do not change.
 
 `nox -s "realworld(part='vllm')"` runs this with the packages of `requirements/realworld-vllm.txt`.
-vLLM decodes on the CPU with a tiny Llama of random weights, made here, in three ways: as it is,
-with its operators accelerated, and with its registration helper replaced by the one of
-`torchop.compat`. Each way has a process of its own, once without and once with vLLM's compilation.
-Tokens and their log-probabilities have to be the same bit by bit, and each call of the two
-operators of attention has to be native. Then the two calls are timed where vLLM makes them, and a
-token.
+vLLM decodes on the CPU with a tiny Llama with random weights, in three ways: unchanged, with
+accelerated operators, and with vLLM's registration helper replaced by the one of `torchop.compat`.
+Each way runs in separate processes, without and with vLLM's compilation. The bits of tokens and
+log-probabilities must be equal, and all calls of the two attention operators must be native. Then
+this times the calls of the two operators inside vLLM, and a whole token.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ ENVIRONMENT = {
 
 
 def write_model(folder: Path) -> None:
-    """A configuration and random weights, as transformers would save them."""
+    """Write a configuration and random weights in the format of transformers."""
     width, inside, words = (
         CONFIG[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
     )
@@ -97,7 +96,7 @@ def write_model(folder: Path) -> None:
 
 
 def engine(way: str, model: str, *, compiled: bool) -> Any:
-    """vLLM's engine with the model, its operators registered in one of the ways."""
+    """Create vLLM's engine for the model, with operators registered in one of `WAYS`."""
     if way == "accelerated":
         torchop.accelerate("vllm::*")
     if way == "helper":
@@ -135,9 +134,9 @@ def decode(llm: Any) -> list[list[tuple[int, float]]]:
 
 
 def run(way: str, model: str, *, compiled: bool) -> dict[str, Any]:
-    """What one process reports."""
+    """Run one way in this process, and return the report."""
     llm = engine(way, model, compiled=compiled)
-    decode(llm)  # an operator is made native by its first call
+    decode(llm)  # the first call of an operator sets up native calls
     before = {name: dict(torchop.native.counters(name)) for name in HOT if way != "plain"}
     tokens = decode(llm)
     calls = {
@@ -155,7 +154,7 @@ def run(way: str, model: str, *, compiled: bool) -> dict[str, Any]:
 
 
 def measure(llm: Any) -> list[str]:
-    """What the hot calls and a token take, before and after acceleration, in turn."""
+    """Time the attention operators and a token, before and after acceleration, in turn."""
     rows = []
     look_at_calls(functools.partial(measure_call, rows))
     decode(llm)
@@ -169,7 +168,7 @@ def measure(llm: Any) -> list[str]:
 
 
 def measure_call(rows: list[str], packet: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    """Adds what a call costs; it writes the same again."""
+    """Time a call, which may be repeated, and add a row."""
     name = packet._qualified_op_name
     call = functools.partial(packet, *args, **kwargs)
     before, after = [], []
@@ -184,12 +183,12 @@ def measure_call(rows: list[str], packet: Any, args: tuple[Any, ...], kwargs: An
     alone = statistics.median(row.kernel for row in after)
     rows.append(
         f"{name:42}{took[0]:9.1f}{took[1]:9.1f}{alone:9.1f}"
-        f"   more than the kernel: {over[0]:.2f}, and now {over[1]:.2f}"
+        f"   added to the kernel: {over[0]:.2f} before, {over[1]:.2f} after"
     )
 
 
 def look_at_calls(look: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
-    """Has `look` called in the first call of each hot operator for one token of each request."""
+    """Call `look` in the first decoding call of each operator in `HOT`."""
     namespace = torch.ops.vllm
 
     def replace(name: str, packet: Any) -> None:
@@ -206,17 +205,17 @@ def look_at_calls(look: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
 
 
 def token_time(llm: Any) -> float:
-    """Microseconds of this thread, which does it all, for one token of each request."""
+    """Return the microseconds of CPU time for one token of each request."""
     start = time.thread_time()
     decode(llm)
     return (time.thread_time() - start) / TOKENS * 1e6
 
 
 def problems_of(way: str, report: dict[str, Any], expected: list[Any]) -> list[str]:
-    """What is wrong with one way."""
+    """Return the problems in the report of one way."""
     problems = []
     if report["tokens"] != expected:
-        problems.append(f"{way}: other tokens or log-probabilities than vLLM as it is")
+        problems.append(f"{way}: other tokens or log-probabilities than unchanged vLLM")
     for name, calls in report["calls"].items():
         native, total = calls.get("native", 0), sum(calls.values())
         print(f"  {way:12} {name:42} native {native} / {total}", flush=True)
@@ -226,7 +225,7 @@ def problems_of(way: str, report: dict[str, Any], expected: list[Any]) -> list[s
 
 
 def reports_of(model: str, *, compiled: bool) -> dict[str, dict[str, Any]]:
-    """What each way reports, from a process of its own with caches of its own."""
+    """Run each way in a process with separate caches, and return the reports."""
     reports = {}
     for way in WAYS:
         with tempfile.TemporaryDirectory() as folder:
@@ -243,7 +242,7 @@ def reports_of(model: str, *, compiled: bool) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    """Prints what was native and what it costs; returns 1 if something differs."""
+    """Print the native calls and the times; return 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--way", choices=WAYS, help="run in this process, and write the report")
     parser.add_argument("--model")
@@ -266,7 +265,7 @@ def main() -> int:
                 problems += problems_of(way, reports[way], expected)
             for row in reports["plain"].get("times", ()):
                 print(f"  {row}")
-    print("\n".join(problems) or "the same tokens each way, and each hot call native")
+    print("\n".join(problems) or "all tokens are equal, and all calls of attention are native")
     return int(bool(problems))
 
 

@@ -84,7 +84,7 @@ def test_a_case_is_compared_with_and_without(namespace) -> None:
     assert "has other values" in check(_case.Case(f"{namespace}::counted", lambda: (ones,)))
     converted = check(_case.Case(f"{namespace}::good", lambda: (ones, np.float32(2.0))))
     assert converted.startswith(
-        "it is not native: argument 'by' does not have exactly the schema's type"
+        "the call is not native: argument 'by' does not have exactly the schema's type"
     )
 
 
@@ -147,9 +147,12 @@ GOOD = own_tests.Run({"a": "passed", "b": "skipped"}, {"quanto::op": {"native": 
     ("accelerated", "said"),
     [
         (GOOD, []),
-        (GOOD._replace(outcomes={"a": "failed", "b": "skipped"}), ["a: passed as it is, failed"]),
-        (GOOD._replace(outcomes={"a": "passed"}), ["b: skipped as it is, missing accelerated"]),
-        (GOOD._replace(calls={}), ["no test called an operator of quanto::"]),
+        (GOOD._replace(outcomes={"a": "failed", "b": "skipped"}), ["a: passed without"]),
+        (
+            GOOD._replace(outcomes={"a": "passed"}),
+            ["b: skipped without acceleration, missing with it"],
+        ),
+        (GOOD._replace(calls={}), ["no test called an accelerated operator of quanto::"]),
         (GOOD._replace(calls={"other::op": {"native": 1}}), ["no test called"]),
         (
             GOOD._replace(calls={"quanto::op": {"mode": 2}}),
@@ -205,7 +208,7 @@ def test_a_package_is_tested_with_and_without_acceleration(tmp_path) -> None:
     assert plain.calls == {}
     assert accelerated.calls == {"quanto::twice": {"native": 2}}
     (found,) = own_tests.problems(plain, accelerated)
-    assert found.endswith("test_is_not_native: passed as it is, failed accelerated")
+    assert found.endswith("test_is_not_native: passed without acceleration, failed with it")
     numbers = [run.output.partition("assert 0.")[2][:12] for run in (plain, accelerated)]
     assert numbers[0] == numbers[1] != ""
 
