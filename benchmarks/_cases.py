@@ -1,56 +1,203 @@
-"""The rows of the table: a function with rules, arguments, and the active PyTorch modes."""
+"""The rows of `calls.py`: a function, its rules, its arguments, and the state of PyTorch."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import _contexts
-from _functions import (
-    CLONE,
-    CLONE_FIRST,
-    CLONE_FIRST_OF_4,
-    PASS_ON,
-    SAVE_ONE,
-    ZERO_AND_CLONE_FIRST,
-    ZERO_IN_PLACE,
-    ZERO_THREE_OF_21,
-    Arguments,
-    CloneFirst,
-    CloneFirstAndSave,
-    Formula,
-    clone_typed,
-    leaves,
-    negate,
-    nine_arguments,
-    non_leaves,
-    one_and_out,
-    parameter,
-    tensors,
-    wrapped_first,
-)
+Arguments = tuple[Sequence[Any], dict[str, Any]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions
+
+
+def of_tensors(count: int, body: str) -> Callable[..., Tensor]:
+    """Return a function of the tensors x1, x2, ...
+
+    Each tensor needs a parameter, because schemas cannot be inferred from `*xs`.
+    """
+    parameters = ", ".join(f"x{index}: Tensor" for index in range(1, count + 1))
+    namespace: dict[str, Any] = {"Tensor": Tensor}
+    exec(f"def function({parameters}) -> Tensor:\n    return {body}", namespace)
+    function: Callable[..., Tensor] = namespace["function"]
+    return function
+
+
+CLONE = of_tensors(1, "x1.clone()")
+CLONE_FIRST_OF_4 = of_tensors(4, "x1.clone()")
+CLONE_FIRST = of_tensors(14, "x1.clone()")  # the benchmark of pytorch/pytorch#177109
+ZERO_AND_CLONE_FIRST = of_tensors(14, "x1.zero_().clone()")
+ZERO_THREE_OF_21 = of_tensors(21, "[x.zero_() for x in (x1, x2, x3)][0].clone()")
+ZERO_IN_PLACE = of_tensors(14, "x1.zero_()")
+
+
+def negate(x1: Tensor, *, out: Tensor) -> Tensor:
+    return torch.neg(x1, out=out)
+
+
+def clone_typed(
+    x: Tensor,
+    mask: Tensor | None,
+    sizes: Sequence[int],
+    scale: float,
+    count: int = 1,
+    flag: bool = False,
+    mode: str = "linear",
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    return x.clone()
+
+
+# --------------------------------------------------------------------------------------------------
+# Gradients: the same formulas for operators and for `torch.autograd.Function`
+
+
+class Formula(NamedTuple):
+    """The arguments of `register_autograd`."""
+
+    backward: Callable[..., Any]
+    setup_context: Callable[..., None] | None = None
+
+
+class CloneFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> Tensor:
+        return xs[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+class CloneFirstAndSave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> Tensor:
+        ctx.save_for_backward(xs[0])
+        return xs[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return grad * x, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+def save_first(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+CLONE_FORMULA = Formula(CloneFirst.backward)
+SAVE_ONE = Formula(CloneFirstAndSave.backward, save_first)
+
+
+# --------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def tensors(count: int, *, requires_grad: bool = False) -> Callable[[], Arguments]:
+    return lambda: ([torch.randn(4, requires_grad=requires_grad) for _ in range(count)], {})
+
+
+def one_and_out() -> Arguments:
+    return [torch.randn(4)], {"out": torch.empty(4)}
+
+
+def leaves(count: int) -> Callable[[], Arguments]:
+    return tensors(count, requires_grad=True)
+
+
+def parameter() -> Arguments:
+    """Return a leaf with a live AccumulateGrad node, as parameters have during a training step."""
+    x = torch.randn(4, requires_grad=True)
+    x.edge = get_gradient_edge(x)  # type: ignore[attr-defined]  # keeps the node alive
+    return [x], {}
+
+
+def non_leaves() -> Arguments:
+    return [torch.randn(4, requires_grad=True) * 2 for _ in range(14)], {}
+
+
+def wrapped_first() -> Arguments:
+    return [Wrapper(torch.randn(4)), *(torch.randn(4) for _ in range(13))], {}
+
+
+def nine_arguments() -> Arguments:
+    positional = [torch.randn(4), None, [2, 2], 0.5, 3, True, "cubic"]
+    return positional, {"dtype": torch.float32, "device": torch.device("cpu")}
+
+
+# --------------------------------------------------------------------------------------------------
+# A profiler, a mode and a subclass that do as little as possible
+
+
+def profiler() -> contextlib.AbstractContextManager[Any]:
+    """Return a profiler that observes every operator and stores nothing."""
+    return torch.autograd.profiler.emit_itt()
+
+
+class PassThrough(TorchDispatchMode):
+    """Call every operator unchanged."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapper(Tensor):
+    """A tensor subclass that calls operators with the wrapped tensor as their first argument."""
+
+    wrapped: Tensor
+
+    @staticmethod
+    def __new__(cls, wrapped: Tensor) -> Wrapper:
+        wrapper: Wrapper = Tensor._make_wrapper_subclass(cls, wrapped.shape)
+        wrapper.wrapped = wrapped
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # declared as a function, with other defaults
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return func(args[0].wrapped, *args[1:], **(kwargs or {}))
+
+
+# --------------------------------------------------------------------------------------------------
+# Cases
 
 
 class Case(NamedTuple):
-    """One row of the table.
+    """One row.
 
     Attributes:
         name: the local name of the operators.
         title: the title of the row.
-        function: the function from which the operators are made.
-        arguments: creates the arguments of the calls.
-        formula: the autograd formula, if any.
-        mutates_args: the arguments that the function mutates.
-        tags: the names of the operators' tags.
-        context: a context manager that is active during the calls.
-        written: an equivalent `torch.autograd.Function`.
-        cpp: the name of an equivalent operator in clone_first.cpp.
-        backward: whether each call also runs the backward.
-        ways: the counters of `torchop.native` that each call increments.
+        function: the function that the operators run.
+        arguments: return the arguments of the calls.
+        formula: the formula for gradients.
+        mutates_args: the arguments that the function writes.
+        tags: names of the operators' tags.
+        context: the state of PyTorch around the calls.
+        written: a `torch.autograd.Function` that does the same.
+        cpp: an operator of clone_first.cpp that does the same.
+        backward: run the backward after each call.
+        counters: the counters of `torchop.native` that a call increments.
     """
 
     name: str
@@ -64,7 +211,7 @@ class Case(NamedTuple):
     written: type[torch.autograd.Function] | None = None
     cpp: str | None = None
     backward: bool = False
-    ways: tuple[str, ...] = ("native",)
+    counters: tuple[str, ...] = ("native",)
 
 
 FOURTEEN = Case("fourteen", "14 tensors", CLONE_FIRST, tensors(14), cpp="fourteen")
@@ -90,7 +237,7 @@ MUTATION_OF_3 = MUTATION._replace(
     mutates_args=("x1", "x2", "x3"),
     cpp=None,
 )
-# Like the update of a key-value cache.
+# As inference engines write their key-value caches.
 MUTATION_INFERENCE = MUTATION._replace(
     name="mutation_inference", title="inference, mutates", context=torch.inference_mode
 )
@@ -104,7 +251,13 @@ IN_PLACE = Case(
 )
 OUT = Case("out", "out=", negate, one_and_out, mutates_args=("out",), tags=("out",))
 GRAD = Case(
-    "grad", "grad, 14 leaves", CLONE_FIRST, leaves(14), PASS_ON, written=CloneFirst, cpp="grad"
+    "grad",
+    "grad, 14 leaves",
+    CLONE_FIRST,
+    leaves(14),
+    CLONE_FORMULA,
+    written=CloneFirst,
+    cpp="grad",
 )
 GRAD_1 = GRAD._replace(
     name="leaf", title="grad, 1 leaf", function=CLONE, arguments=leaves(1), cpp=None
@@ -115,21 +268,21 @@ SAVES = GRAD._replace(
     name="saves", title="grad, saves one", formula=SAVE_ONE, written=CloneFirstAndSave, cpp=None
 )
 TRAINING = GRAD._replace(name="training", title="forward + backward", backward=True)
-# These have a formula, because without one torch.library.define registers no autograd kernel, and
-# the comparison would be unfair.
-RULES = Case("rules", "", CLONE_FIRST, tensors(14), PASS_ON)
+# These have a formula, because `torch.library.define` alone has no autograd kernel, which makes it
+# cheaper than every operator that has one.
+RULES = Case("rules", "", CLONE_FIRST, tensors(14), CLONE_FORMULA)
 PROFILED = RULES._replace(
-    name="profiled", title="profiler", context=_contexts.profiler, ways=("profiler",)
+    name="profiled", title="profiler", context=profiler, counters=("profiler",)
 )
-# The handlers of the mode and the subclass call the operator again, also through the dispatcher.
+# The handlers of the mode and of the subclass call the operator again, also without a native call.
 IN_MODE = RULES._replace(
-    name="in_mode", title="dispatch mode", context=_contexts.PassOn, ways=("mode", "mode")
+    name="in_mode", title="dispatch mode", context=PassThrough, counters=("mode",)
 )
 SUBCLASS = RULES._replace(
     name="subclass",
     title="tensor subclass",
     arguments=wrapped_first,
-    ways=("tensor_subclass", "mode"),
+    counters=("tensor_subclass", "mode"),
 )
 _ALL = (
     *(FOURTEEN, FOUR, ONE, INFERENCE, TYPED),
@@ -137,5 +290,5 @@ _ALL = (
     *(GRAD_1, PARAMETER, GRAD, GRAD_NON_LEAVES, SAVES, TRAINING),
     *(PROFILED, IN_MODE, SUBCLASS),
 )
-# torch.Tag.inplace and torch.Tag.out exist since 2.13.
+# PyTorch before 2.13 lacks the tags, and `torch.library` lacks these operators.
 CASES = tuple(case for case in _ALL if all(hasattr(torch.Tag, tag) for tag in case.tags))

@@ -1,4 +1,4 @@
-"""Compile the operators of clone_first.cpp once, for all measuring processes."""
+"""Compile the operators of clone_first.cpp."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torchop._errors import NativeUnavailableError
 from torchop._native.extension import recipe
 
 SOURCE = Path(__file__).with_name("clone_first.cpp")
-# Ignored by git. The tests cache the extension in the parent folder.
 FOLDER = Path(__file__).parents[1] / ".native_cache" / "bench"
 
 
 def build() -> Path:
-    """Compile the operators if needed, and return the shared library.
+    """Compile the operators with the compiler and the flags of torchop's extension.
 
-    Uses the compiler and flags of torchop's extension, to compare equally optimized code.
+    Returns:
+        The library, which may come from an earlier build.
 
     Raises:
-        NativeUnavailableError: no compiler was found, or it failed.
+        NativeUnavailableError: if there is no compiler, or if it fails.
     """
     flags = [*recipe.compile_flags(), *recipe.include_flags(), *recipe.library_flags()]
     command = [*recipe.find_compiler(), *flags, str(SOURCE), *recipe.link_flags()]
@@ -32,7 +32,7 @@ def build() -> Path:
     if file.exists():
         return file
     FOLDER.mkdir(parents=True, exist_ok=True)
-    # Write to a temporary name first, because another benchmark may be compiling the same file.
+    # Other processes may compile the same file, so only a complete file gets its name.
     unfinished = file.with_suffix(f".{os.getpid()}")
     process = subprocess.run(
         [*command, "-o", str(unfinished)],

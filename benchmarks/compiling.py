@@ -1,178 +1,264 @@
-"""Measure operators under `torch.compile`: the first compilation, and calls in compiled graphs.
+"""Measure operators in `torch.compile`: the first compilation, and calls from compiled graphs.
 
-- torchop: an operator of `torchop.custom_op` with six arguments.
-- torchop, dataclass: an operator that takes five of these in a dataclass.
-- custom_op: the first operator, defined with `torch.library.custom_op`.
+- "first compilation": the first call of a program with many operators, in milliseconds of CPU time.
+  The backend is imported before.
+- "call in a graph": one call of an operator in a graph of ten calls, guards included.
+- "overhead in a graph": the time that a call adds to its kernel, computed from graphs of ten and of
+  thirty calls, so that costs per graph cancel out.
+- "peak memory": the most memory that a graph of ten calls allocates, in results of one call.
 
-The first table is the CPU time of the first call of a compiled program, without the imports of
-Dynamo and the backend: medians of fresh processes, with the routes in turn. The second is the time
-of a call in an Inductor graph of ten calls, guards included. In the row "derived, training", the
-input requires grad. torchop's formula is derived from the body, and that of custom_op is written.
+The variants are:
 
-The third table is the time that a call in such a graph adds to the kernel, without the fixed cost
-of the graph, and the peak memory of a chain of ten calls, in multiples of a result. For families of
-`out_op`, and for overloads with `torch.Tag.out`, Inductor allocates the results. For an elementwise
-family, Inductor overwrites the inputs.
+- torchop: an operator of `torchop.custom_op` with five arguments besides the tensor.
+- torchop, dataclass: the same five arguments in a dataclass.
+- custom_op: the same operator with `torch.library.custom_op`.
+- out_op: a family of `torchop.out_op`, whose results Inductor allocates.
+- out_op, elementwise: the same, with results that may replace their inputs.
+- torch.Tag.out: an operator of `torch.library` with an overload tagged `out`.
 
-Results: Dynamo traces a call of torchop's handle as a call of the overload, but traces `__call__`
-of `torch.library.custom_op`. It also flattens a dataclass without tracing, so the dataclass only
-adds guards on the fields. With a derived formula, each call compares the state of the random number
-generator with the previous one.
+In the row "derived, training", the formula of torchop is derived and the formula of custom_op is
+written by hand.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+import functools
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config
+from torch import Tensor
 
-import _harness
-from _compiling_process import (
-    DERIVED_ROW,
-    FAMILY,
-    FLAT,
-    OVERWRITING,
-    PLAIN_ROW,
-    ROUTES,
-    STOCK,
-    STRUCTURED,
-    STRUCTURED_ROW,
-    TAGGED,
+import harness
+import torchop
+from calls import Config
+from harness import Benchmark, Limit, Settings, Tables, Variant
+
+FLAT, STRUCTURED, STOCK = "torchop", "torchop, dataclass", "custom_op"
+FAMILY, OVERWRITING, TAGGED = "out_op", "out_op, elementwise", "torch.Tag.out"
+FIRST, CALLS, OVERHEAD, PEAK = (
+    "first compilation",
+    "call in a graph",
+    "overhead in a graph",
+    "peak memory",
 )
-from _harness import Bar
-
-# By backend, then by route: milliseconds, one number for each process.
-First = dict[str, dict[str, list[float]]]
-STRUCTURED_BACKEND = "aot_eager"
-STOCK_MICROSECONDS = 12.8
+PLAIN_ROW, STRUCTURED_ROW, DERIVED_ROW = "5 arguments", "dataclass, 5 fields", "derived, training"
+ELEMENTWISE = "elementwise"
+BACKEND = "inductor"
+LENGTH = 10  # calls in a graph
 
 
-def title(backend: str, operators: int) -> str:
-    return f"{operators} operators, {backend}"
+def scale(x: Tensor, weight: Tensor, scale: float, *, count: int, flag: bool, mode: str) -> Tensor:
+    return x * scale
 
 
-def collect_first(backends: list[str], operators: int, repeats: int) -> First:
-    """Compile a program with `operators` operators, and one with half as many dataclass calls."""
-    rows = {title(backend, operators): (backend, operators, (FLAT, STOCK)) for backend in backends}
-    half = operators // 2
-    rows[title(STRUCTURED_BACKEND, half)] = STRUCTURED_BACKEND, half, ROUTES
-    first: First = {row: {route: [] for route in routes} for row, (_, _, routes) in rows.items()}
-    for _ in range(repeats):
-        for row, (backend, count, routes) in rows.items():
-            for route in routes:
-                milliseconds = _process("first", route, backend, str(count))["milliseconds"]
-                first[row][route].append(milliseconds)
-    return first
+def scale_structured(x: Tensor, config: Config) -> Tensor:
+    return x * config.scale
 
 
-def _process(*arguments: str) -> Any:
-    script = Path(__file__).with_name("_compiling_process.py")
-    process = subprocess.run(
-        [sys.executable, str(script), *arguments], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return json.loads(process.stdout)
+def double(x: Tensor) -> Tensor:
+    return x * 2
 
 
-def bars(first: First, calls: Any, chains: Any, operators: int) -> list[Bar]:
-    """Return the limits for the results."""
-    medians = {
-        row: {route: statistics.median(values) for route, values in routes.items()}
-        for row, routes in first.items()
+def write_double(x: Tensor, *, out: Tensor) -> None:
+    torch.mul(x, 2, out=out)
+
+
+def like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Step(NamedTuple):
+    """One call in a program. Its first argument is the result of the previous step."""
+
+    op: Callable[..., Tensor]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+def step(variant: str, name: str) -> Step:
+    """Return a call of a new operator with five arguments."""
+    define = torch.library.custom_op if variant == STOCK else torchop.custom_op
+    namespace = "bench_custom_op" if variant == STOCK else "bench_torchop"
+    function = scale_structured if variant == STRUCTURED else scale
+    op: Any = define(f"{namespace}::{name}", function, mutates_args=())
+    op.register_fake(like_first)
+    weight = torch.ones(2)
+    if variant == STRUCTURED:
+        return Step(op, (Config(weight, 2.0),))
+    return Step(op, (weight, 2.0), {"count": 3, "flag": False, "mode": "linear"})
+
+
+def training_step(variant: str) -> Step:
+    """Return a call of a new operator with a derived formula, or with a written one."""
+    if variant == STOCK:
+        op: Any = torch.library.custom_op("bench_custom_op::double", double, mutates_args=())
+        op.register_fake(like_first)
+        # A derived formula saves its input, so this formula also saves it.
+        op.register_autograd(
+            lambda ctx, grad: grad * 2,
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        )
+        return Step(op)
+    op = torchop.custom_op("bench_torchop::double", double, mutates_args=())
+    op.register_fake(like_first)
+    op.derive_autograd()
+    return Step(op)
+
+
+def program(steps: Sequence[Step]) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        for op, args, kwargs in steps:
+            x = op(x, *args, **kwargs)
+        return x
+
+    # Dynamo caches graphs by code object, and a call would check the guards of all of them.
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+# --------------------------------------------------------------------------------------------------
+# The parts
+
+
+def first_compilation(settings: Settings, backend: str, share: int, variant: str) -> Tables:
+    """Time the first call of a compiled program with many operators."""
+    count = settings["operators"] // share
+    steps = [step(variant, f"first_{index}") for index in range(count)]
+    x = torch.ones(2)
+    torch.compile(lambda x: x.sin() + 1, backend=backend)(x)  # imports Dynamo and the backend
+    compiled = torch.compile(program(steps), backend=backend, fullgraph=True)
+    gc.collect()
+    gc.freeze()
+    start = time.thread_time()
+    compiled(x)
+    return {FIRST: {first_row(backend, share): {variant: (time.thread_time() - start) * 1e3}}}
+
+
+def first_row(backend: str, share: int) -> str:
+    return f"{backend}, {'all' if share == 1 else 'half of the'} operators"
+
+
+def calls(settings: Settings) -> Tables:
+    """Time calls of operators in compiled graphs."""
+    torch._inductor.config.compile_threads = 1  # worker processes would disturb the measurement
+    x, leaf = torch.ones(2), torch.ones(2, requires_grad=True)
+    rows = {
+        PLAIN_ROW: {variant: (step(variant, "flat"), x) for variant in (FLAT, STOCK)},
+        STRUCTURED_ROW: {
+            STRUCTURED: (step(STRUCTURED, "structured"), x),
+            FLAT: (step(FLAT, "fields"), x),
+            STOCK: (step(STOCK, "fields"), x),
+        },
+        DERIVED_ROW: {variant: (training_step(variant), leaf) for variant in (FLAT, STOCK)},
     }
-    half = medians[title(STRUCTURED_BACKEND, operators // 2)]
-    result = [
-        Bar(f"{row}: {FLAT} / {STOCK}", routes[FLAT] / routes[STOCK], 1.0, "x")
-        for row, routes in medians.items()
-    ]
-    ratio = half[STRUCTURED] / half[FLAT]
-    result.append(
-        Bar(f"{operators // 2} operators: {STRUCTURED} / {FLAT}", ratio, 0.65 / 0.51, "x")
+    found: dict[str, dict[str, float]] = {}
+    for row, variants in rows.items():
+        graphs = {}
+        for variant, (call, argument) in variants.items():
+            graph = torch.compile(program([call] * LENGTH), fullgraph=True, backend=BACKEND)
+            graph(argument)
+            graphs[variant] = Variant(graph, (argument,))
+        micros = harness.measure(graphs, settings["rounds"])
+        found[row] = {variant: number / LENGTH for variant, number in micros.items()}
+    return {CALLS: found}
+
+
+def chains(settings: Settings) -> Tables:
+    """Measure the overhead of a call in a graph, and the peak memory of a graph."""
+    torch._inductor.config.compile_threads = 1
+    library = torch.library.Library("bench_out", "FRAGMENT")
+    library.define("double(Tensor x) -> Tensor")
+    tags = [tag for tag in (getattr(torch.Tag, "out", None),) if tag is not None]
+    library.define("double.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)", tags=tags)
+    library.impl("double", double, "CPU")
+    library.impl("double.out", lambda x, *, out: torch.mul(x, 2, out=out), "CPU")
+    torch.library.register_fake("bench_out::double", like_first, lib=library)
+    stock: Any = torch.library.custom_op("bench_custom_op::chain", double, mutates_args=())
+    flat = torchop.custom_op("bench_torchop::chain", double, mutates_args=())
+    for op in (stock, flat):
+        op.register_fake(like_first)
+    family = torchop.out_op("bench_torchop::family", write_double, like="x")
+    overwriting = torchop.out_op(
+        "bench_torchop::overwriting", write_double, like="x", inplace=True, elementwise=True
     )
-    # The limits are microseconds on a machine where a flat call of custom_op took 12.8, scaled by
-    # the same call on this machine.
-    for row, route, limit in (
-        (PLAIN_ROW, FLAT, 4.3),
-        (STRUCTURED_ROW, STRUCTURED, 5.5),
-        (DERIVED_ROW, FLAT, 8.0),
-    ):
-        value = statistics.median(run[row][route] / run[PLAIN_ROW][STOCK] for run in calls)
-        what = f"a call in a graph, {row}: {route} / {STOCK}, flat"
-        result.append(Bar(what, value, limit / STOCK_MICROSECONDS, "x"))
-    above = {route: _above(chains, route) for route in chains[0]["above"]}
-    # One microsecond on a machine where a call of custom_op added about seven.
-    what = f"time that a call in a graph adds to the kernel: {FLAT} / {STOCK}"
-    result.append(Bar(what, above[FLAT] / above[STOCK], 0.15, "x"))
-    for route in (FAMILY, OVERWRITING):  # equal to PyTorch's tag, plus noise
-        what = f"time that a call in a graph adds to the kernel: {route} / {TAGGED}"
-        result.append(Bar(what, above[route] / above[TAGGED], 1.15, "x"))
-    return result
-
-
-def _above(chains: Any, route: str) -> float:
-    return statistics.median(run["above"][route] for run in chains)
-
-
-def first_table(first: First) -> Any:
-    table = _harness.table("The first compile, milliseconds", "program", *ROUTES)
-    for row, routes in first.items():
-        cells = [f"{statistics.median(routes[r]):.0f}" if r in routes else "-" for r in ROUTES]
-        table.add_row(row, *cells)
-    return table
-
-
-def calls_table(calls: Any) -> Any:
-    table = _harness.table("A call from a graph of Inductor, microseconds", "", *ROUTES)
-    for row in calls[0]:
-        medians = {r: statistics.median(run[row][r] for run in calls) for r in calls[0][row]}
-        table.add_row(row, *(f"{medians[r]:.1f}" if r in medians else "-" for r in ROUTES))
-    return table
-
-
-def chains_table(chains: Any) -> Any:
-    table = _harness.table(
-        "A call in a chain", "", "added to the kernel, microseconds", "peak, results"
-    )
-    for route, peak in chains[0]["peak"].items():
-        table.add_row(route, f"{_above(chains, route):.1f}", f"{peak:.1f}")
-    return table
-
-
-def main() -> int:
-    parser = _harness.parser(__doc__)
-    parser.add_argument("--operators", type=int, default=40, help="operators per program")
-    parser.add_argument("--repeats", type=int, default=5, help="processes per number")
-    parser.add_argument("--rounds", type=int, default=40, help="timed blocks per call")
-    parser.add_argument("--inductor", action="store_true", help="also compile with Inductor (slow)")
-    options = parser.parse_args()
-    torch.set_num_threads(1)  # as in the measuring processes; part of the reported environment
-    backends = ["eager", STRUCTURED_BACKEND, *(["inductor"] * options.inductor)]
-    console = _harness.console()
-    with console.status("Compiling in separate processes"):
-        first = collect_first(backends, options.operators, options.repeats)
-        repeats = range(min(options.repeats, 3))
-        calls = [_process("calls", str(options.rounds)) for _ in repeats]
-        chains = [_process("chains", str(options.rounds)) for _ in repeats]
-    environment = _harness.environment()
-    console.print(f"torch {environment['torch']}, Python {environment['python']}; medians")
-    console.print(first_table(first))
-    console.print(calls_table(calls))
-    console.print(chains_table(chains))
-    checked = bars(first, calls, chains, options.operators)
-    _harness.print_bars(console, checked)
-    results = {
-        "first": first,
-        "calls": calls,
-        "chains": chains,
-        "bars": _harness.bars_as_json(checked),
+    operators = {
+        FLAT: flat,
+        FAMILY: family.functional,
+        OVERWRITING: overwriting.functional,
+        STOCK: stock,
+        TAGGED: torch.ops.bench_out.double.default,
     }
-    _harness.write_json(options.json, results)
-    return 0 if all(bar.passed for bar in checked) else 1
+    x = torch.ones(2)
+    graphs = {"kernel": Variant(double, (x,))}
+    peaks = {}
+    for name, op in operators.items():
+        for count in (LENGTH, 3 * LENGTH):
+            graph = torch.compile(program([Step(op)] * count), dynamic=False, backend=BACKEND)
+            graph(x)
+            graphs[f"{name} {count}"] = Variant(graph, (x,))
+        peaks[name] = peak(
+            torch.compile(program([Step(op)] * LENGTH), dynamic=False, backend=BACKEND)
+        )
+    micros = harness.measure(graphs, settings["rounds"])
+    overhead = {
+        name: (micros[f"{name} {3 * LENGTH}"] - micros[f"{name} {LENGTH}"]) / (2 * LENGTH)
+        - micros["kernel"]
+        for name in operators
+    }
+    return {OVERHEAD: {ELEMENTWISE: overhead}, PEAK: {ELEMENTWISE: peaks}}
 
+
+def peak(compiled: Callable[[Tensor], Tensor]) -> float:
+    """Return the most memory that a call allocates, as a multiple of its argument."""
+    x = torch.ones(1 << 16)
+    compiled(x)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        compiled(x)
+    allocated = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            most = max(most, allocated)
+    return most / x.nbytes
+
+
+# Backends with the share of the operators that a program has, and the variants.
+PROGRAMS = (
+    ("eager", 1, (FLAT, STOCK)),
+    ("aot_eager", 1, (FLAT, STOCK)),
+    ("aot_eager", 2, (FLAT, STRUCTURED, STOCK)),
+)
+HALF = first_row("aot_eager", 2)
+
+BENCHMARK = Benchmark(
+    name="compiling",
+    units={FIRST: "ms", CALLS: "us", OVERHEAD: "us", PEAK: "results"},
+    parts={
+        f"{first_row(backend, share)}, {variant}": functools.partial(
+            first_compilation, backend=backend, share=share, variant=variant
+        )
+        for backend, share, variants in PROGRAMS
+        for variant in variants
+    }
+    | {"calls": calls, "chains": chains},
+    settings={"processes": 3, "rounds": 40, "operators": 40},
+    limits=(
+        *(Limit(FIRST, first_row(*row), FLAT, 1.0, STOCK) for *row, _ in PROGRAMS),
+        Limit(FIRST, HALF, STRUCTURED, 1.28, FLAT),
+        Limit(CALLS, PLAIN_ROW, FLAT, 0.34, STOCK),
+        Limit(CALLS, STRUCTURED_ROW, STRUCTURED, 0.43, STOCK, PLAIN_ROW),
+        Limit(CALLS, DERIVED_ROW, FLAT, 0.63, STOCK, PLAIN_ROW),
+        Limit(OVERHEAD, ELEMENTWISE, FLAT, 0.15, STOCK),
+        # PyTorch's tag, and noise.
+        Limit(OVERHEAD, ELEMENTWISE, FAMILY, 1.15, TAGGED),
+        Limit(OVERHEAD, ELEMENTWISE, OVERWRITING, 1.15, TAGGED),
+    ),
+    environment={"TORCHOP_NATIVE": "require", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(BENCHMARK))

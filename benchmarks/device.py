@@ -1,14 +1,15 @@
-"""Measure calls with tensors on a GPU.
+"""Measure calls on an accelerator, or on the CPU if there is none.
 
-The rows are ways to call the same function: the plain Python function, torchop's handle and
-overload, `torch.library.custom_op`, the same accelerated, and `define` with `impl`. Each table is
-one kind of work: an allocation without a launch, one launch, a formula that saves a tensor (forward
-alone, then with backward), and a derived formula.
+Each row is one way to call a function:
 
-The first number is microseconds of CPU time of the calling thread. It excludes the backward on an
-accelerator, which runs in another thread. The second is wall time until the device has finished.
-Both are medians of rounds in which all ways take turns. Without an accelerator, the tensors are on
-the CPU.
+- plain function: the Python function itself.
+- torchop handle, torchop torch.ops: an operator of torchop.
+- custom_op: an operator of `torch.library.custom_op`.
+- accelerated: such an operator after `torchop.accelerate`.
+- define + impl: `torch.library.define` and `impl`.
+
+"CPU" is the CPU time of the calling thread, without the thread that runs the backward. "elapsed" is
+the time until the device has finished.
 """
 
 from __future__ import annotations
@@ -21,28 +22,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import _harness
+import harness
 import torchop
+from harness import Benchmark, Settings, Tables
 
 WARM_UP = 20
 TENSORS = 14
 MANY = f"({', '.join(f'Tensor x{number}' for number in range(TENSORS))}) -> Tensor"
 ONE = "(Tensor x) -> Tensor"
 PLAIN, HANDLE = "plain function", "torchop handle"
+CPU, ELAPSED = "CPU", "elapsed"
+TITLES = EMPTY, COPY, FORWARD, BACKWARD, DERIVED = (
+    "14 tensors, no launch",
+    "14 tensors, one launch",
+    "saves a tensor, forward",
+    "saves a tensor, forward and backward",
+    "derived formula, forward",
+)
 
-Way = Callable[..., Tensor]
+Function = Callable[..., Tensor]
 
 
 def device() -> torch.device:
-    """Return the accelerator, or the CPU if the machine has none."""
+    """Return the accelerator, or the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else torch.device(found.type, 0)
 
 
-def ways(
-    name: str, body: Way, schema: str, formula: tuple[Any, Any] | None = None
-) -> dict[str, Way]:
-    """Define operators for a function, and return all ways to call it, by name."""
+def variants(
+    name: str, body: Function, schema: str, formula: tuple[Any, Any] | None = None
+) -> dict[str, Function]:
+    """Return the ways to call a function."""
     ours = torchop.custom_op(f"bench::{name}", body, mutates_args=(), schema=schema)
     stock = torch.library.custom_op(f"bench_stock::{name}", body, mutates_args=(), schema=schema)
     fast = torch.library.custom_op(f"bench_fast::{name}", body, mutates_args=(), schema=schema)
@@ -58,23 +68,23 @@ def ways(
     return {
         PLAIN: body,
         HANDLE: ours,
-        "torchop, torch.ops": getattr(torch.ops.bench, name).default,
+        "torchop torch.ops": getattr(torch.ops.bench, name).default,
         "custom_op": stock,
         "custom_op, accelerated": fast,
         "define + impl": getattr(torch.ops.bench_low, name).default,
     }
 
 
-def measure(
+def time_calls(
     calls: Mapping[str, Callable[[], object]], rounds: int, times: int
 ) -> dict[str, dict[str, float]]:
-    """Return microseconds per call: CPU time of this thread, and wall time with synchronization."""
+    """Return the CPU time and the elapsed time of one call, in microseconds."""
     wait = (lambda: None) if device().type == "cpu" else torch.accelerator.synchronize
     for call in calls.values():
         for _ in range(WARM_UP):
             call()
     busy: dict[str, list[float]] = {name: [] for name in calls}
-    clock: dict[str, list[float]] = {name: [] for name in calls}
+    elapsed: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             wait()
@@ -83,69 +93,62 @@ def measure(
                 call()
             busy[name].append((time.thread_time() - cpu) / times * 1e6)
             wait()
-            clock[name].append((time.perf_counter() - started) / times * 1e6)
+            elapsed[name].append((time.perf_counter() - started) / times * 1e6)
     return {
-        name: {"cpu": statistics.median(busy[name]), "clock": statistics.median(clock[name])}
+        name: {CPU: statistics.median(busy[name]), ELAPSED: statistics.median(elapsed[name])}
         for name in calls
     }
 
 
 def cases() -> dict[str, dict[str, Callable[[], object]]]:
-    """Return the measured calls, by title of the table."""
+    """Return the calls of each table."""
     where = device()
     tensors = [torch.randn(4, device=where) for _ in range(TENSORS)]
     leaves = [torch.randn(4, device=where, requires_grad=n == 0) for n in range(TENSORS)]
     x = torch.randn(4, device=where, requires_grad=True)
 
-    def saves(ctx: Any, inputs: Sequence[Tensor], output: Tensor) -> None:
+    def save(ctx: Any, inputs: Sequence[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
 
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad * 2, *[None] * (TENSORS - 1)
 
-    def on(args: Sequence[Tensor], found: Mapping[str, Way]) -> dict[str, Callable[[], object]]:
-        return {name: lambda way=way: way(*args) for name, way in found.items()}
+    def on(
+        args: Sequence[Tensor], found: Mapping[str, Function]
+    ) -> dict[str, Callable[[], object]]:
+        return {name: lambda function=function: function(*args) for name, function in found.items()}
 
-    train = ways("train", lambda *xs: xs[0] * 2, MANY, (backward, saves))
+    train = variants("train", lambda *xs: xs[0] * 2, MANY, (backward, save))
     sine = torchop.custom_op("bench::sine", torch.sin, mutates_args=(), schema=ONE)
     sine.derive_autograd()
     grad = torch.ones(4, device=where)
+    empty = variants("empty", lambda *xs: torch.empty_like(xs[0]), MANY)
+    copy = variants("copy", lambda *xs: xs[0].clone(), MANY)
     return {
-        f"{TENSORS} tensors, an allocation and no launch": on(
-            tensors, ways("empty", lambda *xs: torch.empty_like(xs[0]), MANY)
-        ),
-        f"{TENSORS} tensors, one launch": on(
-            tensors, ways("copy", lambda *xs: xs[0].clone(), MANY)
-        ),
-        f"{TENSORS} tensors, a formula that saves one, forward": on(leaves, train),
-        "the same, forward and backward": {
-            name: lambda way=way: way(*leaves).backward(grad) for name, way in train.items()
+        EMPTY: on(tensors, empty),
+        COPY: on(tensors, copy),
+        FORWARD: on(leaves, train),
+        BACKWARD: {
+            name: lambda function=function: function(*leaves).backward(grad)
+            for name, function in train.items()
         },
-        "a derived formula, forward": on([x], {PLAIN: torch.sin, HANDLE: sine}),
+        DERIVED: on([x], {PLAIN: torch.sin, HANDLE: sine}),
     }
 
 
-def main() -> int:
-    parser = _harness.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of all ways")
-    parser.add_argument("--calls", type=int, default=300, help="calls per way and round")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    torchop.native.wait()
-    console = _harness.console()
-    results = {}
-    for title, calls in cases().items():
-        results[title] = measure(calls, options.rounds, options.calls)
-        shown = _harness.table(title, "", "cpu us", "of plain", "clock us", "of plain")
-        plain = results[title][PLAIN]
-        for name, micros in results[title].items():
-            pairs = ((micros[kind], micros[kind] / plain[kind]) for kind in ("cpu", "clock"))
-            shown.add_row(name, *(f"{number:.2f}" for pair in pairs for number in pair))
-        console.print(shown)
-    name = torch.cuda.get_device_name() if device().type == "cuda" else str(device())
-    _harness.write_json(options.json, {"unit": "microseconds", "device": name, "calls": results})
-    return 0
+def measure(settings: Settings) -> Tables:
+    """Measure all tables."""
+    rounds, times = settings["rounds"], settings["calls"]
+    return {title: time_calls(calls, rounds, times) for title, calls in cases().items()}
 
+
+BENCHMARK = Benchmark(
+    name="device",
+    units=dict.fromkeys(TITLES, "us"),
+    parts={"calls": measure},
+    settings={"processes": 1, "rounds": 15, "calls": 300},
+    environment={"TORCHOP_NATIVE": "require"},
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(BENCHMARK))

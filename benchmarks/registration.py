@@ -1,149 +1,270 @@
-"""Measure the definition of operators, and the first use of one in a process.
+"""Measure registering operators, and the first definition, call and training step of a process.
 
-Packages register hundreds of operators on import, so their users pay for it at every start. Each
-number is the median of several processes, with the routes in turn:
+The variants are:
 
 - torchop: `torchop.custom_op`.
 - custom_op: `torch.library.custom_op`.
-- define + impl: `torch.library.define` and `impl`, with a written schema and no checks, and rules
-  of `torch.library.register_fake` and `register_autograd`.
+- define + impl: `torch.library.define` and `impl` with a schema written by hand, and
+  `torch.library.register_fake` and `register_autograd` for the rules.
 
-The operators have three different signatures with one to three tensors. Memory is the growth of the
-process without the user's functions.
+Packages register hundreds of operators at import, so "time" and "memory" are those of one of many
+operators. They have three signatures in turn, with one to three tensors. "memory" is the growth of
+the process without the functions of the operators. "first use" shows that the first call of a
+`torch.library.custom_op` imports torch._dynamo.
 
-Results: torchop takes a third of the time and half of the memory of `torch.library.custom_op`. It
-takes more time than `define`, which infers and checks nothing. With a fake kernel and a formula,
-define + impl is as slow as `torch.library.custom_op`.
-
-The first call of an operator parses the schema and compiles the rules. The first call in a process
-is slow with `torch.library.custom_op`, which imports Dynamo, as slow as importing torch. torchop
-loads the extension then, in 3 ms, and not earlier, because many programs define operators that they
-never call.
+Only the part that runs may import torchop: an import at the top would hide its cost.
 """
 
 from __future__ import annotations
 
-import json
+import functools
+import gc
 import os
-import statistics
-import subprocess
+import resource
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import _harness
-from _fresh_process import CONTENTS, CUSTOM_OP, KERNEL_ONLY, LOW_LEVEL, ROUTES, TORCHOP
-from _harness import Bar
+import torch
+from torch import Tensor
 
-# Nested results by name, numbers at the bottom: one process's, or the medians of many.
-Results = dict[str, Any]
+import harness
+from harness import Benchmark, Limit, Settings, Tables
+
+TORCHOP, CUSTOM_OP, LOW_LEVEL = VARIANTS = ("torchop", "custom_op", "define + impl")
+KERNEL, RULES, CALLED = CONTENTS = ("kernel", "kernel, fake kernel, formula", "kernel, 1 call")
+IMPORT, FIRST, MODULES, DYNAMO = "import", "first use", "imports", "imports of torch._dynamo"
+TIME, MEMORY = "time", "memory"
 
 
-def collect(operators: int, repeats: int) -> Results:
-    """Run every measurement `repeats` times, in turn.
+# --------------------------------------------------------------------------------------------------
+# The operators
 
-    Returns:
-        The medians, and for the import the minimum, because its limit is an absolute time and other
-        load can only add to it.
-    """
-    runs: dict[tuple[str, ...], list[Results]] = defaultdict(list)
-    for _ in range(repeats):
-        runs["import",].append(_fresh_process("import"))
-        for route in ROUTES:
-            runs["first", route].append(_fresh_process("first", route))
-        for contents in CONTENTS:
-            for route in ROUTES:
-                result = _fresh_process("many", route, contents, str(operators))
-                runs["many", contents, route].append(result)
+
+class Source(NamedTuple):
+    """The functions of one operator, and arguments for a call."""
+
+    schema: str
+    args: tuple[Any, ...]
+    kernel: Callable[..., Any]
+    fake: Callable[..., Any]
+    setup_context: Callable[..., None]
+    backward: Callable[..., Any]
+
+
+def scale() -> Source:
+    def kernel(x: Tensor, factor: float = 1.0) -> Tensor:
+        return x * factor
+
+    def fake(x: Tensor, factor: float = 1.0) -> Tensor:
+        return torch.empty_like(x)
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.factor, None
+
+    schema = "(Tensor x, float factor=1.0) -> Tensor"
+    return Source(schema, (torch.ones(2), 2.0), kernel, fake, setup_context, backward)
+
+
+def affine() -> Source:
+    def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> Tensor:
+        return x * weight
+
+    def fake(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> Tensor:
+        return torch.empty_like(x)
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0], inputs[1])
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad * weight, grad * x, None, None
+
+    schema = "(Tensor x, Tensor weight, Tensor? bias, SymInt[] sizes) -> Tensor"
+    args = (torch.ones(2), torch.ones(2), None, [2])
+    return Source(schema, args, kernel, fake, setup_context, backward)
+
+
+def attention() -> Source:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+        return q * k, v.clone()
+
+    def fake(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty_like(v)
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0], inputs[1])
+
+    def backward(ctx: Any, grad: Tensor, grad_v: Tensor) -> Any:
+        q, k = ctx.saved_tensors
+        return grad * k, grad * q, grad_v, None
+
+    schema = "(Tensor q, Tensor k, Tensor v, bool causal=False) -> (Tensor, Tensor)"
+    args = (torch.ones(2), torch.ones(2), torch.ones(2))
+    return Source(schema, args, kernel, fake, setup_context, backward)
+
+
+KINDS = (scale, affine, attention)
+
+
+class Registrar:
+    """Register operators with one of the variants, and call them."""
+
+    def __init__(self, variant: str) -> None:
+        self.custom_op: Callable[..., Any] | None = None
+        if variant == TORCHOP:
+            import torchop
+
+            self.custom_op = torchop.custom_op
+        elif variant == CUSTOM_OP:
+            self.custom_op = torch.library.custom_op
+
+    def define(self, name: str, source: Source) -> Any:
+        """Return the handle, or the name if the variant has no handles."""
+        if self.custom_op is not None:
+            return self.custom_op(f"bench::{name}", source.kernel, mutates_args=())
+        torch.library.define(f"bench::{name}", source.schema)
+        torch.library.impl(f"bench::{name}", "cpu", source.kernel)
+        return f"bench::{name}"
+
+    def add_rules(self, op: Any, source: Source) -> None:
+        if self.custom_op is not None:
+            op.register_fake(source.fake)
+            op.register_autograd(source.backward, setup_context=source.setup_context)
+        else:
+            torch.library.register_fake(op, source.fake)
+            torch.library.register_autograd(op, source.backward, setup_context=source.setup_context)
+
+    def call(self, op: Any, args: tuple[Any, ...]) -> Any:
+        if isinstance(op, str):
+            op = getattr(torch.ops.bench, op.removeprefix("bench::"))
+        return op(*args)
+
+
+# --------------------------------------------------------------------------------------------------
+# The parts
+
+
+def import_torchop(settings: Settings) -> Tables:
+    """Time `import torchop` after `import torch`."""
+    _freeze()
+    start = time.process_time()
+    import torchop  # noqa: F401  # the import is measured
+
+    return {IMPORT: {"import torchop": {TORCHOP: (time.process_time() - start) * 1e3}}}
+
+
+def first_use(settings: Settings, variant: str) -> Tables:
+    """Time the first definition, call and training step of a process, and count their imports."""
+    registrar = Registrar(variant)
+    source = scale()
+    x = torch.ones(2, requires_grad=True)
+    op = None
+
+    def define() -> None:
+        nonlocal op
+        op = registrar.define("first", source)
+
+    def call() -> None:
+        registrar.call(op, source.args)
+
+    def train() -> None:
+        registrar.add_rules(op, source)
+        registrar.call(op, (x, 2.0)).sum().backward()
+
+    tables: Tables = {FIRST: {}, MODULES: {}, DYNAMO: {}}
+    for step, function in (("definition", define), ("call", call), ("training step", train)):
+        _freeze()
+        before = set(sys.modules)
+        start = time.process_time()
+        function()
+        milliseconds = (time.process_time() - start) * 1e3
+        imported = set(sys.modules) - before
+        tables[FIRST][step] = {variant: milliseconds}
+        tables[MODULES][step] = {variant: len(imported)}
+        dynamo = sum(module.startswith("torch._dynamo") for module in imported)
+        tables[DYNAMO][step] = {variant: dynamo}
+    return tables
+
+
+def many(settings: Settings, variant: str, contents: str) -> Tables:
+    """Register many operators."""
+    count = settings["operators"]
+    registrar = Registrar(variant)
+    sources = [KINDS[index % len(KINDS)]() for index in range(count)]
+    # The first operators of a process pay for imports and caches.
+    warm_up = [(f"warm_up_{i}", kind()) for i, kind in enumerate(KINDS)]
+    handles = register(registrar, contents, warm_up)
+    registrar.call(handles[0], warm_up[0][1].args)
+    named = [(f"op_{index}", source) for index, source in enumerate(sources)]
+    _freeze()
+    kilobytes = resident_kilobytes()
+    start = time.process_time()
+    operators = register(registrar, contents, named)
+    seconds = time.process_time() - start
+    gc.collect()
+    kilobytes = resident_kilobytes() - kilobytes
+    assert len(operators) == count
     return {
-        "import": min(runs["import",], key=lambda run: run["milliseconds"]),
-        "first": {route: _medians(runs["first", route]) for route in ROUTES},
-        "many": {
-            contents: {route: _medians(runs["many", contents, route]) for route in ROUTES}
-            for contents in CONTENTS
-        },
+        TIME: {contents: {variant: seconds / count * 1e6}},
+        MEMORY: {contents: {variant: kilobytes / count}},
     }
 
 
-def _fresh_process(*arguments: str) -> Results:
-    script = Path(__file__).with_name("_fresh_process.py")
-    # Installed packages come with bytecode. Without it, the import would compile the source.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    process = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    result: Results = json.loads(process.stdout)
-    return result
+def register(registrar: Registrar, contents: str, named: list[tuple[str, Source]]) -> list[Any]:
+    handles = []
+    for name, source in named:
+        op = registrar.define(name, source)
+        if contents == RULES:
+            registrar.add_rules(op, source)
+        if contents == CALLED:
+            registrar.call(op, source.args)
+        handles.append(op)
+    return handles
 
 
-def _medians(runs: Sequence[Any]) -> Any:
-    if isinstance(runs[0], dict):
-        return {key: _medians([run[key] for run in runs]) for key in runs[0]}
-    return statistics.median(runs)
+def _freeze() -> None:
+    """Collect the garbage of earlier imports before a measurement."""
+    gc.collect()
+    gc.freeze()
 
 
-def bars(results: Results) -> list[Bar]:
-    """Return the limits for the results."""
-    ours, stock, low_level = (
-        results["many"][KERNEL_ONLY][route] for route in (TORCHOP, CUSTOM_OP, LOW_LEVEL)
-    )
-    time = ours["microseconds"]
-    first = results["first"][TORCHOP]
-    dynamo = sum(step["dynamo_modules"] for step in first.values())
-    return [
-        Bar("time to register / custom_op", time / stock["microseconds"], 0.4, "x"),
-        Bar("time to register / define + impl", time / low_level["microseconds"], 4.5, "x"),
-        Bar("memory of an operator", ours["kilobytes"], 16, " KB"),
-        Bar("first definition in a process", first["definition"]["milliseconds"], 2, " ms"),
-        Bar("first training step", first["training step"]["milliseconds"], 5, " ms"),
-        Bar("import torchop, after torch", results["import"]["milliseconds"], 50, " ms"),
-        Bar("torch._dynamo modules imported by defining, calling and training", dynamo, 0),
-    ]
+def resident_kilobytes() -> float:
+    """Return the memory of this process, or its peak on systems without /proc."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1024 if sys.platform == "darwin" else peak
 
 
-def many_table(results: Results, operators: int) -> Any:
-    table = _harness.table(f"Registering {operators} operators, each", "with", *ROUTES)
-    for contents, routes in results["many"].items():
-        cells = [f"{r['microseconds']:.0f} us  {r['kilobytes']:.1f} KB" for r in routes.values()]
-        table.add_row(contents, *cells)
-    return table
-
-
-def first_table(results: Results) -> Any:
-    table = _harness.table("First use in a process: time, and imported modules", "", *ROUTES)
-    for step in results["first"][TORCHOP]:
-        table.add_row(step, *(_first(routes[step]) for routes in results["first"].values()))
-    return table
-
-
-def _first(step: Results) -> str:
-    dynamo = ", torch._dynamo too" if step["dynamo_modules"] else ""
-    return f"{step['milliseconds']:.2f} ms, {step['modules']:.0f}{dynamo}"
-
-
-def main() -> int:
-    parser = _harness.parser(__doc__)
-    parser.add_argument("--operators", type=int, default=1000, help="operators to register")
-    parser.add_argument("--repeats", type=int, default=5, help="processes per number")
-    options = parser.parse_args()
-    console = _harness.console()
-    with console.status("Registering operators in separate processes"):
-        results = collect(options.operators, options.repeats)
-    environment = _harness.environment()
-    console.print(f"torch {environment['torch']}, Python {environment['python']}; medians")
-    console.print(many_table(results, options.operators))
-    console.print(first_table(results))
-    checked = bars(results)
-    _harness.print_bars(console, checked)
-    _harness.write_json(options.json, {**results, "bars": _harness.bars_as_json(checked)})
-    return 0 if all(bar.passed for bar in checked) else 1
-
+BENCHMARK = Benchmark(
+    name="registration",
+    units={IMPORT: "ms", FIRST: "ms", MODULES: "modules", DYNAMO: "modules"}
+    | {TIME: "us", MEMORY: "KB"},
+    parts={"import": import_torchop}
+    | {f"first, {name}": functools.partial(first_use, variant=name) for name in VARIANTS}
+    | {
+        f"{contents}, {name}": functools.partial(many, variant=name, contents=contents)
+        for contents in CONTENTS
+        for name in VARIANTS
+    },
+    settings={"processes": 5, "operators": 1000},
+    limits=(
+        Limit(TIME, KERNEL, TORCHOP, 0.4, CUSTOM_OP),
+        Limit(TIME, KERNEL, TORCHOP, 4.5, LOW_LEVEL),
+        Limit(MEMORY, KERNEL, TORCHOP, 16),
+        Limit(FIRST, "definition", TORCHOP, 2),
+        Limit(FIRST, "training step", TORCHOP, 5),
+        Limit(IMPORT, "import torchop", TORCHOP, 50),
+        *(Limit(DYNAMO, step, TORCHOP, 0) for step in ("definition", "call", "training step")),
+    ),
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(BENCHMARK))

@@ -1,15 +1,13 @@
 """Measure training through an operator with one residual.
 
-All routes compute the same two small tensors in the forward, and multiply in the backward:
+Every variant computes the same two small tensors in its forward and multiplies in its backward:
 
-- torchop: an operator whose second tensor is a residual.
-- autograd.Function: PyTorch's class around the same function.
-- split by hand: an operator of `torch.library.custom_op` that returns both tensors.
-- inference: torchop's operator without gradients, when the kernel skips the residual.
-- no residuals: an operator without residuals, called without gradients.
+- torchop: the second tensor is a residual.
+- autograd.Function: the same function in a `torch.autograd.Function`.
+- two results: an operator of `torch.library.custom_op` that returns both tensors.
 
-Times are microseconds of CPU time, for forward and backward in the first three rows, and for the
-forward alone in the last two. Limits apply to ratios of medians.
+The row "inference" is the forward alone. Its kernel computes no residual, and "no residuals" is an
+operator that declares none.
 """
 
 from __future__ import annotations
@@ -20,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import _harness
+import harness
 import torchop
-from _harness import Bar, Call
+from harness import Benchmark, Limit, Settings, Tables, Variant
 from torchop import records_gradient, residuals
 
-OURS, FUNCTION, SPLIT = "torchop", "autograd.Function", "split by hand"
-INFERENCE, PLAIN = "inference", "no residuals"
+TABLE = "calls"
+TRAINING, INFERENCE = "forward + backward", "inference"
+TORCHOP, FUNCTION, SPLIT, PLAIN = "torchop", "autograd.Function", "two results", "no residuals"
 
 
 def forward(x: Tensor) -> Tensor:
-    # Imported by name, because attribute access on `torchop` is slow: the module has a
-    # `__getattr__` for lazy imports.
+    # `torchop.residuals` would be an attribute of a module with `__getattr__`, which is slow.
     if not records_gradient():
         return x * x
     return residuals(x * x, x + x)
@@ -45,6 +43,11 @@ def both(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * x, x + x
 
 
+def backward(ctx: Any, grad: Tensor, *_: Any) -> Tensor:
+    (slope,) = ctx.saved_tensors
+    return grad * slope
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -56,22 +59,17 @@ class Square(torch.autograd.Function):
         return backward(ctx, grad)
 
 
-def backward(ctx: Any, grad: Tensor, *_: Any) -> Tensor:
-    (slope,) = ctx.saved_tensors
-    return grad * slope
-
-
-def training(function: Callable[[Tensor], Tensor], x: Tensor) -> Call:
+def training(function: Callable[[Tensor], Tensor], x: Tensor) -> Variant:
     grad = torch.ones_like(x)
 
     def step() -> None:
         torch.autograd.grad(function(x), x, grad)
 
-    return Call(step)
+    return Variant(step)
 
 
-def calls() -> dict[str, Call]:
-    """Define the operators, and return a call for each route."""
+def measure(settings: Settings) -> Tables:
+    """Define the operators and measure both rows."""
     name = "bench_residuals::square"
     op = torchop.custom_op(name, forward, mutates_args=(), residuals={"slope": Tensor})
     op.register_autograd(
@@ -85,38 +83,29 @@ def calls() -> dict[str, Call]:
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
     )
     x = torch.randn(4, requires_grad=True)
-    return {
-        OURS: training(op, x),
-        FUNCTION: training(Square.apply, x),
-        SPLIT: training(lambda x: split(x)[0], x),
-        INFERENCE: Call(op, (x.detach(),)),
-        PLAIN: Call(plain, (x.detach(),)),
+    rows = {
+        TRAINING: {
+            TORCHOP: training(op, x),
+            FUNCTION: training(Square.apply, x),
+            SPLIT: training(lambda x: split(x)[0], x),
+        },
+        INFERENCE: {TORCHOP: Variant(op, (x.detach(),)), PLAIN: Variant(plain, (x.detach(),))},
     }
+    return {TABLE: {row: harness.measure(of, settings["rounds"]) for row, of in rows.items()}}
 
 
-def main() -> int:
-    parser = _harness.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=100, help="timed blocks per call")
-    options = parser.parse_args()
-    torchop.native.wait()
-    torch.set_num_threads(1)
-    timings = _harness.measure(calls(), options.rounds)
-    console = _harness.console()
-    shown = _harness.table("Microseconds", "", "median")
-    for name, timing in timings.items():
-        shown.add_row(name, f"{timing.median:.2f}")
-    console.print(shown)
-    pairs = ((OURS, FUNCTION, 0.9), (OURS, SPLIT, 0.6), (INFERENCE, PLAIN, 1.05))
-    bars = [
-        Bar(f"{ours} / {other}", timings[ours].median / timings[other].median, limit, "x")
-        for ours, other, limit in pairs
-    ]
-    _harness.print_bars(console, bars)
-    medians = {name: timing.median for name, timing in timings.items()}
-    results = {"unit": "microseconds", "calls": medians, "bars": _harness.bars_as_json(bars)}
-    _harness.write_json(options.json, results)
-    return 0 if all(bar.passed for bar in bars) else 1
-
+BENCHMARK = Benchmark(
+    name="residuals",
+    units={TABLE: "us"},
+    parts={"calls": measure},
+    settings={"processes": 3, "rounds": 100},
+    limits=(
+        Limit(TABLE, TRAINING, TORCHOP, 0.9, FUNCTION),
+        Limit(TABLE, TRAINING, TORCHOP, 0.6, SPLIT),
+        Limit(TABLE, INFERENCE, TORCHOP, 1.05, PLAIN),
+    ),
+    environment={"TORCHOP_NATIVE": "require"},
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(harness.main(BENCHMARK))

@@ -1,0 +1,194 @@
+"""Write the results of the benchmarks into README.md and the documentation.
+
+    python benchmarks/report.py
+
+`passages` has every sentence and table row that states a measurement, with numbers from
+`results/*.json`. This program finds each passage in its page, whatever numbers it has there, and
+replaces the numbers. It also draws the charts. `tests/project/test_benchmarks.py` checks that all
+pages and charts are up to date.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import _cases
+import calls
+import compiling
+import providers
+import registration
+from harness import Result
+
+ROOT = Path(__file__).parents[1]
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def passages() -> dict[str, list[str]]:
+    """Return the passages of each page that state measurements."""
+    return {
+        "README.md": [*_readme()],
+        "docs/dev/native-calls.md": [*_costs()],
+        "docs/how-to/accelerate.md": [*_accelerate()],
+        "docs/how-to/several-kernels.md": [*_providers()],
+        "docs/reference/differences.md": [*_registration()],
+        "docs/tutorials/mutating.md": [*_families()],
+    }
+
+
+def _call(case: _cases.Case) -> dict[str, float]:
+    return Result("calls").values(calls.TABLE, case.title)
+
+
+def _readme() -> Iterator[str]:
+    fourteen, saves = _call(calls.FOURTEEN), _call(calls.SAVES)
+    mutates = _call(calls.MUTATION)
+    ours, stock, low = (fourteen[v] for v in (calls.HANDLE, calls.CUSTOM_OP, calls.LOW_LEVEL))
+    yield (
+        f"A call with 14 tensors takes {ours:.1f} us. It takes {stock:.1f} us with "
+        f"`torch.library.custom_op` ({stock / ours:.0f}x) and {low:.1f} us with `define` and "
+        f"`impl` ({low / ours:.0f}x)."
+    )
+    yield (
+        f"![Microseconds for one call with 14 small tensors: torchop {ours:.1f}, "
+        f"torch.library.custom_op {stock:.1f}.]"
+    )
+    for row, of in (
+        (f"no gradient (the function alone: {fourteen[calls.PLAIN]:.1f} us)", fourteen),
+        ("a formula that saves one tensor", saves),
+        (f"one tensor mutated (the function alone: {mutates[calls.PLAIN]:.1f} us)", mutates),
+    ):
+        numbers = (of[name] for name in (calls.HANDLE, calls.CUSTOM_OP, calls.LOW_LEVEL))
+        yield f"| {row} | {' | '.join(f'{number:.1f} us' for number in numbers)} |"
+    result = Result("registration")
+    time = result.values(registration.TIME, registration.KERNEL)
+    first = result.values(registration.FIRST, "call")
+    ours, stock, low = (time[variant] for variant in registration.VARIANTS)
+    yield f"| registering one operator | {ours:.0f} us | {stock:.0f} us | {low:.0f} us |"
+    yield (
+        "| the first call imports `torch._dynamo` | no | "
+        f"yes, {first[registration.CUSTOM_OP]:.0f} ms | no | no |"
+    )
+    older = Result("calls-2.15").values(calls.TABLE, calls.FOURTEEN.title)
+    ours, stock, low = (older[v] for v in (calls.HANDLE, calls.CUSTOM_OP, calls.LOW_LEVEL))
+    yield (
+        f"On PyTorch 2.15, a `custom_op` call without a gradient takes {stock / ours:.0f} times "
+        f"as long as a torchop call, and a `define` and `impl` call {low / ours:.0f} times."
+    )
+
+
+def _costs() -> Iterator[str]:
+    plain, handle, ops = calls.PLAIN, calls.HANDLE, calls.OPS
+    fourteen, inference = _call(calls.FOURTEEN), _call(calls.INFERENCE)
+    training = _call(calls.TRAINING)
+    yield (
+        f"For a function of 14 tensors that takes {fourteen[plain]:.1f} us, a native call takes "
+        f"{fourteen[handle] / fourteen[plain]:.2f} times as long as the function, and "
+        f"{inference[handle] / inference[plain]:.2f} times in inference mode."
+    )
+    yield f"A call through `torch.ops` takes {fourteen[ops] / fourteen[plain]:.2f} times as long."
+    yield (
+        f"A training step takes {training[handle] / training[calls.WRITTEN]:.2f} times as long as "
+        "with `autograd.Function`."
+    )
+
+
+def _accelerate() -> Iterator[str]:
+    without_gradient = [
+        _call(case)
+        for case in (calls.FOURTEEN, _cases.FOUR, calls.ONE, calls.INFERENCE, calls.TYPED)
+    ]
+    slow = [_call(case) for case in (calls.MUTATION, calls.MUTATION_OF_3, calls.SAVES)]
+
+    def ratios(rows: list[dict[str, float]], variant: str) -> list[float]:
+        return sorted(row[variant] / row[calls.PLAIN] for row in rows)
+
+    stock, low = (ratios(without_gradient, v) for v in (calls.CUSTOM_OP, calls.LOW_LEVEL))
+    fast = max(row[calls.ACCELERATED] - row[calls.PLAIN] for row in without_gradient)
+    yield (
+        f"a `custom_op` call takes {stock[0]:.0f} to {stock[-1]:.0f} times as long as its kernel, "
+        f"and {ratios(slow, calls.CUSTOM_OP)[0]:.0f} times or more if it mutates or saves tensors. "
+        f"A `define` and `impl` call takes {low[0]:.0f} to {low[-1]:.0f} times as long. An "
+        f"accelerated call takes at most {max(fast, 0.1):.1f} us more than its kernel."
+    )
+    for of in Result("realworld").tables.values():
+        unit = "" if of["unit"] == "us" else f" {of['unit']}"
+        for row, variants in of["rows"].items():
+            numbers = " | ".join(f"{value}{unit}" for (value,) in variants.values())
+            yield f"| {row} | {numbers} |"
+
+
+def _providers() -> Iterator[str]:
+    added = Result("providers").values(providers.SELECTION, providers.ROW)
+    yield (
+        "With `supports`, a call looks up its metadata in a table in C++, which takes "
+        f"{added[providers.SUPPORTS]:.0f} ns."
+    )
+
+
+def _registration() -> Iterator[str]:
+    result = Result("registration")
+    time, memory = (
+        result.values(table, registration.KERNEL)
+        for table in (registration.TIME, registration.MEMORY)
+    )
+    ours, stock = registration.TORCHOP, registration.CUSTOM_OP
+    yield (
+        f"Registering a functional operator takes {100 * time[ours] / time[stock]:.0f}% of the "
+        f"time and {100 * memory[ours] / memory[stock]:.0f}% of the memory of "
+        "`torch.library.custom_op`."
+    )
+
+
+def _families() -> Iterator[str]:
+    added = Result("compiling").values(compiling.OVERHEAD, compiling.ELEMENTWISE)
+    yield (
+        f"A call that Inductor plans this way takes {added[compiling.FAMILY]:.1f} us more than its "
+        f"kernel, and {added[compiling.TAGGED]:.1f} us more with the tag."
+    )
+
+
+def refresh(page: str, passage: str) -> str:
+    """Return a page with the numbers of a passage.
+
+    Raises:
+        ValueError: if the page does not have the passage, or has it twice.
+    """
+    pieces = [_pattern(piece) for piece in NUMBER.split(passage)]
+    found = re.findall(f"({NUMBER.pattern})".join(pieces), page)
+    pattern = re.compile(f"({NUMBER.pattern})".join(pieces))
+    if len(found) != 1:
+        raise ValueError(f"expected this passage once, and found it {len(found)} times:\n{passage}")
+    numbers = NUMBER.findall(passage)
+
+    def replace(match: re.Match[str]) -> str:
+        text, end = "", match.start()
+        for group, number in enumerate(numbers, 1):
+            text += page[end : match.start(group)] + number
+            end = match.end(group)
+        return text + page[end : match.end()]
+
+    return pattern.sub(replace, page)
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression for a text that may be wrapped elsewhere."""
+    words = re.split(r"(\s+)", text)
+    return "".join(r"\s+" if word.isspace() else re.escape(word) for word in words)
+
+
+def main() -> None:
+    for name, texts in passages().items():
+        path = ROOT / name
+        page = path.read_text(encoding="utf-8")
+        for text in texts:
+            page = refresh(page, text)
+        path.write_text(page, encoding="utf-8")
+    import _charts  # needs matplotlib
+
+    _charts.draw()
+
+
+if __name__ == "__main__":
+    main()
