@@ -290,7 +290,7 @@ def notebooks(session: nox.Session) -> None:
     """Run the notebooks and store their outputs; redraw the pictures of the documentation."""
     session.run(sys.executable, "tools/notebooks.py")
     session.run(sys.executable, "tools/trace_picture.py")
-    session.run(sys.executable, "docs/_extensions/chart.py")
+    session.run(sys.executable, "benchmarks/report.py")
 
 
 @nox.session(venv_backend="none")

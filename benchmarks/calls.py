@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch._inductor.config
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -219,6 +218,8 @@ def dataclass_row() -> Row:
 
 def graph_row() -> Row:
     """Compile a graph with several calls of an operator."""
+    import torch._inductor.config  # imported late: the demo imports this file
+
     torch._inductor.config.compile_threads = 1  # worker processes would disturb the measurement
     ours = torchop.custom_op("bench_torchop::compiled", CLONE_FIRST, mutates_args=())
     stock = torch.library.custom_op("bench_custom_op::compiled", CLONE_FIRST, mutates_args=())

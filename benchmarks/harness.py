@@ -182,8 +182,7 @@ def main(benchmark: Benchmark) -> int:
     options = parser.parse_args()
     settings = {name: getattr(options, name) for name in benchmark.settings}
     if options.part is not None:
-        torch.set_num_threads(1)
-        print(json.dumps(benchmark.parts[options.part](settings)))
+        print(json.dumps(run_here(benchmark, options.part, settings)))
         return 0
     runs = collect(benchmark, settings)
     found = environment()
@@ -219,6 +218,12 @@ def run_part(benchmark: Benchmark, part: str, settings: Settings) -> Tables:
     )
     tables: Tables = json.loads(process.stdout)
     return tables
+
+
+def run_here(benchmark: Benchmark, part: str, settings: Settings) -> Tables:
+    """Run a part in this process, with one thread of PyTorch."""
+    torch.set_num_threads(1)
+    return benchmark.parts[part](settings)
 
 
 # --------------------------------------------------------------------------------------------------

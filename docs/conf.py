@@ -36,7 +36,6 @@ extensions = [
     "sphinx_copybutton",
     "sphinxext.opengraph",
     "torchop.sphinx",
-    "chart",
     "markdown_pages",
     "reference",
 ]

@@ -39,9 +39,6 @@ def markdown(html: str) -> str:
     html = html[html.index("<article") : html.index("</article>")]
     article = BeautifulSoup(html, "html.parser").find("article")
     assert isinstance(article, Tag), "every page of the theme has an article"
-    chart = article.find("svg", class_="calls-chart")
-    if isinstance(chart, Tag) and chart.title is not None:
-        chart.insert_before(chart.title.get_text())
     for element in article.select(DROPPED):
         element.decompose()
     for link in article.select("a.internal[href]"):

@@ -14,10 +14,10 @@ import torchop
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import _cases
-import _harness
-import _routes
+import calls
+import harness
 
-ROUTES = (_routes.PLAIN, _routes.HANDLE, _routes.CUSTOM_OP)
+ROUTES = (calls.PLAIN, calls.HANDLE, calls.CUSTOM_OP)
 
 
 def measure_costs(rounds: int) -> tuple[Table, str]:
@@ -30,14 +30,14 @@ def measure_costs(rounds: int) -> tuple[Table, str]:
     finally:
         torch.set_num_threads(threads)
     title = f"Microseconds per call (medians; torch {torch.__version__})"
-    table = _harness.table(title, "", *ROUTES)
+    table = harness.table(title, "", *ROUTES)
     for title, medians in rows.items():
-        plain = medians[_routes.PLAIN]
+        plain = medians[calls.PLAIN]
         table.add_row(
             title, *(f"{median:.2f} ({median / plain:.1f}x)" for median in medians.values())
         )
-    over_plain = [row[_routes.HANDLE] / row[_routes.PLAIN] for row in rows.values()]
-    under_stock = [row[_routes.CUSTOM_OP] / row[_routes.HANDLE] for row in rows.values()]
+    over_plain = [row[calls.HANDLE] / row[calls.PLAIN] for row in rows.values()]
+    under_stock = [row[calls.CUSTOM_OP] / row[calls.HANDLE] for row in rows.values()]
     ready = torchop.native.status().state == "ready"
     way = (
         "Its calls are native."
@@ -52,6 +52,5 @@ def measure_costs(rounds: int) -> tuple[Table, str]:
 
 
 def _measure(case: _cases.Case, rounds: int) -> dict[str, float]:
-    calls = _routes.row(case, cpp=False).calls
-    timings = _harness.measure({route: calls[route] for route in ROUTES}, rounds)
-    return {route: timing.median for route, timing in timings.items()}
+    variants = calls.case_row(case, cpp=False).variants
+    return harness.measure({route: variants[route] for route in ROUTES}, rounds)

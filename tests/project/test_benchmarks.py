@@ -1,249 +1,307 @@
-"""The benchmarks, run with tiny settings: that they work, not how fast anything is."""
+"""Test the benchmarks with tiny settings, and the numbers that pages state.
 
+These tests show that the benchmarks run. They do not test how fast anything is.
+"""
+
+import importlib
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 import torch
 
-from tests._support.forking import run_compiling, run_forked, run_script
+from tests._support.forking import run_compiling, run_forked
 
 pytestmark = pytest.mark.project
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-ROUTES = {"torchop", "custom_op", "define + impl"}
-# The rows of calls, and the bars, that there are only where PyTorch has tags for them.
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
+# The rows of `calls` that need a tag of PyTorch.
 FORMS = sum(hasattr(torch.Tag, tag) for tag in ("inplace", "out"))
+# Each part runs in a fork, because importing PyTorch takes longer than the part.
+FORK = """
+    import json, os, sys, traceback
+    sys.path.insert(0, {folder!r})
+    import harness, {name} as benchmark
+    {changes}
+
+    def run_part(benchmark, part, settings):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                with open(writer, "w") as results:
+                    results.write(json.dumps(harness.run_here(benchmark, part, settings)))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        os.close(writer)
+        with open(reader) as results:
+            text = results.read()
+        os.waitpid(child, 0)
+        return json.loads(text)
+
+    harness.run_part = run_part
+    sys.argv[1:] = {options!r}
+    sys.exit(harness.main(benchmark.BENCHMARK))
+"""
 
 
-def run(
-    name: str, tmp_path: Path, *arguments: str
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    file = tmp_path / "results.json"
-    process = run_script(BENCHMARKS / name, "--json", str(file), *arguments)
-    # What a benchmark found is its exit code; that it got through is the file, written last.
-    assert file.exists(), process.stdout + process.stderr
-    return process, json.loads(file.read_text())
+class Run:
+    """A benchmark with the smallest settings.
+
+    Attributes:
+        tables: the stored numbers, by table, row and variant.
+        limits: the number of limits that were checked.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., subprocess.CompletedProcess[str]],
+        name: str,
+        file: Path,
+        *,
+        changes: str = "pass",
+        **settings: int,
+    ) -> None:
+        words = {"json": file, "processes": 1, **settings}
+        options = [word for key, value in words.items() for word in (f"--{key}", str(value))]
+        program = FORK.format(folder=str(BENCHMARKS), name=name, changes=changes, options=options)
+        process = run(program, timeout=300)
+        assert file.exists(), process.stdout + process.stderr
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        assert stored["environment"]["torch"] == str(torch.__version__)
+        passed, failed = (process.stdout.count(word) for word in ("pass  ", "FAIL  "))
+        assert process.returncode == (1 if failed else 0), process.stderr
+        self.limits, self.failed = passed + failed, failed
+        self.tables = {
+            table: {
+                row: {variant: value for variant, (value,) in variants.items()}
+                for row, variants in found["rows"].items()
+            }
+            for table, found in stored["tables"].items()
+        }
+        for table, rows in self.tables.items():
+            assert table in process.stdout
+            assert all(row in process.stdout for row in rows)
 
 
-def check_bars(
-    process: subprocess.CompletedProcess[str], bars: list[dict[str, Any]], count: int
-) -> None:
-    assert len(bars) == count
-    assert process.returncode == (0 if all(bar["passed"] for bar in bars) else 1)
-    assert process.stdout.count("pass  ") == sum(bar["passed"] for bar in bars)
-    assert process.stdout.count("FAIL  ") == sum(not bar["passed"] for bar in bars)
+# --------------------------------------------------------------------------------------------------
+# Each benchmark
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    # The process that it starts would import PyTorch and its compilers for a number of each call.
-    folder = tmp_path_factory.mktemp("calls")
-    file, plot = folder / "results.json", folder / "calls.png"
-    program = f"""
-        import contextlib, io, runpy, sys, types
-        sys.path.insert(0, {str(BENCHMARKS)!r})
-        import calls
-        def run(command, **options):
-            sys.argv[:] = command[1:]
-            with contextlib.redirect_stdout(io.StringIO()) as output:
-                runpy.run_path(command[1], run_name="__main__")
-            return types.SimpleNamespace(stdout=output.getvalue())
-        calls.subprocess = types.SimpleNamespace(run=run, PIPE=None)
-        sys.argv[1:] = "--processes 1 --rounds 1 --plot {plot} --json {file}".split()
-        sys.exit(calls.main())
-    """
-    process = run_compiling(program)
-    assert file.exists(), process.stdout + process.stderr
-    return process, json.loads(file.read_text()), plot
+def calls(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(run_compiling, "calls", tmp_path_factory.mktemp("calls") / "results.json", rounds=1)
 
 
-def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
-    process, results, _ = calls
-    usual = {"plain call", "torchop handle", "torch.ops", "custom_op", "define + impl"}
-    rows = results["calls"]
-    assert results["environment"]["torch_threads"] == 1
+def test_calls_measures_every_row_by_its_variants(calls: Run) -> None:
+    usual = {
+        "plain call",
+        "torchop handle",
+        "torch.ops",
+        "custom_op",
+        "accelerated",
+        "define + impl",
+    }
+    special = {
+        "Inductor graph": {"torchop handle", "custom_op"},
+        "operator of PyTorch": {"plain call", "torch.ops"},
+        "dataclass, 5 fields": {"plain call", "torchop handle", "torch.ops"},
+    }
+    rows = calls.tables["calls"]
     assert len(rows) == 20 + FORMS
-    for row, routes in rows.items():
-        assert row in process.stdout
-        assert set(routes) - {"C++ op"} == (
-            {"torchop handle", "custom_op"}
-            if row == "Inductor graph"
-            else {"plain call", "torch.ops"}
-            if row == "not ours"
-            else {"plain call", "torchop handle", "torch.ops"}
-            if row.startswith("dataclass")
-            else usual | {"autograd.Function"}
-            if row.startswith(("grad", "forward"))
-            else usual
-        )
-        for spread in routes.values():
-            assert 0 < spread["lowest"] == spread["median"] == spread["highest"]
-    if "Without the C++ operator" not in process.stdout:
-        assert sum("C++ op" in routes for routes in rows.values()) == 9
+    for row, variants in rows.items():
+        gradient = {"autograd.Function"} if row.startswith(("grad", "forward")) else set()
+        assert set(variants) - {"C++ op"} == special.get(row, usual | gradient)
+        assert all(micros > 0 for micros in variants.values())
+    assert sum("C++ op" in variants for variants in rows.values()) in (0, 9)
 
 
-def test_calls_exits_with_its_bars(calls: Any) -> None:
-    process, results, _ = calls
-    without_cpp = "Without the C++ operator" in process.stdout
-    check_bars(process, results["bars"], 20 + FORMS + 3 * (not without_cpp))
+def test_calls_checks_its_limits(calls: Run) -> None:
+    with_cpp = "C++ op" in calls.tables["calls"]["14 tensors"]
+    assert calls.limits == 20 + FORMS + 3 * with_cpp
 
 
-def test_calls_draws_a_picture(calls: Any) -> None:
-    _, _, plot = calls
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_calls_fails_when_the_dispatcher_was_measured(tmp_path: Path) -> None:
+def test_calls_fails_when_the_dispatcher_was_measured() -> None:
     program = f"""
         import sys
         sys.path.insert(0, {str(BENCHMARKS)!r})
-        import _calls_process, _cases, _routes, torchop
+        import _cases, calls, torchop
         with torchop.native.disabled():
-            _calls_process.time_row(_routes.row(_cases.ONE, cpp=False), 1)
+            calls.time_row("1 tensor", calls.case_row(_cases.ONE, cpp=False), 1)
     """
     process = run_forked(program, timeout=300)
     assert process.returncode == 1
-    assert re.search(
-        r"RuntimeError: 1 tensor: torchop counted {'switched_off': (\d+)} calls, "
-        r"but the row measures {'native': \1}",
-        process.stderr,
+    message = (
+        "RuntimeError: 1 tensor: calls of torchop incremented the counters ['switched_off'] "
+        "instead of ['native']."
     )
+    assert message in process.stderr
 
 
 @pytest.fixture(scope="module")
-def registration(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    # Of its processes, the one that times an import. The others would import PyTorch for a number.
+def registration(tmp_path_factory: pytest.TempPathFactory) -> Run:
     file = tmp_path_factory.mktemp("registration") / "results.json"
-    program = f"""
-        import json, os, sys
-        sys.path.insert(0, {str(BENCHMARKS)!r})
-        import registration, _fresh_process
-        start = registration._fresh_process
-        def process(what, *arguments):
-            if what == "import":
-                return start(what)
-            reader, writer = os.pipe()
-            child = os.fork()
-            if child == 0:
-                try:
-                    sys.stdout = open(writer, "w")
-                    _fresh_process.main(what, *arguments)
-                    sys.stdout.close()
-                finally:
-                    os._exit(0)
-            os.close(writer)
-            with open(reader) as results:
-                result = json.load(results)
-            os.waitpid(child, 0)
-            return result
-        registration._fresh_process = process
-        sys.argv[1:] = "--operators 6 --repeats 1 --json {file}".split()
-        sys.exit(registration.main())
-    """
-    process = run_forked(program, timeout=300)
-    assert file.exists(), process.stdout + process.stderr
-    return process, json.loads(file.read_text())
+    return Run(run_forked, "registration", file, operators=6)
 
 
-def test_registration_measures_every_route(registration: Any) -> None:
-    _, results = registration
-    assert results["import"]["milliseconds"] > 0
-    assert set(results["first"]) == ROUTES
-    for routes in results["many"].values():
-        assert set(routes) == ROUTES
-        assert all(numbers["microseconds"] > 0 for numbers in routes.values())
+def test_registration_measures_every_variant(registration: Run) -> None:
+    assert registration.tables["import"]["import torchop"]["torchop"] > 0
+    for table in ("first use", "time"):
+        assert len(registration.tables[table]) == 3
+        for variants in registration.tables[table].values():
+            assert set(variants) == {"torchop", "custom_op", "define + impl"}
+            assert all(number > 0 for number in variants.values())
+    assert registration.limits == 9
 
 
-def test_registration_exits_with_its_bars(registration: Any) -> None:
-    process, results = registration
-    check_bars(process, results["bars"], 7)
+def test_eager_use_never_imports_dynamo(registration: Run) -> None:
+    rows = registration.tables["imports of torch._dynamo"].values()
+    assert sum(row["torchop"] for row in rows) == 0
+    assert sum(row["custom_op"] for row in rows) > 0, "the count finds torch._dynamo"
 
 
-def test_eager_use_never_imports_dynamo(registration: Any) -> None:
-    _, results = registration
-    dynamo = {
-        route: sum(step["dynamo_modules"] for step in steps.values())
-        for route, steps in results["first"].items()
-    }
-    assert dynamo["torchop"] == 0
-    assert dynamo["custom_op"] > 0, "the count finds torch._dynamo where it is imported"
+def test_training_measures_memory_and_time(tmp_path: Path) -> None:
+    run = Run(run_compiling, "training", tmp_path / "results.json", rounds=1)
+    assert run.limits == 6
+    assert run.failed == 0, "memory does not depend on the machine"
+    memory = run.tables["memory"]
+    assert set(memory) == set(run.tables["time"]) == {"elementwise", "attention", "dropout"}
+    assert memory["elementwise"]["plain call"] == 10 * memory["elementwise"]["checkpoint"]
 
 
-def test_training_measures_what_each_way_keeps(tmp_path: Path) -> None:
-    process, results = run("training.py", tmp_path, "--rounds", "1", "--side", "32")
-    check_bars(process, results["bars"], 6)
-    assert all(bar["passed"] for bar in results["bars"]), "memory does not depend on the machine"
-    assert set(results["training"]) == {"elementwise", "attention", "with_dropout"}
-    row = results["training"]["elementwise"]
-    assert row["plain call"]["kilobytes"] == 10 * row["checkpoint"]["kilobytes"]
-    assert all(measured["microseconds"] > 0 for measured in row.values())
+def test_residuals_measures_each_variant(tmp_path: Path) -> None:
+    run = Run(run_forked, "residuals", tmp_path / "results.json", rounds=1)
+    assert run.limits == 3
+    assert set(run.tables["calls"]["inference"]) == {"torchop", "no residuals"}
 
 
-def test_residuals_measures_each_way(tmp_path: Path) -> None:
-    process, results = run("residuals.py", tmp_path, "--rounds", "1")
-    check_bars(process, results["bars"], 3)
-    assert all(median > 0 for median in results["calls"].values())
+def test_providers_measures_each_variant(tmp_path: Path) -> None:
+    run = Run(run_forked, "providers", tmp_path / "results.json", rounds=1)
+    assert run.limits == 3
+    calls, selection = (run.tables[table]["2 tensors"] for table in ("calls", "selection"))
+    assert set(calls) == {*selection, "one kernel"}
 
 
-def test_compiling_measures_the_first_compile_and_calls(tmp_path: Path) -> None:
-    # Of all processes, one: each would import PyTorch and its compilers for a number.
-    file = tmp_path / "results.json"
-    program = f"""
-        import sys
-        sys.path.insert(0, {str(BENCHMARKS)!r})
-        import compiling, _compiling_process
-        def process(what, *arguments):
-            more = ["eager"] if what == "calls" else []
-            return _compiling_process.measure(what, *arguments, *more)
-        compiling._process = process
-        sys.argv[1:] = "--operators 2 --repeats 1 --rounds 1 --json {file}".split()
-        sys.exit(compiling.main())
-    """
-    process = run_compiling(program)
-    results = json.loads(file.read_text())
-    check_bars(process, results["bars"], 10)
-    peak = results["chains"][0]["peak"]
-    families = {"out_op", "out_op, elementwise"}
-    assert set(peak) == {*families, "torchop", "custom_op", "torch.Tag.out"}
-    assert peak["out_op, elementwise"] < peak["out_op"]  # which is the point of it
-    for row in (*results["first"].values(), *results["calls"][0].values()):
-        assert set(row) - {"torchop, dataclass"} == {"torchop", "custom_op"}
-    for row in results["calls"][0].values():
-        assert all(microseconds > 0 for microseconds in row.values())
+def test_kernels_measures_each_size(tmp_path: Path) -> None:
+    run = Run(run_forked, "kernels", tmp_path / "results.json", rounds=1)
+    assert run.limits == 2
+    assert len(run.tables["calls"]) == 5
+    for variants in run.tables["calls"].values():
+        assert set(variants) == {"cpp", "reference", "torchop"}
 
 
-def test_sharding_measures_calls_and_decisions(tmp_path: Path) -> None:
-    process, results = run("sharding.py", tmp_path, "--rounds", "1", "--repeats", "1")
-    check_bars(process, results["bars"], 22)
-    assert set(results["calls"]) == {"4", "2 x 2"}
-    routes = {"local", "rule", "register_sharding", "stock", "aten", "local_map"}
-    assert all(set(micros) == routes for micros in results["calls"].values())
-    assert {"100000", "10 x 100 x 100"} < set(results["propagation"])
+def test_compiling_measures_compilation_and_calls(tmp_path: Path) -> None:
+    run = Run(run_compiling, "compiling", tmp_path / "results.json", rounds=1, operators=2)
+    assert run.limits == 10
+    peak = run.tables["peak memory"]["elementwise"]
+    assert set(peak) == {"out_op", "out_op, elementwise", "torchop", "custom_op", "torch.Tag.out"}
+    assert peak["out_op, elementwise"] < peak["out_op"]
+    for table in ("first compilation", "call in a graph"):
+        for variants in run.tables[table].values():
+            assert set(variants) - {"torchop, dataclass"} == {"torchop", "custom_op"}
+            assert all(number > 0 for number in variants.values())
 
 
-def test_releases_are_shown_side_by_side(tmp_path: Path) -> None:
-    files = []
-    for release, row, median in (("2.13.0+cpu", "1 tensor", 1.25), ("2.15.0", "in place", 2.0)):
-        routes = {route: {"median": median} for route in ("plain call", "torchop handle")}
-        files.append(tmp_path / f"{release}.json")
-        run = {"environment": {"torch": release}, "calls": {row: routes}}
-        files[-1].write_text(json.dumps(run))
-    shown = subprocess.run(
-        [sys.executable, BENCHMARKS / "releases.py", *files],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
-    head, _, *rows = shown.stdout.splitlines()
-    assert "| 2.13.0: torchop |" in head
-    assert "| 2.15.0: torchop |" in head
-    assert rows == [
-        "| 1 tensor | 1.2 | 1.2 | - | - | - | - |",
-        "| in place | - | - | - | 2.0 | 2.0 | - |",
-    ]
+def test_sharding_measures_calls_and_propagation(tmp_path: Path) -> None:
+    run = Run(run_compiling, "sharding", tmp_path / "results.json", rounds=1, repeats=1)
+    assert run.limits == 22
+    variants = {"local", "rule", "register_sharding", "stock", "aten", "local_map"}
+    assert set(run.tables["calls"]) == {"4", "2 x 2"}
+    assert all(set(row) == variants for row in run.tables["calls"].values())
+    assert {"100000", "10 x 100 x 100"} < set(run.tables["propagation"])
+
+
+def test_device_measures_every_table(tmp_path: Path) -> None:
+    run = Run(run_forked, "device", tmp_path / "results.json", rounds=1, calls=2)
+    assert len(run.tables) == 5
+    for rows in run.tables.values():
+        assert all(set(row) == {"CPU", "elapsed"} for row in rows.values())
+
+
+# --------------------------------------------------------------------------------------------------
+# The numbers of README.md and the documentation
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[Any]:
+    sys.path.append(str(BENCHMARKS))
+    yield importlib.import_module("report")
+    sys.path.remove(str(BENCHMARKS))
+
+
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+MEASUREMENT = re.compile(r"\b\d[\d.,]*\s*(?:us|µs|ns|ms|KB|kB|%|x|times|microseconds)(?![\w/])")
+# Numbers that no benchmark measures.
+STATED = {
+    "512 KB",  # native-calls.md: a limit in the source
+    "95 %",  # several-kernels.md: a confidence level
+}
+
+
+def prose(page: str) -> str:
+    """Return a page without blocks of code."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.sub(r"^ *(```+).*?^ *\1$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_measurements_of_a_page_are_those_of_the_results(report: Any, page: str) -> None:
+    text, rest = (ROOT / page).read_text(encoding="utf-8"), prose(page)
+    for passage in report.passages().get(page, ()):
+        assert report.refresh(text, passage) == text, "run `python benchmarks/report.py`"
+        rest = report.pattern(passage).sub("", rest)
+    unexplained = set(MEASUREMENT.findall(rest)) - STATED
+    assert not unexplained, "add the passages to `benchmarks/report.py`"
+
+
+def test_a_measurement_without_a_passage_is_found() -> None:
+    assert MEASUREMENT.findall("takes 1.0 us, 4x, 3 times") == ["1.0 us", "4x", "3 times"]
+    assert not MEASUREMENT.search("4 xs, 2 timestamps")
+
+
+def test_refresh_replaces_numbers_in_wrapped_lines(report: Any) -> None:
+    page = "A call takes 1.0 us\n(1,000x). A call takes\n2 us."
+    changed = report.refresh(page, "A call takes 3.25 us (20x).")
+    assert changed == "A call takes 3.25 us\n(20x). A call takes\n2 us."
+    with pytest.raises(ValueError, match=r"does not have this passage:\nNo call takes 1 us\."):
+        report.refresh(page, "No call takes 1 us.")
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=[file.stem for file in RESULTS])
+def test_results_have_machine_release_and_commit(file: Path) -> None:
+    found = json.loads(file.read_text(encoding="utf-8"))
+    environment = found["environment"]
+    assert re.fullmatch(r"2\.\d+\.\d+.*", environment["torch"])
+    assert re.fullmatch(r"[0-9a-f]{10}(-dirty)?", environment["commit"])
+    assert environment["cpu"] or "was not recorded" in environment["note"]
+    assert all(table["unit"] and table["rows"] for table in found["tables"].values())
+
+
+def shown(svg: Path) -> list[str]:
+    """Return the texts of a chart."""
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text(encoding="utf-8"))
+
+
+def test_charts_show_the_stored_numbers(report: Any, tmp_path: Path) -> None:
+    charts = importlib.import_module("_charts")
+    charts.draw(tmp_path)
+    drawings = sorted(tmp_path.glob("*.svg"))
+    assert len(drawings) == 4
+    for drawing in drawings:
+        stored = charts.STATIC / drawing.name
+        assert len(shown(stored)) > 10
+        assert shown(stored) == shown(drawing), "run `python benchmarks/report.py`"
+    with PIL.Image.open(charts.STATIC / "link.png") as stored_link:
+        assert stored_link.size == (1200, 630)
+        with PIL.Image.open(tmp_path / "link.png") as link:
+            assert stored_link.text["Description"] == link.text["Description"]

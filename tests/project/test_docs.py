@@ -12,10 +12,8 @@ import doctest
 import importlib
 import importlib.util
 import io
-import json
 import pkgutil
 import pydoc
-import re
 import sys
 import textwrap
 import types
@@ -23,7 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import PIL.Image
 import pytest
 import torch
 import torch._dynamo
@@ -42,7 +39,7 @@ PAGES = [
     *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts),
 ]
 PLAIN = {"", "bash", "console", "text", "toml"}  # shown, not run
-DIRECTIVES = {"{calls-chart}", "{eval-rst}", "{include}", "{kernels-chart}", "{toctree}"}
+DIRECTIVES = {"{eval-rst}", "{image}", "{include}", "{toctree}"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # What Hypothesis takes for slow in an example of a page is the machine, if it is busy.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -328,62 +325,6 @@ def test_blocks_of_page_share_a_namespace_and_end_with_it(tmp_path: Path) -> Non
     for _ in range(2):  # the second time, the name is free
         assert run_page(page_of(tmp_path, text)) == 3
     assert not hasattr(torch.ops.docs_meta, "twice")
-
-
-# --------------------------------------------------------------------------------------------------
-# The chart
-
-
-def chart() -> Any:
-    spec = importlib.util.spec_from_file_location("chart", DOCS / "_extensions" / "chart.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_picture_of_the_readme_shows_the_numbers_that_were_measured() -> None:
-    module = chart()
-    results = json.loads(module.RESULTS.read_text(encoding="utf-8"))
-    assert module.PICTURE.read_text(encoding="utf-8") == module.svg(results)
-    results["calls"]["14 tensors"]["torchop handle"]["median"] += 1
-    assert module.PICTURE.read_text(encoding="utf-8") != module.svg(results)
-
-
-def test_the_picture_of_a_link_shows_the_numbers_that_were_measured() -> None:
-    module = chart()
-    results = json.loads(module.RESULTS.read_text(encoding="utf-8"))
-    with PIL.Image.open(module.LINK_PICTURE) as picture:
-        assert picture.size == (1200, 630)
-        assert f"<title>{picture.text['Description']}" in re.sub(
-            " id=[^>]*", "", module.svg(results)
-        )
-
-
-def test_the_chart_of_kernels_shows_the_numbers_that_were_measured() -> None:
-    module = chart()
-    found = json.loads(module.KERNELS.read_text(encoding="utf-8"))
-    picture = module.kernels_svg(found)
-    for comparison in found:
-        for timed in (*comparison["kernels"], comparison["operator"]):
-            assert f">{timed['microseconds']:.1f} µs<" in picture
-    # What the page says of it: neither kernel is the faster one of all calls, and the operator
-    # runs the one that is.
-    fastest = [comparison["kernels"][0]["provider"] for comparison in found]
-    assert set(fastest) == {"cpp", "reference"}
-    assert fastest == [comparison["chosen"] for comparison in found]
-
-
-def test_the_table_of_the_readme_has_the_numbers_that_were_measured() -> None:
-    calls = json.loads(chart().RESULTS.read_text(encoding="utf-8"))["calls"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, _, table = readme.partition("| one call of 14 tensors |")
-    rows = [line.split(" | ") for line in table.splitlines()[2:5]]
-    for cells, row in zip(rows, ("14 tensors", "grad, saves one", "mutates one"), strict=True):
-        routes = ("torchop handle", "custom_op", "define + impl")
-        for cell, route in zip(cells[1:4], routes, strict=True):
-            assert cell == f"{calls[row][route]['median']:.1f} us", (row, route)
 
 
 # --------------------------------------------------------------------------------------------------
