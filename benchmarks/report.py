@@ -17,6 +17,7 @@ from pathlib import Path
 import _cases
 import calls
 import compiling
+import device
 import providers
 import registration
 from harness import Result
@@ -34,6 +35,7 @@ def passages() -> dict[str, list[str]]:
         "docs/index.md": [_alternative_text()],
         "docs/how-to/several-kernels.md": [*_providers()],
         "docs/reference/differences.md": [*_registration()],
+        "docs/tutorials/kernels.md": [*_devices()],
         "docs/tutorials/mutating.md": [*_families()],
     }
 
@@ -153,6 +155,14 @@ def _families() -> Iterator[str]:
         f"A call that Inductor plans this way takes {added[compiling.FAMILY]:.1f} us more than its "
         f"kernel, and {added[compiling.TAGGED]:.1f} us more with the tag."
     )
+
+
+def _devices() -> Iterator[str]:
+    for title, table in Result("device").tables.items():
+        elapsed = {name: values[device.ELAPSED][0] for name, values in table["rows"].items()}
+        names = (device.PLAIN, device.HANDLE, "custom_op", "define + impl")
+        cells = (f"{elapsed[name]:.1f}" if name in elapsed else "" for name in names)
+        yield f"| {title} | {' | '.join(cells)} |"
 
 
 def refresh(page: str, passage: str) -> str:

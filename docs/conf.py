@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation; `make docs` takes every warning for an error."""
+"""The configuration of Sphinx. `make docs` treats warnings as errors."""
 
 import runpy
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 if sys.version_info >= (3, 11):
     import tomllib
-else:  # before it, a package that Sphinx installs
+else:  # on Python 3.10, Sphinx installs tomli
     import tomli as tomllib
 
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
@@ -21,8 +21,8 @@ author = "The torchop developers"
 project_copyright = "2026, The torchop developers"
 release = version = torchop.__version__
 
-# Where the project is on the web. Edit links need "Repository", addresses and pictures of shared
-# links need "Documentation"; as long as pyproject.toml has no such lines, pages come without.
+# Edit links need the URL "Repository" in pyproject.toml, and link previews the URL "Documentation".
+# Without these URLs, the pages have neither.
 _pyproject = Path(__file__).parents[1] / "pyproject.toml"
 _addresses = tomllib.loads(_pyproject.read_text(encoding="utf-8"))["project"].get("urls", {})
 
@@ -41,22 +41,22 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]
-# Docstrings quote code with single backticks, as Markdown does.
+# Docstrings mark code with single backticks, as in Markdown.
 default_role = "code-or-link"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-# A parameter to a line where they would not fit on one.
+# Longer signatures have one parameter per line.
 python_maximum_signature_line_length = 80
-# A page for each object, made from the tables of `reference/index.md`.
+# Each object in the tables of `reference/index.md` gets a page.
 autosummary_generate = ["reference/index.md"]
 autosummary_context = reference.context()
-# Lists of the names that we link to, so that the build needs no network.
+# Stored inventories, because the build must not need a network.
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", "_inventories/python.txt"),
     "torch": ("https://docs.pytorch.org/docs/stable/", "_inventories/torch.txt"),
 }
-# Links to the headings of other pages.
+# Pages can link to headings of other pages.
 myst_heading_anchors = 3
 
 html_theme = "furo"
@@ -72,18 +72,18 @@ if "Repository" in _addresses:
     }
 html_search_scorer = str(Path(__file__).parent / "_extensions" / "search_scorer.js")
 
-# Each page gets its first sentences as the description that search engines and messengers show.
+# Search engines and link previews show the first sentences of a page.
 ogp_site_url = _addresses.get("Documentation", "")
 ogp_image = "_static/link.png" if ogp_site_url else None
-ogp_image_alt = "What a call costs with torchop, and with torch.library"
+ogp_image_alt = "The cost of a call with torchop and with torch.library"
 ogp_social_cards = {"enable": False}  # drawing a picture for each page takes a minute
 
-# The button copies code as one would type it, and is of no use for what code prints.
+# The copy button removes prompts. Blocks of output have no button.
 copybutton_selector = "div:not(.highlight-output) > div.highlight > pre"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-# Pages say how torchop is installed from a checkout, until an index has it.
+# Until torchop is on a package index, pages explain the installation from a checkout.
 published = runpy.run_path(str(Path(torchop.__file__).parents[2] / "hatch_build.py"))["published"]
 
 

@@ -1,4 +1,4 @@
-"""A Markdown copy of each page, and `llms.txt`, the list of pages in the format of llmstxt.org."""
+"""Write a Markdown copy of each page, and `llms.txt`, the list of pages (see llmstxt.org)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHELVES = {
     "reference": "Reference",
     "dev": "Contributing",
 }
-# Elements that only make sense in a browser.
+# Elements that are useful in a browser only.
 DROPPED = "a.headerlink, .viewcode-link, svg, style, script, .visually-hidden"
 
 

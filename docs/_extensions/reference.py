@@ -1,4 +1,4 @@
-"""Content of the generated reference pages that is not in docstrings."""
+"""Generate the pages of the reference from docstrings and from the tables below."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sphinx.ext.autosummary import autosummary_toc
 
 DOCS = Path(__file__).parents[1]
 
-# Objects of PyTorch, whose docstrings address other readers, and values, which have no docstring.
+# Objects of PyTorch, and values without a docstring.
 BY_HAND = {
     "torchop.CustomOpDef": """\
 .. class:: CustomOpDef
@@ -151,7 +151,7 @@ def code_or_link(
 def link_errors(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Append a link to the section with the fix to the docstring of an exception."""
+    """Append a link to the docstring of an exception. It leads to the section with the fix."""
     if what == "exception" and obj.__module__ == "torchop":
         lines += ["", f":error-page:`{obj.__name__}`", ""]
 
@@ -193,10 +193,10 @@ def error_page(
 
 
 def leave_out_of_the_sidebar(app: Sphinx, doctree: nodes.document) -> None:
-    """Remove the pages of objects from the table of contents.
+    """Remove the pages of objects from the sidebar.
 
-    The tables of the reference link to them. Rendering a hundred entries on each page took most of
-    the build.
+    The tables of the reference link to these pages. A sidebar with a hundred more entries on each
+    page would take most of the build time.
     """
     for node in list(doctree.findall(autosummary_toc)):
         node.parent.remove(node)

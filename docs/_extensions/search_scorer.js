@@ -1,6 +1,6 @@
-/* How the search ranks what it found. Sphinx ranks a page by the best of its words, so that one word
-   in a title beats a heading that has all words of the query. Here a page or a section that is named
-   like the query comes first, and its result leads to the section. The numbers are Sphinx's own. */
+/* Rank search results. Sphinx ranks a page by its best word, so a title with one word of the query beats
+   a heading with all words. This scorer puts a page or section with the words of the query in its title
+   first, and links to the section. The constants are Sphinx's defaults. */
 var Scorer = {
   objNameMatch: 11,
   objPartialMatch: 6,
@@ -28,8 +28,8 @@ var Scorer = {
     return score + best;
   },
 
-  /* From 0, for a heading that lacks a word of the query, to 45, for one that is the query. A word
-     that only begins like one of the query counts for less than the word itself. */
+  /* Return 45 for a heading equal to the query, less for a longer heading, and 0 if the heading lacks a
+     word of the query. A word that only begins with a word of the query counts less. */
   likeness: (query, heading) => {
     const of = (word) =>
       heading.includes(word) ? 1 : heading.some((other) => other.startsWith(word)) ? 0.7 : 0;
