@@ -20,7 +20,7 @@ from torchop._define.library import Library, fallthrough_kernel
 from torchop._define.low_level import define, impl
 from torchop._define.maybe_out import maybe_out
 from torchop._define.out_op import OperatorFamily, out_op
-from torchop._errors import *  # noqa: F403  # the names in its `__all__`
+from torchop._errors import *  # noqa: F403  # all exceptions and warnings
 from torchop._native.switch import start as _start_native
 from torchop._rules.autocast import register_autocast
 from torchop._rules.autograd.formula import derived
@@ -52,7 +52,7 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Names in torch.library that its users import despite the underscore.
+# Private names of torch.library that other packages import.
 _scoped_library = Library
 _register_effectful_op = register_effect
 
@@ -73,7 +73,7 @@ _LATE = {
 }
 _MODULES = ("compat", "export", "testing")  # submodules imported on first attribute access
 
-if not typing.TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
+if not typing.TYPE_CHECKING:  # type checkers would accept any name in a module with `__getattr__`
 
     def __getattr__(name: str) -> typing.Any:
         for module, names in _LATE.items():

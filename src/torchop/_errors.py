@@ -1,7 +1,7 @@
 """The exceptions and warnings of torchop.
 
-Each subclasses the builtin exception that `torch.library` raises in the same place, so existing
-`except` clauses continue to work.
+Each exception subclasses the builtin exception that `torch.library` raises for the same mistake, so
+existing `except` clauses continue to work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "UndeclaredMutationError",
 ]
 
-# The maximum length of a user's repr in messages; no other part of a message grows with the value.
+# The maximum length of the `repr` of a user's value in messages.
 _LONGEST = 200
 
 
@@ -64,7 +64,7 @@ def short_repr(value: object) -> str:
 
 
 def short_text(text: object) -> str:
-    """Return text from other code as a single, printable, shortened line for messages.
+    """Return text of any origin as one printable line of limited length, for messages.
 
     Args:
         text: any object; its `str` is used.
@@ -82,18 +82,18 @@ def short_text(text: object) -> str:
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """Return a "did you mean" hint with the nearest known name, or an empty string."""
-    import difflib  # imported here because only wrong names need it
+    """Return a "did you mean" hint with the most similar known name, or an empty string."""
+    import difflib  # imported late, because only misspelled names need it
 
     close = difflib.get_close_matches(str(name), list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class _ShortErrors:
-    """Shortens PyTorch's errors about a user's string.
+    """Context manager that shortens PyTorch's errors about a string from the user.
 
-    PyTorch shows the whole string. If it points into a multi-byte character, its message cannot be
-    decoded.
+    PyTorch quotes the whole string. If the error position is inside a multi-byte character, the
+    message is invalid UTF-8.
     """
 
     def __enter__(self) -> None:
@@ -106,30 +106,30 @@ class _ShortErrors:
             raise type(error)(short_text(error)) from None  # type: ignore[misc]
 
 
-# One object, because each definition enters it several times.
+# One shared object, because each definition enters it several times.
 short_errors = _ShortErrors()
 
 
 class OperatorNameError(ValueError, RuntimeError):
-    """The name of an operator breaks a rule of PyTorch's namespaces.
+    """The name of an operator or namespace is invalid.
 
-    `torch.library` raises one or the other for it, depending on the rule.
+    `torch.library` raises ValueError or RuntimeError, depending on the mistake.
     """
 
 
 class SchemaError(ValueError, RuntimeError):
-    """A schema cannot be inferred, does not parse, or contradicts the function.
+    """A schema cannot be inferred or parsed, or does not match the function.
 
-    `torch.library` raises a `RuntimeError` for one that does not parse, a `ValueError` otherwise.
+    `torch.library` raises RuntimeError for a schema that does not parse, and ValueError otherwise.
     """
 
 
 class RuleSignatureError(TypeError):
-    """A kernel or rule cannot be called the way PyTorch will call it."""
+    """The signature of a kernel or rule does not accept the arguments that PyTorch will pass."""
 
 
 class ArgumentError(TypeError, RuntimeError):
-    """A call passed a value of the wrong type, or one that the annotation does not allow."""
+    """A call passed an argument of the wrong type, or a value that the annotation excludes."""
 
 
 class ResultError(TypeError, RuntimeError):
@@ -141,11 +141,11 @@ class AliasError(RuntimeError):
 
 
 class UndeclaredMutationError(RuntimeError):
-    """A kernel changed an input that its schema does not mark as mutated, or its storage."""
+    """A kernel mutated an input, or the storage of an input, without declaring it in the schema."""
 
 
 class MissingKernelError(NotImplementedError):
-    """No kernel is registered for the device of a call."""
+    """The operator has no kernel for the device of the call."""
 
 
 class MissingFakeError(RuntimeError):
@@ -157,7 +157,7 @@ class FakeKernelError(RuntimeError):
 
 
 class TracingError(RuntimeError):
-    """A compiler or a transform cannot trace an operator, or its formula, without changing it."""
+    """A compiler or transform would change the meaning of an operator or of a formula."""
 
 
 class MissingFormulaError(RuntimeError):
@@ -169,17 +169,17 @@ class GradientError(TypeError, RuntimeError):
 
 
 class MutationError(RuntimeError):
-    """An operator would write into a tensor that must not be written."""
+    """An operator would mutate a tensor that must not be mutated."""
 
 
 class ForwardModeError(NotImplementedError):
-    """Forward-mode differentiation reached an operator that has no formula for it."""
+    """Forward-mode differentiation reached an operator without a jvp formula."""
 
 
 class OperatorGoneError(RuntimeError, AssertionError):
-    """A handle, overload or library was used after its operator was replaced or its library closed.
+    """An operator was used after it was deregistered, or a library after it was closed.
 
-    `torch.library` raises `AssertionError` for a closed library, so this is one too.
+    A subclass of AssertionError too, because `torch.library` raises that for a closed library.
     """
 
 
@@ -192,7 +192,7 @@ class MissingRuleError(NotImplementedError):
 
 
 class ShardingRuleError(ValueError):
-    """A sharding rule cannot be read, or does not fit the schema of its operator."""
+    """A sharding rule does not parse, or does not fit the schema of the operator."""
 
 
 class ShardingError(NotImplementedError):
@@ -200,15 +200,15 @@ class ShardingError(NotImplementedError):
 
 
 class RedefinitionWarning(UserWarning):
-    """An operator was defined again, from another place."""
+    """An operator was redefined by other code."""
 
 
 class ProviderWarning(UserWarning):
-    """A provider that an order asks for is not used."""
+    """A provider that a priority order names cannot be used."""
 
 
 class SchemaWarning(UserWarning):
-    """A hand-written schema is valid, but does not suit the function or a compiler."""
+    """A schema is valid, but probably wrong for the function, or unusable for a compiler."""
 
 
 class OperatorNotFoundError(RuntimeError, AttributeError):
@@ -216,31 +216,32 @@ class OperatorNotFoundError(RuntimeError, AttributeError):
 
 
 class NativeUnavailableError(RuntimeError):
-    """The native call path is required, but not available."""
+    """The native call path is required, but cannot be compiled or loaded."""
 
 
 class NativeBuildWarning(UserWarning):
-    """The native call path is not available; operators work without it, but slower."""
+    """The native call path cannot be used. Operators work without it, but calls are slower."""
 
 
 class NothingToAccelerateWarning(UserWarning):
     """A pattern or package for `accelerate` or `record` matches no usable operator."""
 
 
-# Return whether Dynamo is tracing. Replaced by `_compat.compilers`; `bool()` is False.
+# Returns whether Dynamo is tracing. `_compat.compilers` replaces this default, which returns False.
 dynamo_is_tracing: Callable[[], bool] = bool
 
 
 def _readable(error: Exception) -> str:
-    """Return the `repr` of an exception, the only part that Dynamo shows for a fake kernel.
+    """Implement `__repr__` of torchop's exceptions.
 
-    Dynamo appends it to its own message. The usual `repr` would be a single line with escapes.
+    Dynamo appends the `repr` of an exception in a fake kernel to its own message. The default would
+    escape the line breaks.
     """
     start = "\n" if dynamo_is_tracing() else ""
     return f"{start}{type(error).__module__}.{type(error).__name__}: {error}"
 
 
-# Tracebacks and documentation show the public import path.
+# Show the public import path in tracebacks and in the documentation.
 _modules = dict.fromkeys(__all__, "torchop")
 _modules |= dict.fromkeys(("NativeBuildWarning", "NativeUnavailableError"), "torchop.native")
 for _name, _module in _modules.items():
@@ -266,7 +267,8 @@ def warn(message: str, category: type[Warning]) -> None:
     """
     frame, level = sys._getframe().f_back, 2
     assert frame is not None  # the caller's frame
-    # Also skip PyTorch's frames, and code of graphs, which belongs to no module.
+    # Skip frames of torchop, PyTorch and the caller's package, and compiled graphs, which have an
+    # empty module name.
     skipped = {"torchop", "torch", "", _package(frame)} - {"__main__"}
     while frame is not None and _package(frame) in skipped:
         frame, level = frame.f_back, level + 1
@@ -284,8 +286,8 @@ def add_note(error: Exception, note: str) -> None:
         (text,) = error.args or ("",)
         if isinstance(text, str):
             if note in text:
-                return  # an exception that the program raises again
-            # Dynamo shows the `repr`, which has no notes.
+                return  # the same exception was raised again
+            # Dynamo shows only the `repr`, which does not include notes.
             text = f"{text} ({note})".lstrip()
             error.args = (_Unescaped(text) if dynamo_is_tracing() else text,)
             return
@@ -294,7 +296,7 @@ def add_note(error: Exception, note: str) -> None:
 
 
 class _Unescaped(str):
-    """The message of an exception, which is not escaped in the `repr` of the exception."""
+    """A message that stays unescaped in the `repr` of an exception."""
 
     __slots__ = ()
 
@@ -303,7 +305,7 @@ class _Unescaped(str):
 
 
 class Place(NamedTuple):
-    """A line of the user's program, for a later warning."""
+    """A source line of the user's program."""
 
     file: str
     line: int
@@ -311,14 +313,14 @@ class Place(NamedTuple):
 
 
 def users_place() -> Place:
-    """Return the location of the first frame outside of torchop."""
+    """Return the source line of the innermost frame outside of torchop."""
     frame = sys._getframe()
-    # While torchop is being imported, importlib's frames are not the user's.
+    # Also skip importlib, whose frames are on the stack while torchop is being imported.
     while frame.f_back is not None and _package(frame) in ("torchop", "importlib"):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
 
 
 def warn_at(place: Place, message: str, category: type[Warning]) -> None:
-    """Issue a warning from another thread at a line of the user's program."""
+    """Issue a warning at `place`, for example from a thread without the user's frames."""
     warnings.warn_explicit(message, category, *place)

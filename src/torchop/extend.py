@@ -1,7 +1,7 @@
 """torchop.extend: building blocks for tools that work on operators.
 
-Checkers, exporters and rules in other packages can be written with `torchop` and this module, as
-`torchop.testing` and `torchop.export` are. `import torchop` does not import it; write
+`torchop.testing` and `torchop.export` are built on this module, and checkers, exporters and rules
+in other packages can use it too. `import torchop` does not import it; write
 `from torchop.extend import Operator`.
 
 Modelled on `jax.extend`.

@@ -1,4 +1,4 @@
-"""torchop.native: wait for native calls, disable them and count them."""
+"""torchop.native: control and observe native calls."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ __all__ = [
 def disabled() -> Iterator[None]:
     """Disable native calls in this thread for the duration of a `with` block.
 
-    All calls then go through PyTorch's dispatcher, with the same results. This includes the
-    backward of these calls, even in the engine's threads for GPUs. Use it to compare results or
-    times. Blocks can be nested.
+    All calls in the block go through PyTorch's dispatcher, with the same results, and so do calls
+    in the backward passes that it starts. Use it to compare results or times. Blocks can be nested.
 
     Example:
         >>> import torch, torchop
@@ -42,12 +41,12 @@ def disabled() -> Iterator[None]:
         ...     negate(torch.ones(2))
         tensor([-1., -1.])
     """
-    switch.obtain()  # otherwise the first call in the block could load the extension
+    switch.obtain()  # otherwise the first call in the block might load the extension
     native = switch.native_module()
     if native is not None:
         native.switch_off(1)
     try:
-        yield  # if the extension is loaded inside the block, the rest of the block may be native
+        yield  # calls may become native if the extension finishes loading inside the block
     finally:
         if native is not None:
             native.switch_off(-1)
@@ -56,21 +55,20 @@ def disabled() -> Iterator[None]:
 def wait(timeout: float | None = None) -> bool:
     """Wait until calls are native, for example before a benchmark or in the build of an image.
 
-    The first call of an operator starts to compile the native call path in the background, once per
-    machine. Until it is compiled, calls are slower. `wait` starts the compilation too, and returns
-    when it has succeeded or failed.
+    The first call to an operator starts to compile the native call path in the background, once per
+    machine. Calls are slower until it is loaded. `wait` also starts the compilation, and returns
+    when it has finished.
 
     Args:
-        timeout: the maximum number of seconds to wait, or None for no limit. With 0, only a call
-            path that is already compiled is loaded.
+        timeout: the maximum number of seconds to wait, or None for no limit. With 0, `wait` only
+            loads a call path that is already compiled.
 
     Returns:
         Whether calls are native now. False if the timeout expired, if TORCHOP_NATIVE=0 is set, or
         if Python runs without the GIL.
 
     Raises:
-        NativeUnavailableError: there is no compiler, compilation failed, or the result cannot be
-            loaded.
+        NativeUnavailableError: no compiler was found, or compiling or loading failed.
         TypeError: `timeout` is not a number.
         ValueError: `timeout` is negative or NaN.
 
@@ -91,15 +89,15 @@ def wait(timeout: float | None = None) -> bool:
 
 
 def counters(op: OpLike) -> Mapping[str, int]:
-    """Return how many calls of an operator were native, and how many fell back for each reason.
+    """Return how many calls to an operator were native, and why the others were not.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
 
     Returns:
-        The number of calls by reason, `"native"` for native calls. Reasons with no calls are
-        omitted. Calls before the extension was loaded are not counted.
+        The number of calls by reason, with the key `"native"` for native calls. Reasons without
+        calls are omitted. Calls before the extension was loaded are not counted.
 
     Raises:
         ValueError: `op` is not an operator.

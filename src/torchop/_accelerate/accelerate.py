@@ -1,4 +1,4 @@
-"""The function `accelerate`, which enables native calls for operators of other packages."""
+"""accelerate: make calls to operators of other packages native."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from torchop.extend import OpName, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Active accelerations. An operator stays accelerated as long as one of them matches it.
+# An operator is accelerated as long as one of these matches it.
 _active: list[Acceleration] = []
-_problems: dict[OpName, str | None] = {}  # why a matching operator is not accelerated
+_problems: dict[OpName, str | None] = {}  # why matching operators are not accelerated
 _stop_watching: registries.RegistrationHook | None = None
 
 
@@ -39,9 +39,9 @@ class AcceleratedOperator(NamedTuple):
     Attributes:
         op: the name of the operator.
         accelerated: whether native calls are enabled.
-        reason: why not; empty if they are.
-        constants: the `int` arguments. `torch.compile` compiles again for each of their values,
-            unless the schema declares them as `SymInt`.
+        reason: the reason if native calls are not enabled, else an empty string.
+        constants: the arguments of type `int`. `torch.compile` compiles again for each value of
+            these, unless the schema declares them as `SymInt`.
 
     Example:
         >>> import torch, torchop
@@ -58,9 +58,9 @@ class AcceleratedOperator(NamedTuple):
 
 
 class Acceleration:
-    """The result of `accelerate`. Printing it shows a table of the operators.
+    """The result of `accelerate`. Print it for a table of the operators.
 
-    It lasts until `undo` is called. As a context manager, it calls `undo` at the end of the block.
+    The acceleration is in effect until `undo` is called, or until the end of a `with` block.
 
     Example:
         >>> import torch, torchop
@@ -87,16 +87,16 @@ class Acceleration:
 
     @property
     def operators(self) -> tuple[AcceleratedOperator, ...]:
-        """The registered operators that match, each with the reason if it is not accelerated."""
+        """The registered operators that match a pattern."""
         with registration_lock:
             of_python = defined_names()
             return tuple(_row(name, name in of_python) for name in self._matching())
 
     def undo(self) -> None:
-        """Undo the acceleration. Repeated calls and calls in any order are allowed.
+        """Undo the acceleration. Does nothing if it was undone before.
 
-        Objects in `torch.ops` are restored, unless other code has replaced them since. Operators
-        that match another active acceleration stay accelerated.
+        Operators that match another active acceleration stay accelerated. Functions in `torch.ops`
+        that other code has replaced since are not restored.
         """
         with registration_lock:
             if self in _active:
@@ -131,7 +131,10 @@ class Acceleration:
         return any(is_match(name, pattern) for pattern in self._patterns)
 
     def _matching(self) -> list[OpName]:
-        """Return matching Python operators, and C++ operators in explicitly named namespaces."""
+        """Return the matching operators that were defined in Python.
+
+        Operators that were defined in C++ are included if a pattern names their namespace.
+        """
         names = defined_names()
         parts = (pattern.partition("::") for pattern in self._patterns)
         namespaces = {start for start, colons, _ in parts if colons and not set("*?[") & set(start)}
@@ -141,32 +144,32 @@ class Acceleration:
 
 
 def accelerate(*patterns: str) -> Acceleration:
-    """Enable native calls for operators of other packages.
+    """Make calls to operators of other packages native.
 
-    It applies to operators with Python kernels, registered with `torch.library.custom_op`, or with
-    `define` and `impl` of a `torch.library.Library`. Their handles, their objects in `torch.ops`
-    and compiled graphs make a native call if the dispatcher would only run the kernel and the
-    wrappers of `custom_op`. Every other call falls back to the dispatcher.
+    Applies to operators with Python kernels that were registered by `torch.library.custom_op`, or
+    by `define` and `impl` of a `torch.library.Library`. A call through a handle, through
+    `torch.ops` or from a compiled graph becomes native if the dispatcher would only run the kernel
+    and the wrappers of `custom_op`. All other calls fall back to the dispatcher.
 
     Operators that are registered later are accelerated too, so the order of imports does not
-    matter. Repeated calls have no effect.
+    matter.
 
     Args:
-        patterns: operator names, such as `"mylib::crop"`, with the wildcards `*`, `?` and `[...]`
-            of file names, as in `"mylib::*"` or `"*"`. A name includes all overloads.
+        patterns: operator names such as `"mylib::crop"`, optionally with the wildcards `*`, `?` and
+            `[...]`, such as `"mylib::*"` or `"*"`. A name without an overload means all overloads.
 
     Returns:
-        An `Acceleration`. Call `undo`, or use it in a `with` statement. It prints as a table of the
-        operators, with the reason for each that is not accelerated.
+        An `Acceleration`, which prints as a table of the operators, with the reason for each that
+        is not accelerated. Call its `undo`, or use it in a `with` statement.
 
     Raises:
         ValueError: no pattern was given, or a pattern matches no valid name.
         TypeError: a pattern is not a string.
 
     Warns:
-        NothingToAccelerateWarning: a pattern is probably misspelled, because it matches no
-            registered operator but its namespace (or a similar one) exists; or all matching
-            operators were defined in C++.
+        NothingToAccelerateWarning: a pattern is probably misspelled: it matches no registered
+            operator, but the namespace or a similar one exists. Or all matching operators were
+            defined in C++.
 
     Example:
         >>> import torch, torchop
@@ -190,7 +193,7 @@ def accelerate(*patterns: str) -> Acceleration:
             switch.request(_adopt_all)
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)
-    except BaseException:  # for example a warning that a filter turned into an error
+    except BaseException:  # such as a warning that a filter turned into an error
         acceleration.undo()
         raise
     return acceleration
@@ -203,7 +206,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def why_not(name: OpName) -> str | None:
-    """Return why an operator's calls are not native; None for operators of torchop."""
+    """Return why calls to an operator are not native; None for operators of torchop."""
     with registration_lock:
         if name not in defined_names():
             return _row(name, False).reason
@@ -239,8 +242,8 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
 
 
 def _defined(library: torch.library.Library, qualname: str) -> None:
-    """Accelerate a newly defined operator if it matches."""
-    # An invalid name raises here; PyTorch reports it.
+    """Accelerate a newly defined operator if a pattern matches."""
+    # An invalid name raises ValueError here. PyTorch reports the mistake.
     with contextlib.suppress(ValueError), registration_lock:
         name = OpName.parse(qualname)
         if _is_matched(name) and not _is_ours(library):
@@ -270,7 +273,7 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
     elif (calls := table.accelerated.get(name)) is None:
         reason = _problems.get(name) or "it was deregistered"
     else:
-        calls.outdate()  # other packages may have registered kernels without notice
+        calls.outdate()  # another package may have registered a kernel since the last call
         calls()
         reason = calls.problem
     constants = find_schema(name).constants

@@ -1,4 +1,4 @@
-"""Match operator names against patterns, and explain patterns that match nothing."""
+"""Match operator names with patterns, and explain why a pattern matches nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INTERNAL = naming.RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_resul
 
 
 def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
-    """Raise if no pattern was given or one is invalid. `caller` is the function in the message."""
+    """Raise if there is no pattern, or an invalid one. Messages start with `caller`."""
     if not patterns:
         raise ValueError(
             f'{caller}() got no pattern; name the operators, such as {caller}("mylib::*"), or '
@@ -33,7 +33,8 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
                 f"{type(pattern).__name__}: {short_repr(pattern)}.{_instead_of(caller, pattern)}"
             )
         if not naming.is_pattern(pattern):
-            # Accept the spellings that PyTorch prints, such as torch.ops.mylib.crop.
+            # The suggestion also handles names as PyTorch prints them, such as
+            # torch.ops.mylib.crop.
             namespace, *name = re.split("[.:]", pattern.removeprefix("torch.ops."), maxsplit=1)
             meant = f"{namespace or 'mylib'}::{''.join(name) or '*'}"
             raise ValueError(
@@ -58,18 +59,18 @@ def _is_helper(name: OpName) -> bool:
 
 
 def value_for(name: OpName, by_pattern: Mapping[str, Value]) -> Value | None:
-    """Return the value of the first matching pattern; None if none matches."""
+    """Return the value of the first pattern that matches, or None."""
     return next((value for key, value in by_pattern.items() if is_match(name, key)), None)
 
 
 def why_nothing_matches(caller: str, pattern: str) -> str | None:
-    """Return a message if no registered operator matches a pattern, else None."""
+    """Return a message if no registered operator matches a pattern, or None if one does."""
     names = defined_names()
 
     def holds_match(names: Iterable[OpName]) -> bool:
         return any(is_match(name, pattern) for name in names)
 
-    # `all_names` is slow, so it is last.
+    # Last, because `all_names` is slow.
     if pattern == "*" or holds_match(names) or holds_match(all_names()):
         return None
     hint = _nearest(pattern, names)
@@ -79,8 +80,8 @@ def why_nothing_matches(caller: str, pattern: str) -> str | None:
 def why_nothing_to_accelerate(patterns: tuple[str, ...]) -> Iterator[str]:
     """Yield a warning for each pattern that is probably a mistake.
 
-    A pattern for an unknown namespace is valid: its package may be imported later. It is reported
-    only if a registered namespace has a similar name.
+    A pattern for an unknown namespace is reported only if a registered namespace has a similar
+    name, because the package may be imported later.
     """
     names, matching = defined_names(), []
     for pattern in patterns:
@@ -125,7 +126,7 @@ def _instead_of(caller: str, value: object) -> str:
 
 
 def _nearest(pattern: str, names: set[OpName]) -> str:
-    """Return a suggestion for a pattern without a match, to append to a message."""
+    """Return a suggestion for a pattern that matches nothing, to append to a message."""
     meant = pattern.strip("^$").replace(".*", "*")
     is_meant = meant != pattern and any(is_match(name, meant) for name in all_names())
     if is_meant or not set("^$|()+{}\\").isdisjoint(pattern):

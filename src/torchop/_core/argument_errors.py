@@ -1,4 +1,4 @@
-"""Convert the dispatcher's errors about wrong arguments to errors that also name the fix."""
+"""Turn the dispatcher's errors about invalid arguments into errors that also suggest a fix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchop._schema.naming import OpName
 
 
 def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
-    """Return the error to raise if the dispatcher rejected the arguments; otherwise None."""
+    """Return the error to raise instead of `error`, or None if it is not about the arguments."""
     if type(error) is not RuntimeError:
         return None
     if dtensor.is_mixed(error):
@@ -38,7 +38,8 @@ def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
     )
 
 
-# The dispatcher's messages about too many or too few arguments, and about unknown keywords.
+# Messages of createStackForSchema (torch/csrc/jit/python/pybind_utils.h), which calls
+# FunctionSchema::findErrorInKwargs.
 _COUNT = re.compile(
     r"(?P<sentence>(?P<name>\S+)\(\) (?P<problem>takes|expected at most|is missing).*?)\.? +"
     r"Declaration: (?P<schema>.*)"
@@ -63,7 +64,7 @@ _VALUE = re.compile(
 
 
 def _fix_of_argument(sentence: str, value: str) -> str:
-    """Return advice for a value of the wrong type; empty if there is none."""
+    """Return a hint for an argument of the wrong type, or an empty string."""
     match = _VALUE.match(sentence)
     if match is None:
         return ""

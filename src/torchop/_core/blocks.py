@@ -13,7 +13,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Block(contextlib.ContextDecorator):
     """A context manager and decorator that rejects generator and coroutine functions.
 
-    Their body runs after the call, when the block has exited.
+    The body of such a function runs after the call returns, when the block is already closed.
     """
 
     def __call__(self, function: _Function) -> _Function:

@@ -1,4 +1,4 @@
-"""Location of the user's cache, which holds the compiled extension and kernel measurements."""
+"""Locate the cache folder, which holds the compiled extension and kernel timings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ REMEDY = "Set TORCHOP_CACHE_DIR to a folder that only you can write to"
 def cache_folder() -> Path:
     """Return the cache folder: `TORCHOP_CACHE_DIR`, or `torchop` in the user's cache directory.
 
-    Resolves symbolic links above the folder, so that permission checks cover the folders that are
-    used.
+    Symbolic links in the parent path are resolved, so permission checks apply to the real folders.
     """
     path = os.environ.get("TORCHOP_CACHE_DIR")
     folder = Path(path).absolute() if path else _caches_of_user() / "torchop"
@@ -24,14 +23,14 @@ def cache_folder() -> Path:
 
 def _caches_of_user() -> Path:
     path = os.environ.get("XDG_CACHE_HOME")
-    # The XDG specification requires that relative paths are ignored.
+    # The XDG specification says to ignore relative paths.
     if path and Path(path).is_absolute():
         return Path(path)
     try:
         home = Path.home()
     except RuntimeError:
         home = Path()
-    if not home.is_absolute():  # the working directory may contain other users' files
+    if not home.is_absolute():  # never trust the working directory: it may belong to someone else
         raise NativeUnavailableError(f"there is no home folder for a cache. {REMEDY}")
     if sys.platform == "darwin":
         return home / "Library" / "Caches"

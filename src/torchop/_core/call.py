@@ -1,4 +1,4 @@
-"""Arguments of a call: name them, find tensors in them, and replace them."""
+"""Utilities for the arguments of a call: name them, find tensors, and replace values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def values_by_name(
 def passed(
     places: Iterable[tuple[int, str]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Return the arguments at `places`, such as `Schema.mutated_places`, that a call passes."""
+    """Return the name and value of each argument in `places` that the call passes.
+
+    `places` holds pairs of position and name, such as `Schema.mutated_places`.
+    """
     return [
         (name, args[index] if index < len(args) else kwargs[name])
         for index, name in places
@@ -48,7 +51,7 @@ def passed(
 def mutated_tensors(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Tensor]]:
-    """Return the tensors that a call writes into, including tensors in lists.
+    """Return the tensors that a call mutates, including tensors in lists.
 
     Args:
         schema: a `Schema` of the operator.
@@ -85,7 +88,7 @@ def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def tensors_in(values: Iterable[Any], kind: Any = Tensor) -> Iterator[Any]:
-    """Yield the tensors (or instances of `kind`) among values, including those in lists."""
+    """Yield the tensors (or instances of `kind`) in `values`, including items of lists."""
     for value in values:
         if isinstance(value, kind):
             yield value
@@ -119,7 +122,7 @@ def named_inputs(
 def named_tensors(
     values: Iterable[tuple[str, Any]], noun: str = "input"
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Like `named_inputs`, for pairs of argument name and value."""
+    """Like `named_inputs`, but take pairs of argument name and value."""
     for name, value in values:
         for place, tensor in _places(name, value):
             yield name, f"{noun} '{place}'", tensor
@@ -155,7 +158,10 @@ def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to a value of type `kind`, or to the items of that type in a list."""
+    """Return `value` with `change` applied to it, or to its items if it is a list.
+
+    Only instances of `kind` are changed.
+    """
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)) and any(isinstance(item, kind) for item in value):
@@ -166,7 +172,7 @@ def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 def replace_all(
     args: Iterable[Any], kwargs: Mapping[str, Any], kind: Any, change: Callable[[Any], Any]
 ) -> Call:
-    """Apply `replaced` to each argument of a call."""
+    """Return the arguments of a call with `replaced` applied to each."""
     positional = tuple([replaced(value, kind, change) for value in args])
     return positional, {name: replaced(value, kind, change) for name, value in kwargs.items()}
 
@@ -177,7 +183,7 @@ def map_arguments(
     kwargs: Mapping[str, Any],
     change: Callable[[Argument, Any], Any],
 ) -> Call:
-    """Replace each argument of a call by `change(argument, value)`."""
+    """Return the arguments of a call, each replaced by `change(argument, value)`."""
     positional = tuple(change(a, value) for a, value in zip(schema.positional, args, strict=False))
     keywords = {a.name: change(a, kwargs[a.name]) for a in schema.keyword_only if a.name in kwargs}
     return positional, keywords
@@ -189,7 +195,7 @@ def map_tensors(
     kwargs: Mapping[str, Any],
     change: Callable[[Argument, Tensor], Any],
 ) -> Call:
-    """Replace each tensor of a call, including tensors in lists, by `change(argument, tensor)`."""
+    """Like `map_arguments`, but replace only tensors, including tensors in lists."""
 
     def changed(argument: Argument, value: Any) -> Any:
         return replaced(value, Tensor, functools.partial(change, argument))

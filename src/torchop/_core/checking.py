@@ -16,34 +16,31 @@ from torchop._core.lock import registration_lock
 from torchop._core.snapshot import BACKWARD, KERNEL, SETUP_CONTEXT, Snapshot, Words
 from torchop._schema.schema import Schema
 
-# Without an open block, plans contain the plain kernels, so calls have no overhead. Entering the
-# first block in the process invalidates all plans, and they are compiled again with checking
-# kernels. Exiting the last block does the reverse.
+# Call plans contain checking kernels only while some thread is inside a `checking` block, so other
+# calls have no overhead. Entering the first block and exiting the last one invalidates all plans.
 
 
 class checking(Block):  # noqa: N801  (called like a function)
-    """Check in each call that an operator only mutates the arguments that its schema declares.
+    """Check that operators mutate only the arguments that their schemas declare as mutated.
 
-    Compares the inputs of a kernel before and after it runs, bit for bit, except inputs that the
-    schema declares as mutated. Mutated inputs must still have their storage, shape and strides,
-    except an `out=` argument, which may be resized. The comparison also covers the memory around
-    the inputs, their metadata, and PyTorch's version counters. It therefore finds writes by
-    PyTorch, NumPy and C extensions.
+    Inside the block, each call copies the inputs of the kernel and compares them bit for bit after
+    the kernel ran. The comparison includes metadata, version counters, and the memory around each
+    input, so it finds writes by PyTorch, NumPy and C extensions. Declared mutations may change
+    values, but not the storage, shape or strides; an `out=` argument may also be resized.
 
-    Checks all kernels registered with torchop, in calls of this thread and of its backward,
-    including calls from compiled code and from other kernels. Also checks that `backward` does not
-    write into its incoming gradients, nor `setup_context` into inputs and outputs. Compiled graphs
-    run these two functions only while they are compiled, so compile in the block.
+    The block covers all kernels registered with torchop that run in this thread or in its backward
+    passes, including kernels called by compiled code and by other kernels. It also covers formulas:
+    `backward` must not write into its incoming gradients, and `setup_context` must not write into
+    inputs and outputs. Compiled graphs run formulas only during compilation, so compile inside the
+    block.
 
-    On a GPU, backward runs in threads of PyTorch. Before PyTorch 2.12, blocks do not reach these
-    threads. Blocks can be nested, and can decorate functions. Calls in a block are slow, because
-    their inputs are copied; calls outside of blocks have no overhead. Some inputs cannot be
-    compared: tensors without data, MKL-DNN tensors, tensors that the device has no memory to copy,
-    and all tensors while a graph is captured on their device. Other threads must not write into the
-    same memory meanwhile.
+    Blocks can be nested, and can decorate functions. Calls outside of blocks have no overhead.
+    Tensors without data, MKL-DNN tensors, tensors too large to copy, and all tensors during the
+    capture of a device graph are not compared. On a GPU, the backward pass runs in other threads,
+    which blocks cover since PyTorch 2.12. Other threads must not write into the inputs meanwhile.
 
     Raises:
-        UndeclaredMutationError: raised by the call of an operator in the block.
+        UndeclaredMutationError: a kernel or formula mutated something else. Raised by the call.
 
     Example:
         >>> import torch, torchop
@@ -55,14 +52,14 @@ class checking(Block):  # noqa: N801  (called like a function)
         Traceback (most recent call last):
         torchop.UndeclaredMutationError: docs::normalize: Argument x is not defined as mutable ...
 
-    Applies the check of `torch.library.opcheck` to all calls of a program.
+    Like the mutation test of `torch.library.opcheck`, but for all calls of a program.
     """
 
     def __init__(self) -> None:
         self._entered: list[list[checking]] = []
 
     def _recreate_cm(self) -> checking:
-        return checking()  # a decorated function may run in several threads at once
+        return checking()  # a decorated function may run in several threads at the same time
 
     def __enter__(self) -> None:
         with registration_lock:
@@ -89,9 +86,9 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-# The thread's `open_blocks`. PyTorch copies the context to threads that run its backward.
+# The `open_blocks` of this thread. PyTorch copies context variables to the threads of backward.
 _blocks_of_caller: ContextVar[list[checking]] = ContextVar("torchop_checking")
-_blocks = 0  # open in all threads
+_blocks = 0  # number of open blocks in all threads
 _plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
 
 
@@ -105,20 +102,20 @@ def _switch(blocks: int) -> None:
 
 
 def is_open() -> bool:
-    """Return whether this thread, or the thread whose backward it runs, has an open block."""
+    """Return whether this thread, or the thread that started this backward, is inside a block."""
     if not _blocks or _thread.open_blocks:
         return bool(_blocks)
     return bool(autograd.context_of_backward().get(_blocks_of_caller, ()))
 
 
 def recompile_for_checking(plan: _Plan) -> None:
-    """Invalidate this plan whenever checking starts or stops. Holds the plan weakly."""
+    """Invalidate `plan` whenever checking starts or stops. Only a weak reference is stored."""
     with registration_lock:
         _plans.add(plan)
 
 
 def is_active() -> bool:
-    """Return whether any thread has an open `checking` block. Requires `registration_lock`."""
+    """Return whether any thread is inside a block. The caller must hold `registration_lock`."""
     return bool(_blocks)
 
 
@@ -130,10 +127,10 @@ def checked(
     leading: int = 0,
     words: Words = KERNEL,
 ) -> Callable[..., Any]:
-    """Return a kernel that checks its calls if a block is open in any thread, else `kernel`.
+    """Return the kernel for a call plan: a checking wrapper if any thread is inside a block.
 
-    The first `leading` arguments of the kernel are not the operator's. The caller must hold
-    `registration_lock` until the plan is stored.
+    The wrapper ignores the first `leading` arguments, such as the dispatch keys. The caller must
+    hold `registration_lock` until it has stored the plan.
     """
     if not _blocks:
         return kernel
@@ -154,7 +151,7 @@ def checked(
 def checked_backward(
     name: object, backward: Callable[..., Any] | None
 ) -> Callable[..., Any] | None:
-    """Return the backward formula for a plan, checking gradients if a block is open."""
+    """Like `checked`, for a backward formula: check its incoming gradients."""
     if backward is None or not _blocks:
         return backward
 
@@ -174,7 +171,7 @@ def checked_backward(
 def checked_save(
     name: object, schema: Schema, save: Callable[..., None] | None
 ) -> Callable[..., None] | None:
-    """Return the `save` of a formula for a plan, checking inputs and output if a block is open."""
+    """Like `checked`, for the `save` function of a formula: check inputs and outputs."""
     if save is None or not _blocks:
         return save
 

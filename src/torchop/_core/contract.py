@@ -1,4 +1,4 @@
-"""Check that a kernel returns the number and types of the schema, in fresh memory."""
+"""Check the results of kernels: their number, types and aliasing."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torchop._schema.schema import Schema
 
 
 class ResultCheck:
-    """Check results against the schema's return types, and convert several results to a tuple.
+    """Check that a kernel's results match the return types of the schema.
 
-    PyTorch's conversion reads past the end of a result that is too long, and reports other mistakes
-    as a failed C++ cast.
+    PyTorch does not check the number of results, so it would read out of bounds, and it reports
+    other mistakes as a failed C++ cast.
     """
 
     __slots__ = ("_checks", "_returns")
@@ -31,19 +31,19 @@ class ResultCheck:
     def __init__(self, returns: Sequence[str]) -> None:
         self._returns = kinds = returns
         if len(returns) > 1:
-            # A C++ kernel may leave one of several tensors undefined, which Python sees as None. A
-            # single None is a missing `return`.
+            # One of several tensors may be None, because a C++ kernel may leave it undefined. If
+            # the only result is None, the kernel has no `return`.
             kinds = ["Optional[Tensor]" if kind == "Tensor" else kind for kind in returns]
         self._checks = [_CHECKS.get(kind, lambda value: True) for kind in kinds]
 
     def __call__(self, result: Any, name: object, what: str = "kernel") -> Any:
-        """Return the result, as a tuple if the schema has several, or raise ResultError."""
+        """Return the result, converted to a tuple if the schema has several, or raise."""
         checks = self._checks
         if len(checks) == 1:
             if checks[0](result):
                 return result
             if self._returns[0] == "List[Tensor]" and isinstance(result, (Iterator, ValuesView)):
-                return self(list(result), name, what)  # PyTorch accepts iterators too
+                return self(list(result), name, what)  # PyTorch also accepts iterators
         elif not checks:
             if result is None:
                 return None
@@ -61,7 +61,7 @@ class ResultCheck:
 
 @functools.cache
 def result_check(returns: tuple[str, ...]) -> ResultCheck:
-    """Return a cached check for these return types, which many operators share."""
+    """Return the check for these return types. Cached, because many operators share it."""
     return ResultCheck(returns)
 
 
@@ -70,26 +70,26 @@ def _tensors(value: Any) -> bool:
 
 
 def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callable[[Any], bool]:
-    """Make a check for numbers. The dispatcher also takes NumPy numbers and one-element tensors."""
+    """Return a check for numbers that accepts NumPy numbers and one-element tensors too."""
 
     def check(value: Any) -> bool:
         if isinstance(value, Tensor):
             return value.layout is torch.strided and value.numel() == 1
         try:
             return isinstance(value, classes) or bool(read(value))
-        except Exception:  # the conversion methods of a class may raise anything
+        except Exception:  # user-defined conversion methods may raise anything
             return False
 
     return check
 
 
-# `float` also converts strings, which have no `__float__`.
+# `hasattr` excludes strings, which `float` would convert.
 _float = _scalar(
     (float, torch.SymFloat, torch.SymInt),
     lambda value: hasattr(value, "__float__") and isinstance(float(value), float),
 )
 _index = _scalar((torch.SymInt,), lambda value: -(2**63) <= operator.index(value) < 2**63)
-# Not strings or None, although they have a truth value: None is a missing `return`.
+# Strings and None have a truth value, but are mistakes: None means that `return` is missing.
 _boolean = _scalar(
     (bool, torch.SymBool),
     lambda value: (
@@ -108,7 +108,7 @@ def _string(value: Any) -> bool:
         return False
     try:
         return str.encode(value) is not None
-    except UnicodeEncodeError:  # C++ strings cannot hold a lone surrogate
+    except UnicodeEncodeError:  # a lone surrogate has no UTF-8 encoding, which C++ strings use
         return False
 
 
@@ -141,7 +141,7 @@ def spell_result(result: Any) -> str:
 
 
 def _fix_of_result(returns: Sequence[str], result: Any) -> str:
-    """Return advice for a result that does not match the schema; empty if there is none."""
+    """Return a hint for a result that does not match the schema, or an empty string."""
     if result is None:
         return " Is a return statement missing?"
     if not returns:
@@ -165,7 +165,7 @@ def _type_name(value: Any) -> str:
 def check_returned_arguments(
     name: object, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> None:
-    """Raise unless an in-place or out= operator returned the arguments that it wrote into."""
+    """Raise unless an in-place or out= operator returned the arguments that it mutates."""
     expected = returned_arguments(schema, args, kwargs)
     returned = result if isinstance(result, tuple) else (result,)
     if list(map(id, returned)) != list(map(id, expected)):
@@ -181,12 +181,12 @@ def check_returned_arguments(
 def alias_error(
     name: str, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> AliasError:
-    """Return the error for outputs that share memory, naming the tensors that share it."""
+    """Return the error for a result that aliases an input or has aliasing outputs."""
     tensors = list(named_inputs(schema, args, kwargs))
     maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
     outputs = {id(tensor) for argument, _, tensor in tensors if argument in maybe_out}
     mutated = {id(tensor) for argument, _, tensor in tensors if argument in schema.mutated}
-    # Reversed, so that messages name the first of several identical inputs.
+    # In reverse order, so the first of several identical inputs is the one in the message.
     inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
     owner = {storage_of(tensor): where for _, where, tensor in reversed(tensors)}
     fault = "two outputs share memory, or an output and an input do"
@@ -217,7 +217,7 @@ def alias_error(
 
 
 def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
-    """Describe the shapes of a call, because a kernel may alias only for some shapes."""
+    """Describe the shapes of the inputs, because a kernel may alias only for some shapes."""
     shown = [
         f"{where.removeprefix('input ')} of shape {list(tensor.shape)}"
         f"{'' if tensor.numel() else ' (empty)'}"
@@ -227,19 +227,22 @@ def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return an id of a tensor's storage; for sparse and functorch tensors, of the tensor."""
+    """Return an id for the storage of a tensor.
+
+    Sparse tensors and functorch wrappers have no storage, so return the id of the tensor.
+    """
     if tensor.layout is not torch.strided or functorch.is_wrapped(tensor):
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 
 def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """Return whether an output shares memory with an input or another output."""
+    """Return whether an output aliases an input or another output."""
     if _hooks.extension.is_evidently_fresh(args, kwargs, result):
         return False
     outputs = result if isinstance(result, tuple) else (result,)
     if aliasing.any_alias(args, kwargs, outputs):
         return True
-    # PyTorch compares storages. Sparse tensors have none, so compare their identities.
+    # `any_alias` compares storages. Sparse tensors have none, so compare the tensor objects.
     unstored = {id(t) for t in tensors_in(outputs) if t.layout is not torch.strided}
     return bool(unstored) and any(id(t) in unstored for t in tensors_in((*args, *kwargs.values())))

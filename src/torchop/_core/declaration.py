@@ -1,4 +1,4 @@
-"""`Declaration`: the checked input of a definition."""
+"""`Declaration`: everything that is known about an operator before it is defined."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchop._schema.convention import FLAT, Convention
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# Checks the arguments of a call before the kernel runs.
+# Raises if the arguments of a call are invalid. Runs before the kernel.
 Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
 class Site(NamedTuple):
-    """Where an operator was defined. Two definitions by the same code have the same `origin`."""
+    """The source location where an operator was defined."""
 
     module: str
     qualname: str
@@ -25,18 +25,19 @@ class Site(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any], place: Place) -> Site:
-        """Return the site of a function that the user's program made an operator at `place`."""
+        """Return the location of `function`, or `place`, the caller, if it has no code object."""
         code = getattr(function, "__code__", None)
         file, line = (code.co_filename, code.co_firstlineno) if code else (place.file, place.line)
         module = place.module or "__main__"
         qualname = getattr(function, "__qualname__", None)
         if qualname is None:
-            # Partials and callable objects have the module of their class, so use the place.
+            # A partial or a callable object. Its `__module__` is the module of its class.
             return cls(module, f"line {line}", file, line)
         return cls(getattr(function, "__module__", None) or module, qualname, file, line)
 
     @property
     def origin(self) -> tuple[str, str]:
+        """The module and name of the function, equal if the same code defines it again."""
         return self.module, self.qualname
 
     def __str__(self) -> str:
@@ -44,23 +45,25 @@ class Site(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """The checked properties of an operator that is about to be defined.
+    """The validated properties of an operator.
 
-    For another package's operator, only the name and the schema are set.
+    For an operator of another package, only the name and the schema are set.
 
     Attributes:
-        function: the kernel, which takes the schema's arguments.
-        devices: the device types of the function; None stands for every device.
-        fake: a fake kernel with a signature that needs no check.
-        guard: checks the arguments of each call before any kernel.
-        effect: the side effect, see `_rules.effect`.
-        inlined: the compilers that trace the function, see `_rules.inlining`.
-        launch: the kernel that launches Triton kernels; compilers trace `function` instead.
-        residuals: the residuals, a `residuals.declared.Declared`, or None.
-        convention: how to call the author's functions.
-        is_helper: whether this helper operator replaces another operator in compiled graphs.
-        is_lenient: whether calls behave as those of an inference engine's registration helper:
-            results may share memory, and without a formula, PyTorch's autograd fallback runs.
+        function: the kernel, which takes the arguments of the schema.
+        site: the source location of the definition.
+        devices: the device types that `function` supports; None in it means every device.
+        fake: a fake kernel whose signature is known to be valid.
+        guard: checks the arguments of each call before any kernel runs.
+        effect: the side effect; see `_rules.effect`.
+        inlined: the compilers that trace into the function; see `_rules.inlining`.
+        launch: for `triton_op`, the function to run eagerly. Compilers trace `function`.
+        residuals: the declared residuals (`residuals.declared.Declared`), or None.
+        convention: converts between the author's arguments and the arguments of the schema.
+        is_helper: True for a helper operator, which replaces another operator in compiled graphs.
+        is_lenient: True for operators of `torchop.compat`. Like the registration helpers of
+            inference engines, they may return aliases of their inputs, and use PyTorch's autograd
+            fallback if no formula is registered.
     """
 
     name: OpName

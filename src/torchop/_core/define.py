@@ -1,4 +1,4 @@
-"""Define an operator: completely, or not at all."""
+"""Define an operator. If any step fails, nothing remains registered."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from torchop._core.registry import deregister_existing
 Result = TypeVar("Result")
 
 
-# Creates the handle of a new operator and makes its calls native. Set by `_define`, because handles
-# import all rules.
+# Creates the handle of a new operator. Set by `_define`, because handles import all rules, and the
+# rules import this package.
 make_handle: Any = None
 
 
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
-    """Define a validated operator, replacing an operator of `custom_op` with the same name.
+    """Define a validated operator.
 
-    The operator is deregistered when `lib` closes.
+    An operator of the same name is replaced if it was created by `custom_op`. The new operator is
+    deregistered when `lib` is closed.
 
     Raises:
-        RuntimeError: the name belongs to an operator that `custom_op` did not make.
+        RuntimeError: an operator of the same name exists that `custom_op` did not create.
     """
     name = declaration.name
 
     def build() -> Definition:
-        # Not a decorator, because warnings would report the decorator's frame as the caller.
+        # Not used as a decorator: warnings would report the wrapper's frame as the caller.
         with deregistration.preserve_packet(name.namespace, name.name):
             return _define(declaration, lib)
 
@@ -44,18 +45,18 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
 
 def _define(declaration: Declaration, lib: torch.library.Library | None) -> Definition:
     name, site = declaration.name, declaration.site
-    assert site is not None  # every operator of `custom_op` has a site
+    assert site is not None  # only declarations of other packages' operators have none
     deregister_existing(name, site)
     deregistration.before_definition(*name)
     library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     definition = Definition(declaration, library, lib)
     for definitions in _blocks:
         definitions.append(definition)
-    # Before any rule registers something, so that closing the library always removes it: if the
-    # definition fails, or if `torch.library.custom_op` replaces the operator.
+    # Before any rule registers something, so closing the library removes all registrations, also
+    # after a failure and if `torch.library.custom_op` replaces the operator.
     libraries.on_close(library, definition.library_closed)
     finishing = definition.install()
-    # After the kernels are installed, because from here on other threads can call the operator.
+    # Last, because other threads can call the operator from here on.
     qualname = libraries.define(library, definition.schema.written, declaration.tags)
     deregistration.after_definition(*name)
     for finish in finishing:
@@ -69,13 +70,13 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
 
 
 def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
-    """Run `build`; if it raises, deregister every operator that it defined.
+    """Run `build`. If it raises, deregister all operators that it defined.
 
-    Holds the registration lock, so no other thread registers meanwhile.
+    Holds the registration lock, so no other thread can register anything in the meantime.
 
     Args:
-        what: a description of the definitions, such as a name, for error messages.
-        build: takes no arguments, defines operators, and registers rules for them.
+        what: describes the definitions in error messages, such as by a name.
+        build: a function without arguments that defines operators and registers rules.
 
     Returns:
         The result of `build`.
@@ -102,7 +103,8 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
         try:
             return build()
         except BaseException:
-            with contextlib.ExitStack() as stack:  # in reverse, and even if one of them raises
+            # ExitStack runs the callbacks in reverse order, and all of them even if one raises.
+            with contextlib.ExitStack() as stack:
                 for definition in definitions:
                     stack.callback(definition.deregister, f"The definition of {what} failed.")
             raise
@@ -110,14 +112,14 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
             _blocks.pop()
 
 
-# The definitions made by each running `all_or_nothing`. Guarded by `registration_lock`.
+# The definitions created by each running `all_or_nothing` call. Guarded by `registration_lock`.
 _blocks: list[list[Definition]] = []
 
 
 def deregister_with(
     library: torch.library.Library, definition: Definition, reason: Callable[[], str]
 ) -> None:
-    """Deregister an operator when a library closes, without keeping the operator alive."""
+    """Deregister an operator when `library` is closed. Does not keep the operator alive."""
     reference = weakref.ref(definition)
 
     def deregister() -> None:

@@ -24,16 +24,16 @@ from torchop._schema.schema import Schema
 
 Compiled = TypeVar("Compiled")
 
-# The empty mapping of a rule without registrations. Rules replace their mappings and never modify
-# them, because plans reference them.
+# An empty mapping, for rules without registrations. Rules never modify a mapping, because plans
+# reference it; each registration creates a new one.
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class CompiledRule(Generic[Compiled]):
-    """An operator's rule for one subsystem of PyTorch, such as autograd.
+    """The rule of one operator for one subsystem of PyTorch, such as autograd.
 
-    Each subclass lives in one file in `_rules`, together with the registration function, checks,
-    dispatcher kernels and errors.
+    Subclasses are defined in `_rules`, next to their registration function, checks, dispatcher
+    kernels and errors.
     """
 
     __slots__ = ("definition",)
@@ -42,10 +42,10 @@ class CompiledRule(Generic[Compiled]):
         self.definition = definition
 
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
-        """Set attributes and install missing dispatcher kernels; undo both if installing fails.
+        """Set attributes, then call `install` for missing dispatcher kernels. Undo both on error.
 
-        A call in another thread may already reach a new dispatcher kernel. To compile the plan,
-        this call waits for `registration_lock`, so it sees either all of the update or none.
+        A call in another thread may reach a new dispatcher kernel before this function returns.
+        It then waits for `registration_lock` to compile a plan, so it never sees half an update.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}
@@ -65,15 +65,18 @@ class CompiledRule(Generic[Compiled]):
         baked = [*self.cache_parts()]
         for name, value in state.items():
             setattr(self, name, value)
-        # By identity, because registered objects may override `==`, as tensors do.
+        # Compare by identity, because registered objects may override `==`, as tensors do.
         self.definition.revision += [*map(id, baked)] != [*map(id, self.cache_parts())]
         self.definition.outdate_plan()
 
     def retract(self) -> None:
-        """Remove the rule from PyTorch's registries, after the operator was deregistered."""
+        """Remove the rule from PyTorch's registries. Called when the operator is deregistered."""
 
     def cache_parts(self) -> Iterator[object]:
-        """Yield parts that compilers bake into graphs: functions, or values with stable `repr`."""
+        """Yield the parts of the rule that compilers bake into graphs.
+
+        A part is a function, or a value with a stable `repr`.
+        """
         yield from ()
 
     def compile(self) -> Compiled:
@@ -81,16 +84,16 @@ class CompiledRule(Generic[Compiled]):
         raise NotImplementedError
 
     def kernels(self) -> Collection[str | None]:
-        """Return the device types that the rule has kernels for; None stands for every device."""
+        """Return the device types for which the rule has kernels; None means every device."""
         return ()
 
     def repr_text(self) -> str | None:
-        """Describe the registrations in a few words for a `repr`; None if there are none."""
+        """Describe the registrations in a few words for a `repr`, or return None without any."""
         return None
 
 
 class CallPlan:
-    """The compiled rules of an operator, by the class of the rule."""
+    """The compiled rules of an operator, indexed by rule class. Immutable."""
 
     __slots__ = ("_compiled", "schema")
 
@@ -104,31 +107,30 @@ class CallPlan:
 
 
 AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
-# The rule classes, in the order of `repr`. Each definition has one instance per class. Set by
-# `_rules`, which imports this module.
+# The rule classes, in the order in which `repr` lists them. Each definition has one instance of
+# each class. Set by `_rules`, which imports this module.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
-# Installs initial dispatcher kernels and mode rules of an operator of `custom_op`. May return a
-# function to call after the schema is defined in the dispatcher.
+# Installs the initial dispatcher kernels and mode rules of a new operator. May return a function to
+# call once the schema is defined in the dispatcher.
 Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
-# Set by `_rules` together with `kinds`.
+# Set by `_rules`, like `kinds`.
 installers: tuple[Installer, ...] = ()
 
 
 class Follower(Protocol):
-    """The native calls of an operator, notified when its plan is compiled or invalidated."""
+    """Is notified when the plan of an operator is compiled or invalidated."""
 
     def attach(self) -> None: ...
     def outdate(self) -> None: ...
 
 
 class Definition:
-    """An operator, or the rules that one library registers for another package's operator.
+    """An operator with its rules and its call plan.
 
-    An operator of `custom_op` has one definition, with all its dispatcher kernels installed from
-    the start. For operators of other packages, each library has its own definition. This definition
-    holds only the rules registered through the library, and installs a dispatcher kernel when a
-    rule first needs it.
+    An operator created by `custom_op` has one definition, which installs all dispatcher kernels
+    when the operator is defined. An operator of another package has one definition for each library
+    that registers rules for it, and dispatcher kernels are installed when a rule first needs them.
     """
 
     __slots__ = (
@@ -158,19 +160,20 @@ class Definition:
         self.name = declaration.name
         self.schema = declaration.schema
         self.handle: Any = None
-        # The error message of calls after the operator was deregistered; None until then.
+        # None while the operator is registered, then the error message for calls.
         self.deregistration_reason: str | None = None
-        # Weak, so that the caller's library is freed when the caller drops it.
+        # A weak reference, because the caller decides how long the library lives.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library = library if self.is_ours else weakref.ref(library)
-        # Incremented when a rule changes that compilers bake into graphs. Graphs guard on it.
+        # Compiled graphs guard on this number. Incremented when something changes that compilers
+        # bake into graphs.
         self.revision = 0
         self._overload: OpOverload | None = None
-        # Created on first use, because many operators of a package are never called. A list takes a
-        # third of the memory of a dict.
+        # Created on first use, because most operators of a package are never called. A list needs
+        # a third of the memory of a dict.
         self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
-        # The dispatcher kernels of torchop, by dispatch key. Native calls replace only these.
+        # Dispatcher kernels that this definition registered, by dispatch key.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
         self.follower: Follower | None = None
 
@@ -179,36 +182,36 @@ class Definition:
 
     @property
     def function(self) -> Callable[..., Any] | None:
-        """The kernel passed to `custom_op`; None for other packages' operators."""
+        """The kernel passed to `custom_op`, or None for operators of other packages."""
         return self.declaration.function
 
     @property
     def is_ours(self) -> bool:
-        """True if `custom_op` made the operator."""
+        """True if the operator was created by `custom_op`."""
         return self.declaration.function is not None
 
     @property
     def is_being_defined(self) -> bool:
-        """True for an operator of `custom_op` without a handle yet. No other thread can call it."""
+        """True until a new operator has a handle. Until then, no other thread can call it."""
         return self.is_ours and self.handle is None
 
     @property
     def convention(self) -> Convention:
-        """How the schema's arguments are converted for the author's functions."""
+        """Converts between the author's arguments and the arguments of the schema."""
         return self.declaration.convention
 
     @property
     def structure(self) -> Any:
-        """The structures in the author's arguments that no schema type can hold; usually None."""
+        """Describes structured arguments such as dataclasses; None if there are none."""
         return self.convention.structure
 
     @property
     def authors_function(self) -> Any:
-        """The function that the author passed to `custom_op`, or None."""
+        """The function passed to `custom_op`, before structured arguments were flattened."""
         return self.function if self.structure is None else self.structure.function
 
     def authored(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a kernel of the author so that its residuals, if any, reach the autograd node."""
+        """Wrap a kernel that returns residuals, so it returns the result only."""
         declared = self.declaration.residuals
         if declared is None or function is self.function:  # already wrapped
             return function
@@ -216,7 +219,7 @@ class Definition:
 
     @property
     def entry(self) -> Any:
-        """The C++ entry of native calls, or None."""
+        """The C++ entry point of native calls, or None."""
         return getattr(self.follower, "entry", None)
 
     @property
@@ -241,7 +244,7 @@ class Definition:
 
     @property
     def overload(self) -> OpOverload:
-        """The OpOverload. Not cached for other packages' operators, which may be redefined."""
+        """The OpOverload. Not cached for operators of other packages, which may redefine them."""
         if self._overload is not None:
             return self._overload
         overload = torch_ops.lookup_overload(*self.name)
@@ -257,10 +260,10 @@ class Definition:
         return self.rule(kind)  # another thread may have appended one first
 
     def install(self) -> list[Callable[[], None]]:
-        """Install the initial kernels and mode rules of an operator of `custom_op`.
+        """Install the initial kernels and mode rules of a new operator.
 
         Returns:
-            Functions to call after the schema is defined in the dispatcher.
+            Functions to call once the schema is defined in the dispatcher.
         """
         return [finish for install in installers if (finish := install(self)) is not None]
 
@@ -271,10 +274,10 @@ class Definition:
 
     @property
     def plan(self) -> CallPlan:
-        """The call plan, compiled by the first call after a registration.
+        """The call plan. Compiled by the first call after a registration.
 
-        Not compiled earlier, because packages register many rules, and many operators are never
-        called.
+        Compiling a plan after each registration would slow down imports of packages that register
+        many operators and call few.
         """
         plan = self._plan
         if plan is None:
@@ -293,17 +296,17 @@ class Definition:
         return plan
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
-        """Return one compiled rule of the plan. This is the fast path for backward."""
+        """Return one compiled rule of the plan. Faster than `plan[kind]`, for the backward pass."""
         compiled: Compiled = (self._plan or self.plan)._compiled[kind]
         return compiled
 
     @property
     def has_plan(self) -> bool:
-        """True if the plan was compiled since the last registration."""
+        """True if a plan was compiled since the last registration."""
         return self._plan is not None
 
     def outdate_plan(self) -> None:
-        """Make the next call compile a new plan. Requires `registration_lock`."""
+        """Make the next call compile a new plan. The caller must hold `registration_lock`."""
         self._plan = None
         if self.follower is not None:
             self.follower.outdate()
@@ -334,14 +337,14 @@ class Definition:
             raise OperatorGoneError(self.deregistration_reason)
 
     def deregister(self, reason: str) -> None:
-        """Deregister the operator and free its name. Later calls raise `reason`.
+        """Deregister the operator. Later calls raise OperatorGoneError with the message `reason`.
 
-        Does nothing if the operator is already deregistered. Raises RuntimeError if this thread is
-        inside a call of the operator; the operator then stays registered.
+        Does nothing if the operator was deregistered before. Raises RuntimeError, and leaves the
+        operator registered, if this thread is inside a call to the operator.
         """
         with registration_lock:
             if self.deregistration_reason is not None:
-                return  # the name may belong to another operator now
+                return  # another operator may have the name now
             deregistration.refuse_running([self.name])
             self.deregistration_reason = reason
             logs.registration.debug("%s is deregistered: %s", self, reason)
@@ -353,7 +356,7 @@ class Definition:
                 library._destroy()
 
     def library_closed(self) -> None:
-        """Remove the rules from PyTorch and make calls raise, after the library was closed."""
+        """Remove the rules from PyTorch. Called when the library was closed."""
         with registration_lock:
             for rule in self.rules.values():
                 rule.retract()

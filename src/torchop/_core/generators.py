@@ -1,4 +1,4 @@
-"""Random number generators that a call may use."""
+"""Find the random number generators that a call may use."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Generator(NamedTuple):
 
 
 def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
-    """Yield the generators that a call may use: the CPU's, its devices', and generator arguments.
+    """Yield the CPU generator, the generators of the call's devices, and generator arguments.
 
-    Always includes the first `count` devices of the accelerator.
+    The first `count` devices of the accelerator are always included.
     """
-    # Not torch.get_rng_state and torch.set_rng_state, because modes would trace them.
+    # torch.get_rng_state and torch.set_rng_state would be traced by modes.
     yield _of_generator(torch.default_generator)
     found = {*devices_of(values), *devices.accelerators(count)}
-    # In the order of the native `pack_plain`. By text alone, "cuda:10" would precede "cuda:2".
+    # Ordered by device index, like in C++ (`pack_plain`). As text, "cuda:10" precedes "cuda:2".
     for device in sorted(found, key=lambda device: (len(str(device)), str(device))):
         if device.type not in ("cpu", "meta"):
             traits = devices.traits(device.type)
@@ -41,7 +41,7 @@ def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
 
 
 def devices_of(values: Sequence[Any]) -> Iterator[torch.device]:
-    """Yield the devices of a call's tensors, and its device arguments."""
+    """Yield the devices of the tensors in `values`, and the devices among `values`."""
     yield from (tensor.device for tensor in tensors_in(values))
     yield from (value for value in values if isinstance(value, torch.device))
 

@@ -1,4 +1,4 @@
-"""Libraries that own operators and rules: one per operator or namespace, and callers' own."""
+"""Libraries that own operators and rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop._schema.naming import OpName
 
 
 class OwnLibrary(torch.library.Library):
-    """A library of torchop. Closing it makes calls of its operators raise OperatorGoneError."""
+    """A library whose operators raise OperatorGoneError if they are called after it was closed."""
 
     def _destroy(self) -> None:
         names = list(map(operators.parts, self._op_defs))
@@ -27,47 +27,47 @@ class OwnLibrary(torch.library.Library):
                 super()._destroy()  # type: ignore[no-untyped-call]
 
 
-# The class for the libraries of namespaces; `_define.library` sets it to `torchop.Library`.
+# The class that `process_library` creates. `_define.library` sets it to `torchop.Library`.
 process_library_type: type[OwnLibrary] = OwnLibrary
 _process_libraries: dict[str, OwnLibrary] = {}
 
 
 def process_library(namespace: str) -> Any:
-    """Return the library for a namespace's registrations without `lib`; it is never closed."""
+    """Return the library for registrations without `lib=` in a namespace. It is never closed."""
     with registration_lock:
         if namespace not in _process_libraries:
             _process_libraries[namespace] = process_library_type(namespace, "FRAGMENT")
         return _process_libraries[namespace]
 
 
-# The attribute of a library that holds definitions of other packages' operators, by name.
+# Attribute of a library: its definitions for operators of other packages, by name.
 DEFINITIONS = "_torchop_definitions"
 
 
 def process_definitions(namespace: str) -> Mapping[str, Any]:
-    """Return the definitions of other packages' operators that are registered without `lib`."""
+    """Return the definitions for other packages' operators in the library of a namespace."""
     library = _process_libraries.get(namespace)
     return {} if library is None else library.__dict__.get(DEFINITIONS, {})
 
 
 def all_process_definitions() -> list[str]:
-    """Return the names of the operators in `process_definitions` of all namespaces."""
+    """Return the names of the operators in `process_definitions`, for all namespaces."""
     return [
         name for namespace in list(_process_libraries) for name in process_definitions(namespace)
     ]
 
 
-# The attribute of a library that holds the definition sites of its operators, by name.
+# Attribute of a library: the source locations where its operators were defined, by name.
 _PLACES = "_torchop_places"
 
 
 def record_place(library: torch.library.Library, name: OpName) -> None:
-    """Record the line of the user's program that defines an operator."""
+    """Store the user's source line, which is defining an operator of `library`."""
     library.__dict__.setdefault(_PLACES, {})[str(name)] = users_place()
 
 
 def process_place(name: OpName) -> Place | None:
-    """Return the line where `torchop.define` defined an operator without `lib`, or None."""
+    """Return the source line that defined an operator by `torchop.define` without `lib=`."""
     library = _process_libraries.get(name.namespace)
     places: Mapping[str, Place] = {} if library is None else vars(library).get(_PLACES, {})
     return places.get(str(name))

@@ -1,4 +1,4 @@
-"""Check and adapt user functions that take an operator's arguments, such as cost formulas."""
+"""Check and adapt user functions that take the arguments of an operator, such as cost formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop._schema.schema import Schema
 
 
 def call_signature(op: OpOverload) -> inspect.Signature:
-    """Return the signature of a call of an operator."""
+    """Return the signature with which an operator is called."""
     definition = own_definition(op, op_name(op, "call_signature"))
     if definition is not None and definition.structure is not None:
         return inspect.signature(definition.authors_function)
@@ -46,8 +46,8 @@ def check_arguments(
         what: a description of the function for messages, such as `"ns::name: a cost"`.
         op: the operator, an `OpOverload`.
         function: the user's function.
-        leading: names of arguments that precede the operator's.
-        without_first: whether the function does not take the operator's first argument.
+        leading: names of arguments before the operator's arguments.
+        without_first: whether the function omits the first argument of the operator.
 
     Raises:
         RuleSignatureError: a `TypeError`: the function takes other arguments, or is not callable.
@@ -69,20 +69,19 @@ def observer(
     leading: tuple[str, ...] = (),
     result: str | None = None,
 ) -> Callable[..., Any]:
-    """Adapt a user's function of the operator's arguments so that PyTorch can call it.
+    """Adapt a user's function that takes an operator's arguments, so PyTorch can call it.
 
-    PyTorch passes the schema's arguments, and omits arguments that equal their default. `function`
-    receives `leading` and all arguments. If the operator takes structured arguments, `function`
-    receives these structures. Their tensors are replaced by the values that PyTorch passes, such as
-    shapes.
+    PyTorch passes the arguments of the schema, without arguments that equal the default. The user's
+    function receives `leading` and all arguments. Structured arguments, such as dataclasses, are
+    rebuilt from the values that PyTorch passes, for example from shapes instead of tensors.
 
     Args:
         what: a description of the function for messages, such as `"ns::name: a cost"`.
         op: the operator, an `OpOverload`.
         function: the user's function.
-        leading: names of arguments that precede the operator's.
-        result: the keyword by which PyTorch passes the operator's result; `function` receives it if
-            its signature has it.
+        leading: names of arguments before the operator's arguments.
+        result: the keyword by which PyTorch passes the operator's result. `function` receives it
+            only if it has a parameter of this name.
 
     Returns:
         A function for PyTorch to call.

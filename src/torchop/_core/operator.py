@@ -1,4 +1,4 @@
-"""Properties of any operator, for tools."""
+"""`Operator`: read the properties of any operator, for tools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Operator:
         exists: whether the operator is registered; otherwise most other attributes raise.
         schema: a `Schema`.
         overload: the `torch._ops.OpOverload`.
-        handle: the `CustomOp`; None unless torchop's `custom_op` made the operator.
+        handle: the `CustomOp`, or None if torchop's `custom_op` did not create the operator.
         function: the function passed to `custom_op`, torchop's or PyTorch's, called with the
             schema's arguments; None for other operators.
         site: where torchop's `custom_op` was called: `module`, `file` and `line`; None for other
@@ -76,7 +76,6 @@ class Operator:
 
     @functools.cached_property
     def schema(self) -> Schema:
-        # The schema of a definition already has the operator's form.
         return find_schema(self.name) if self._definition is None else self._definition.schema
 
     @property
@@ -143,7 +142,7 @@ class Operator:
         return flat
 
     def flat_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Convert a function of the author's arguments to one of the schema's arguments."""
+        """Adapt a function that takes the author's arguments to take the schema's arguments."""
         if self._definition is None:
             return function
         return self._definition.convention.kernel(function)

@@ -1,4 +1,4 @@
-"""Look up an operator's definition from a handle, a name or an object of torch.ops."""
+"""Look up the definition of an operator by handle, name, OpOverload or packet."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 
 
 def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -> Definition:
-    """Return the definition to register a rule on.
+    """Return the definition that a new rule of an operator belongs to.
 
-    An operator of `custom_op` has one definition. Operators of other packages, and registrations
-    through another library, get one definition per library.
+    An operator created by `custom_op` has one definition. For operators of other packages, and for
+    registrations through another library, there is one definition per library.
 
     Args:
         op: the operator.
         caller: the name of the calling function, for messages.
-        lib: the library that owns the registration; by default the operator's own, or a library
-            that torchop never closes.
+        lib: the library that owns the registration; by default the operator's own library, or one
+            that is never closed.
     """
     if isinstance(op, Handle):  # the fast path of registrations through a handle's methods
         op._definition.check_defined()
@@ -73,7 +73,7 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
 
 
 def op_name(op: OpLike, caller: str) -> OpName:
-    """Return the name of an operator. `caller` is the function to name in messages."""
+    """Return the name of an operator. Messages start with `caller`, the calling function."""
     if isinstance(op, str):
         return OpName.parse(op)
     if isinstance(op, CustomOpDef):
@@ -111,13 +111,13 @@ def _no_operator(value: object, caller: str) -> OperatorNameError:
 
 
 def own_definition(op: Any, name: OpName) -> Definition | None:
-    """Return the definition of an operator made by torchop's `custom_op`; None for all others."""
+    """Return the definition of an operator created by torchop's `custom_op`, or None."""
     handle = op if isinstance(op, CustomOpDef) else registries.published_handle(str(name))
     return handle._definition if isinstance(handle, Handle) else None
 
 
 def overload_of(op: OpLike, caller: str) -> OpOverload:
-    """Return the current OpOverload of an operator, or raise if the operator was deregistered."""
+    """Return the current OpOverload of an operator. Raise if the operator was deregistered."""
     name = op_name(op, caller)
     definition = own_definition(op, name)
     if definition is not None:
@@ -128,21 +128,21 @@ def overload_of(op: OpLike, caller: str) -> OpOverload:
 
 
 def own_definitions() -> dict[str, Definition]:
-    """Return all registered operators made by torchop's `custom_op`, by name."""
+    """Return the definitions of all operators created by torchop's `custom_op`, by name."""
     names = map(OpName.parse, registries.published_handles())
     definitions = {str(name): own_definition(None, name) for name in names}
     return {name: d for name, d in definitions.items() if d is not None}
 
 
 def definitions_of(name: OpName) -> list[Definition]:
-    """Return an operator's definitions, except those in libraries that callers passed as `lib`."""
+    """Return an operator's definitions, except definitions in libraries passed as `lib=`."""
     own = own_definition(None, name)
     registered = process_definitions(name.namespace).get(str(name))
     return [each for each in (own, registered) if each is not None]
 
 
 def known_names() -> set[str]:
-    """Return operators of torchop's or PyTorch's `custom_op`, and others with torchop's rules."""
+    """Return the names of operators created by either `custom_op`, or with rules of torchop."""
     return {*registries.published_handles(), *all_process_definitions()}
 
 
@@ -151,8 +151,8 @@ def find_schema(name: OpName) -> Schema:
     if not operators.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(f"the operator {short_text(name)} does not exist{_hint(name)}")
     parsed = operators.registered_schema(name.packet, name.overload)
-    # Require both the tag and a matching schema. PyTorch also tags operators that have another
-    # schema, such as those that write into a list.
+    # An in-place or out= operator must have both the tag and a matching schema, because PyTorch
+    # uses the tags also for other schemas, such as operators that write into a list.
     form = form_of_schema(parsed)
     tags = () if form is Form.PLAIN else operators.registered_tags(name.packet, name.overload)
     is_tagged = not set(form_tags(form)).isdisjoint(tags)
@@ -174,9 +174,10 @@ def _hint(name: OpName) -> str:
 
 
 def registration_site(name: OpName) -> str:
-    """Return the file and line where the user's program defined an operator, or "(unknown)".
+    """Return the file and line where an operator was defined, or "(unknown)".
 
-    The dispatcher records where the library was created, which may be inside torchop or PyTorch.
+    The location in the dispatcher is the last resort: it is where the library was created, which
+    may be a line of torchop or PyTorch.
     """
     definition = own_definition(None, name)
     if definition is not None and definition.declaration.site is not None:
@@ -191,13 +192,13 @@ def registration_site(name: OpName) -> str:
 
 
 def defining_module(name: OpName) -> str | None:
-    """Return the module that defined an operator with `torchop.define`; None if unknown."""
+    """Return the module that defined an operator by `torchop.define`, or None if unknown."""
     place = process_place(name)
     return None if place is None else place.module
 
 
 def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeError:
-    """Return the error for defining an operator that exists."""
+    """Return the error for defining an operator that exists already."""
     return RuntimeError(
         f"{name} cannot be defined at {site}: it exists already, registered at "
         f"{registration_site(name)}. Rename one of them{advice}."
@@ -205,9 +206,9 @@ def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeErro
 
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
-    """Return the definition that holds a library's rules for another package's operator."""
+    """Return the definition for an operator in a library other than its own."""
     schema = find_schema(name)
-    # Stored on the library, so that both are freed together.
+    # Stored in the library, because the definition must live as long as the library.
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
     definition = definitions.get(str(name))
     if definition is None or definition.schema.text != schema.text:
@@ -220,14 +221,14 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
 
 
 def deregister_existing(name: OpName, site: Site) -> None:
-    """Deregister an operator of `custom_op` to free its name, and warn about the redefinition.
+    """Deregister an existing operator of this name, and warn about the redefinition.
 
-    Raises RuntimeError if the operator was defined in any other way.
+    Raises RuntimeError if the operator was not created by `custom_op`.
     """
     older, library = check_free(name, site)
     qualname = str(name)
     if older is not None or library is not None:
-        deregistration.refuse_running([name])  # before the warning about a replacement
+        deregistration.refuse_running([name])  # if this raises, nothing is replaced: do not warn
     if older is not None and (before := older.declaration.site) is not None:
         earlier, later = _distinct_places(before, site)
         if before.origin != site.origin:
@@ -242,7 +243,10 @@ def deregister_existing(name: OpName, site: Site) -> None:
 
 
 def _distinct_places(before: Site, site: Site) -> tuple[str, str]:
-    """Return both places as text, with the modules if one file was imported under two names."""
+    """Return both locations as text. Add the module names if the locations are the same.
+
+    This happens if one file was imported under two names.
+    """
     if str(before) != str(site) or before.module == site.module:
         return str(before), str(site)
     return f"{before} in the module {before.module}", f"{site} in the module {site.module}"
@@ -261,7 +265,7 @@ def _warn_of_redefinition(
 
 
 def _deregister_torch_operator(name: OpName, library: torch.library.Library, site: Site) -> None:
-    """Deregister an operator of `torch.library.custom_op`."""
+    """Deregister an operator that `torch.library.custom_op` created."""
     reason = f"{name} was replaced by the definition at {site}; use that one."
     deregistration.invalidate([name], lambda name: reason)
     registries.unpublish(str(name), library)
@@ -270,17 +274,18 @@ def _deregister_torch_operator(name: OpName, library: torch.library.Library, sit
 
 
 def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.library.Library | None]:
-    """Raise if an operator that `custom_op` did not make has the name; others may rely on it.
+    """Raise if the name belongs to an operator that cannot be replaced.
+
+    Only operators created by torchop's or PyTorch's `custom_op` can be replaced.
 
     Returns:
-        The definition of an existing operator of torchop's `custom_op`, and the library of an
-        existing operator of either `custom_op`.
+        The definition (torchop's only) and the library of the operator to replace, or None.
     """
     definition = own_definition(None, name)
     library = registries.published_library(str(name))
     replaceable = definition is not None or (library is not None and library.m is not None)
-    # Look for a dispatcher entry first, because `is_registered` makes TorchScript load all schemas
-    # that were defined since its last query.
+    # `has_entry` is fast. `is_registered` makes TorchScript index all operators that were defined
+    # since its last query.
     is_known = not replaceable and operators.has_entry(*name)
     if is_known and operators.is_registered(name.packet, name.overload):
         raise already_defined(name, site, "; load a package that carries it after this definition")

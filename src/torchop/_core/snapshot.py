@@ -1,4 +1,4 @@
-"""Detect undeclared mutations by comparing the inputs of a call, bit for bit."""
+"""Detect undeclared mutations: copy the inputs of a call and compare them bit for bit."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torchop._errors import UndeclaredMutationError
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# Memory to compare before and after each tensor. A kernel that assumes contiguous strides writes
-# close to a view. The whole base tensor may be too large to copy.
-MARGIN = 2**24  # bytes
+# The number of bytes to compare on both sides of a tensor. A kernel that ignores strides writes
+# next to the elements of a view. The whole base tensor may be too large to copy.
+MARGIN = 2**24
 
 
 class Words(NamedTuple):
-    """The parts of error messages that depend on the checked function.
+    """The parts of error messages that differ between kernels and formulas.
 
     Attributes:
-        mutated: which input was mutated, formatted with `argument` and `where`.
-        function: the function that wrote into it.
+        mutated: says which input was mutated; a template for `argument` and `where`.
+        function: the function that mutated it.
         fix: the fix for changed values.
         state_fix: the fix for changed metadata, such as the shape.
-        around_fix: an additional fix for writes into the base tensor, outside a view.
+        around_fix: another fix for writes into the base of a view, outside the view.
     """
 
     mutated: str
@@ -39,7 +39,7 @@ class Words(NamedTuple):
 
 
 KERNEL = Words(
-    # The first words are those of `torch.library.opcheck`.
+    # Starts like the message of `torch.library.opcheck`.
     "Argument {argument} is not defined as mutable but was mutated, {where}",
     "the kernel",
     "Name it in mutates_args, or write into a copy.",
@@ -47,7 +47,7 @@ KERNEL = Words(
     " To write there on purpose, take the whole base tensor as an argument and name it in "
     "mutates_args.",
 )
-# For helper operators. Users cannot edit `mutates_args` of their schemas.
+# For helper operators, whose schemas users do not write.
 HELPER = KERNEL._replace(fix="Write into a copy, such as x.clone().", around_fix="")
 BACKWARD = Words(
     "the incoming gradient of {where} was mutated",
@@ -64,11 +64,11 @@ SETUP_CONTEXT = Words(
 
 
 class Snapshot:
-    """The inputs of one call, to detect mutations that the schema does not declare.
+    """Copies of the inputs of one call, to detect mutations that the schema does not declare.
 
-    Skips inputs that cannot be compared: tensors without their own data (fake and meta tensors,
-    tensors inside a `torch.func` transform), MKL-DNN and nested tensors, tensors that the device
-    has no memory to copy, and all inputs while a graph is captured.
+    Inputs that cannot be compared are skipped: fake and meta tensors, tensors inside a `torch.func`
+    transform, MKL-DNN and nested tensors, tensors too large to copy, and all inputs during the
+    capture of a device graph.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class Snapshot:
         words: Words = KERNEL,
     ) -> None:
         self._take(named_inputs(schema, args, kwargs), frozenset(schema.mutated), words)
-        # An out= argument may be resized, as in torch.add(x, y, out=torch.empty(0)).
+        # An out= argument may be resized: torch.add(x, y, out=torch.empty(0)).
         self._resizable = {a.name for a in schema.keyword_only if a.is_mutated and schema.returns}
 
     @classmethod
     def of_formula(cls, tensors: Iterable[tuple[str, Tensor]], words: Words) -> Snapshot:
-        """Snapshot the arguments of `backward` or `setup_context`: pairs of description and tensor.
+        """Return a snapshot of the arguments of `backward` or `setup_context`.
 
-        Compilers and `torch.func` transforms run formulas on tensors without data. For these
-        tensors, compare the version counters.
+        `tensors` holds pairs of description and tensor. Compilers and `torch.func` transforms run
+        formulas on tensors without data, so only the version counters of these are compared.
         """
         snapshot = cls.__new__(cls)
         named = [(where, where, tensor) for where, tensor in tensors]
@@ -112,7 +112,7 @@ class Snapshot:
                 if _has_data(tensor)
             ]
             if devices.are_captured([item.tensor for item in inputs]):
-                inputs = []  # reading memory would become part of the captured graph
+                inputs = []  # the copies would become part of the graph
             self._inputs = inputs
             self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
             by_storage: dict[int, list[Tensor]] = {}
@@ -135,19 +135,19 @@ class Snapshot:
             self._check_version(name, item)
 
     def check_layouts(self, name: object) -> None:
-        """Raise UndeclaredMutationError if a declared mutation changed more than values."""
+        """Raise UndeclaredMutationError if a declared mutation changed more than the values."""
         with dispatch.plain_tensors(), autograd.below_autograd():
             self._check_layouts(name)
 
     def _check_layouts(self, name: object) -> None:
-        """Check that mutated tensors still have their storage, shape and strides.
+        """Check that mutated tensors still have the same storage, shape and strides.
 
-        Functionalization runs the kernel on a copy and copies only the values back, so compiled
-        programs would lose any other change.
+        Compiled programs would lose other changes: functionalization runs the kernel on a copy and
+        copies only the values back.
         """
         for item in self._inputs:
             if not item.is_mutable or item.tensor.layout is not torch.strided:
-                continue  # any write to a sparse tensor may replace its storages
+                continue  # writing to a sparse tensor may replace its storages
             now = _state(item.tensor)
             fields = ("storage",) if item.argument in self._resizable else _LAYOUT
             field = next((f for f in fields if now[f] != item.state[f]), None)
@@ -168,7 +168,7 @@ class Snapshot:
             if storage_of(part) == memory.storage._cdata:
                 memory.elements(changed, part).fill_(False)
             elif overlap(part.untyped_storage(), memory.storage):
-                return  # a second storage for the same memory, such as from NumPy
+                return  # both storages have the same memory, such as a NumPy array's
         if not changed.any():
             return
         holders = [
@@ -186,7 +186,7 @@ class Snapshot:
                     f"{self._mutated(name, item)}: {self._words.function} changed its values{at}. "
                     f"{self._words.fix}"
                 )
-        # There may be no holder, because the kernel can resize a mutable input or swap its storage.
+        # A loop, because there is no holder if the kernel replaced the storage of a mutable input.
         for item, _ in holders[:1]:
             raise UndeclaredMutationError(
                 f"{self._mutated(name, item)}: {self._words.function} wrote into its storage, "
@@ -200,7 +200,7 @@ class Snapshot:
             return
         storages = {storage_of(part) for part in self._mutable_parts}
         if storages and any(storage_of(part) in storages for part in _parts(item.tensor)):
-            return  # views share a version counter
+            return  # a declared mutation of another view, which shares the version counter
         compared = len(item.state) > 1
         values = ", although its values are the same" if compared else ""
         raise UndeclaredMutationError(
@@ -225,10 +225,10 @@ class Snapshot:
 
 
 def overlap(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
-    """Return whether two storages share memory, as storages from NumPy and DLPack may."""
+    """Return whether two storages overlap, such as storages created from one NumPy array."""
     if left.device != right.device or left.device.type == "meta":
         return False
-    # Some devices have no addresses.
+    # Storages without data, or on devices without addresses.
     if not left.nbytes() or not right.nbytes() or not left.data_ptr() or not right.data_ptr():
         return False
     return (
@@ -254,21 +254,21 @@ class _Memory(NamedTuple):
     before: Tensor
 
     def changed(self) -> Tensor | None:
-        """Return a mask of the changed bytes, or None if nothing changed."""
+        """Return a boolean mask of the changed bytes, or None if nothing changed."""
         if self.storage.nbytes() != self.size:
-            return None  # resized: `_check_state` reports it, unless it is an out= argument
+            return None  # the storage was resized, which `_check_state` reports
         now = bytes_of(self.storage)[self.start : self.start + self.before.numel()]
         if now.shape != self.before.shape or torch.equal(now, self.before):
             return None
         return now != self.before
 
     def elements(self, changed: Tensor, tensor: Tensor) -> Tensor:
-        """Return the part of a mask of bytes that a tensor covers: its shape, times the bytes."""
+        """Return the elements of `tensor` in a mask of bytes, with one more dimension for bytes."""
         if not tensor.numel():
             return changed[:0]
         size, steps = tensor.element_size(), tensor.stride()
-        # Take an expanded dimension once. Otherwise its elements would share memory, and the result
-        # could not be written to.
+        # Expanded dimensions have size 1 here. Otherwise the result would overlap itself, and could
+        # not be written to.
         shape = [1 if step == 0 else n for n, step in zip(tensor.shape, steps, strict=True)]
         return changed.as_strided(
             (*shape, size),
@@ -277,8 +277,8 @@ class _Memory(NamedTuple):
         )
 
 
-# Fields that a declared mutation must not change. Causes come before their consequences, because
-# the first changed field is reported.
+# Fields of `_state` that a declared mutation must not change. The first changed field is reported,
+# so causes come before their effects.
 _LAYOUT = (
     *("storage", "storage size", "dtype", "device", "shape", "strides", "storage offset"),
     *("conjugate bit", "negative bit"),
@@ -286,7 +286,7 @@ _LAYOUT = (
 
 
 def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: str) -> str:
-    """Describe a change of one field; `of` is a template such as "its {}" for the field's owner."""
+    """Describe the change of a field. `of` is a template for the field name, such as "its {}"."""
     if field == "storage":
         return f"swapped {of.format('storage')}, as set_ and assignments to .data do"
     sizes = f"from {before[field]} to {now.get(field)}"
@@ -296,7 +296,7 @@ def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: s
 
 
 def _is_inplace_view(name: object) -> bool:
-    """Return whether an operator has the tag of PyTorch's `t_`, `resize_` and `set_`."""
+    """Return whether an operator has the tag `inplace_view`, like `t_` and `resize_`."""
     parts = OpName.parse(str(name))
     return operators.is_registered(
         parts.packet, parts.overload
@@ -309,13 +309,13 @@ def _has_data(tensor: Tensor) -> bool:
     try:
         _state(tensor)
         storages = [part.untyped_storage() for part in _parts(tensor)]
-        # A wrapper subclass has a size, but no memory.
+        # A wrapper subclass has a storage with a size, but without memory.
         return all(storage.data_ptr() or not storage.nbytes() for storage in storages)
-    except Exception:  # a Tensor subclass may raise anything, but the user's call must not fail
+    except Exception:  # a Tensor subclass may raise anything; the user's call must not fail
         return False
 
 
-# The strided tensors that a sparse tensor consists of.
+# Accessors of the strided tensors in a sparse tensor.
 _PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
     torch.sparse_coo: (Tensor._indices, Tensor._values),
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
@@ -331,14 +331,14 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _state(tensor: Tensor) -> dict[str, Any]:
-    """Return a tensor's metadata and version, in the order in which changes are reported."""
+    """Return the metadata and version of a tensor, in the order in which changes are reported."""
     parts = _parts(tensor)
     storages = [part.untyped_storage() for part in parts]
     memory = {
         "storage": [storage._cdata for storage in storages],
         "storage size": " and ".join(str(storage.nbytes()) for storage in storages),
     }
-    # The storages of a sparse tensor come last, because each write may replace them.
+    # The storages of a sparse tensor come last, because any write may replace them.
     state: dict[str, Any] = {
         **(memory if tensor.layout is torch.strided else {}),
         "dtype": tensor.dtype,
@@ -357,31 +357,31 @@ def _state(tensor: Tensor) -> dict[str, Any]:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Return a tensor's version counter; None if PyTorch does not count its writes."""
-    # Without grad mode, reading a compressed sparse tensor also increases its version.
+    """Return the version counter of a tensor, or None if it does not count writes exactly."""
+    # Under no_grad, reading a compressed sparse tensor also bumps its version.
     is_compressed = tensor.layout in _PARTS and tensor.layout is not torch.sparse_coo
     return None if is_compressed or tensor.is_inference() else tensor._version
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a storage's memory as a tensor of bytes."""
+    """Return a tensor of bytes that shares the memory of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
-    """Copy the memory of tensors that share one storage, with a margin around them."""
+    """Copy the memory of tensors that share one storage, including `MARGIN`."""
     storage = parts[0].untyped_storage()
     spans = [_span(part) for part in parts]
     start = max(min(first for first, _ in spans) - MARGIN, 0)
     end = min(max(last for _, last in spans) + MARGIN, storage.nbytes())
     try:
         yield _Memory(storage, storage.nbytes(), start, bytes_of(storage)[start:end].clone())
-    except RuntimeError:  # out of memory; few devices raise torch.OutOfMemoryError
-        return  # the user's call must not fail because a copy does not fit
+    except RuntimeError:  # out of memory; not all devices raise torch.OutOfMemoryError
+        return
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the byte after its last."""
+    """Return the range of bytes that a tensor occupies in its storage: start and end."""
     size, first = tensor.element_size(), int(tensor.storage_offset())
     if not tensor.numel():
         return first * size, first * size

@@ -1,8 +1,7 @@
-"""Rule: the base class for new kinds of registration, such as inverses or cost formulas.
+"""`Rule`: the base class for new kinds of registrations, such as inverses or cost formulas.
 
-A `CompiledRule` is one operator's rule for a subsystem of PyTorch, and part of its call plan. A
-`Rule` is one kind of registration for all operators. Calls never read it, so it adds no cost to
-calls, and registering a value does not recompile call plans.
+A `CompiledRule` belongs to one operator, and calls read it. A `Rule` holds the registrations of all
+operators. Calls do not read it, so a registration does not invalidate call plans.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from torchop._schema.callables import Lambda, Registered, decorator_or_call
 Value = TypeVar("Value")
 
 _rules: dict[str, Rule[Any]] = {}
-# Predicates for names that a rule must not have, such as members of the class form.
+# Functions that return True for names that a rule must not have, such as members of the class form.
 reserved_names: list[Callable[[str], bool]] = []
 
 
 class _Entry(NamedTuple):
-    """The value that one definition registered for the operator that had the name at that time."""
+    """A value for an operator, and the definition through which it was registered."""
 
     definition: Definition
     op: OpOverload
@@ -40,23 +39,23 @@ class _Entry(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The operator from which torchop derived another one, and how."""
+    """The operator from which another one was derived, and the kind of derivation."""
 
     op: OpOverload
     kind: str
 
 
-# The origin of each derived operator. Guarded by `registration_lock`.
+# The origins of derived operators. Guarded by `registration_lock`.
 _origins: dict[OpOverload, Origin] = {}
 
 
 class Rule(Generic[Value]):
     """A new kind of registration for operators, such as a cost formula.
 
-    Create one instance for each kind, at module level: `cost = torchop.Rule("cost")`. Users then
-    register values with `op.register_cost(fn)`, `op.register("cost", fn)`, or a member `cost` in
-    the class form, and read them with `cost.lookup(op)`. A value is removed together with the
-    operator, or with the library it was registered through.
+    Create one instance for each kind, at module level: `cost = torchop.Rule("cost")`. Users
+    register values by `op.register_cost(fn)`, `op.register("cost", fn)`, or a member `cost` of the
+    class form, and read them by `cost.lookup(op)`. Deregistering the operator, or closing the
+    library that was passed to the registration, removes the value.
 
     By default, a value is a function that takes the operator's arguments. Override `validate` to
     accept other values, and `missing` to return a default for operators without a value.
@@ -90,9 +89,10 @@ class Rule(Generic[Value]):
         naming.check_rule_name(name, [] if shipped else reserved_names)
         self.name = name
         self._place = users_place()
-        # Computed once, because compilers trace lookups, and most rules do not override it.
+        # Computed here and not in `lookup`, because compilers trace lookups.
         self._derives_values = type(self).of_derived is not Rule.of_derived
-        # Values by the operator's name, oldest first. Lookups do not lock, so tuples are replaced.
+        # By operator name, oldest entry first. Lookups take no lock, so the tuples are replaced and
+        # never modified.
         self._entries: dict[str, tuple[_Entry, ...]] = {}
         with registration_lock:
             existing = _rules.get(name)
@@ -103,7 +103,7 @@ class Rule(Generic[Value]):
                         f"{existing._place.line}. Choose another name, such as "
                         f"'{self._place.module.rpartition('.')[2].strip('_')}_{name}'."
                     )
-                self._entries = existing._entries  # the module was reloaded
+                self._entries = existing._entries  # the module that creates the rule was reloaded
             _rules[name] = self
 
     def __repr__(self) -> str:
@@ -131,7 +131,7 @@ class Rule(Generic[Value]):
         return typing.cast(Value, value)
 
     def missing(self, op: OpOverload) -> Value:
-        """Return the value that `lookup` returns for an operator without a registration, or raise.
+        """Return the default that `lookup` returns for operators without a value, or raise.
 
         Args:
             op: the operator, an `OpOverload`.
@@ -146,9 +146,9 @@ class Rule(Generic[Value]):
         )
 
     def of_derived(self, op: OpOverload, kind: str, origin: OpOverload, value: Value) -> Value:
-        """Compute a derived operator's value from the value of its origin.
+        """Compute the value of a derived operator from the value of its origin.
 
-        Used while the derived operator has no value of its own. `attach`, `replaced` and `detach`
+        Called if the derived operator has no value of its own. `attach`, `replaced` and `detach`
         are called for derived operators too.
 
         Args:
@@ -183,16 +183,16 @@ class Rule(Generic[Value]):
         return typing.cast(Value, NotImplemented)
 
     def attach(self, op: OpOverload) -> None:
-        """Called when an operator gets its first value, such as to update other tools."""
+        """Called when an operator gets its first value, for example to update another registry."""
 
     def replaced(self, op: OpOverload) -> None:
-        """Called when a value is replaced, to drop anything computed from the old value."""
+        """Called when a value is replaced, for example to drop caches of the old value."""
 
     def detach(self, op: OpOverload) -> None:
-        """Called when an operator's last value is removed, or the operator is deregistered."""
+        """Called when the last value of an operator is removed, or the operator is deregistered."""
 
     def cache_parts(self, value: Value) -> Iterable[object]:
-        """Return the parts of a value that compilers bake into graphs, for `cache_key_tag`.
+        """Return the parts of a value that compilers bake into graphs, for cache keys.
 
         Args:
             value: the value that `validate` returned.
@@ -270,7 +270,7 @@ class Rule(Generic[Value]):
         return _origins.get(op)
 
     def _find(self, op: OpOverload) -> Any:
-        """Return an operator's own or derived value; NotImplemented if it has none."""
+        """Return the own or derived value of an operator, or NotImplemented without one."""
         entry = self._entry(op)
         if entry is not None:
             return entry.value
@@ -283,7 +283,7 @@ class Rule(Generic[Value]):
         return self.of_derived(op, origin.kind, origin.op, value)
 
     def _entry(self, op: OpOverload) -> _Entry | None:
-        # Entries for an earlier operator of this name do not apply.
+        # Skip entries of an earlier operator with the same name.
         entries = self._entries.get(op._name, ())
         last = None
         for entry in entries:  # a plain loop, because compilers trace it in torchop.inverse
@@ -314,14 +314,14 @@ class Rule(Generic[Value]):
         logs.registration.debug("%s has the rule: %s", definition, self.name)
 
     def _family(self, op: OpOverload) -> list[OpOverload]:
-        """Return an operator and the derived operators whose values are computed from its value."""
+        """Return an operator, and all derived operators that get a value computed from its own."""
         if not self._derives_values:
             return [op]
         derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
         return [op, *(each for d in derived for each in self._family(d))]
 
     def _put(self, op: OpOverload, entries: tuple[_Entry, ...], attached: list[OpOverload]) -> None:
-        """Replace an operator's entries, and call the hooks for each affected operator."""
+        """Replace the entries of an operator, and call the hooks for each affected operator."""
         affected = self._family(op)
         had = [self._find(each) is not NotImplemented for each in affected]
         self._store(op._name, entries)
@@ -344,16 +344,16 @@ class Rule(Generic[Value]):
 
 def _remove(name: str, op: OpOverload, definition: Definition) -> None:
     with registration_lock:
-        rule = _rules[name]  # by name, because reloading a module replaces its rules
+        rule = _rules[name]  # looked up by name, because reloading a module replaces the rule
         before = rule._entries.get(op._name, ())
         after = tuple(e for e in before if e.op is not op or e.definition is not definition)
         if len(after) < len(before):
-            # Do not roll back if `detach` raises: the operator must be deregistered anyway.
+            # No rollback if `detach` raises, because the operator is being deregistered.
             rule._put(op, after, [])
 
 
 def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
-    """Let a derived operator use the values of its origin while it is registered."""
+    """Let a derived operator use the values of its origin, until it is deregistered."""
     overload = derived.overload
     detaching: list[Callable[[], None]] = []
 
@@ -379,9 +379,9 @@ def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
 
 
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
-    """Return the rules that give a derived operator a value from its origin.
+    """Return (rule, operator) for each rule that gives a derived operator a value.
 
-    Each rule is paired with the operator, and with operators derived from it.
+    Includes pairs with operators that were derived from `op` in turn.
     """
     return [
         (rule, each)
@@ -393,10 +393,10 @@ def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
 
 
 def get_rule(name: str) -> Rule[Any]:
-    """Return a rule by its name: a rule of torchop or of another package.
+    """Return the rule of a name.
 
-    The reference lists torchop's rules, such as `"inverse"`. Rules of PyTorch, such as fake
-    kernels, are not included.
+    The reference lists the rules that torchop provides, such as `"inverse"`. Rules for subsystems
+    of PyTorch, such as fake kernels, are not included.
 
     Args:
         name: the name passed to `torchop.Rule`.
@@ -430,7 +430,7 @@ def rule_names() -> tuple[str, ...]:
 
 
 def registered_rules(definition: Definition) -> list[str]:
-    """Return the names of the rules that a definition has values for, for its `repr`."""
+    """Return the names of the rules for which a definition has values, for its `repr`."""
     return [
         name.replace("_", " ")
         for name, rule in list(_rules.items())

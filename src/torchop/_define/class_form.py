@@ -1,7 +1,7 @@
 """operator: define an operator and its rules by a class.
 
-`read_class` collects and checks the members. The operator is then defined as by `custom_op`, and
-methods of the handle register the rules.
+`read_class` collects and checks the members. Then the operator is defined like by `custom_op`, and
+the rules are registered through the handle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
-if TYPE_CHECKING:  # creating Protocols at run time would slow down the import
+if TYPE_CHECKING:  # creating a Protocol class is slow
 
     class _WithForward(Protocol[P, R_co]):
         @staticmethod
@@ -38,9 +38,9 @@ if TYPE_CHECKING:  # creating Protocols at run time would slow down the import
         def signature(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     class OperatorDecorator(Protocol):
-        """The type of the decorator, from which type checkers infer the handle's signature."""
+        """The type of the decorator. Type checkers infer the signature of the handle from it."""
 
-        # The overloads overlap on purpose: type checkers select the first match.
+        # The overloads overlap on purpose. Type checkers use the first match.
         @typing.overload
         def __call__(self, cls: type[_WithForward[P, R]], /) -> CustomOp[P, R]: ...  # type: ignore[overload-overlap]
         @typing.overload
@@ -50,11 +50,11 @@ if TYPE_CHECKING:  # creating Protocols at run time would slow down the import
 
 
 def operator(name: str, /, *, lib: torch.library.Library | None = None) -> OperatorDecorator:
-    """Define an operator by a class whose members are kernels and rules.
+    """Define an operator by a class with kernels and rules as members.
 
-    The decorator replaces the class by a handle, the `CustomOp`. Members are inherited from base
-    classes, so operators can share rules; a member that is None removes an inherited one. Members
-    whose names start with an underscore are ignored.
+    The decorator replaces the class by the handle of the operator, a `CustomOp`. Members are
+    inherited from base classes, so operators can share rules. To remove an inherited member, set it
+    to None. Names with a leading underscore are ignored.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.
@@ -64,9 +64,9 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     Members are static functions, unless stated otherwise:
 
     - `forward`: the kernel for all devices. The schema is inferred from the annotations.
-    - `cpu`, `cuda` and all other device types: kernels for these devices. Without `forward`, give
-      the schema by the annotations of a function `signature`, which is never called, or by the
-      string `schema`.
+    - `cpu`, `cuda` and all other device types: kernels for these devices. Without `forward`, the
+      schema comes from the string `schema`, or from the annotations of a function `signature`,
+      which is never called.
     - `fake`, `vmap`, `backward`, `jvp` and `setup_context`: see the methods `register_fake` and so
       on. `fake` may also be a dict of arguments of `register_fake`, `backward` may be
       `torchop.derived`, and `vmap` may be `"sequential"`.
@@ -76,7 +76,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     - `torch_dispatch`: a dict from modes or Tensor subclasses to functions.
     - `inplace`, `out`: True or a name, to derive this form; see `derive_inplace`, `derive_out`.
     - `examples`: yields sample inputs for `opcheck`, as tuples of arguments or dicts by name.
-    - `valid`: returns whether arguments are valid, for inputs derived from `examples`.
+    - `valid`: returns whether arguments are valid, for inputs that are generated from `examples`.
     - `inverse`, `checkpoint_policy` and every other `torchop.Rule`, by name.
     - `providers`: a dict from provider names to dicts of arguments of `register_kernel`, with
       `device_types` and `function`.
@@ -142,7 +142,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
 
 
 class ClassReading(NamedTuple):
-    """The members of a class, sorted by their registration."""
+    """The members of a class, grouped by the way they are registered."""
 
     function: Callable[..., Any]
     attributes: Mapping[str, Any]
@@ -152,7 +152,7 @@ class ClassReading(NamedTuple):
 
 
 def read_class(op_name: str, cls: Any) -> ClassReading:
-    """Collect the members of a class, and run all checks that do not need the operator."""
+    """Collect and check the members of a class, before the operator is defined."""
     if not isinstance(cls, type):
         raise TypeError(
             f"operator({short_repr(op_name)}) must decorate a class, got {short_repr(cls)}; for a "
@@ -179,7 +179,7 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
         elif is_device_type(name):
             _check_member(what, name, value, Member())
             kernels[name] = value
-        elif name == "device_types":  # as in custom_op
+        elif name == "device_types":  # an option of custom_op
             raise TypeError(
                 f"{what} has the member 'device_types'. Name the kernel for one device after the "
                 "device, such as 'cpu'. The member 'forward' is the kernel for all devices."
@@ -205,9 +205,9 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
 
 
 def _public_members(cls: type) -> dict[str, Any]:
-    """Return the public members of a class and its base classes, except None.
+    """Return the public members of a class and its base classes.
 
-    None removes an inherited member, like `__hash__ = None` in Python.
+    A member that is None is left out, so it removes an inherited member, like `__hash__ = None`.
     """
     members = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).items()}
     return {
@@ -242,7 +242,7 @@ def _function(
     attributes: Mapping[str, Any],
     kernels: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Return the function that defines the operator. Without `forward`, it only raises."""
+    """Return the function that defines the operator: `forward`, or a function that raises."""
     if "forward" in members:
         if "signature" in members:
             raise TypeError(
@@ -272,7 +272,7 @@ def _function(
         )
 
     code = getattr(inspect.unwrap(template), "__code__", None)
-    if code is not None:  # messages report the definition by file and line
+    if code is not None:  # messages show the file and line of this code object
         no_kernel.__code__ = no_kernel.__code__.replace(
             co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
         )
@@ -280,9 +280,9 @@ def _function(
 
 
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of the function with the name, module and docstring of the class.
+    """Return a copy of a function with the name, module and docstring of the class.
 
-    Handles and redefinition checks use these. A wrapper would add a frame to every call.
+    The handle takes these attributes from the function. A wrapper would add a frame to every call.
     """
     if isinstance(function, types.FunctionType):
         copy = types.FunctionType(

@@ -19,19 +19,19 @@ from torchop._schema.declared import Tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Sentinel for required arguments, because Python's error would not show how to write the decorator.
+# Default of required arguments. Python's own error would not show how to write the decorator.
 MISSING: Any = object()
 
 
 class TritonOptions(TypedDict, total=False):
-    """Keyword arguments of `triton_op`, for type checkers."""
+    """The keyword arguments of `triton_op`, for type checkers."""
 
     mutates_args: Required[str | Iterable[str]]
     schema: str | None
 
 
 class Options(TritonOptions, total=False):
-    """Keyword arguments of `custom_op`, for type checkers."""
+    """The keyword arguments of `custom_op`, for type checkers."""
 
     device_types: DeviceTypes
     tags: Tags
@@ -82,14 +82,14 @@ def custom_op(
             must match the annotations.
         tags: a `torch.Tag`, or several.
         effects: `"ordered"` or `EffectType.ORDERED` if the function has a side effect that the
-            schema does not show, such as logging: compilers then preserve all calls and their
+            schema does not show, such as logging. Compilers then preserve all calls and their
             order. `"none"` if the function returns nothing and compilers may remove calls.
-        compile: `"inline"` if compilers may trace the function and optimize the operators in it.
-            A mapping such as `{"inductor": "inline"}` selects backends. The function is then the
-            default fake kernel. Exported programs still contain the operator, and gradients use
-            the registered formula.
-        priority: the order in which a call tries providers, by name. The first kernel of a
-            provider that supports the call replaces the function; see `register_kernel`.
+        compile: `"inline"` if compilers may trace into the function and optimize the operators in
+            it. A mapping such as `{"inductor": "inline"}` selects backends. The function is then
+            also the default fake kernel. Exported programs still contain the operator, and
+            gradients use the registered formula.
+        priority: the names of providers, in the order in which calls try them. The first provider
+            with a kernel that supports the call runs; see `register_kernel`.
         residuals: the names and types of extra kernel results for the backward, such as
             `{"lse": torch.Tensor}`; see `torchop.residuals`. Alternatively, annotate the result
             with `torchop.Residuals`.
@@ -109,7 +109,7 @@ def custom_op(
     Warns:
         SchemaWarning: the function returns nothing and mutates nothing, and `effects` is not
             given. `torch.compile` will raise an error.
-        RedefinitionWarning: the operator replaces one that another function defined. Running the
+        RedefinitionWarning: another function already defined an operator of this name. Running the
             same definition again, in a reloaded module or a notebook cell, does not warn.
 
     Example:
@@ -149,7 +149,7 @@ def custom_op(
 
 
 def _missing_arguments(caller: str, name: object) -> TypeError:
-    """Return the error for a call without required arguments, such as a bare decorator."""
+    """Return the error for missing required arguments, such as in a decorator without a call."""
     good = name if isinstance(name, str) else f"mylib::{getattr(name, '__name__', 'crop')}"
     return TypeError(
         f"{caller} needs the name of the operator, and mutates_args, the tensor arguments that the "
@@ -180,11 +180,11 @@ def triton_op(
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
     """Turn a function that launches Triton kernels into an operator.
 
-    `torch.compile` traces the function, so Inductor can optimize the kernels together with the
-    code around them. Exported programs contain the operator. Launch each kernel by
-    `wrap_triton(kernel)[grid](...)`, so that compilers can trace it; eager calls launch it
-    directly. For a device with a registered kernel, such as the CPU, compiled programs call that
-    kernel, and need a fake kernel if Triton is not installed.
+    `torch.compile` traces into the function, so Inductor can optimize the kernels together with the
+    surrounding code. Exported programs contain the operator. Launch kernels by
+    `wrap_triton(kernel)[grid](...)`, which compilers can trace; eager calls launch them directly.
+    On a device with a kernel of its own, such as the CPU, compiled programs call that kernel, and
+    need a fake kernel if Triton is not installed.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.
@@ -216,7 +216,7 @@ def triton_op(
     op_name = new_name(name, None)
 
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
-        # Before `declare`, because this code of PyTorch may raise.
+        # Before the operator is defined, because this function of PyTorch may raise.
         kernels = compilers.triton_kernels(function)
         declaration = declare(
             op_name, function, place, mutates_args=mutates_args, schema=schema, launches=True

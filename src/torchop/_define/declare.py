@@ -1,4 +1,4 @@
-"""Build the declaration of an operator from a function, with all checks that need no operator."""
+"""Build the declaration of an operator from a function and the options of `custom_op`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchop._schema.naming import OpName
 
 
 def new_name(name: object, lib: torch.library.Library | None) -> OpName:
-    """Check the name of a new operator, and that it can be defined in `lib`."""
+    """Parse the name of a new operator. Raise if it is invalid or `lib` cannot define it."""
     op_name = OpName.parse_new(name)
     if lib is not None:
         check_callers_library(op_name, lib)
@@ -47,20 +47,16 @@ def declare(
     launches: bool = False,
     is_lenient: bool = False,
 ) -> Declaration:
-    """Check a function and the options of `custom_op`, and return the operator's declaration.
+    """Validate a function and the options of `custom_op`, and return a declaration.
+
+    Runs all checks that are possible before the operator exists.
 
     Args:
         name: the name of the operator.
         function: the author's function.
-        place: the line of the user's program that defines the operator.
-        mutates_args: see `custom_op`, as for the arguments below.
-        device_types: see `custom_op`.
-        schema: see `custom_op`.
-        tags: see `custom_op`.
-        effects: see `custom_op`.
-        compile: see `custom_op`.
-        residuals: see `custom_op`.
-        launches: whether the function launches Triton kernels, so that compilers trace it.
+        place: the user's source line that defines the operator.
+        mutates_args, device_types, schema, tags, effects, compile, residuals: see `custom_op`.
+        launches: whether the function launches Triton kernels, as for `triton_op`.
         is_lenient: see `Declaration`.
     """
     what = f"custom_op({str(name)!r})"
@@ -87,7 +83,7 @@ def declare(
         kernel,
         Site.of(inspect.unwrap(function) if saved else function, place),
         devices,
-        # Compilers recognize in-place and out= operators by tag, so add the tag to any such schema.
+        # Compilers recognize in-place and out= operators by their tags.
         tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
         effect=effect,
         inlined=inlined,
@@ -99,7 +95,7 @@ def declare(
 
 
 def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to launch Triton kernels directly. `wrap_triton` is only for tracing."""
+    """Wrap a function so `wrap_triton` launches kernels directly instead of tracing them."""
 
     @functools.wraps(function)
     def launch(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +108,7 @@ def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
 def define_operator(
     declared: Declaration, lib: torch.library.Library | None, priority: Sequence[str] = ()
 ) -> Any:
-    """Define an operator, set the `priority` of its providers, and return its handle."""
+    """Define an operator, set the priority of its providers, and return the handle."""
 
     def build() -> Any:
         handle = define(declared, lib).handle

@@ -1,4 +1,4 @@
-"""CustomOp: the handle of an operator. Call it like the function; register rules by its methods."""
+"""CustomOp: the handle of an operator."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ R = TypeVar("R")
 
 
 class _FunctionSignature:
-    """The `__signature__` of a handle: the signature of the function, not of `__call__`."""
+    """Descriptor for `__signature__`: the signature of the operator's function."""
 
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
             if compilers.torchscript_is_inspecting():
-                # TorchScript compares the signature with the parameters of `__call__`.
+                # TorchScript would compare the signature with the parameters of `__call__`, which
+                # differ.
                 raise ValueError("TorchScript must not inspect the signature of a handle.")
             return inspect.signature(handle.__wrapped__)
         signature = inspect.signature(CustomOp.__init__)
@@ -53,13 +54,14 @@ def _of_rule(kind: type[CompiledRule[Any]], read: Callable[[Any], Any]) -> prope
 
 
 class CustomOp(Registrations, Generic[P, R]):
-    """An operator. Call it like the function that defines it, and register rules on it.
+    """The handle of an operator: call it like the function, and register rules by its methods.
 
-    `torchop.custom_op` creates handles. A handle is a `torch._library.custom_ops.CustomOpDef`, so
-    Dynamo, Inductor's autotuning and `torch.library.register_*` accept it.
+    `torchop.custom_op` and the other definition functions return handles. `CustomOp` subclasses
+    `torch._library.custom_ops.CustomOpDef`, so Dynamo, Inductor's autotuning and
+    `torch.library.register_*` accept handles.
 
-    The registration methods have the names of the functions in `torch.library`. Each is a
-    decorator, or takes the function and returns it.
+    The methods `register_*` work like the functions of the same name in `torch.library`. Each can
+    be used as a decorator.
 
     Attributes:
         overload: the `torch._ops.OpOverload` of the operator.
@@ -82,18 +84,18 @@ class CustomOp(Registrations, Generic[P, R]):
         tensor([0.5000, 0.5000])
     """
 
-    # Slots of the C++ extension: the function to call, and the operator's table entry.
-    # `_native_call` holds a raw pointer, not a Python object, so only the extension may access it.
+    # For the C++ extension (csrc/handle.cpp): the vectorcall function and the Entry. `_native_call`
+    # holds a raw pointer instead of a Python object, so Python code must not read it.
     __slots__ = ("_native_call", "_native_entry")
 
     inplace: CustomOp[..., Any] | None = None
     out: CustomOp[..., Any] | None = None
 
     def __init__(self, definition: Definition) -> None:
-        # CustomOpDef.__init__ is not called, because it would define the operator again.
+        # Does not call CustomOpDef.__init__, which would define the operator again.
         function = definition.authors_function
         self._definition = definition
-        # Copy the function's identity. A partial or a callable object has no `__name__`.
+        # Like functools.wraps, but partials and callable objects have no `__name__`.
         self._init_fn = self.__wrapped__ = function
         self.__name__: str = getattr(function, "__name__", definition.name.name)
         self.__qualname__: str = getattr(function, "__qualname__", self.__name__)
@@ -105,7 +107,7 @@ class CustomOp(Registrations, Generic[P, R]):
     __signature__: Any = _FunctionSignature()
 
     if TYPE_CHECKING:
-        # Not a method, because Jedi does not support ParamSpec, and would show (*args, **kwargs).
+        # An attribute, because Jedi shows (*args, **kwargs) for a method with a ParamSpec.
         __call__: Callable[P, R]
     else:
 
@@ -119,7 +121,7 @@ class CustomOp(Registrations, Generic[P, R]):
                 raise explained from None
 
     def _explain_refusal(self, error: RuntimeError) -> ArgumentError | None:
-        # Native calls also call this method with the dispatcher's errors.
+        # Also called by `explain_refusal` in csrc/entry.cpp.
         return argument_error(self._definition.name, error)
 
     def __repr__(self) -> str:
@@ -147,8 +149,8 @@ class CustomOp(Registrations, Generic[P, R]):
             "operators in the class form, put them into a plain class that both inherit from."
         )
 
-    # Handles are copied and pickled by reference, like functions: a pickle holds the name of the
-    # operator and of the module that defines it.
+    # Handles are copied and pickled by reference, like functions. A pickle contains the names of
+    # the operator and of the module that defines it.
 
     def __copy__(self) -> CustomOp[P, R]:
         return self
@@ -172,8 +174,8 @@ class CustomOp(Registrations, Generic[P, R]):
 
     @property
     def overload(self) -> OpOverload:
-        # Not cached: Dynamo traces this property, and would recompile once a cache that was empty
-        # while tracing is filled. torch.ops caches the overload anyway.
+        # Not cached, because Dynamo would guard on the cache, and recompile after the first call
+        # fills it. torch.ops caches the overload anyway.
         definition = self._live()
         try:
             return torch_ops.lookup_overload(*definition.name)
@@ -218,13 +220,13 @@ class CustomOp(Registrations, Generic[P, R]):
         """
         return get_rule(rule).register(self, value, **options)
 
-    if not typing.TYPE_CHECKING:  # else type checkers would accept every attribute
+    if not typing.TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             """Return the method `register_<name>` of a `torchop.Rule`."""
             kind, _, rule = name.partition("register_")
             if kind or rule not in rule_names():
-                # Dynamo does not support AttributeError(name=..., obj=...); Python sets both.
+                # Without `name` and `obj`, which Dynamo does not support and Python adds itself.
                 raise AttributeError(
                     f"{type(self).__name__!r} object has no attribute {short_repr(name)}"
                 )
@@ -233,13 +235,13 @@ class CustomOp(Registrations, Generic[P, R]):
     def set_kernel_enabled(  # type: ignore[override]  # the base promises its helper's type
         self, device_type: str, enabled: bool = True
     ) -> AbstractContextManager[None]:
-        """Enable or disable the kernel of a device type inside a `with` block.
+        """Enable or disable the kernel of a device type inside a `with` block, in all threads.
 
-        A disabled kernel is replaced by the function that defines the operator. This affects all
-        threads. Logs a message if the device type has no kernel, or if nothing changes.
+        While a kernel is disabled, calls run the function that defines the operator. Logs a message
+        if the device type has no kernel, or if nothing changes.
 
         Args:
-            device_type: such as `"cpu"`.
+            device_type: a device type such as `"cpu"`.
             enabled: whether calls use the kernel.
         """
         return self._live().rule(KernelRule).set_enabled(device_type, enabled)
@@ -249,10 +251,10 @@ class CustomOp(Registrations, Generic[P, R]):
     def derive_inplace(
         self, name: str | None = None, /, *, lib: torch.library.Library | None = None
     ) -> CustomOp[..., Any]:
-        """Define an in-place operator that overwrites the first argument of this functional one.
+        """Define the in-place form of this functional operator: it overwrites the first argument.
 
-        The in-place operator calls this operator and copies the result, so it needs no kernel,
-        fake kernel or formula.
+        The in-place form calls this operator and copies the result, so it needs no kernel, fake
+        kernel or formula.
 
         Args:
             name: the name of the new operator; by default `"ns::name_"`.
@@ -287,9 +289,9 @@ class CustomOp(Registrations, Generic[P, R]):
         outputs: Sequence[str] | None = None,
         lib: torch.library.Library | None = None,
     ) -> CustomOp[..., Any]:
-        """Define an operator that writes the results of this functional operator into `out=`.
+        """Define the out= form of this functional operator: it writes the results into `out=`.
 
-        The new operator calls this operator and copies the results. If the kernel can write into a
+        The out= form calls this operator and copies the results. If the kernel can write into a
         buffer itself, use `torchop.out_op`.
 
         Args:
@@ -317,7 +319,7 @@ class CustomOp(Registrations, Generic[P, R]):
         self.out = derive_form(self._live(), Form.OUT, name, lib, outputs).handle
         return self.out
 
-    # Attributes of CustomOpDef that PyTorch and other packages read
+    # Private attributes of CustomOpDef that PyTorch and other packages read.
 
     _namespace: Any = property(lambda self: self._definition.name.namespace)
     _name: Any = property(lambda self: self._definition.name.local)
@@ -339,7 +341,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
 
 def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
-    """Look up an operator by name. Import its module if it is not defined yet."""
+    """Return the handle of an operator. Import `module` if the operator does not exist yet."""
     if registries.published_handle(name) is None:
         try:
             __import__(module)
@@ -356,11 +358,11 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
     return handle
 
 
-_unpickle.__module__ = "torchop"  # keeps pickles loadable when this module moves
+_unpickle.__module__ = "torchop"  # so pickles stay loadable if this module moves
 
 
 def make_handle(definition: Definition) -> CustomOp[..., Any]:
-    """Create the handle of a definition, and prepare native calls."""
+    """Create the handle of a definition, and make its calls native if the extension is loaded."""
     make = switch.new_handle_type() if definition.structure is None else _structured
     handle: CustomOp[..., Any] = make(definition)
     definition.handle = handle
@@ -369,7 +371,10 @@ def make_handle(definition: Definition) -> CustomOp[..., Any]:
 
 
 class StructuredOp(CustomOp[P, R]):
-    """The handle of an operator with structured arguments; `overload` is the flat operator."""
+    """The handle of an operator with structured arguments.
+
+    A call flattens the structures and calls `overload`, which takes the arguments of the schema.
+    """
 
     @property
     def source(self) -> str | None:  # type: ignore[override]  # None for the other operators
@@ -377,9 +382,9 @@ class StructuredOp(CustomOp[P, R]):
 
 
 def _structured(definition: Definition) -> StructuredOp[..., Any]:
-    """Create a structured handle, of a new class whose `__call__` is generated for the operator.
+    """Create a class with a generated `__call__` for the operator, and return an instance.
 
-    A shared `__call__` would forward `*args` and `**kwargs`, which takes a fifth of a call.
+    Forwarding `*args` and `**kwargs` in a shared `__call__` would take a fifth of a call.
     """
     structure = definition.structure
     overload = structure.overload = torch_ops.lookup_overload(*definition.name)
@@ -389,7 +394,7 @@ def _structured(definition: Definition) -> StructuredOp[..., Any]:
     cls = type(StructuredOp.__name__, (StructuredOp,), members)
     handle: StructuredOp[..., Any] = cls(definition)
     dynamo_variables.trace_as_overload(cls, _flatten)
-    # A global table of Dynamo holds the class, and would keep it alive.
+    # A global table of Dynamo references the class, and would keep it alive.
     structure.on_deregister = lambda: dynamo_variables.forget(cls)
     return handle
 

@@ -1,4 +1,4 @@
-"""Library: operators and kernels that are deregistered together, with checked kernel results."""
+"""Library: define operators and register kernels, and deregister them together."""
 
 from __future__ import annotations
 
@@ -44,15 +44,16 @@ _KINDS = ("DEF", "IMPL", "FRAGMENT")
 
 
 class Library(OwnLibrary):
-    """Owns operators and kernels: closing the library deregisters all of them.
+    """A collection of operators and kernels. Closing the library deregisters all of them.
 
-    A library is a context manager. Calling an operator after its library was closed raises an
-    error, instead of reading freed memory.
+    A library can be used as a context manager. Calling an operator after its library was closed
+    raises an error.
 
     Args:
         ns: the namespace.
-        kind: `"DEF"` for the only library that defines operators of a namespace, `"FRAGMENT"` for
-            one of several, `"IMPL"` for a library that only registers kernels.
+        kind: `"DEF"` for the main library of a namespace, of which there can be only one;
+            `"FRAGMENT"` for a library that adds operators; `"IMPL"` for a library that only
+            registers kernels.
         dispatch_key: the default dispatch key of `impl`, for libraries of kind `"IMPL"`.
 
     Raises:
@@ -70,8 +71,8 @@ class Library(OwnLibrary):
     Modeled after `torch.library.Library`.
     """
 
-    # The checks are in __new__, because overriding PyTorch's __init__ would add a frame: __init__
-    # reads the caller's frame, and errors report it as the place where the library was created.
+    # Checks are in __new__, because PyTorch's __init__ records the line of the frame that calls it,
+    # which must be the user's.
     def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(
@@ -106,7 +107,7 @@ class Library(OwnLibrary):
         self.close()
 
     def close(self) -> None:
-        """Deregister everything that was registered through this library; idempotent."""
+        """Deregister everything that was registered through this library."""
         self._destroy()
 
     def define(
@@ -133,7 +134,8 @@ class Library(OwnLibrary):
         if not isinstance(schema, str):
             raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
-        # Some PyTorch releases do not deregister operators that were defined with a namespace.
+        # PyTorch's `define` would record the name as "ns::ns::name", and `_destroy` would then fail
+        # in _clear_torch_ops_cache (torch/library.py).
         schema = schema.removeprefix(f"{self.ns}::")
         define = functools.partial(super().define, schema, alias_analysis, tags=tags)
         with short_errors:
@@ -230,14 +232,13 @@ class Library(OwnLibrary):
 
 
 def define_in(library: torch.library.Library, schema: str, define: Callable[[], str]) -> str:
-    """Call `define` to define an operator that is deregistered with `library`.
+    """Define an operator in a library of torchop or PyTorch, and return the result of `define`.
 
     Args:
-        library: the library, torchop's or PyTorch's.
-        schema: the schema with the name.
-        define: defines the operator in the dispatcher. Its result is returned.
+        library: the library that owns the operator.
+        schema: the schema, starting with the name. Not validated, because `define` does that.
+        define: passes the schema to the dispatcher.
     """
-    # Not validated here, because `define` raises for an invalid schema.
     local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
     packet, _, overload = local.partition(".")
     name = OpName(library.ns, packet, overload)
@@ -263,7 +264,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
 
 
 def local_name(library: torch.library.Library, op: OpLike) -> str:
-    """Return the name of an operator without the namespace, as `Library.impl` takes it."""
+    """Return the name of an operator without the namespace, for `Library.impl`."""
     if isinstance(op, str) and "::" not in op:
         return op
     name = op_name(op, "impl")
@@ -281,18 +282,18 @@ core_library.process_library_type = Library
 def checked_kernel(
     qualname: str, function: Callable[..., Any], with_keyset: bool
 ) -> Callable[..., Any]:
-    """Wrap a kernel to check results, because PyTorch trusts them to match the schema."""
+    """Wrap a kernel to check results, because PyTorch does not check that they fit the schema."""
     if function is fallthrough_kernel:
         return function
     name = OpName.parse(qualname)
     check: ResultCheck | None = None
-    checked_schema: Any = None  # the FunctionSchema, which differs after a redefinition
+    checked_schema: Any = None  # the FunctionSchema for which `check` was created
     run = function
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal check, checked_schema, run
-        # Looked up in each call: the operator may be defined after its kernel, and redefined.
+        # Looked up by each call, because the operator may be defined or redefined after its kernel.
         current = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
         current_schema = getattr(current, "_schema", None)
         check_now = check
@@ -303,9 +304,10 @@ def checked_kernel(
                 check_now = result_check(schema.returns)
                 if current is not None:
                     attach(name, current)
-                # `check` comes last: a thread that reads the new check must also read the new run.
+                # `run` is set before `check`: a thread that sees the new `check` must not see the
+                # old `run`.
                 check, checked_schema = check_now, current_schema
-        # Kernels with a keyset redispatch themselves.
+        # Kernels with a keyset redispatch explicitly.
         if dispatch.is_handled_by_mode() and not with_keyset:
             with dispatch.with_transforms():
                 return check_now(run(*args, **kwargs), qualname)
@@ -324,7 +326,7 @@ def checked_kernel(
 
 
 def checked_fallback(function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
-    """Wrap a fallback to check results, as `checked_kernel` does for kernels."""
+    """Like `checked_kernel`, for a fallback."""
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:

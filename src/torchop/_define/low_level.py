@@ -1,4 +1,4 @@
-"""define and impl: define operators by schema, and register kernels for existing operators."""
+"""define and impl: define operators by schema, and register kernels for any operator."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ def _key_of_kernel(op: OpLike, kind: object) -> str:
     return dispatch.kernel_key(kind)
 
 
-# A `torch.library.Library` neither checks kernel results, nor invalidates operators when it is
-# destroyed. The functions below add both for such a library.
+# The library may be a `torch.library.Library`. The functions below then check kernel results and
+# invalidate operators when the library is destroyed, as `torchop.Library` does.
 
 
 def _define_in(

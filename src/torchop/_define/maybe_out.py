@@ -29,18 +29,18 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
     """Combine a functional operator and an out= operator into one function with `out=None`.
 
     A single operator cannot have an optional `out`, because a schema cannot express that the result
-    is sometimes fresh and sometimes `out`. The function calls one of the two operators, also under
-    `torch.compile` and `torch.export`.
+    is either fresh or `out`. The function calls one of the two operators, and `torch.compile` and
+    `torch.export` trace into it.
 
     Args:
         functional: the operator that allocates the results: a handle, `"ns::name"`, an
             `OpOverload`, or a packet with one overload.
-        out: the operator that mutates the outputs, and returns them or None. The other arguments
-            must be the arguments of `functional`.
+        out: the operator that writes into the outputs, and returns them or None. It must take the
+            arguments of `functional`, and the outputs.
 
     Returns:
-        A function with the parameters of `functional`, and the mutated arguments of `out` as
-        keyword-only parameters with the default None. Callers pass all outputs or none.
+        A function with the parameters of `functional`, and the outputs as keyword-only parameters
+        with the default None. Callers pass all outputs or none.
 
     Raises:
         OperatorNotFoundError: one of the operators is not defined.
@@ -108,7 +108,7 @@ def _doc(functional: OpLike, outputs: tuple[str, ...]) -> str:
 
 
 def _difference(functional: Schema, out: Schema) -> str | None:
-    """Return the reason why the two schemas do not match, or None."""
+    """Return why the two schemas do not match, or None if they do."""
     if not functional.is_functional or set(functional.returns) != {"Tensor"}:
         return "the first operator must mutate nothing and return fresh tensors only"
     outputs = [a for a in out.arguments if a.is_mutated]

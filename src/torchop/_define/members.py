@@ -1,7 +1,7 @@
-"""The members of the class form: the values that each accepts, and how they are registered.
+"""The members of the class form.
 
-To add a member, add an entry to `MEMBERS`. Kernels (`cpu`, `cuda`, ...) and rules of `torchop.Rule`
-are members under their own names, without an entry.
+To add a member, add an entry to `MEMBERS`. Kernels (`cpu`, `cuda`, ...) and instances of
+`torchop.Rule` are members too, and need no entry.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torchop._define.handle import CustomOp
 from torchop._errors import short_repr
 from torchop._rules.autograd.formula import Derived
 
-# (handle, value of the member, all members of the class) -> ignored
+# register(handle, value of the member, all members of the class). The result is ignored.
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
 
 
 class Member(NamedTuple):
-    """A member of the class form: the values that it accepts, and how they are registered.
+    """A member of the class form.
 
     Attributes:
-        registers: registers a value; None if another member's registration reads the value.
-        takes: the accepted values, for messages.
-        accepts: returns whether a value is accepted. Static functions arrive unwrapped.
-        needs: other members, one of which the class must have too.
+        registers: registers a value, or None if the registration of another member uses the value.
+        takes: describes valid values in messages.
+        accepts: returns whether a value is valid. Receives functions without their staticmethod.
+        needs: the class must also have one of these members; empty if there is no such condition.
     """
 
     registers: Registers | None = None
@@ -145,12 +145,12 @@ MEMBERS: Mapping[str, Member] = {
     "inplace": _form("derive_inplace", "in-place operator"),
     "out": _form("derive_out", "operator with out="),
 }
-# Members that are passed to custom_op under the same name.
+# Members that are passed to `custom_op` as keyword arguments.
 ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority", "residuals")
 
 
 def is_device_type(name: str) -> bool:
-    """Whether `name` is a device type. Such a member is a kernel."""
+    """Return whether `name` is a device type. Such a member is a kernel."""
     try:
         dispatch.dispatch_key_name(name)
     except RuntimeError:
@@ -159,13 +159,13 @@ def is_device_type(name: str) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a `torchop.Rule` of this name would clash with a member or a method of the handle."""
+    """Return whether a `torchop.Rule` of this name would shadow a member or a method of handles."""
     is_member = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
     return is_member or hasattr(CustomOp, f"register_{name}")
 
 
 def known_names() -> list[str]:
-    """Return the names to suggest for an unknown member."""
+    """Return the names that an error about an unknown member may suggest."""
     return [*MEMBERS, *ATTRIBUTES, *rule_names(), "cpu", "cuda", "mps", "xpu", "meta"]
 
 

@@ -88,23 +88,24 @@ def out_op(
 ) -> Callable[[Kernel], OperatorFamily] | OperatorFamily:
     """Define the functional, out= and in-place forms of an operator from one kernel.
 
-    The forms are `ns::name`, which allocates the results, `ns::name.out`, which writes them into
-    the caller's tensors, and with `inplace=True` also `ns::name_`, which overwrites the first
-    argument. All forms share the kernels, the fake kernel and the backward formula.
+    The functional form `ns::name` allocates the results, the out= form `ns::name.out` writes them
+    into the caller's tensors, and with `inplace=True`, the in-place form `ns::name_` overwrites the
+    first argument. All forms share the kernels, the fake kernel and the backward formula.
 
     Args:
         name: the functional operator: `"namespace::name"` or `"namespace::name.overload"`.
-        fn: the kernel. The keyword-only parameters of type Tensor are the outputs. The kernel must
-            write into all outputs, must not read them, and returns them or None. The schema is
-            inferred from the other parameters. Outputs have the shape, dtype and device of the
-            results, but arbitrary strides.
-        like: the name of the argument from which each result is allocated by `torch.empty_like`.
+        fn: the kernel. Its keyword-only parameters of type Tensor are the outputs. The kernel must
+            write into all outputs without reading them, and must return them or None. The schema is
+            inferred from the other parameters. Outputs may have any strides; their shape, dtype and
+            device are checked.
+        like: the name of the argument that all results are like, in the sense of
+            `torch.empty_like`.
         allocate: instead of `like`, a function that takes the arguments without the outputs, and
             returns an empty tensor for each output. It is also the fake kernel, so it must not
             read data.
         inplace: whether to define the in-place form.
-        elementwise: whether the kernel reads an element only before writing to its position. An
-            output may then also be an input, and the in-place form allocates nothing.
+        elementwise: whether the kernel reads each element before it writes to that position. An
+            output may then also be an input, and the in-place form allocates no memory.
         device_types: the device types that the kernel supports; None for all.
         tags: a `torch.Tag`, or several, for all forms, in addition to the tag of each form.
         lib: the library that owns the operators; by default the operators live as long as the
@@ -189,7 +190,8 @@ def out_op(
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()
             }
-            # Skip in-place forms that are not elementwise, because they allocate a result too.
+            # For Inductor, replacing the functional form must save an allocation. An in-place form
+            # that is not elementwise allocates a temporary result, so it is left out.
             for form in (Form.OUT, *[Form.INPLACE] * (inplace and elementwise)):
                 _plan_outputs(functional, handles[form]._live())
             return OperatorFamily(
@@ -222,13 +224,14 @@ def _define_form(
     ).handle
 
 
-# Registers a family with Inductor; see `_compat.planned_outputs`. Set by `torchop/__init__.py`.
+# `_compat.planned_outputs.plan`, which registers a family with Inductor. Set by
+# `torchop/__init__.py`, because planning outputs is a tool.
 plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None = None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
-    """Let Inductor replace the functional operator by a form that writes into planned memory."""
-    # Weak references, because the forms must be freed when the caller's library is closed.
+    """Let Inductor replace the functional operator by a form that writes into a planned buffer."""
+    # Weak references, because Inductor's table would keep the forms alive.
     members = weakref.ref(functional), weakref.ref(form)
 
     def overload() -> OpOverload | None:
@@ -236,7 +239,7 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
             member for ref in members if (member := ref()) and member.deregistration_reason is None
         ]
         if len(alive) < 2 or _kernels_of(alive[0]) != _kernels_of(alive[1]):
-            return None  # other kernels could compute other results
+            return None  # the forms might compute different results
         return alive[1].overload
 
     if plan_outputs is not None:
@@ -244,15 +247,15 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
 
 
 def _kernels_of(form: Definition) -> object:
-    """Return the kernels of a form by device, for comparison with another form."""
+    """Return the kernels of a form by device, to compare them with the kernels of another form."""
     rule = form.rule(KernelRule)
     if rule.providers is not None or rule.switches:
-        return form  # the kernel is chosen per call, so never equal to another form
+        return form  # each call selects a kernel: never equal to the result for another form
     return {device: inspect.unwrap(kernel) for device, kernel in rule.functions.items()}
 
 
 def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, ...]]:
-    """Return the signature of the functional operator, and the names of the kernel's outputs."""
+    """Split a kernel's signature into the functional operator's signature and the output names."""
     signature = signatures.signature(kernel)
     where = f"{name}: {signatures.spell_function(kernel)}"
     outputs = []
@@ -286,7 +289,7 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
 
 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
-    """Return a function with the functional signature, and the kernel's name for messages."""
+    """Return a function with this signature, and the name of the kernel for messages."""
 
     @functools.wraps(kernel)
     def prototype() -> None: ...
@@ -341,10 +344,10 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        # Not `| None`, so that callers with inplace=True need no check for type checkers.
+        # Not `| None`: with inplace=True, callers would have to check for None.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
-        vars(functional)["_family"] = self  # for __reduce__
+        vars(functional)["_family"] = self  # read by `__reduce__`
         self._function: Callable[..., R] = maybe_out(functional, out)
         for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__signature__"):
             setattr(self, attribute, getattr(self._function, attribute))

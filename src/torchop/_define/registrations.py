@@ -1,7 +1,7 @@
 """The registration functions of all rules, as methods of handles.
 
-Each function takes the operator first, so a plain assignment in a class body makes it a method.
-Signature, documentation and checks are next to the rule.
+The operator is the first parameter of each function, so assigning the function to a class attribute
+makes it a method.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class SameAs(Generic[Function]):
-    """Replace a stub method by a function, for names that `CustomOpDef` also has.
+    """Decorator that replaces a stub method by a function, if `CustomOpDef` has the method too.
 
-    With a plain assignment, Pyright would use the types of the base class. This is a class because
-    Pyright loses the type variables of the function if the decorator is a function.
+    Workaround for Pyright: it ignores the types of a plain assignment if the base class declares
+    the attribute, and loses type variables if the decorator is a function.
     """
 
     def __init__(self, function: Function) -> None:
@@ -35,7 +35,7 @@ class SameAs(Generic[Function]):
 
 
 class Registrations(Handle):
-    """The methods of a handle that register rules."""
+    """Methods of handles that register rules."""
 
     @SameAs(kernels.register_kernel)
     def register_kernel(self) -> None: ...

@@ -1,8 +1,8 @@
 """Derive the in-place and out= forms of a functional operator.
 
-A form calls the functional operator and copies the result. Compilers see exactly these two steps,
-so every PyTorch release compiles them correctly. All forms share the functional operator's formula
-and fake kernel.
+A form calls the functional operator and copies the result. Compilers trace these two steps, so they
+need no special support for forms. All forms share the formula and the fake kernel of the functional
+operator.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def derive_form(
         schema = schemas.out_schema(op_name, functional.schema, names)
     lib = functional.callers_library if lib is None else lib
     check_callers_library(op_name, lib)
-    # Registered for all devices, because the functional operator selects the kernel.
+    # For all devices, because the functional operator dispatches on the device.
     kernel = writing_result(functional, op_name, schema)
 
     def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # The result is complete before outputs are written, so an output may be an input.
+        # An output may be an input, because outputs are written after the result was computed.
         check_outputs(op_name, schema, args, kwargs, may_be_an_input=True)
 
     return define_member(functional, op_name, schema, kernel, guard, lib)
 
 
 def check_derivable(name: object, schema: Schema, form: Form) -> None:
-    """Reject an operator that cannot have a form."""
+    """Raise SchemaError if the form cannot be derived from an operator."""
     if not schema.is_functional or set(schema.returns) != {"Tensor"}:
         problem = (
             "forms need a functional operator, which mutates nothing and returns fresh tensors"
@@ -86,7 +86,7 @@ def check_derivable(name: object, schema: Schema, form: Form) -> None:
 
 
 def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names of the outputs; by default `out`, or `out0`, `out1` and so on."""
+    """Check the names of the outputs. The default is `out`, or `out0`, `out1` and so on."""
     count = len(functional.returns)
     if outputs is None:
         names = ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
@@ -124,8 +124,9 @@ def define_member(
         devices: the device types of the kernel.
         tags: tags in addition to the tag of the form.
     """
-    # No `torch.Tag.out`: Inductor would replace the functional operator by the overload with this
-    # tag, and pass wrong arguments for most signatures. `_compat.planned_outputs` does it right.
+    # Without `torch.Tag.out`, because Inductor replaces the functional operator by the overload
+    # with this tag, and passes wrong arguments for most signatures. `_compat.planned_outputs`
+    # registers a correct replacement.
     conventional_tags = () if schema.form is Form.OUT else form_tags(schema.form)
     all_tags = (Tag.pt2_compliant_tag, *tags, *conventional_tags)
     declaration = Declaration(
@@ -155,9 +156,9 @@ def define_member(
 def writing_result(
     functional: Definition, name: OpName, schema: Schema, *, copies: bool = True
 ) -> Callable[..., Any]:
-    """Return a kernel that calls the functional operator and copies the results.
+    """Return a kernel that calls the functional operator and copies the results into the outputs.
 
-    Without `copies`, return the fake kernel.
+    With `copies=False`, it only checks the outputs, as the fake kernel.
     """
 
     def compute_and_copy(*args: Any, **kwargs: Any) -> Any:
@@ -185,7 +186,7 @@ def _functionalization(through_functional: Callable[..., Any]) -> Callable[..., 
 
 def _differentiable(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
     def differentiate(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Clone `x`, because the formula may save the input, and `x` is overwritten below.
+        # Pass a clone, because the formula may save the input, and `x` is overwritten below.
         result = functional.overload(x.clone(), *args, **kwargs)
         check_fits(name, schema, schema.mutated[0], metadata(result), x)
         return x.copy_(result)

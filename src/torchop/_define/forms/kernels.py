@@ -1,7 +1,7 @@
-"""Make the kernels of all forms of an operator from one kernel that writes into outputs.
+"""Create the kernels of all forms of an operator from one kernel that writes into outputs.
 
-Outputs are checked before the kernel runs. If PyTorch's operators reject the same outputs, the
-messages are PyTorch's.
+Outputs are checked before the kernel runs, with the messages of PyTorch's own operators where these
+reject such outputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchop._schema.schema import Schema
 
 
 class Metadata(NamedTuple):
-    """The metadata in which a result and an output must agree."""
+    """The metadata that must be equal for a result and an output."""
 
     shape: list[Any]
     dtype: torch.dtype
@@ -43,12 +43,12 @@ def metadata(tensor: Tensor) -> Metadata:
 def described_results(
     allocate: Callable[..., tuple[Tensor, ...]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Metadata]:
-    """Return the metadata of the results of a call, by running `allocate` on meta tensors."""
+    """Compute the metadata of the results of a call by running `allocate` on meta tensors."""
     meta_kwargs = {name: _to_meta(value) for name, value in kwargs.items()}
     results = allocate(*map(_to_meta, args), **meta_kwargs)
     first = next(tensors_in((*args, *kwargs.values())), None)
     return [
-        # A meta result was allocated on the device of a meta input: report the real device.
+        # `allocate` used the device of an input, which is meta only here: restore the real device.
         metadata(result)._replace(device=result.device if first is None else first.device)
         if result.is_meta
         else metadata(result)
@@ -67,7 +67,7 @@ def _to_meta(value: Any) -> Any:
 def check_fits(
     name: object, schema: Schema, argument: str, expected: Metadata, tensor: Tensor
 ) -> None:
-    """Reject a tensor whose metadata differs from the result that would be written into it."""
+    """Raise unless `tensor` has the metadata of the result that would be written into it."""
     actual = metadata(tensor)
     if actual == expected:
         return
@@ -96,10 +96,9 @@ def check_outputs(
     *,
     may_be_an_input: bool,
 ) -> None:
-    """Reject None as an output, and outputs that overlap inputs.
+    """Raise if an output is None, or overlaps an input unless `may_be_an_input`.
 
-    The mutation rule has already rejected tensors that no operator may write into. With
-    `may_be_an_input`, only None is rejected here.
+    The mutation rule has already rejected tensors that no operator may mutate.
     """
     outputs = returned_arguments(schema, args, kwargs)
     written = [(f"argument {n!r}", t) for n, t in zip(schema.mutated, outputs, strict=True)]
@@ -113,7 +112,7 @@ def check_outputs(
 
 
 def _call_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the metadata of all arguments and outputs, as a cache key of the call."""
+    """Return a cache key for a call: the metadata of all arguments and outputs."""
     key: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -123,12 +122,12 @@ def _call_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         elif isinstance(value, (int, float, str, type(None), torch.dtype, torch.device)):
             key += type(value), value  # the type, because 1 == True
         else:
-            key.append(object())  # never equal: do not cache
+            key.append(object())  # equal to no other key, so the call is not cached
     return key
 
 
 def _same_metadata(one: Tensor, other: Tensor) -> bool:
-    """Compare like `metadata(one) == metadata(other)`, but without allocations."""
+    """Like `metadata(one) == metadata(other)`, but faster."""
     if one.dtype is not other.dtype or one.layout is not other.layout:
         return False
     return one.shape == other.shape and one.device == other.device
@@ -138,7 +137,7 @@ Kernel = Callable[..., Any]
 
 
 class WritingKernels:
-    """Makes the kernels of all forms from kernels that write into outputs."""
+    """Creates the kernels of all forms from a kernel that writes into outputs."""
 
     def __init__(
         self,
@@ -152,7 +151,7 @@ class WritingKernels:
     ) -> None:
         self.name = name
         self.outputs = outputs
-        get: Callable[..., Any] = operator.itemgetter(*outputs)  # no tuple for a single name
+        get: Callable[..., Any] = operator.itemgetter(*outputs)  # returns no tuple for one name
         self._outputs_in = get if len(outputs) > 1 else lambda kwargs: (get(kwargs),)
         self.elementwise = elementwise  # whether an output may also be an input
         self._schema = functional
@@ -160,7 +159,7 @@ class WritingKernels:
         self._like = like  # the position of the argument `like`; None with `allocate`
 
     def out(self, kernel: Kernel) -> Kernel:
-        """Return the kernel of the out= form, which returns the outputs of the caller."""
+        """Return the kernel of the out= form, which returns the caller's outputs."""
         outputs_in, check = self._outputs_in, self._check_written
         name = self.outputs[0]
 
@@ -227,14 +226,14 @@ class WritingKernels:
         return without_outputs(overwrite, kernel, self.outputs)
 
     def guard(self, name: OpName, schema: Schema) -> Guard | None:
-        """Return the check of the caller's outputs before a call; None if no check is needed."""
+        """Return a function that checks the outputs of a call, or None if no check is needed."""
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
-        # No check: `overwrite` checks before copying, or the first argument is `like` itself.
+        # `overwrite` checks the metadata itself if it copies, and an argument always fits itself.
         if is_inplace and (not may_be_an_input or place == 0):
             return None
-        # The key of the last call with matching outputs, because running `allocate` takes longer
-        # than most kernels. Never mutated, only replaced, so threads need no lock.
+        # A cache with one entry, the key of the last valid call: running `allocate` takes longer
+        # than most kernels. Threads need no lock, because the list is replaced and never modified.
         accepted: list[Any] | None = None
 
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -244,7 +243,8 @@ class WritingKernels:
             like: Any = None if place is None else args[place]
             is_fresh = _hooks.extension.is_evidently_fresh
             for output in outputs:
-                # No keyword arguments: only outputs can be keyword-only tensors.
+                # `read` has all inputs that are tensors, because keyword-only tensors are outputs.
+                # So `is_fresh` needs no keyword arguments.
                 if not fits or not is_fresh(read, {}, output, like):
                     is_fine = may_be_an_input or is_fresh(read, {}, output)
                     if output is None or not is_fine:
@@ -266,7 +266,7 @@ class WritingKernels:
         return guard
 
     def _results(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Run `allocate`, and check that it returns a tensor for each output."""
+        """Run `allocate`, and check that it returns one tensor for each output."""
         result = self._allocate(*args, **kwargs)
         results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         count = len(self.outputs)
@@ -286,6 +286,6 @@ class WritingKernels:
 
 
 def empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Allocate each result like the argument at one position."""
+    """Allocate `count` results like the argument at position `place`."""
     results = tuple(torch.empty_like(args[place]) for _ in range(count))
     return results if count > 1 else results[0]

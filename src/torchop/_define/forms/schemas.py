@@ -16,9 +16,10 @@ from torchop._schema.text import lettered_alias, with_write, write, write_result
 
 
 def form_name(name: OpName, form: Form) -> OpName:
-    """Return PyTorch's name for a form: `add_` or `add.out` for `add`.
+    """Return the name of a form by PyTorch's convention.
 
-    For `add.Scalar`, the names are `add_.Scalar` and `add.Scalar_out`.
+    The forms of `add` are `add_` and `add.out`, and of `add.Scalar`, `add_.Scalar` and
+    `add.Scalar_out`.
     """
     if form is Form.INPLACE:
         return name._replace(name=f"{name.name}_")
@@ -26,7 +27,7 @@ def form_name(name: OpName, form: Form) -> OpName:
 
 
 def inplace_schema(name: OpName, functional: Schema) -> Schema:
-    """Return the schema of the in-place form. The first argument must be a Tensor."""
+    """Return the schema of the in-place form, which mutates and returns the first argument."""
     first, *others = functional.written_arguments
     alias = lettered_alias(0)
     arguments = [with_write(first, alias), *others]
@@ -34,7 +35,7 @@ def inplace_schema(name: OpName, functional: Schema) -> Schema:
 
 
 def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Schema:
-    """Return the schema of the out= form, with one output for each result."""
+    """Return the schema of the out= form, which has one keyword-only output for each result."""
     arguments = functional.written_arguments
     if not functional.keyword_only:
         arguments.append("*")
@@ -54,7 +55,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 def identified(
     kernel: Kernel, original: Callable[..., Any], name: OpName, schema: Schema
 ) -> Kernel:
-    """Give the kernel of a form a name, docstring and signature derived from the functional's."""
+    """Set name, docstring and signature of a form's kernel, based on the functional operator's."""
     outputs = ", ".join(schema.mutated)
     purpose = (
         f"Overwrites {outputs} with the result of {original.__name__}, and returns it."
@@ -76,7 +77,7 @@ def identified(
 
 
 def without_outputs(kernel: Kernel, original: Callable[..., Any], outputs: Sequence[str]) -> Kernel:
-    """Give a kernel the signature of `original` without the outputs."""
+    """Set the signature of a kernel to the signature of `original` without the outputs."""
     try:
         signature = inspect.signature(original)
     except (TypeError, ValueError):
@@ -92,7 +93,7 @@ def with_outputs(
     annotation: Any = Tensor,
     default: Any = inspect.Parameter.empty,
 ) -> inspect.Signature:
-    """Add keyword-only outputs to a signature."""
+    """Return a signature with keyword-only outputs added."""
     parameters = list(signature.parameters.values())
     end = len(parameters)
     if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
