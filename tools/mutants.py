@@ -139,7 +139,7 @@ MUTANTS = {
         "bypass.cpp", "if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)"
     ),
     "bypass: view": Mutant("bypass.cpp", " || (meta->is_view_ && tensor.requires_grad())", ""),
-    "bypass: object": Mutant("bypass.cpp", "concern |= is_tensor_object(value);", ""),
+    "bypass: object": Mutant("bypass.cpp", "needed |= is_tensor_object(value);", ""),
     "too many arguments": Mutant(
         "arguments.h", "if (count > parameters_.positional)\n      return"
     ),
@@ -214,7 +214,7 @@ MUTANTS = {
     "keys in an optional list": Mutant(
         "arguments.h", "if (C10_UNLIKELY(!seen.keys.has_all(optional_list_keys_)))"
     ),
-    "optional list": Mutant("arguments.h", "if (C10_UNLIKELY(is_overlooked))"),
+    "optional list": Mutant("arguments.h", "if (C10_UNLIKELY(is_optional_list))"),
     "a number in a tensor": Mutant(
         "resolution.cpp", "&& impl_of(tensor)->numel() > 1;", "&& true;"
     ),
@@ -376,7 +376,7 @@ MUTANTS = {
         "gradients.cpp", "gradient.device() == input.device() &&", ""
     ),
     "capture": Mutant("autograd.cpp", "if (C10_UNLIKELY(seen.get() == Py_NotImplemented))"),
-    "capture, as explained": Mutant("entry.cpp", "is_for_dispatcher(gradient, values))", "false)"),
+    "capture, as explained": Mutant("entry.cpp", "needs_dispatcher(gradient, values))", "false)"),
     "capture, as counted": Mutant(
         "call.cpp", "if (C10_UNLIKELY(result == nullptr && PyErr_Occurred() == nullptr))"
     ),
@@ -387,8 +387,8 @@ MUTANTS = {
     ),
     "anomaly, without a formula": Mutant(
         "call.cpp",
-        "      return stop(Reason::Anomaly);\n    decision.notes_gradient",
-        "      ;\n    decision.notes_gradient",
+        "      return stop(Reason::Anomaly);\n    decision.runs_in_fallback",
+        "      ;\n    decision.runs_in_fallback",
     ),
     "gradient not wired": Mutant(
         "plan.cpp",
@@ -513,7 +513,7 @@ MUTANTS = {
         "true",
     ),
     "call that waits for the lock": Mutant(
-        "lifetime.cpp", "std::for_each(called_here.begin(), called_here.end(), discount);", ""
+        "lifetime.cpp", "std::for_each(called_here.begin(), called_here.end(), uncount);", ""
     ),
     "call that has the lock": Mutant("lifetime.cpp", "  count_last(called_here.size());", ""),
     "packet of an overload that ended": Mutant(
@@ -545,7 +545,7 @@ MUTANTS = {
     "looking before the kernel": Mutant(
         "autograd.cpp",
         "return nullptr;\n      result = checked(compute());",
-        "return nullptr;\n      result = checked(compute());\n      seen = look(gradient, values);",
+        "return nullptr;\n      result = checked(compute());\n      seen = call_before_kernel(gradient, values);",
     ),
     "ambient state: other devices": Mutant(
         "ambient_state.cpp",
@@ -589,13 +589,13 @@ MUTANTS = {
     ),
     "residuals: own memory": Mutant("residuals.cpp", " && detail::has_own_storage(tensor)", ""),
     "residuals: the same twice": Mutant(
-        "residuals.cpp", "apart &= PyTuple_GET_ITEM(saved, other) != tensor;", ";"
+        "residuals.cpp", "are_separate &= PyTuple_GET_ITEM(saved, other) != tensor;", ";"
     ),
     "residuals: result": Mutant("residuals.cpp", "output(result, place) != tensor && ", ""),
     "residuals: list of results": Mutant(
         "residuals.cpp", " && !PyList_Check(output(result, place))", ""
     ),
-    "residuals: input": Mutant("residuals.cpp", "apart &= input != tensor;", ""),
+    "residuals: input": Mutant("residuals.cpp", "are_separate &= input != tensor;", ""),
     "residuals: one that is not saved": Mutant(
         "residuals.cpp",
         "if (!all_are_saved || has_tensor_attributes(ctx)) {",

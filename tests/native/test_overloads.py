@@ -163,8 +163,8 @@ def test_an_object_without_a_function_says_so_itself():
 
 
 def test_no_further_class_is_shortened():
-    with pytest.raises(RuntimeError, match="two classes were shortened"):
-        switch.native_module().shorten_calls(int, print)
+    with pytest.raises(RuntimeError, match="two classes was replaced"):
+        switch.native_module().patch_calls(int, print)
     assert int("7") == 7
 
 

@@ -1,1 +1,1 @@
-"""Native calls: C++ calls that skip the dispatcher when it would only run torchop's kernels."""
+"""Native calls: call kernels from C++ without the dispatcher, if that has the same effect."""

@@ -1,4 +1,4 @@
-"""Native calls of one operator: their entry and their plan."""
+"""Compile call plans for the C++ extension."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from torchop._schema.text import arguments_alone, results_of
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
 
-# Called with (args, kwargs, result), unless the results are only fresh tensors.
+# finish(args, kwargs, result) checks and converts results that C++ does not accept directly.
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
-# How a plan records gradients: see `NativeCalls._plan`.
+# How a plan records gradients; see `NativeCalls._plan`.
 Gradient = tuple[Any, ...] | str | None
 
 
@@ -36,8 +36,8 @@ def _float(value: Any) -> float:
     return float.__float__(value) if isinstance(value, float) else float(value)
 
 
-# The conversions that the dispatcher applies to results of these types. For an instance of a
-# subclass, such as an IntEnum, it reads the underlying value without calling overridden methods.
+# The conversions that the dispatcher applies to results, by type. It reads the underlying value of
+# a subclass instance, such as an IntEnum, without calling overridden methods.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "Tensor": lambda value: value,
     "Optional[Tensor]": lambda value: value,
@@ -51,9 +51,10 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class NativeCalls:
-    """The native calls of an operator.
+    """Owns the C++ entry of an operator, and compiles the plans for it.
 
-    `OwnCalls` is for operators of `custom_op`, and `table.calls.TableCalls` for all others.
+    Base class of `OwnCalls`, for operators created by `custom_op`, and of `table.calls.TableCalls`,
+    for all others.
     """
 
     __slots__ = ("_native", "_schema", "entry", "gradient_problem", "name")
@@ -62,12 +63,12 @@ class NativeCalls:
         self._native = native
         self._schema = schema
         self.name = name
-        # Why the latest plan records no gradient natively; None if it does.
+        # The reason why calls that record a gradient are not native, or None if they are.
         self.gradient_problem: str | None = None
         self.entry: Entry = native.Entry(name, self)
 
     def __call__(self) -> None:
-        """Compile the plan, for a call that finds none."""
+        """Compile a plan. Called by the entry when a call finds no plan."""
         with registration_lock:
             if self.entry.plan is None:  # another thread may have compiled it
                 self.entry.plan = self._compile()
@@ -81,8 +82,8 @@ class NativeCalls:
         raise NotImplementedError
 
     def _take_calls(self, overload: OpOverload) -> None:
-        """Make an object of `torch.ops` call the entry."""
-        # Set before the function is replaced, because another thread may call it at once.
+        """Make an OpOverload call the entry."""
+        # `dispatch` is set first, because other threads call the new function immediately.
         self.entry.dispatch = overload_functions.replaced_function(overload)
         overload_functions.replace_function(overload, self._native.Operator, self.entry)
 
@@ -97,10 +98,10 @@ class NativeCalls:
         gradient: Gradient = None,
         **more: Any,
     ) -> Plan:
-        """Return a plan of this operator; see `Plan` in `_call_path.pyi` for the arguments.
+        """Create a `Plan` for this operator; see `_call_path.pyi` for the arguments.
 
-        `gradient` starts with the autograd.Function of the nodes. It may be a string: the reason
-        why the dispatcher must record gradients.
+        The first item of `gradient` is the autograd.Function whose nodes are created. A string is
+        the reason why the dispatcher must record gradients.
         """
         gradient = recipe.unknown_nodes() or gradient
         self.gradient_problem = gradient if isinstance(gradient, str) else None
@@ -127,16 +128,16 @@ class NativeCalls:
 
 
 def _log_call(calls: NativeCalls, /, *args: Any, **kwargs: Any) -> None:
-    """Log why the dispatcher gets a call, for the first call of an operator with this reason."""
+    """Log why a call falls back to the dispatcher, once per operator and reason."""
     name = str(calls.name)
-    # Not imported, because `explain` is in a layer above this one.
+    # `explain` is in a higher layer, so this module cannot import it.
     found = sys.modules["torchop"].explain(name, *args, **kwargs)
-    if not found.native:  # explain does not see that a graph is being captured
+    if not found.native:  # `explain` does not notice the capture of a device graph
         logs.calls.info("%s: a call goes through the dispatcher, because %s", name, found.reason)
 
 
 class OwnCalls(NativeCalls):
-    """The native calls of an operator of `custom_op`, compiled from the plan of its definition."""
+    """Native calls to an operator created by `custom_op`, compiled from the plan in Python."""
 
     __slots__ = ("_definition",)
 
@@ -145,27 +146,28 @@ class OwnCalls(NativeCalls):
         self._definition = definition
 
     def attach(self) -> None:
-        """Make calls through `torch.ops` native too; the registration lock must be held.
+        """Make calls through `torch.ops` native too. The caller must hold `registration_lock`.
 
-        Called when the operator is first used, because creating an `OpOverload` takes longer than
-        the rest of a definition.
+        Called when the operator is first used and not when it is defined, because creating an
+        `OpOverload` takes longer than the rest of a definition.
         """
         definition = self._definition
         if self.entry.dispatch is None and definition.deregistration_reason is None:
             self._take_calls(definition.overload)
             self._bypass_kernels()
-            # A packet tries its overloads in order, so earlier overloads must be native as well.
+            # A packet tries its overloads in order, so a call to this one is native only if the
+            # earlier overloads have an entry too.
             for sibling in torch_ops.other_overloads(definition.overload):
                 other = own_definition(None, definition.name._replace(overload=sibling))
                 if other is not None and isinstance(other.follower, OwnCalls):
                     other.follower.attach()
 
     def _bypass_kernels(self) -> None:
-        """Make the dispatcher skip Python kernels of torchop that would only redispatch."""
+        """Let the dispatcher skip Python kernels of torchop that would only redispatch."""
         definition = self._definition
         name = definition.name
         if self._schema.spelled_devices:
-            return  # these kernels convert the name of a device, which modes must see
+            return  # these kernels replace a device name by a torch.device before modes see it
         for key in ("Autograd", "ADInplaceOrView"):
             kernel = definition.dispatcher_kernels.get(key)
             remove = self._native.bypass(name.packet, name.overload, key, kernel)
@@ -176,11 +178,11 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         definition.check_defined()
         plan = definition.plan
-        self.attach()  # in case the plan was compiled before the extension was loaded
+        self.attach()  # not called yet if the plan was compiled before the extension was loaded
         return self.compiled(plan)
 
     def compiled(self, plan: CallPlan) -> Plan:
-        """Compile the plan of the operator for native calls."""
+        """Convert a plan of the definition to a plan of the extension."""
         definition, schema = self._definition, self._schema
         kernels = plan[KernelRule]
         dispatched = definition.dispatcher_kernels
@@ -206,11 +208,11 @@ class OwnCalls(NativeCalls):
 
 
 def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
-    """Return the gradient for a `Plan`, or the reason why the dispatcher must record it."""
+    """Return the argument `gradient` of `NativeCalls._plan`."""
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
-    # The function is made when a call first records a gradient.
+    # Created by the first call that records a gradient, which is dispatched.
     function = definition.rule(AutogradRule).cached_function
     if function is None:
         return "the first call that records one is never native, but later ones are"
@@ -218,12 +220,12 @@ def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
 
 
 def is_returnable(schema: Schema) -> bool:
-    """Return whether the dispatcher's conversions of the results are known."""
+    """Return whether all result types have a known conversion."""
     return all(kind in _CONVERSIONS for kind in schema.returns)
 
 
 def unknown_type(schema: Schema, plan: Plan) -> str:
-    """Describe the argument or result whose type keeps all calls from being native."""
+    """Describe the argument or result with a type that native calls do not support."""
     if plan.unknown_parameter is not None:
         arguments = arguments_alone(schema.written)
         what = f"argument '{arguments[plan.unknown_parameter]}'"
@@ -234,13 +236,13 @@ def unknown_type(schema: Schema, plan: Plan) -> str:
 
 
 def converting(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:
-    """Return `function` with the dispatcher's conversions applied to its results."""
+    """Return `function`, followed by the dispatcher's conversion of results."""
     convert = _conversion(schema)
     return lambda *args: convert(function(*args))
 
 
 def _conversion(schema: Schema) -> Callable[[Any], Any]:
-    """Return the dispatcher's conversion of results that have the types of the schema."""
+    """Return the conversion that the dispatcher applies to valid results of a schema."""
     each = [_CONVERSIONS.get(kind, _CONVERSIONS["Tensor"]) for kind in schema.returns]
     if not each:
         return lambda result: None

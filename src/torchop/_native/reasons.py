@@ -1,4 +1,4 @@
-"""Reasons why a call is native or falls back to the dispatcher: the texts for csrc/reasons.h."""
+"""Why calls are native or fall back to the dispatcher: the texts for csrc/reasons.h."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 class Reason(enum.IntEnum):
-    """Why a call is native or falls back to the dispatcher, in the order of reasons.h."""
+    """Why a call is native or falls back to the dispatcher. Same order as in reasons.h."""
 
-    text: str  # a format string; `{why}` stands for details of the call
+    text: str  # a format string; the callers fill in `{why}`
 
     def __new__(cls, text: str) -> Self:
         reason = int.__new__(cls, len(cls.__members__))

@@ -1,4 +1,4 @@
-"""Make calls of operators native once the extension is loaded."""
+"""Load the extension when an operator is first used, and then make calls native."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from torchop._rules.kernels import rule
 log = logging.getLogger(__name__)
 
 
-# The extension module, set after all existing operators were made native.
+# The extension module. Set after all existing operators were made native.
 _native: Any = None
-# Callbacks passed to `request`, to call after loading.
+# The callbacks that were passed to `request` before the extension was loaded.
 _waiting: list[Callable[[], None]] = []
-# The native subclass of the class of handles, at most one: the extension can only create it once.
+# The native subclass of the handle class. At most one item: the extension creates it only once.
 _native_handle_types: list[type] = []
 
 
@@ -47,18 +47,18 @@ def native_module() -> Any | None:
 def start() -> None:
     """Load the extension during `import torchop` if TORCHOP_NATIVE=require.
 
-    An invalid value raises when the first operator is defined, and not here, because the command
-    line imports torchop before it can report the error in one line.
+    Does not check for invalid values. The first definition does, so `python -m torchop` can import
+    torchop and report the error in one line.
     """
     if os.environ.get("TORCHOP_NATIVE") == "require":
         obtain()
 
 
 def obtain() -> None:
-    """Load the extension, or start to compile it. Calls after the first successful one do nothing.
+    """Load the extension, or start to compile it. Does nothing if that was done before.
 
-    Does nothing in a trace of TorchScript, which runs a function twice and compares the Python
-    lines that call operators.
+    Does nothing under torch.jit.trace, which runs a function twice and compares the Python frames
+    of operator calls, so calls must not become native in between.
     """
     if (_native is None or not _first_use.is_over) and not compilers.torchscript_is_tracing():
         _obtain()
@@ -70,81 +70,82 @@ def _obtain() -> None:
 
 
 def _obtain_for_dynamo() -> None:
-    """Load the extension at the end of Dynamo's import, which would break if this raised."""
+    """Load the extension when Dynamo is imported. Never raises, because that import would fail."""
     try:
         _obtain()
     except NativeBuildWarning as problem:  # a warning that the user made an error
         log.warning("%s", problem)
     except RecursionError:
-        pass  # the next first use tries again
+        pass  # the next use of an operator tries again
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Load the extension, wait while it is compiled, and return whether it is loaded."""
+    """Load the extension, compiling it if needed, and return whether it is loaded."""
     is_there = api.extension.wait(_ready, timeout)
     _first_use.end()
     return is_there
 
 
 class _FirstUse:
-    """The `Follower` of all definitions until the extension is loaded, on the first use of an
-    operator.
+    """The `Follower` of all definitions until the extension is loaded.
 
-    A program may import a package with hundreds of operators and call none, for example to print
-    its options or to build documentation. Importing must not load or compile the extension.
+    Loads the extension when an operator is first used. Defining operators does not load it: a
+    program may import a package with hundreds of operators and call none of them, for example to
+    print usage information or to build documentation.
     """
 
     def __init__(self) -> None:
         self.is_over = False
-        # `__call__` of handles, and its replacement until the first call.
+        # The original `__call__` of handles, and the replacement until the first call.
         self.call: Callable[..., Any] | None = None
         self._first_call: Callable[..., Any] | None = None
 
     def wait(self) -> None:
-        """Load the extension at the first call of an operator, or when Dynamo is imported."""
+        """Let the first call to an operator, or the import of Dynamo, load the extension."""
         if self._first_call is not None or self.is_over:
             return
-        api.mode()  # raises an exception if the environment variable is invalid
-        # Dynamo's guards compare the type of a handle, which must not change during a trace.
+        api.mode()  # raises if the environment variable is invalid
+        # Dynamo guards on the type of a handle, which must not change during tracing.
         import_hooks.when_imported(compilers.DYNAMO, _obtain_for_dynamo)
         call = self.call = _hooks.handle_type.__call__
 
         @functools.wraps(call)
         def first_call(handle: Any, /, *args: Any, **kwargs: Any) -> Any:
             obtain()
-            # Not always `handle(...)`: a replacement of `__call__` may call this function.
+            # `handle(...)` would recurse if other code has replaced `__call__` by a function that
+            # calls this one.
             is_native = type(handle) in _native_handle_types
             return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)
 
-        if not self.is_over:  # already over if Dynamo was imported before
+        if not self.is_over:  # it is over if Dynamo was imported before
             self._first_call = _hooks.handle_type.__call__ = first_call
 
     def end(self) -> None:
         """Restore `__call__` of handles."""
         with registration_lock:
-            # Do not overwrite a replacement that other code installed.
+            # Leave a replacement by other code in place.
             if _hooks.handle_type.__call__ is self._first_call:
                 _hooks.handle_type.__call__ = self.call
             self.is_over = True
 
     def attach(self) -> None:
-        """Load the extension for a call through `torch.ops`, which compiles the plan."""
+        """Load the extension, because a call through `torch.ops` compiled the plan."""
         obtain()
 
     def outdate(self) -> None:
-        """Do nothing: invalidating a plan is not a use of the operator."""
+        """Do nothing, because invalidating a plan is no use of the operator."""
 
 
 _first_use = _FirstUse()
 
 
 def new_handle_type() -> Any:
-    """Return the type for a new handle: the native one if the extension is loaded."""
+    """Return the class for a new handle: the native one if the extension is loaded."""
     return _hooks.handle_type if _native is None else _native_handle_types[0]
 
 
 def make_native(definition: Definition) -> None:
-    """Make calls of a new operator native, now or when the extension is loaded."""
+    """Make calls to a new operator native, now or when the extension is loaded."""
     if _native is None:
         definition.follower = _first_use
         _first_use.wait()
@@ -153,10 +154,9 @@ def make_native(definition: Definition) -> None:
 
 
 def request(on_ready: Callable[[], None]) -> None:
-    """Load the extension, and call `on_ready` after it is loaded.
+    """Load the extension, and call `on_ready` when it is loaded. Never called if loading fails.
 
-    `on_ready` is called with `registration_lock` held, perhaps in another thread, and never if
-    loading fails.
+    `on_ready` may run in another thread. The caller of `on_ready` holds `registration_lock`.
     """
     with registration_lock:
         obtain()
@@ -167,9 +167,10 @@ def request(on_ready: Callable[[], None]) -> None:
 
 
 def _ready(module: ModuleType) -> None:
-    """Make calls of existing operators native, after the extension was loaded.
+    """Make calls to all existing operators native, after the extension was loaded.
 
-    Called again if it raises, for example because a warning is an error.
+    If it raises, for example because a filter turns a warning into an error, the next use of an
+    operator calls it again.
     """
     global _native
     with registration_lock:
@@ -178,26 +179,29 @@ def _ready(module: ModuleType) -> None:
             for handle in registries.published_handles().values():
                 if isinstance(handle, Handle) and handle._definition.deregistration_reason is None:
                     calls = _adopt(handle._definition, module)
-                    if handle._definition.has_plan:  # calls may only come through torch.ops
+                    if handle._definition.has_plan:  # all calls may come through torch.ops
                         calls.attach()
                         if handle._definition.rule(rule.KernelRule).providers is not None:
-                            handle._definition.outdate_plan()  # the old plan selects in Python
-            _native = module  # last: until then, `obtain` calls this function again
+                            # The old plan selects providers in Python instead of C++.
+                            handle._definition.outdate_plan()
+            _native = module  # last, because `obtain` calls this function again until it is set
         while _waiting:
             _waiting[-1]()
             _waiting.pop()
 
 
 def _prepare(module: ModuleType) -> None:
-    """Connect the extension with PyTorch, Dynamo and the layers below; safe to repeat."""
-    # From two operators with known kernels, the extension finds the layout of Python kernels.
+    """Connect the extension with PyTorch, Dynamo and the lower layers. May be called again."""
+    # The extension derives the memory layout of Python kernels from two operators with known
+    # kernels.
     with libraries.probe_operators() as probes:
-        if not module.learn_kernels(*probes):
+        if not module.probe_kernels(*probes):
             raise ImportError(
                 "this version of torchop does not support how this PyTorch stores Python kernels"
             )
     if not _native_handle_types:
-        # Dynamo traces `__call__`, and looks up properties in the type itself, not in its bases.
+        # Copied into the new type, because Dynamo looks up `__call__` and properties in the type of
+        # a handle, and not in base classes.
         base = _hooks.handle_type
         members = vars(base).items()
         traceable: dict[str, Any] = {k: v for k, v in members if isinstance(v, property)}
@@ -205,19 +209,19 @@ def _prepare(module: ModuleType) -> None:
         _native_handle_types.append(module.make_handle_type(base, traceable))
     dynamo_variables.trace_as_overload(_native_handle_types[0])
     for cls in overload_functions.forwarding_classes():
-        module.shorten_calls(cls, _before_first_call)
+        module.patch_calls(cls, _before_first_call)
     if (problem := recipe.unknown_nodes()) is not None:
         log.warning("Calls that record a gradient go through the dispatcher: %s.", problem)
-    type(registration_lock).__enter__ = module.make_entering(registration_lock)
+    type(registration_lock).__enter__ = module.make_lock_enter(registration_lock)
     _hooks.extension = module
 
 
 def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:
-    """Count the calls of an object of `torch.ops` from its first call on.
+    """Make an OpOverload or packet count its calls to the dispatcher.
 
-    Another thread that deregisters the operator waits for calls in the dispatcher, but PyTorch's
-    own function does not count them. Calls of operators that torchop did not define are not
-    counted: a registration must not wait for the kernel that makes such a call.
+    Deregistering an operator waits for counted calls in other threads. Only operators that torchop
+    defined are counted. Otherwise a registration could wait for a kernel of another package that
+    is waiting for the registration.
     """
     packet = vars(op).get("_overloadpacket", op)
     if vars(packet).get("_qualified_op_name") in deregistration.defined:
@@ -229,6 +233,6 @@ def _adopt(definition: Definition, native: Any) -> OwnCalls:
     calls = definition.follower
     if not isinstance(calls, OwnCalls):
         calls = definition.follower = OwnCalls(native, definition)
-    if definition.structure is None:  # a structured handle calls torch.ops, which is native too
+    if definition.structure is None:  # a structured handle calls the OpOverload, which is native
         native.adopt(definition.handle, calls.entry)
     return calls

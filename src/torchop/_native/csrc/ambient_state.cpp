@@ -1,4 +1,4 @@
-// ambient_state.cpp: pack the states of random number generators, which derived formulas replay.
+// ambient_state.cpp: pack the random and ambient state that derived formulas replay.
 #include "ambient_state.h"
 
 #include <algorithm>
@@ -38,8 +38,8 @@ struct Accelerators {
   }
 };
 
-// Returns whether a value contains no generator and uses no device except the CPU and these
-// accelerators. Tensor subclasses may hold anything, so they do not count as plain.
+// Returns whether a value contains no generator, and uses no device except the CPU and these
+// accelerators. Tensor subclasses may contain anything, so they are not plain.
 bool is_plain(PyObject* value, const Accelerators& accelerators) {
   if (is_plain_tensor(value)) {
     const at::Tensor& tensor = THPVariable_Unpack(value);
@@ -50,9 +50,9 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
       THPDtype_Check(value);
 }
 
-// Returns whether the thread has the default dtype and device of a new process, and no autocast.
-// Autocast is read from the excluded keys, as at::autocast::is_autocast_enabled does, because
-// ATen/autocast_mode.h includes all operators and doubles the time to parse this extension.
+// Returns whether autocast is off, and the default dtype and device are those of a new process.
+// Reads the excluded keys like at::autocast::is_autocast_enabled: including ATen/autocast_mode.h
+// would double the time to parse this extension.
 bool settings_are_plain() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   return local.excluded_.has_all(c10::autocast_dispatch_keyset) &&
@@ -60,33 +60,33 @@ bool settings_are_plain() {
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Starts a section: its length as a little-endian uint32 ("<I" in Python), and its first byte.
+// Starts a section: the length as a little-endian uint32 ("<I" in Python), and the first byte.
 void begin(Bytes& to, size_t size, uint8_t first) {
   for (int byte = 0; byte < 4; ++byte)
     to.push_back(uint8_t(size >> (8 * byte)));
   to.push_back(first);
 }
 
-// Appends default settings in the format of `_SETTINGS` in replay.py. All their bytes are zero.
+// Appends the default settings in the format of `_SETTINGS` in replay.py. All bytes are zero.
 void append_settings(Bytes& to, const Accelerators& accelerators) {
   const size_t size = 1 + 1 + 24 + (accelerators.count > 0 ? 4 : 2);
   begin(to, size, uint8_t(accelerators.count));
   to.resize(to.size() + size - 1);
 }
 
-// Not `const_data_ptr<uint8_t>`: GCC and Clang mangle its exported name differently.
+// Without `const_data_ptr<uint8_t>`, because GCC and Clang mangle that exported name differently.
 const uint8_t* bytes_of(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
-// Appends the state of a generator. The first byte, 1, means that the state is included.
+// Appends the state of a generator. A first byte of 1 means that the state follows.
 void append_state(Bytes& to, const at::Tensor& state) {
   const size_t size = state.numel();
   begin(to, 1 + size, 1);
   to.insert(to.end(), bytes_of(state), bytes_of(state) + size);
 }
 
-// Returns the generator states of all accelerators. Throws while a graph is captured on one.
+// Returns the generator states of all accelerators. Throws during the capture of a device graph.
 Bytes packed_states(const Accelerators& accelerators) {
   Bytes states;
   for (int64_t index = 0; index < accelerators.count; ++index) {
@@ -98,7 +98,7 @@ Bytes packed_states(const Accelerators& accelerators) {
   return states;
 }
 
-// The state of the CPU generator, for comparisons: get_state() takes ten times as long.
+// The state of the CPU generator, for fast comparisons. get_state() takes ten times as long.
 struct Generated {
   at::mt19937_data_pod engine;
   std::optional<float> next_float;
@@ -117,20 +117,20 @@ struct Generated {
   }
 };
 
-// The states of all generators, compared to detect that nothing changed since the last call.
+// The states of all generators.
 struct State {
-  Generated of_cpu;
-  Bytes of_accelerators;
+  Generated cpu_state;
+  Bytes accelerator_states;
 };
 
-// The last packed state that was returned, and the states in it. Guarded by the mutex of the CPU
-// generator. Never freed, because the interpreter may be finalized before static destructors run.
+// The last packed state that was returned, and the states that it contains. Guarded by the mutex of
+// the CPU generator. Never freed, because the interpreter is finalized before static destructors.
 struct Latest {
   PyObject* packed;
   State state;
-  Bytes bytes; // of `packed`, because a compiled graph may reuse the memory of a saved tensor
+  Bytes bytes; // a copy of `packed`, because a compiled graph may reuse a saved tensor's memory
 
-  bool is_whole() const {
+  bool is_unmodified() const {
     const at::Tensor& tensor = THPVariable_Unpack(packed);
     return tensor.nbytes() == bytes.size() &&
         std::memcmp(tensor.const_data_ptr(), bytes.data(), bytes.size()) == 0;
@@ -138,19 +138,23 @@ struct Latest {
 };
 Latest* latest_state = nullptr;
 
-// Returns a new reference to `packed` if it still holds the current state. Otherwise returns
-// nullptr and sets `now` to the current state and `of_cpu` to the CPU state as a tensor.
+// Returns a new reference to `packed` if the state is unchanged since it was packed. Otherwise
+// returns nullptr, and sets `now` and `cpu_state` to the current states.
 PyObject* unchanged(
-    PyObject* packed, Bytes&& of_accelerators, std::optional<State>& now, at::Tensor& of_cpu) {
+    PyObject* packed,
+    Bytes&& accelerator_states,
+    std::optional<State>& now,
+    at::Tensor& cpu_state) {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   auto& implementation = *generator.get<at::CPUGeneratorImpl>();
   std::scoped_lock lock(generator.mutex());
-  now.emplace(State{Generated(implementation), std::move(of_accelerators)});
+  now.emplace(State{Generated(implementation), std::move(accelerator_states)});
   if (latest_state != nullptr && latest_state->packed == packed &&
-      latest_state->state.of_cpu == now->of_cpu &&
-      latest_state->state.of_accelerators == now->of_accelerators && latest_state->is_whole())
+      latest_state->state.cpu_state == now->cpu_state &&
+      latest_state->state.accelerator_states == now->accelerator_states &&
+      latest_state->is_unmodified())
     return Py_NewRef(packed);
-  of_cpu = at::Tensor(implementation.get_state());
+  cpu_state = at::Tensor(implementation.get_state());
   return nullptr;
 }
 
@@ -184,22 +188,22 @@ PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto plain = [&](PyObject* item) { return is_plain(item, accelerators); };
   if (!std::all_of(items, end, plain) || !settings_are_plain())
     Py_RETURN_NONE;
-  // Uses no operators, because the modes and transforms around the call would intercept them.
-  Bytes of_accelerators;
+  // Uses no operators, because the active modes and transforms would intercept them.
+  Bytes accelerator_states;
   try {
-    of_accelerators = packed_states(accelerators);
-  } catch (const c10::Error&) { // a graph is captured
+    accelerator_states = packed_states(accelerators);
+  } catch (const c10::Error&) { // a device graph is being captured
     Py_RETURN_NONE;
   }
   std::optional<State> now;
-  at::Tensor of_cpu;
-  if (PyObject* same = unchanged(args[1], std::move(of_accelerators), now, of_cpu);
+  at::Tensor cpu_state;
+  if (PyObject* same = unchanged(args[1], std::move(accelerator_states), now, cpu_state);
       C10_LIKELY(same != nullptr))
     return same;
   // The format of `_pack` in replay.py: the generator states, then the settings.
   Bytes bytes;
-  append_state(bytes, of_cpu);
-  bytes.insert(bytes.end(), now->of_accelerators.begin(), now->of_accelerators.end());
+  append_state(bytes, cpu_state);
+  bytes.insert(bytes.end(), now->accelerator_states.begin(), now->accelerator_states.end());
   append_settings(bytes, accelerators);
   if (args[1] != Py_None) {
     const at::Tensor& latest = THPVariable_Unpack(args[1]);

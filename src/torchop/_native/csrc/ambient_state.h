@@ -5,7 +5,8 @@
 
 namespace torchop {
 
-// pack_plain(values, latest, count): see `_rules/autograd/derived/replay.py`, which unpacks them.
+// pack_plain(values, latest, count) returns the packed state, or None if Python must pack it. See
+// _rules/autograd/derived/replay.py.
 PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count);
 
 } // namespace torchop

@@ -1,4 +1,4 @@
-// arguments.h: bind the arguments of a call to the parameters of the schema, and check them.
+// arguments.h: bind the arguments of a call to the schema's parameters, and check their types.
 #pragma once
 
 #include <Python.h>
@@ -23,28 +23,28 @@ namespace torchop {
 struct Parameter {
   PyObject* name = nullptr;          // interned
   PyObject* default_value = nullptr; // nullptr if the parameter is required
-  // A device argument whose default the schema stores as a string, such as "cpu". See `is_default`.
+  // True for a device argument if the schema stores the default as a string, such as "cpu".
   bool is_device_string = false;
   Kind kind;
 };
 
-// All parameters, keyword-only ones last.
+// The parameters of a schema, keyword-only parameters last.
 struct Parameters {
-  // No call has this number of arguments.
+  // Equal to no number of arguments.
   static constexpr size_t no_count = ~size_t{0};
 
   std::vector<Parameter> all;
   size_t positional = 0;
-  // A call with this number of positional arguments, and no keywords, binds without changes: the
-  // kernel receives the caller's array.
+  // A call with this number of positional arguments and without keyword arguments passes the
+  // caller's array to the kernel.
   size_t pass_through_count = no_count;
-  size_t leading_tensors = 0; // the first parameters that are of type Tensor
+  size_t leading_tensors = 0; // number of parameters of type Tensor before any other type
   bool has_tensor_lists = false;
-  // Drop arguments that equal their default before calling the kernel: at the end of the positional
-  // arguments, and any keyword-only argument. The dispatcher does so for Python kernels
-  // (parseIValuesToPyArgsKwargs), whose own defaults then apply.
+  // Omit arguments that equal their default: at the end of the positional arguments, and anywhere
+  // among the keyword-only arguments. The dispatcher does so when it calls Python kernels
+  // (parseIValuesToPyArgsKwargs), and the defaults of the Python function apply.
   bool drops_defaults = false;
-  bool has_device_string_defaults = false; // some `is_device_string`
+  bool has_device_string_defaults = false; // `is_device_string` of any parameter
   // Names of the keyword-only parameters, for vectorcall; nullptr if there are none.
   PyObject* keyword_names = nullptr;
 
@@ -62,14 +62,14 @@ inline PyObject* call_kernel(
   return PyObject_Vectorcall(function, values, nargsf, names);
 }
 
-// The arguments of one call, one value per parameter in schema order. Values are borrowed from the
-// caller's array, except converted values and copied lists, which this object owns.
+// The values of all parameters in one call, in schema order. Owns converted values and copies of
+// lists. All other values are borrowed from the caller's array.
 class Values {
  public:
   explicit Values(const Parameters& parameters) : parameters_(parameters) {}
   ~Values() {
-    // Like ~THPObjectPtr: during finalization, a terminated daemon thread unwinds through here
-    // without the GIL.
+    // Like ~THPObjectPtr. During finalization, a daemon thread is unwound through this destructor
+    // without holding the GIL.
     if (!copies_.empty() && C10_LIKELY(Py_IsInitialized())) {
       for (PyObject* copy : copies_)
         Py_DECREF(copy);
@@ -78,23 +78,22 @@ class Values {
   Values(const Values&) = delete;
   Values& operator=(const Values&) = delete;
 
-  // Assigns a value to each parameter, including defaults. Returns Reason::Binding if the arguments
-  // do not match; the dispatcher then raises the error. `args` must outlive this object.
+  // Assigns an argument or a default to each parameter. Returns Reason::Binding if the arguments do
+  // not match, so the dispatcher raises the error. `args` must outlive this object.
   C10_ALWAYS_INLINE Reason bind(PyObject* const* args, size_t nargsf, PyObject* keywords) {
     const size_t count = PyVectorcall_NARGS(nargsf);
     if (C10_LIKELY(count == parameters_.pass_through_count && keywords == nullptr)) {
       values_ = args;
-      // The callee may overwrite args[-1] if the caller allowed that. Calls of bound methods use it
-      // to avoid a copy.
+      // If the caller allows it, the callee may overwrite args[-1], as bound methods do.
       flags_ = nargsf & PY_VECTORCALL_ARGUMENTS_OFFSET;
       return Reason::Native;
     }
     return complete(args, count, keywords);
   }
 
-  // Checks the type of each value, converts numbers and strings, and merges the dispatch keys of
-  // the tensors into `result`. Lists are copied like in the dispatcher, so that a kernel cannot
-  // modify the caller's list. `below_autograd` skips requires_grad and tangents. Call after `bind`.
+  // Checks the type of each value, converts numbers and strings, and summarizes the tensors in
+  // `result`. Lists are copied, like in the dispatcher, because a kernel must not modify the
+  // caller's list. With `below_autograd`, ignores requires_grad and tangents. Call after `bind`.
   Reason inspect(TensorSummary& result, bool below_autograd) {
     return below_autograd ? inspect_values<true>(result) : inspect_values<false>(result);
   }
@@ -103,7 +102,7 @@ class Values {
     return values_[index];
   }
 
-  // Returns the number of positional arguments that remain after trailing defaults were dropped.
+  // Returns the number of positional arguments, without trailing arguments that equal a default.
   size_t count_passed() const {
     size_t count = parameters_.positional;
     while (count > 0 && is_default(count - 1))
@@ -111,8 +110,9 @@ class Values {
     return count;
   }
 
-  // Returns whether a device default would be passed. The dispatcher would pass the string of the
-  // schema, but the value here is a torch.device. Sets `rejected_parameter`.
+  // Returns whether the kernel would receive the default of a device argument. The dispatcher
+  // passes the string in the schema, but the value here is a torch.device. Sets
+  // `rejected_parameter`.
   __attribute__((noinline, cold)) bool passes_device_string_default() {
     for (size_t index = 0; index < count_passed(); ++index) {
       const Parameter& parameter = parameters_.all[index];
@@ -124,9 +124,9 @@ class Values {
     return false;
   }
 
-  // Calls a kernel with the values. Copies the lists for the kernel if they are read after it:
-  // tensor lists for the aliasing check of the results, and with `all_are_read_later` all lists,
-  // for autograd.
+  // Calls a kernel with the values. The kernel gets a copy of lists that are read again after it
+  // returned: tensor lists, for the aliasing check, and with `all_are_read_later` all lists, for
+  // setup_context.
   C10_ALWAYS_INLINE PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
     if (C10_LIKELY(copies_.empty() || !(all_are_read_later || parameters_.has_tensor_lists)))
       return call(function, values_, flags_);
@@ -167,7 +167,7 @@ class Values {
     return rejected_;
   }
 
-  // The positional values as a new tuple. Returns nullptr with an exception on failure.
+  // Returns the positional values as a new tuple, or nullptr with an exception set.
   THPObjectPtr positional() const {
     THPObjectPtr result(PyTuple_New(static_cast<Py_ssize_t>(parameters_.positional)));
     for (size_t index = 0; result && index < parameters_.positional; ++index)
@@ -175,6 +175,7 @@ class Values {
     return result;
   }
 
+  // Returns the keyword-only values as a new dict, or nullptr with an exception set.
   THPObjectPtr keyword_only() const {
     THPObjectPtr result(PyDict_New());
     for (size_t index = parameters_.positional; result && index < parameters_.size(); ++index) {
@@ -206,7 +207,7 @@ class Values {
     THPObjectPtr names(PyTuple_New(Py_ssize_t(named)));
     if (!names)
       return nullptr;
-    c10::SmallVector<PyObject*, inline_size> passed{nullptr}; // [0] is free for the callee
+    c10::SmallVector<PyObject*, inline_size> passed{nullptr}; // passed[0] is for the callee
     passed.append(values, values + count);
     for (size_t index = positional; index < parameters_.size(); ++index) {
       if (is_default(index))
@@ -219,7 +220,7 @@ class Values {
     return call_kernel(function, passed.data() + 1, nargsf, names.get());
   }
 
-  // Returns whether the dispatcher would drop a value as equal to the default. A device never
+  // Returns whether the dispatcher would drop a value because it equals the default. A device never
   // equals the string that the schema stores.
   bool is_default(size_t index) const {
     const Parameter& parameter = parameters_.all[index];
@@ -243,7 +244,7 @@ class Values {
     return true;
   }
 
-  // Compares values that passed `inspect`, so `==` runs no user code.
+  // Compares values that `inspect` accepted, so `==` does not run user code.
   static bool are_equal(PyObject* value, PyObject* other) {
     if (Py_TYPE(value) != Py_TYPE(other) || is_plain_tensor(value))
       return false;
@@ -253,8 +254,8 @@ class Values {
     return equal != 0;
   }
 
-  // Copies the lists once more, for the kernel. Later readers must see the lists without changes by
-  // the kernel: the check for aliasing results, and `setup_context`.
+  // Calls a kernel with copies of all lists. The kernel may modify its lists, which must not affect
+  // the aliasing check and setup_context.
   __attribute__((noinline)) PyObject* pass_copies_to(PyObject* function) const {
     std::vector<THPObjectPtr> lists;
     std::vector<PyObject*> values(parameters_.size() + 1);
@@ -267,7 +268,7 @@ class Values {
     return call(function, values.data() + 1, PY_VECTORCALL_ARGUMENTS_OFFSET);
   }
 
-  // The general case of `bind`. Out of line, because most calls take the fast path.
+  // The slow path of `bind`.
   __attribute__((noinline)) Reason
   complete(PyObject* const* args, size_t count, PyObject* keywords) {
     const size_t size = parameters_.size();
@@ -288,8 +289,8 @@ class Values {
     return Reason::Native;
   }
 
-  // Allocates an array of `size` values that this object may modify, and makes it `values_`. The
-  // slot before the first is free, for PY_VECTORCALL_ARGUMENTS_OFFSET.
+  // Makes `values_` an array of `size` values that this object may modify. Reserves the slot before
+  // the first value, for PY_VECTORCALL_ARGUMENTS_OFFSET.
   PyObject** reserve(size_t size) {
     PyObject** buffer = inline_buffer_.data();
     if (C10_UNLIKELY(size >= inline_size)) {
@@ -301,10 +302,10 @@ class Values {
     return buffer_;
   }
 
-  // Stores keyword arguments, starting at parameter `first`. Returns false for an unknown name, or
-  // one that was also passed positionally.
+  // Stores keyword arguments. `first` is the first parameter without a positional argument. Returns
+  // false if a name is unknown or was also passed positionally.
   bool place_keywords(PyObject* const* given, PyObject* keywords, size_t first) {
-    size_t guess = first; // callers mostly pass keywords in schema order
+    size_t guess = first; // most callers pass keyword arguments in schema order
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keywords); ++k) {
       PyObject* name = PyTuple_GET_ITEM(keywords, k);
       if (C10_UNLIKELY(guess >= parameters_.size() || parameters_.all[guess].name != name))
@@ -316,14 +317,14 @@ class Values {
     return true;
   }
 
-  // Returns the index of a parameter, or the number of parameters if not found.
+  // Returns the index of a parameter, or the number of parameters if there is none of this name.
   size_t find(PyObject* name, size_t first) const {
     const size_t size = parameters_.size();
     for (size_t index = first; index < size; ++index) {
       if (parameters_.all[index].name == name)
         return index;
     }
-    // Names that are not interned, such as keys of a dict from a file.
+    // Names that are not interned, such as names that were read from a file.
     for (size_t index = first; index < size; ++index) {
       if (PyUnicode_Compare(parameters_.all[index].name, name) == 0)
         return index;
@@ -334,7 +335,7 @@ class Values {
   // The implementation of `inspect`.
   template <bool below_autograd>
   Reason inspect_values(TensorSummary& result) {
-    TensorSummary seen; // not `result`, so that it stays in registers
+    TensorSummary seen; // a local variable stays in registers
     size_t index = 0;
     while (index < parameters_.leading_tensors && is_plain_tensor(values_[index]))
       add_tensor_to<below_autograd>(values_[index++], seen);
@@ -358,16 +359,16 @@ class Values {
       }
     }
     result = seen;
-    // The dispatcher does not read the keys of tensors in arguments of type Tensor[]? (see
-    // makeBitsetForDispatchArgs in ATen/core/dispatch/DispatchKeyExtractor.h). If only these have a
-    // key, the dispatcher selects another kernel than this summary does.
+    // The dispatcher ignores tensors in arguments of type Tensor[]? (makeBitsetForDispatchArgs in
+    // ATen/core/dispatch/DispatchKeyExtractor.h). If no other tensor has their keys, it selects
+    // another kernel than the one for these tensors.
     if (C10_UNLIKELY(!seen.keys.has_all(optional_list_keys_)))
       return Reason::ArgumentType;
     return Reason::Native;
   }
 
-  // Replaces a value by the int, float or str that the dispatcher would convert it to. Returns
-  // false if the conversion is not supported, so that the call must fall back.
+  // Converts a value like the dispatcher, to an int, float or str. Returns false if the conversion
+  // is not supported. The call must then fall back.
   __attribute__((noinline)) bool convert(size_t index) {
     PyObject* converted = converted_to(parameters_.all[index].kind.base, values_[index]);
     if (converted == nullptr)
@@ -385,11 +386,11 @@ class Values {
   Reason inspect_list(size_t index, TensorSummary& seen) {
     const Kind& kind = parameters_.all[index].kind;
     PyObject* value = values_[index];
-    // torch.Size is accepted, because `tensor.shape` is commonly passed.
+    // torch.Size, because `tensor.shape` is a common argument.
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !THPSize_Check(value))
       return reject(index, Reason::ArgumentType);
-    // Type Tensor[]?, see the end of `inspect_values`.
-    const bool is_overlooked = kind.holds_tensors() && kind.is_optional;
+    // See the end of `inspect_values`.
+    const bool is_optional_list = kind.holds_tensors() && kind.is_optional;
     const DispatchKeySet keys = seen.keys;
     PyObject* list = copy_of(value);
     copies_.push_back(list);
@@ -408,7 +409,7 @@ class Values {
         PyList_SetItem(list, position, converted);
       }
     }
-    if (C10_UNLIKELY(is_overlooked)) {
+    if (C10_UNLIKELY(is_optional_list)) {
       rejected_ = index;
       optional_list_keys_ = optional_list_keys_ | seen.keys;
       seen.keys = keys;
@@ -421,12 +422,12 @@ class Values {
     return reason;
   }
 
-  // The reason for a value that is not a plain tensor where one is expected.
+  // Returns the reason to reject a value that should be a plain tensor.
   static Reason reason_of(PyObject* value) {
     return is_tensor(value) ? Reason::TensorSubclass : Reason::ArgumentType;
   }
 
-  // Returns a new list with the items of a list or tuple, or throws.
+  // Returns a list or tuple as a new list. Throws if out of memory.
   static PyObject* copy_of(PyObject* sequence) {
     PyObject* list;
     // Without the GIL, another thread may modify the list.
@@ -446,7 +447,7 @@ class Values {
   PyObject** buffer_ = nullptr; // `values_` if it is not the caller's array, else nullptr
   size_t flags_ = 0;
   size_t rejected_ = 0;
-  DispatchKeySet optional_list_keys_; // keys of tensors in optional lists
+  DispatchKeySet optional_list_keys_; // keys of tensors in arguments of type Tensor[]?
   std::array<PyObject*, inline_size + 1> inline_buffer_;
   std::unique_ptr<PyObject*[]> heap_buffer_;
   c10::SmallVector<PyObject*, 4> copies_; // owned references to converted values and copied lists

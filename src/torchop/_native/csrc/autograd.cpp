@@ -22,8 +22,8 @@ using PythonNode = NewNode<THPFunction>;
 
 namespace {
 
-// Sets `ctx._pt_metadata`, where torch._library.autograd stores the structure of list arguments. It
-// does so after `setup_context`, and raises if `setup_context` used the name.
+// Sets `ctx._pt_metadata` like torch._library.autograd: after setup_context, which must not have
+// set it. The value describes the list arguments.
 __attribute__((noinline)) void set_metadata(PyObject* ctx, PyObject* metadata) {
   static PyObject* name = PyUnicode_InternFromString("_pt_metadata");
   TORCH_CHECK(
@@ -33,8 +33,8 @@ __attribute__((noinline)) void set_metadata(PyObject* ctx, PyObject* metadata) {
     throw_python_error();
 }
 
-// Disables both autograd modes, as `autograd.Function.forward` does: the operator's own formula
-// differentiates it. AutoGradMode and AutoFwGradMode would read the thread-local state six times.
+// Disables grad mode and forward grad mode, like autograd.Function does for `forward`. AutoGradMode
+// and AutoFwGradMode would read the thread-local state six times.
 class WithoutGrad {
  public:
   WithoutGrad() {
@@ -54,8 +54,8 @@ class WithoutGrad {
   const bool forward_ = state_.get_fw_grad_mode();
 };
 
-// `ctx` methods store their argument unchecked. Like torch/csrc/autograd/python_function.cpp, check
-// it on use, with the same message. Out of line, because the message takes much code.
+// Methods of `ctx` do not check their arguments. torch/csrc/autograd/python_function.cpp checks
+// them later, with these messages.
 __attribute__((noinline)) void check_tuple(PyObject* marks, const char* attribute) {
   TORCH_CHECK(
       PyTuple_Check(marks),
@@ -81,8 +81,8 @@ std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) 
   return tensors;
 }
 
-// Operators that mutate arguments are not recorded natively, but `setup_context` may still call
-// `mark_dirty`.
+// Returns the tensors that setup_context passed to mark_dirty. They are not mutated: native calls
+// do not record operators that mutate arguments.
 std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   std::unordered_set<at::TensorImpl*> tensors;
   if (node.dirty_tensors == nullptr)
@@ -97,14 +97,14 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
         " is of type ",
         Py_TYPE(item)->tp_name);
     tensors.insert(impl_of(item));
-    // Like PyTorch, count `mark_dirty` as a write, so that tensors saved earlier detect it.
+    // Like PyTorch, which treats mark_dirty as a write that invalidates saved tensors.
     impl_of(item)->bump_version();
   }
   return tensors;
 }
 
-// True for a single new differentiable tensor without autograd metadata or `ctx` marks. All other
-// results (inputs, views, integers, several outputs) go through PyTorch's `_wrap_outputs`.
+// Returns whether a result needs no treatment by PyTorch's `_wrap_outputs`: it must be a single new
+// tensor of a differentiable dtype, for which setup_context called no method such as mark_dirty.
 bool is_simple_output(
     PyObject* result, const THPFunction& node, const torch::autograd::variable_list& inputs) {
   if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors ||
@@ -126,8 +126,8 @@ std::vector<std::optional<Variable>> call_wrap_outputs(
     const std::vector<std::optional<Variable>>& outputs,
     NodePtr& attached) {
   const THPFunction& fields = created.fields();
-  // `_wrap_outputs` warns about meaningless marks. The handler turns these into Python warnings,
-  // and its destructor throws if a filter makes them errors, unless an exception is in flight.
+  // Turns warnings of `_wrap_outputs` into Python warnings. The destructor throws if a filter turns
+  // a warning into an error, so it must know about an exception in flight.
   torch::PyWarningHandler warnings;
   try {
     return wrap_outputs(
@@ -144,9 +144,9 @@ std::vector<std::optional<Variable>> call_wrap_outputs(
   }
 }
 
-// Attaches results to the node through `_wrap_outputs`, which makes an output that is an input a
-// view of it: otherwise the input itself would get this node as its history. Out of line because
-// `record` is flattened: inlined here, this path would be half of the code of `record`.
+// Attaches any results to the node, by `_wrap_outputs`. If a result is an input, it returns a view
+// instead, because the node must not become the history of the input. Out of line, because `record`
+// is flattened.
 __attribute__((noinline)) THPObjectPtr connect_any_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
@@ -185,7 +185,7 @@ __attribute__((noinline)) THPObjectPtr connect_any_outputs(
   return THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), 0)));
 }
 
-// Attaches results to the node. Sets `attached` to the node that the outputs got.
+// Attaches results to the node. Sets `attached` to the node that they have now.
 THPObjectPtr connect_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
@@ -194,7 +194,7 @@ THPObjectPtr connect_outputs(
   const NodePtr& node = created.node();
   THPFunction& fields = created.fields();
   node->clear_input_metadata();
-  fields.output_info.clear(); // backward makes zeros from it for undefined gradients
+  fields.output_info.clear(); // describes the zeros that replace undefined gradients in backward
   if (C10_UNLIKELY(!is_simple_output(result.get(), fields, inputs)))
     return connect_any_outputs(created, inputs, result.get(), attached);
   const at::Tensor& tensor = THPVariable_Unpack(result.get());
@@ -214,8 +214,8 @@ THPObjectPtr connect_outputs(
       Py_TYPE(item)->tp_name);
 }
 
-// Returns the tensors passed to `ctx.save_for_backward`, undefined for None, and clears the field
-// first: saved-tensor hooks may read it.
+// Returns the tensors that were passed to `ctx.save_for_backward`. None becomes an undefined
+// tensor. Clears the field, because saved-tensor hooks may read it later.
 torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   torch::autograd::variable_list result;
   THPObjectPtr given(std::exchange(node.to_save, nullptr));
@@ -233,7 +233,7 @@ torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   return result;
 }
 
-// Saves tensors on the node. An output is saved without its grad_fn, which would be a cycle.
+// Saves tensors on the node. Outputs are saved without grad_fn, which would be a reference cycle.
 void save_tensors(PythonNode& created, const torch::autograd::variable_list& tensors) {
   std::vector<SavedVariable>& saved = created.fields().saved_variables;
   saved.clear();
@@ -246,18 +246,18 @@ void save_tensors(PythonNode& created, const torch::autograd::variable_list& ten
   }
 }
 
-// Returns the result of `Gradient::look`, or nullptr without one. Runs before the kernel.
-THPObjectPtr look(const Gradient& gradient, const Values& values) {
-  if (C10_LIKELY(gradient.look == nullptr))
+// Returns the result of `Gradient::before_kernel`, or nullptr if there is no such function.
+THPObjectPtr call_before_kernel(const Gradient& gradient, const Values& values) {
+  if (C10_LIKELY(gradient.before_kernel == nullptr))
     return {};
   THPObjectPtr inputs = checked(values.positional().release());
   THPObjectPtr keyword_only = checked(values.keyword_only().release());
   PyObject* arguments[] = {nullptr, inputs.get(), keyword_only.get()};
   return checked(PyObject_Vectorcall(
-      gradient.look, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+      gradient.before_kernel, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
-// `seen` is the result of `look`.
+// `seen` is the result of `call_before_kernel`.
 void call_setup_context(
     const Gradient& gradient,
     PyObject* ctx,
@@ -280,7 +280,7 @@ THPObjectPtr compute_recorded(const Residuals& residuals, c10::function_ref<PyOb
   return checked(compute());
 }
 
-// Lets Python handle residuals that `setup_with_residuals` rejects: it converts them or raises.
+// Passes residuals that `setup_with_residuals` rejects to Python, which converts them or raises.
 __attribute__((noinline, cold)) void save_in_python(
     const Residuals& residuals,
     const Gradient& gradient,
@@ -312,8 +312,7 @@ bool has_node_layout() {
   return THPFunctionType.tp_basicsize == Py_ssize_t(sizeof(THPFunction));
 }
 
-// torch.library decides with torch._C._any_requires_grad, which skips lists that contain None. Do
-// the same, so that both paths record the same calls.
+// Like torch._C._any_requires_grad, which torch.library calls.
 bool wants_gradient(const Values& values) {
   const Parameters& parameters = values.parameters();
   bool wanted = false;
@@ -332,9 +331,9 @@ bool wants_gradient(const Values& values) {
   return wanted;
 }
 
-bool is_for_dispatcher(const Gradient& gradient, const Values& values) {
+bool needs_dispatcher(const Gradient& gradient, const Values& values) {
   const Recording recording(gradient.recording);
-  return look(gradient, values).get() == Py_NotImplemented;
+  return call_before_kernel(gradient, values).get() == Py_NotImplemented;
 }
 
 __attribute__((noinline, __flatten__)) PyObject* record(
@@ -354,7 +353,7 @@ __attribute__((noinline, __flatten__)) PyObject* record(
     fields.is_variable_input = std::move(inputs.are_tensors);
     fields.input_info = std::move(inputs.infos);
     variables = std::move(inputs.variables);
-    // Set before the kernel runs, because `setup_context` may read it to decide what to save.
+    // Set before the kernel runs, because setup_context may read it.
     Py_XSETREF(fields.needs_input_grad, inputs.need_grad.release());
     if (inputs.layout && PyObject_SetAttrString(ctx, "_torchop_inputs", inputs.layout.get()) < 0)
       throw_python_error();
@@ -362,13 +361,12 @@ __attribute__((noinline, __flatten__)) PyObject* record(
   }
   THPObjectPtr result, guard_of_saved;
   {
-    // The formula differentiates the whole kernel, so operators called by the kernel are not
-    // recorded.
+    // Operators that the kernel calls are not recorded, because the formula covers them.
     WithoutGrad mode;
     at::AutoDispatchBelowAutograd below;
     if (residuals == nullptr) {
       const Recording recording(gradient.recording);
-      THPObjectPtr seen = look(gradient, values);
+      THPObjectPtr seen = call_before_kernel(gradient, values);
       if (C10_UNLIKELY(seen.get() == Py_NotImplemented))
         return nullptr;
       result = checked(compute());
@@ -389,19 +387,19 @@ __attribute__((noinline, __flatten__)) PyObject* record(
   if (outputs.layout && !gradient.as_dispatched &&
       PyObject_SetAttrString(ctx, "_torchop_outputs", outputs.layout.get()) < 0)
     throw_python_error();
-  // Same order as THPFunction_apply: errors about the tensors to save come first, outputs are saved
-  // after they got their node, and node creation hooks see a complete node.
+  // Same order as in THPFunction_apply: errors about saved tensors are raised first, outputs are
+  // saved after they were attached, and node creation hooks run last.
   const torch::autograd::variable_list tensors = take_saved_tensors(fields);
   NodePtr attached;
   THPObjectPtr connected = connect_outputs(created, variables, std::move(outputs.flat), attached);
-  // The marks are no longer needed, so their field owns the guard of the residuals: an attribute of
-  // `ctx` would allocate a dictionary.
+  // `non_differentiable` is not read any more, so this field can own the guard of the residuals. An
+  // attribute of `ctx` would allocate a dict.
   Py_XSETREF(fields.non_differentiable, guard_of_saved.release());
   Py_CLEAR(fields.dirty_tensors);
   save_tensors(created, tensors);
   Py_CLEAR(fields.saved_for_forward); // native calls have no tangents
   call_creation_hooks(attached);
-  return outputs.gathered(std::move(connected)).release();
+  return outputs.restored(std::move(connected)).release();
 }
 
 } // namespace torchop
@@ -427,7 +425,7 @@ bool wants_gradient(const Values&) {
   return false;
 }
 
-bool is_for_dispatcher(const Gradient&, const Values&) {
+bool needs_dispatcher(const Gradient&, const Values&) {
   return false;
 }
 

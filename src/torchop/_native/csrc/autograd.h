@@ -1,4 +1,4 @@
-// autograd.h: record a native call for backward, without autograd.Function.apply.
+// autograd.h: record native calls in the autograd graph, without autograd.Function.apply.
 #pragma once
 
 #include <Python.h>
@@ -12,50 +12,52 @@ namespace torchop {
 
 // How an operator is differentiated. The plan owns the referenced objects.
 struct Gradient {
-  // Returns a new node with its `ctx` when called. If it is nullptr, calls that record a gradient
-  // fall back to the dispatcher.
+  // Creates a node (see NewNode in python_node.h). If nullptr, calls that record a gradient fall
+  // back to the dispatcher.
   PyObject* node_maker = nullptr;
-  // True if lists may contain None, so that a call records only if `wants_gradient` says so.
+  // True if lists may contain None. `wants_gradient` then decides whether to record a call.
   bool skips_optional_lists = false;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
-  // look(inputs, keyword_only_inputs) runs before the kernel, and its result is the last argument
-  // of `setup_context`. If it returns NotImplemented, the call falls back to the dispatcher.
-  // Optional.
-  PyObject* look = nullptr;
-  PyObject* recording = nullptr; // `Residuals::recording`; `look` may add a request to it
-  // True if the node's inputs are the arguments that the dispatcher passes (without trailing
-  // arguments equal to their default) and one object more, as in torch._library.autograd.
+  // before_kernel(inputs, keyword_only_inputs) runs before the kernel. Its result becomes the last
+  // argument of setup_context. If it is NotImplemented, the call falls back to the dispatcher.
+  // nullptr for formulas that do not need it.
+  PyObject* before_kernel = nullptr;
+  PyObject* recording = nullptr; // `Residuals::recording`, which `before_kernel` may modify
+  // True for formulas of torch.library. The inputs of the node are then the arguments that the
+  // dispatcher passes (without trailing defaults), and one more object, as in
+  // torch._library.autograd.
   bool as_dispatched = false;
-  // True if the result may be one of the arguments. Otherwise `is_valid_result` has rejected that.
+  // True if the result may be one of the arguments. If false, `is_valid_result` rejects that.
   bool may_return_inputs = false;
-  // For operators with tensor lists: inputs(args) returns the flat list of inputs and a function
-  // metadata(result) that computes `ctx._pt_metadata`. nullptr without lists.
+  // For formulas of torch.library with tensor lists: inputs(args) returns the flat list of inputs,
+  // and a function metadata(result) that computes `ctx._pt_metadata`. Otherwise nullptr.
   PyObject* inputs = nullptr;
 };
 
-// Returns whether nodes are made by applying a function that calls take_node(ctx), as PyTorch 2.11
-// and 2.12 need, and not by calling the node's class.
+// Returns whether creating a node requires autograd.Function.apply, as in PyTorch 2.11 and 2.12.
+// Since 2.13, calling the class of the node is enough.
 bool nodes_come_from_apply();
 
-// Returns whether the running PyTorch's nodes have the size of the struct that was compiled in.
+// Returns whether nodes of the running PyTorch have the same size as in the headers.
 bool has_node_layout();
 
+// take_node(ctx) returns a capsule that owns the node of `ctx`. See NewNode in python_node.h.
 PyObject* take_node(PyObject*, PyObject* ctx);
 
-// Returns whether torch.library would record a call in which some tensor requires grad. Tensors in
-// a list that contains None do not count there.
+// Returns whether torch.library would record a call. It ignores all tensors of a list that contains
+// None.
 bool wants_gradient(const Values& values);
 
-// Returns whether `Gradient::look` rejects the call for native recording.
-bool is_for_dispatcher(const Gradient& gradient, const Values& values);
+// Calls `Gradient::before_kernel`, and returns whether it rejects native recording.
+bool needs_dispatcher(const Gradient& gradient, const Values& values);
 
-// Runs `compute` and makes its results outputs of a new node. Returns nullptr without an error if
-// the call must fall back to the dispatcher (`is_for_dispatcher`). With `residuals`, `compute`
-// calls the author's kernel and stores its residuals in `saved`.
+// Runs `compute`, and attaches its results to a new node. Returns nullptr without an exception if
+// the call must fall back to the dispatcher (see `needs_dispatcher`). With `residuals`, `compute`
+// calls the author's kernel and stores the residuals in `saved`.
 //
-// The node has the class and layout of a node from `autograd.Function.apply`, so hooks, double
-// backward, checkpointing, anomaly mode and compiled autograd support it. A private C++ node would
-// cost the same and fail compiled autograd.
+// The node is of the same class as a node from autograd.Function.apply, so hooks, double backward,
+// checkpointing, anomaly mode and compiled autograd support it. A C++ node would not be faster, and
+// compiled autograd would not support it.
 PyObject* record(
     const Gradient& gradient,
     const Values& values,

@@ -12,18 +12,16 @@ namespace torchop {
 
 namespace {
 
-// The key of the kernel below. It has a lower priority than Autograd, and no other kernel of this
-// operator is there.
+// The key of the copy's only kernel. The priority is lower than that of Autograd.
 constexpr DispatchKey fallback_kernel_key = DispatchKey::BackendSelect;
 
-// The call to run. The operator receives its address as an int argument.
+// The native call to run. The copy receives the address of this object as an int argument.
 struct Computation {
   c10::function_ref<PyObject*()> compute;
   THPObjectPtr result;
 };
 
-// Converts a result for the fallback, which only reads tensors and Tensor[] lists. Others become
-// None.
+// Converts a result for the fallback. It reads only Tensor and Tensor[], so others become None.
 c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
   if (value == nullptr)
     return {};
@@ -39,8 +37,8 @@ c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
   return tensors;
 }
 
-// Returns one of `count` results (borrowed), or nullptr if it is missing. If a kernel returned too
-// few, they count as the last ones, as on the dispatcher's stack.
+// Returns one of `count` results (borrowed), or nullptr if it is missing. If the kernel returned
+// too few results, the first ones are missing, like on the dispatcher's stack.
 PyObject* result_at(PyObject* results, size_t index, size_t count) {
   if (!PyTuple_Check(results))
     return index + 1 == count ? results : nullptr;
@@ -48,10 +46,9 @@ PyObject* result_at(PyObject* results, size_t index, size_t count) {
   return place < 0 ? nullptr : PyTuple_GET_ITEM(results, place);
 }
 
-// The boxed kernel of the fallback operator.
+// The kernel of the copy.
 void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-  // The address is valid, because the fallback calls this kernel before `FallbackOperator::call`
-  // returns.
+  // Valid until `FallbackOperator::call` returns.
   auto& computation = *reinterpret_cast<Computation*>(torch::jit::pop(*stack).toInt());
   torch::jit::drop(*stack, 1);
   computation.result = THPObjectPtr(computation.compute());
@@ -76,12 +73,11 @@ c10::FunctionSchema fallback_schema(const c10::OperatorHandle& op) {
 
 FallbackOperator::FallbackOperator(const c10::OperatorHandle& op)
     : definition_(c10::OperatorName(op.operator_name())), handle_(op) {
-  // Handles can only be obtained from the dispatcher, where this operator must not be registered.
-  // So `handle_` starts as a copy of the real one.
+  // The only way to obtain a handle is to copy one, here the real operator's.
   const_cast<Definition*&>(member_of(OperatorDefinition{}, handle_)) = &definition_;
   definition_.op.registerSchema(fallback_schema(op), "registered by torchop");
   auto& dispatcher = c10::Dispatcher::singleton();
-  // registerKernel requires the dispatcher's lock, because it reads the dispatcher's fallbacks.
+  // registerKernel reads the dispatcher's fallbacks, so the caller must hold the lock.
   std::lock_guard<std::mutex> lock(member_of(DispatcherGuard{}, dispatcher)->mutex);
   definition_.op.registerKernel(
       dispatcher,

@@ -1,4 +1,4 @@
-// autograd_fallback.h: native calls of operators without a kernel at Autograd.
+// autograd_fallback.h: native calls to operators without a kernel at Autograd.
 #pragma once
 
 #include <Python.h>
@@ -11,15 +11,14 @@
 
 namespace torchop {
 
-// A private copy of an operator, to call PyTorch's autograd fallback with.
+// A private copy of an operator, for calls to PyTorch's autograd fallback.
 //
 // The fallback (basicAutogradNotImplementedFallback in
-// torch/csrc/autograd/autograd_not_implemented_fallback.cpp) marks results of an operator without a
-// gradient, so that backward warns or raises. The marks and messages change between releases, so
-// this code calls the fallback and does not imitate it. With the real operator, the fallback would
-// redispatch to the kernel, and convert all arguments for that. This copy has the same name and
-// returns, which the fallback reads. It takes only a list of the input tensors, its kernel runs the
-// native call, and it is not registered with the dispatcher.
+// torch/csrc/autograd/autograd_not_implemented_fallback.cpp) attaches hooks or nodes to the
+// results, so backward warns or raises. Details change between releases, so this code calls the
+// fallback. Its argument is not the real operator, because it would then convert all arguments and
+// redispatch. The copy has the same name and returns, but its arguments are a list of the input
+// tensors, and its kernel runs the native call. It is not registered with the dispatcher.
 class FallbackOperator {
  public:
   explicit FallbackOperator(const c10::OperatorHandle& op);

@@ -1,8 +1,7 @@
-// backward.cpp: run an operator's backward formula for the autograd engine, without a Python frame
-// around it.
+// backward.cpp: run a backward formula for the autograd engine, without another Python frame.
 //
-// Results that need no check or conversion are returned directly. Python functions (see
-// `make_backward` in `_call_path.pyi`) check all others, and improve error messages.
+// Gradients that certainly fit the inputs are returned directly. Python functions (see
+// `make_backward` in _call_path.pyi) check and convert all others, and explain errors.
 #include "backward.h"
 
 #include <algorithm>
@@ -18,23 +17,24 @@ namespace torchop {
 
 namespace {
 
-// The saved tensors of a node whose formula is running in this thread. Selective checkpointing
-// (torch/utils/checkpoint.py) lets a saved tensor be unpacked only once, so the first result is
-// cached until the formula returns. On the heap, because a greenlet switch inside a formula
-// overwrites the C stack. Greenlets may also end their formulas in any order.
+// A cache of saved tensors while the formula of a node runs in this thread. With selective
+// checkpointing (torch/utils/checkpoint.py), a saved tensor can be unpacked only once.
+//
+// Not on the C stack, because a greenlet switch inside a formula replaces the stack. The formulas
+// of several greenlets may return in any order.
 struct Unpacked {
   PyObject* ctx;
   THPObjectPtr tensors;
 };
 thread_local std::vector<Unpacked> unpacked;
 
-// Returns the innermost running formula of a node, or `unpacked.rend()`.
+// Finds the innermost running formula of a node.
 auto find_unpacked(PyObject* ctx) {
   return std::find_if(
       unpacked.rbegin(), unpacked.rend(), [&](const Unpacked& each) { return each.ctx == ctx; });
 }
 
-// Marks the formula of a node as running.
+// Marks the formula of a node as running for the lifetime of the object.
 class Unpacking {
  public:
   explicit Unpacking(PyObject* ctx) : ctx_(ctx) {
@@ -42,7 +42,7 @@ class Unpacking {
   }
   ~Unpacking() {
     const auto found = find_unpacked(ctx_);
-    // Freed after the erase, because that may run Python.
+    // Destroyed last, because that may run Python.
     const THPObjectPtr tensors = std::move(found->tensors);
     unpacked.erase(std::next(found).base());
   }
@@ -71,8 +71,8 @@ PyObject* part(PyObject* parts, Part which) {
   return PyTuple_GET_ITEM(parts, Py_ssize_t(which));
 }
 
-// Returns `definition.compiled(rule)`, the formula in the current plan. Compiles a plan only if
-// there is none, because the property `plan` is a Python function.
+// Returns the formula in the current plan, like `definition.compiled(rule)`. Reads the attribute
+// `_plan` first, because the property `plan` is a Python function.
 THPObjectPtr formula_of(PyObject* parts) {
   static PyObject* const names[] = {
       PyUnicode_InternFromString("_plan"),
@@ -86,8 +86,8 @@ THPObjectPtr formula_of(PyObject* parts) {
   return checked(PyObject_GetItem(compiled.get(), part(parts, Part::Rule)));
 }
 
-// Passes the current exception to the Python function `failed`, which raises a better one or
-// returns. Then the original exception, perhaps with a note, is restored.
+// Passes the current exception to the Python function `failed`, which may raise a better one. If it
+// returns, restores the original exception.
 __attribute__((noinline, cold)) void explain_error(
     PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   if (!PyErr_ExceptionMatches(PyExc_Exception))
@@ -108,8 +108,8 @@ __attribute__((noinline, cold)) void explain_error(
   Py_XDECREF(traceback);
 }
 
-// Returns whether the gradients are tensors that fit the inputs, and None for all arguments that
-// hold no tensors.
+// Returns whether all gradients are valid: None for arguments that hold no tensors, and otherwise
+// None or a tensor that fits the input.
 bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   const Py_ssize_t count = PyTuple_GET_SIZE(hold_tensors);
   if (!are_plain_gradients(gradients, count))
@@ -121,7 +121,7 @@ bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   return plain && fit_inputs(gradients, ctx);
 }
 
-// Returns whether `with_contiguous_grads` would pass a gradient on without a copy.
+// Returns whether `with_contiguous_grads` would not copy the gradient.
 bool is_contiguous(PyObject* gradient) {
   if (gradient == Py_None)
     return true;
@@ -132,8 +132,8 @@ bool is_contiguous(PyObject* gradient) {
       !tensor.is_neg();
 }
 
-// Returns the author's function instead of the wrapper of `with_contiguous_grads` if all gradients
-// are contiguous. The wrapper is recognized by its code object.
+// If `backward` is the wrapper from `with_contiguous_grads`, recognized by its code object, and all
+// gradients are contiguous, returns the function inside.
 THPObjectPtr without_copies(
     THPObjectPtr backward, PyObject* code, PyObject* const* gradients, Py_ssize_t count) {
   static PyObject* const name = PyUnicode_InternFromString("__wrapped__");
@@ -162,8 +162,7 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   THPObjectPtr gradients;
   {
     Unpacking unpacking(args[0]);
-    // Without a formula, `backward` is None and the call raises a TypeError, which `failed`
-    // replaces.
+    // If there is no formula, `backward` is None, and `failed` replaces the TypeError of this call.
     gradients = THPObjectPtr(PyObject_Vectorcall(backward.get(), args, size_t(count), nullptr));
   }
   if (C10_UNLIKELY(!gradients)) {
@@ -179,7 +178,7 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// Returns `ctx.saved_tensors`, unpacked once per run of the formula.
+// Returns `ctx.saved_tensors`, which are unpacked only once while the formula runs.
 PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
   HANDLE_TH_ERRORS
   auto found = find_unpacked(ctx);
@@ -187,15 +186,14 @@ PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
     return PyObject_CallOneArg(part(parts, Part::SavedTensors), ctx);
   if (!found->tensors) {
     PyObject* raw = part(parts, Part::Raw);
-    // Unpacking may run saved-tensor hooks, which may run other backward passes and move elements
-    // of `unpacked`.
+    // Unpacking may run saved-tensor hooks and other backward passes, which invalidate `found`.
     THPObjectPtr tensors = checked(
         c10::GradMode::is_enabled()
             ? PyObject_CallOneArg(part(parts, Part::Guarded), ctx)
             : Py_TYPE(raw)->tp_descr_get(raw, ctx, reinterpret_cast<PyObject*>(Py_TYPE(ctx))));
     found = find_unpacked(ctx);
     if (found == unpacked.rend())
-      // A hook switched to another greenlet, in which the formula returned.
+      // A hook has switched to another greenlet, where the formula returned.
       return tensors.release();
     found->tensors = std::move(tensors);
   }
@@ -207,8 +205,8 @@ PyMethodDef functions_of_node[] = {
     {"apply",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(apply)),
      METH_FASTCALL,
-     "Calls the formula of a node."},
-    {"saved_tensors", read_saved_tensors, METH_O, "The saved tensors of a node."},
+     "Run the formula of a node."},
+    {"saved_tensors", read_saved_tensors, METH_O, "Return the saved tensors of a node."},
 };
 
 } // namespace

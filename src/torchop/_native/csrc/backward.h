@@ -1,12 +1,12 @@
-// backward.h: the backward function that the autograd engine calls.
+// backward.h: the function that the autograd engine calls to run a backward formula.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// Returns the functions for `ctx.apply` and `ctx.saved_tensors`. _call_path.pyi describes `parts`;
-// _rules/autograd/function.py has the Python implementation.
+// Returns the functions for `ctx.apply` and `ctx.saved_tensors`. _call_path.pyi describes the
+// arguments in `parts`. _rules/autograd/function.py is the Python implementation.
 PyObject* make_backward(PyObject*, PyObject* parts);
 
 } // namespace torchop

@@ -1,10 +1,10 @@
-// bypass.cpp: skip torchop's Python kernels at Autograd and ADInplaceOrView in dispatcher calls.
+// bypass.cpp: skip Python kernels at Autograd and ADInplaceOrView in calls through the dispatcher.
 //
-// Profilers, modes and tensor subclasses send calls through the dispatcher. Most of these calls
-// record no gradient and write no protected tensor, so the Python kernels would only bump versions
-// and redispatch, at the cost of converting all arguments to Python and back, twice. C++ kernels in
-// front of them check the tensors first: under a profiler, a call takes half the time. The code
-// below runs without the GIL.
+// Calls go through the dispatcher under profilers and modes, and for tensor subclasses. The Python
+// kernels of torchop at these keys mostly have nothing to do but bump versions and redispatch, and
+// for this, all arguments are converted to Python and back. The C++ kernels in this file do the
+// same without Python, and call the Python kernels in all other cases. Under a profiler, this
+// halves the time of a call. This code runs without the GIL.
 #include "bypass.h"
 
 #include <memory>
@@ -38,7 +38,7 @@ void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
   }
 }
 
-// Returns whether an argument of a Python object type is a tensor, whose gradient is recorded too.
+// Returns whether an opaque Python object is a tensor. Autograd records the gradients of these too.
 bool is_tensor_object(const c10::IValue& value) {
   if (!value.isPyObject())
     return false;
@@ -56,19 +56,19 @@ bool requires_grad(const at::Tensor& tensor) {
   return meta->requires_grad_ || meta->grad_fn_ || (meta->is_view_ && tensor.requires_grad());
 }
 
-// Returns whether autograd may have to record the call.
-bool concern_autograd(Arguments arguments) {
-  // Looking up a tangent makes a view, which subclasses and modes would see, so Python does it.
+// Returns whether the Python kernel at Autograd may have to record the call.
+bool may_need_autograd(Arguments arguments) {
+  // Inside a dual level. Reading a tangent creates a view, which subclasses and modes would see.
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)
     return true;
-  bool concern = false;
+  bool needed = false;
   if (c10::GradMode::is_enabled()) {
     for (const c10::IValue& value : arguments) {
-      each_tensor_of(value, [&](const at::Tensor& tensor) { concern |= requires_grad(tensor); });
-      concern |= is_tensor_object(value);
+      each_tensor_of(value, [&](const at::Tensor& tensor) { needed |= requires_grad(tensor); });
+      needed |= is_tensor_object(value);
     }
   }
-  return concern;
+  return needed;
 }
 
 // Calls `visit(tensor)` for each tensor that the operator mutates.
@@ -81,9 +81,10 @@ void each_written(const c10::OperatorHandle& op, Arguments arguments, Visitor&& 
   }
 }
 
-// Bumps the versions of mutated tensors. Returns false if the Python kernel must check them.
+// Bumps the versions of mutated tensors. If one of them is an inference tensor, does nothing and
+// returns false: the Python kernel must check whether the write is allowed.
 bool count_versions(const c10::OperatorHandle& op, Arguments arguments) {
-  // All tensors or none, because the Python kernel bumps all of them.
+  // All or none, because the Python kernel bumps all versions too.
   bool all_count = true;
   each_written(
       op, arguments, [&](const at::Tensor& tensor) { all_count &= !tensor.is_inference(); });
@@ -109,7 +110,7 @@ class Bypass final : public c10::OperatorKernel {
         op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
       else
         kernel_.callBoxed(op, keys, stack);
-    } else if (concern_autograd(arguments)) {
+    } else if (may_need_autograd(arguments)) {
       kernel_.callBoxed(op, keys, stack);
     } else {
       at::AutoDispatchBelowAutograd below;
@@ -127,8 +128,8 @@ class Bypass final : public c10::OperatorKernel {
   DispatchKey key_;
 };
 
-// PyTorch warns once per process when a kernel overrides another. Suppresses the warning without
-// using it up, so that a user's own override still warns.
+// Suppresses PyTorch's warning about overriding a kernel. PyTorch issues it once per process, and
+// `set_warnAlways` keeps this call from using it up.
 class WithoutWarning {
  public:
   WithoutWarning() : always_(c10::WarningUtils::get_warnAlways()), guard_(&silent_) {
@@ -150,7 +151,7 @@ class WithoutWarning {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
-// A bypass in the table of the operator `lifetime`. `kernel` is empty after its removal.
+// The registration of a bypass. `kernel` is empty after it was removed.
 struct Registration {
   LifetimePointer lifetime;
   std::optional<c10::RegistrationHandleRAII> kernel;
@@ -158,7 +159,7 @@ struct Registration {
 
 constexpr const char* capsule_name = "torchop._native._call_path.bypass";
 
-// Explicit, because free-threaded Python may run the destructor long after the last reference.
+// Removes a bypass. Called explicitly, because free-threaded Python may delay the destructor.
 PyObject* remove(PyObject* capsule, PyObject*) {
   auto* registration = static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name));
   if (registration->kernel.has_value()) {
@@ -172,7 +173,7 @@ PyMethodDef removing{
     "remove",
     remove,
     METH_NOARGS,
-    "Remove the bypass, so that the dispatcher calls the Python kernel."};
+    "Remove the bypass. The dispatcher then calls the Python kernel."};
 
 void free_registration(PyObject* capsule) {
   Py_DECREF(remove(capsule, nullptr));
@@ -196,7 +197,7 @@ PyObject* bypass(PyObject*, PyObject* args) {
   const c10::KernelFunction kernel =
       table_of(*op).lookup(DispatchKeySet(is_autograd ? DispatchKey::AutogradCPU : key));
   if (!is_python_kernel(kernel) || python_function(kernel) != function)
-    Py_RETURN_NONE; // another kernel or a bypass overrides it
+    Py_RETURN_NONE; // the kernel was overridden, possibly by a bypass
   auto registration = std::make_unique<Registration>(lifetime_of(*op));
   {
     const WithoutWarning guard;

@@ -1,4 +1,4 @@
-// bypass.h: skip torchop's Python kernels in calls that the dispatcher makes.
+// bypass.h: skip Python kernels of torchop in calls through the dispatcher.
 #pragma once
 
 #include <Python.h>
@@ -7,12 +7,12 @@
 
 namespace torchop {
 
-// bypass(name, overload, key, kernel) registers a C++ kernel in front of `kernel` at Autograd or
-// ADInplaceOrView. Returns a function that removes it, as its deallocation does. Returns None if
-// `kernel` is not the operator's kernel at that key.
+// bypass(name, overload, key, kernel) overrides `kernel`, a Python kernel at Autograd or
+// ADInplaceOrView, by a C++ kernel that calls it only if necessary. Returns a function that removes
+// the C++ kernel again, or None if `kernel` is not the operator's kernel at that key.
 PyObject* bypass(PyObject*, PyObject* args);
 
-// Returns the Python kernel behind a bypass; nullptr for any other kernel.
+// Returns the Python kernel that a bypass overrides, or nullptr for any other kernel.
 PyObject* bypassed_function(const c10::OperatorKernel& functor);
 
 } // namespace torchop

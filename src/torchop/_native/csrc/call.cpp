@@ -1,4 +1,4 @@
-// call.cpp: decide whether a call is native (`decide`), and run native calls (`try_call`).
+// call.cpp: decide whether a call can be native (`decide`), and run native calls (`try_call`).
 #include "call.h"
 
 #include <algorithm>
@@ -15,8 +15,8 @@ namespace torchop {
 
 namespace {
 
-// Returns the plan's entry for a kernel of the dispatcher's table, or nullptr if the plan has none.
-// A plan has few kernels, so a linear search is fastest.
+// Returns the kernel of the plan for a kernel in the dispatcher's table, or nullptr. A linear
+// search, because a plan has few kernels.
 const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   for (const Plan::Kernel& kernel : plan.kernels) {
     if (kernel.dispatcher_kernel == dispatcher_kernel)
@@ -25,8 +25,8 @@ const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   return nullptr;
 }
 
-// Returns whether several elements of the tensor share memory, as in an expanded tensor. Like
-// at::has_internal_overlap, which PyTorch's operators use, detects only stride 0.
+// Returns whether elements of the tensor share memory, as in an expanded tensor. Detects only
+// stride 0, like at::has_internal_overlap.
 bool overlaps_itself(const at::TensorImpl& impl) {
   if (C10_LIKELY(impl.is_non_overlapping_and_dense_default()))
     return false;
@@ -37,9 +37,9 @@ bool overlaps_itself(const at::TensorImpl& impl) {
   return overlaps;
 }
 
-// Returns whether a kernel may write to the tensor: it must not overlap itself, and the version
-// counter and autograd must allow the write. Otherwise the call falls back to the dispatcher, whose
-// Python kernels raise the right error.
+// Returns whether a kernel may certainly mutate the tensor. The tensor must not overlap itself, be
+// an inference tensor outside of inference mode, or have a history to preserve. Otherwise the
+// Python kernels check it and raise the error.
 C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keeps_history) {
   at::TensorImpl& impl = *impl_of(tensor);
   return !overlaps_itself(impl) &&
@@ -48,9 +48,9 @@ C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keep
       !(keeps_history && impl.requires_grad());
 }
 
-// For in-place and out= operators: returns whether no other argument shares the memory of the
-// mutated argument, except an input that is the same tensor. Other overlaps make the result depend
-// on the kernel's order of reads and writes, so the Python rules check them.
+// For in-place and out= operators: returns whether no other argument shares memory with a mutated
+// argument, except an input that is the same tensor. If they overlap, the result depends on the
+// order of the kernel's reads and writes, so the Python rules must check the call.
 bool has_no_alias(size_t written, const Plan& plan, const Values& values) {
   PyObject* tensor = values[written];
   bool alone = true;
@@ -67,12 +67,13 @@ bool has_no_alias(size_t written, const Plan& plan, const Values& values) {
   return alone;
 }
 
-// `grad` means that grad mode is enabled and an input requires grad.
+// Returns whether all mutations of a call are certainly allowed. `grad` is true if grad mode is
+// enabled and an input requires grad.
 __attribute__((noinline)) bool mutation_is_plain(
     const Plan& plan, const Values& values, const Route& route, bool grad) {
   bool plain = true;
-  // torch.library.custom_op does not rebase the history of mutated arguments, so its operators may
-  // mutate tensors that require grad.
+  // Operators of torch.library.custom_op may mutate tensors that require grad. PyTorch does not
+  // rebase their history.
   const bool keeps_history = grad && route.through_autograd && !plan.is_foreign;
   for (size_t index : plan.mutated) {
     values.each_tensor_of(
@@ -83,7 +84,7 @@ __attribute__((noinline)) bool mutation_is_plain(
   return plain;
 }
 
-// Checks and converts a result that `is_valid_result` rejected. Steals `made`.
+// Lets Python check and convert a result that `is_valid_result` rejected. Steals `made`.
 __attribute__((noinline, cold)) PyObject* finish(
     const Plan& plan, const Values& values, PyObject* made) {
   THPObjectPtr result(made);
@@ -94,8 +95,8 @@ __attribute__((noinline, cold)) PyObject* finish(
       plan.finish, args.get(), keywords.get(), result.get(), nullptr);
 }
 
-// Calls the kernel and returns its checked result, or nullptr with an exception. Stores residuals
-// in `saved`, if the kernel returned some. Sets `is_unusual` if Python converted the result.
+// Calls the kernel and returns the checked result, or nullptr with an exception set. Stores
+// residuals in `saved`. Sets `is_unusual` if Python has converted the result.
 C10_ALWAYS_INLINE PyObject* run(
     const Plan& plan,
     const Values& values,
@@ -118,7 +119,7 @@ __attribute__((noinline, cold)) PyObject* convert(const Plan& plan, PyObject* ma
   return result ? PyObject_CallOneArg(plan.convert, result.get()) : nullptr;
 }
 
-// Returns the plan's fallback operator, and creates it on first use.
+// Returns the fallback operator of a plan. Creates it on first use.
 __attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) {
   FallbackOperator* found = plan.fallback_operator.load(std::memory_order_acquire);
   if (C10_LIKELY(found != nullptr))
@@ -126,11 +127,11 @@ __attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) 
   auto made = std::make_unique<FallbackOperator>(*plan.op);
   if (plan.fallback_operator.compare_exchange_strong(found, made.get()))
     return *made.release();
-  return *found; // another thread was first
+  return *found; // created by another thread
 }
 
-// Bumps the versions before the kernel runs, like `torch.library`, because a kernel that raises may
-// have written already.
+// Bumps the versions of mutated tensors. Called before the kernel, like in torch.library, because a
+// kernel may write before it raises.
 void count_versions(const Plan& plan, const Values& values, const Route& route) {
   if (!route.through_version_counter)
     return;
@@ -147,9 +148,8 @@ Decision decide(
     decision.reason = reason;
     return decision;
   };
-  // Each check relies on the earlier ones. A plan that always dispatches may have no operator, so
-  // this check comes before any use of the table. Arguments can be inspected only after they are
-  // bound.
+  // The order matters: `always_dispatches` may mean that `plan.op` is empty, and `inspect` requires
+  // bound arguments.
   if (C10_UNLIKELY(plan.always_dispatches))
     return stop(Reason::Operator);
   if (C10_UNLIKELY(is_disabled()))
@@ -169,13 +169,13 @@ Decision decide(
   if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
 
-  // The key set as the dispatcher computes it, in DispatchKeyExtractor.
+  // Like the dispatcher (DispatchKeyExtractor).
   const DispatchKeySet keys = (seen.keys | local.included_) - local.excluded_;
   {
 #ifdef Py_GIL_DISABLED
     TableRead read(this_thread());
     if (C10_UNLIKELY(!plan.lifetime->exists.load() || plan.lifetime->changes.load() != 0))
-      return stop(Reason::Operator); // a change started after the call entered
+      return stop(Reason::Operator); // another thread is changing the table
 #endif
     decision.route = find_route(table_of(*plan.op), plan.own, keys);
   }
@@ -191,7 +191,7 @@ Decision decide(
   if (grad && decision.route.through_fallback) {
     if (torch::autograd::AnomalyMode::is_enabled())
       return stop(Reason::Anomaly);
-    decision.notes_gradient = true;
+    decision.runs_in_fallback = true;
   } else if (grad && decision.route.through_autograd) {
     if (plan.gradient.node_maker == nullptr)
       return stop(Reason::Gradient);
@@ -220,22 +220,21 @@ PyObject* try_call(
   bool is_unusual = false;
   PyObject* function = decision.kernel->function;
   THPObjectPtr saved;
-  // If an enclosing call of this thread records already, only the Python wrapper can tell which
-  // kernel the request is for.
+  // If a call further up the stack requested residuals, only the Python wrapper can tell whether
+  // the request is for this kernel.
   const bool calls_author =
       decision.kernel->author != nullptr && !thread_records(plan.residuals.recording);
   if (calls_author)
     function = decision.kernel->author;
   note_call(function);
-  // The kernel of an operator with residuals may call this operator. Residuals are requested from
-  // that kernel only.
+  // A kernel with residuals may call this operator. `records_gradient()` must be False in this
+  // kernel then.
   std::optional<Recording> suspended;
   if (plan.residuals.type == nullptr && thread_records(all_recordings))
     suspended.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient) {
-    // `record` makes the node before it runs the kernel, because connecting an input may raise.
-    // Nothing was written then.
+    // `record` creates the node before it runs the kernel. If that raises, nothing was mutated.
     const Residuals* residuals =
         calls_author && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
     result = record(plan.gradient, values, residuals, saved, [&] {
@@ -244,22 +243,22 @@ PyObject* try_call(
     });
     if (C10_UNLIKELY(result == nullptr && PyErr_Occurred() == nullptr))
       reason = Reason::Capture;
-  } else if (decision.notes_gradient) {
+  } else if (decision.runs_in_fallback) {
     result = fallback_of(plan).call(values, [&] {
       count_versions(plan, values, decision.route);
       return run(plan, values, function, is_unusual, saved);
     });
   } else {
     count_versions(plan, values, decision.route);
-    // If the operator has no kernel at Autograd, the dispatcher does not exclude the Autograd keys
-    // while the kernel runs, and records the operators that it calls.
+    // Without a kernel at Autograd, the Autograd keys stay enabled while the kernel runs, and the
+    // operators that it calls are recorded.
     std::optional<at::AutoDispatchBelowAutograd> below;
     if (decision.route.through_autograd)
       below.emplace();
     result = run(plan, values, function, is_unusual, saved);
   }
   if (C10_UNLIKELY(is_unusual && plan.convert != nullptr)) {
-    // OpOverload dispatches calls with keyword arguments in C++ only.
+    // OpOverload dispatches calls with keyword arguments always in C++.
     if (enters_cpp || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0))
       return convert(plan, result);
   }

@@ -1,4 +1,4 @@
-// call.h: decide whether a call is native, and run native calls.
+// call.h: decide whether a call can be native, and run native calls.
 #pragma once
 
 #include <Python.h>
@@ -7,22 +7,23 @@
 
 namespace torchop {
 
-// The decision about one call.
+// How to run one call.
 struct Decision {
   Reason reason = Reason::Native;
   const Plan::Kernel* kernel = nullptr;
   bool records_gradient = false;
-  bool notes_gradient = false; // runs inside PyTorch's autograd fallback (no gradient formula)
+  bool runs_in_fallback = false; // inside PyTorch's autograd fallback, without a gradient formula
   Route route;
 };
 
-// Decides about a call, and binds its arguments to `values`.
+// Binds the arguments of a call to `values`, and decides whether the call can be native and which
+// kernel it runs.
 Decision decide(
     const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords);
 
-// Calls the operator natively. If it cannot, sets `reason` and returns nullptr without an
-// exception, and no kernel has run. `enters_cpp` is true if the call would enter the dispatcher in
-// C++ although the operator has Python dispatch.
+// Runs a call natively. If that is not possible, sets `reason` and returns nullptr without an
+// exception, before any kernel has run. `enters_cpp` is true if PyTorch would run the call in the
+// C++ dispatcher, even if OpOverload dispatches the operator in Python.
 PyObject* try_call(
     const Plan& plan,
     PyObject* const* args,

@@ -1,9 +1,9 @@
-// choice.cpp: select the provider's kernel for a call, with a cache of earlier selections.
+// choice.cpp: select the kernel of a provider for each call, and cache the selections.
 //
 // Python makes the selection. It depends on the open `torchop.priority` blocks, on
-// `torch.use_deterministic_algorithms`, and on argument metadata that a provider's `supports` may
-// read (shapes, strides, dtypes, devices, plain values). These form the cache key. A change of
-// anything else, such as the set of providers, compiles a new plan with a new Choice.
+// `torch.use_deterministic_algorithms`, and on the metadata and plain values of the arguments,
+// which the provider's function `supports` may read. These form the cache key. A change of anything
+// else, such as a new provider, compiles a new plan with a new Choice.
 #include "choice.h"
 
 #include <structmember.h>
@@ -23,20 +23,18 @@ namespace torchop {
 
 namespace {
 
-// Each combination of open blocks adds a selection. The limit bounds programs that open blocks with
-// ever new settings.
+// Each combination of settings adds a selection. Some programs never stop using new settings.
 constexpr size_t max_selections = 64;
 
-// A Python `Selection`: the providers that may run under some settings, in order. All references
-// are owned.
+// The providers that may run under some settings, in order. All references are owned.
 struct Selection {
   PyObject* settings; // combined settings of the open blocks; interned, so compared by address
   bool is_deterministic;
-  PyObject* object;   // `object.answer(args, kwargs)` returns the kernel of a call
-  PyObject* function; // kernel of all calls; nullptr if it depends on the arguments
+  PyObject* object;   // the Python object; `object.answer(args, kwargs)` returns a kernel
+  PyObject* function; // the kernel for all calls; nullptr if it depends on the arguments
 };
 
-// Emptied when it is full. Guarded by the critical section of `call_choice`.
+// Cleared when it is full. Guarded by the critical section in `call_choice`.
 struct Cache {
   std::vector<Selection> selections;
   SeenCalls table; // the subject of a key is an index into `selections`
@@ -65,8 +63,8 @@ void release(Cache& cache) {
   cache.table.each_function([](PyObject* function) { Py_DECREF(function); });
 }
 
-// Empties the cache. Swapped out first, because dropping references may run Python that calls this
-// Choice.
+// Clears the cache. Swaps it out first, because releasing references may run Python code that calls
+// this Choice.
 void clear_cache(Choice& choice) {
   Cache before;
   std::swap(before, choice.cache);
@@ -85,7 +83,7 @@ size_t index_of(const Choice& choice, PyObject* settings, bool is_deterministic)
   return no_index;
 }
 
-// Makes a selection in Python and caches it. Returns its index, or throws. May empty the cache.
+// Makes a selection in Python, caches it and returns the index. May clear the cache before.
 size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) {
   THPObjectPtr object = checked(PyObject_CallFunctionObjArgs(
       choice.select, settings, is_deterministic ? Py_True : Py_False, nullptr));
@@ -104,7 +102,7 @@ size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) 
   return choice.cache.selections.size() - 1;
 }
 
-// Selects a kernel that is not in the cache. Returns a new reference, or throws.
+// Selects the kernel for a call that is not in the cache, and caches it. Returns a new reference.
 __attribute__((noinline, cold)) PyObject* select_in_python(
     Choice& choice,
     PyObject* settings,
@@ -117,7 +115,7 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
     position = add_selection(choice, settings, is_deterministic);
   if (PyObject* function = choice.cache.selections[position].function; function != nullptr)
     return Py_NewRef(function);
-  CallKey key; // computed first, because `supports` may change a list argument
+  CallKey key; // computed before `supports` runs, which may modify a list argument
   const bool is_known = key.read(args, count, keywords);
   THPObjectPtr object(Py_NewRef(choice.cache.selections[position].object));
   THPObjectPtr positional = checked(PyTuple_New(Py_ssize_t(count)));
@@ -132,8 +130,8 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
   THPObjectPtr name = checked(PyUnicode_InternFromString("answer"));
   THPObjectPtr function = checked(
       PyObject_CallMethodObjArgs(object.get(), name.get(), positional.get(), named.get(), nullptr));
-  // `answer` ran Python, which may have emptied or filled the cache. An index found now has the
-  // same settings, so the result is valid for it.
+  // Python code may have modified the cache. The result is valid for these settings, whatever their
+  // index is now.
   position = index_of(choice, settings, is_deterministic);
   if (is_known && position != no_index) {
     key.set_subject(position);
@@ -148,9 +146,9 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
   return function.release();
 }
 
-// Returns the value of the ContextVar (new reference), or throws. In a backward pass, the engine's
-// thread has an empty context, so the context of the thread that called `backward()` is used.
-// torch/autograd/graph.py and the engine propagate it through ThreadLocalPythonObjects.
+// Returns the value of the ContextVar (new reference). Threads of the autograd engine have an empty
+// context. There, reads the context of the thread that called `backward()`, which
+// torch/autograd/graph.py propagates through ThreadLocalPythonObjects.
 C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   PyObject* blocks;
   if (C10_UNLIKELY(PyContextVar_Get(choice.blocks, nullptr, &blocks) < 0))
@@ -169,15 +167,15 @@ C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
                        : checked(PyObject_GetItem(context, choice.blocks)).release();
 }
 
-// Returns the kernel for a call (new reference), or throws.
+// Returns the kernel for a call (new reference).
 C10_ALWAYS_INLINE PyObject* find(
     Choice& choice, PyObject* const* args, size_t count, PyObject* keywords) {
   PyObject* blocks = open_blocks(choice);
   PyObject* settings = PyTuple_GET_ITEM(blocks, 0);
   const bool is_deterministic =
       choice.asks_for_determinism && at::globalContext().deterministicAlgorithms();
-  // Borrowed from here on: the context owns the tuple, and no Python code runs before
-  // `select_in_python`.
+  // `settings` is borrowed from here on. The context owns the tuple, and no Python code runs before
+  // the reference is taken below.
   Py_DECREF(blocks);
   const size_t position = index_of(choice, settings, is_deterministic);
   if (C10_LIKELY(position != no_index)) {
@@ -197,8 +195,8 @@ C10_ALWAYS_INLINE PyObject* find(
 
 PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   PyObject* function = nullptr;
-  // Guards the cache, like the GIL would: released whenever Python blocks, so the cache is
-  // rechecked after each call into Python.
+  // Guards the cache. Like the GIL, it is released while Python code blocks, so the cache is
+  // checked again after each call into Python.
   Py_BEGIN_CRITICAL_SECTION(self);
   try {
     function = find(choice_of(self), args, PyVectorcall_NARGS(nargsf), keywords);
@@ -209,8 +207,8 @@ PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   if (function == nullptr)
     return nullptr;
   PyObject* result = call_kernel(function, args, nargsf, keywords);
-  // Not in a destructor: if the kernel's thread is terminated during finalization, unwinding must
-  // not touch objects.
+  // Not a THPObjectPtr: if the thread is terminated during finalization, unwinding must not touch
+  // Python objects.
   Py_DECREF(function);
   return result;
 }
@@ -259,7 +257,7 @@ int traverse_choice(PyObject* self, visitproc visit, void* arg) {
   return stop;
 }
 
-// No tp_clear, for the same reason as for Plan, which owns the Choice.
+// No tp_clear, because a running call uses these members, as for Plan.
 void dealloc_choice(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
@@ -282,7 +280,7 @@ PyMemberDef choice_members[] = {
 };
 
 PyGetSetDef choice_attributes[] = {
-    {"count", get_count, nullptr, "How many keys the table has.", nullptr},
+    {"count", get_count, nullptr, "The number of cached calls.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
@@ -296,7 +294,7 @@ bool add_choice_type(PyObject* module) {
       {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
       {Py_tp_members, choice_members},
       {Py_tp_getset, choice_attributes},
-      {Py_tp_doc, const_cast<char*>("Calls the kernel that a call is for.")},
+      {Py_tp_doc, const_cast<char*>("A kernel that calls the kernel of the selected provider.")},
       {0, nullptr},
   };
   static PyType_Spec spec = {

@@ -1,11 +1,11 @@
-// choice.h: select one of several kernels (providers) for a call.
+// choice.h: select the kernel of a provider for each call.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// Adds the type Choice, a callable that a plan uses as a kernel and that calls the selected one.
+// Adds the type Choice. A Choice is the kernel in a call plan, and calls the selected kernel.
 bool add_choice_type(PyObject* module);
 
 } // namespace torchop

@@ -1,4 +1,4 @@
-// current_plan.h: the plan that a call uses, kept valid for the duration of the call.
+// current_plan.h: keep the plan of a call alive during the call.
 #pragma once
 
 #include "entry.h"
@@ -6,16 +6,16 @@
 
 namespace torchop {
 
-// Returns whether calls may use a plan; false for nullptr.
+// Returns whether a plan exists and is up to date.
 inline bool is_usable(PyObject* plan) {
   return plan != nullptr && !is_outdated(*reinterpret_cast<const Plan*>(plan));
 }
 
 #ifdef Py_GIL_DISABLED
 
-// Publishes the plan of a call in `thread.plans`, so that it is not freed, and marks the operator
-// as running. Compiles a plan if needed. False with an exception set if the operator was
-// deregistered or compiling failed.
+// Publishes the plan of a call in `thread.plans`, which keeps it alive, and marks the operator as
+// running. Compiles a plan if necessary. Converts to false, with an exception set, if the operator
+// was deregistered or compiling failed.
 class CurrentPlan {
  public:
   CurrentPlan(Entry& entry, Thread& here) : entry_(entry), thread_(here) {
@@ -38,8 +38,8 @@ class CurrentPlan {
     if (plan == nullptr)
       return;
     end();
-    // Frees replaced plans that this call may have kept alive. Not after every call: while one long
-    // call uses a replaced plan, all others would contend for the mutex.
+    // Free replaced plans, but only if this call may have kept one alive. Otherwise all calls would
+    // contend for the mutex while one long call uses a replaced plan.
     if (C10_UNLIKELY(plans_to_free.load(std::memory_order_relaxed) != 0) && may_touch_objects_ &&
         (announced_another_ || plan != entry_.plan.load()))
       free_plans();
@@ -60,8 +60,8 @@ class CurrentPlan {
   }
 
  private:
-  // Publishes the current plan, then checks that it is still current. If a registration replaced it
-  // in between, the registration may not have seen it in `thread.plans`, so try again.
+  // Publishes the current plan and checks that it is still the current one. If a registration has
+  // replaced it in between, the registration may not have seen it in `thread.plans`.
   PyObject* announce() {
     const size_t call = thread_.count++;
     thread_.running[call] = reinterpret_cast<PyObject*>(&entry_);
@@ -91,17 +91,17 @@ class CurrentPlan {
   Thread& thread_;
   PyObject* plan_ = nullptr;
   bool may_touch_objects_ = true;
-  bool announced_another_ = false; // a replaced plan may wait for this call
+  bool announced_another_ = false; // a replaced plan was published for a moment
 };
 
 #else
 
-// Owns a reference to the plan of a call. Compiles a plan if needed. False with an exception set if
-// the operator was deregistered or compiling failed.
+// Owns a reference to the plan of a call. Compiles a plan if necessary. Converts to false, with an
+// exception set, if the operator was deregistered or compiling failed.
 class CurrentPlan {
  public:
-  // No Python code runs between the last check and taking the reference. It could release the GIL,
-  // and another thread could deregister the operator, whose table the plan uses.
+  // No Python code may run between the last check and taking the reference: it might release the
+  // GIL, and another thread might deregister the operator.
   CurrentPlan(Entry& entry, Thread&) {
     while (C10_UNLIKELY(!is_usable(entry.plan.load(std::memory_order_relaxed)))) {
       if (!refresh_plan(entry))
@@ -112,7 +112,7 @@ class CurrentPlan {
     else
       plan_ = new_reference(entry.plan);
   }
-  // Not a THPObjectPtr, whose destructor calls Py_IsInitialized out of line.
+  // Cheaper than the destructor of THPObjectPtr, which calls Py_IsInitialized.
   ~CurrentPlan() {
     Py_XDECREF(plan_);
   }

@@ -1,14 +1,15 @@
-// disabled.h: the state of torchop.native.disabled(), inside which calls use the dispatcher.
+// disabled.h: the state of `torchop.native.disabled()` blocks.
 #pragma once
 
 #include "thread.h"
 
 namespace torchop {
 
-// The number of open blocks in all threads. While it is 0, calls skip the thread-local look-up.
+// The number of open blocks in all threads. If it is 0, calls need no thread-local lookup.
 inline std::atomic<int> disabled_blocks{0};
 
-// Open blocks of this thread, or of the thread on whose behalf PyTorch runs it (as in backward).
+// Returns the number of open blocks in this thread. In a thread of the autograd engine, the number
+// in the thread that called `backward()`.
 inline long open_here() {
   PyObject* count = get_obj_in_tls("torchop_blocks");
   return count == nullptr ? 0 : PyLong_AsLong(count);
@@ -18,10 +19,10 @@ inline bool is_disabled() {
   return C10_UNLIKELY(disabled_blocks.load(std::memory_order_relaxed) != 0) && open_here() > 0;
 }
 
-// Opens or closes blocks. PyTorch restores the count when a backward ends.
+// Opens this many blocks, or closes blocks if the number is negative.
 inline void change_blocks(int by) {
-  // A thread must not end with its own object here: PyTorch would take the GIL to free it, which
-  // aborts during interpreter finalization. So 0 is one shared object that is never freed.
+  // When a thread ends, PyTorch acquires the GIL to free this object, which aborts during
+  // finalization of the interpreter. So 0 is a shared object that is never freed.
   static const auto& none = *new SafeObject(make_safe_object(PyLong_FromLong(0)));
   disabled_blocks += by;
   const long open = std::max(open_here() + by, 0L);

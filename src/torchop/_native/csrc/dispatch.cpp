@@ -17,17 +17,17 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
   return member_of(Functor{}, member_of(Boxed{}, kernel)).get();
 }
 
-// PythonKernelHolder (torch/csrc/utils/python_dispatch.cpp) stores the Python function of a kernel.
-// No header declares the class, so its objects are recognized by their vtable, and the function is
-// read at the offset that `learn_kernels` found.
+// The layout of PythonKernelHolder (torch/csrc/utils/python_dispatch.cpp), the class of kernels
+// that are Python functions: the vtable, by which objects are recognized, and the offset of the
+// function. Set by `probe_kernels`.
 const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
 
-// The offset of the flags `with_keyset_` and `with_op_`, after the function (a SafePyObject, two
-// words) and the key. 0 if unknown.
+// The offset of the flags `with_keyset_` and `with_op_` in PythonKernelHolder. They come after the
+// function (a SafePyObject, two words) and the key.
 size_t keys_flag_offset = 0;
 
-// basicAutogradNotImplementedFallback. It redispatches if no input requires grad.
+// basicAutogradNotImplementedFallback, which redispatches if no input requires grad.
 c10::KernelFunction autograd_fallback;
 const void* autograd_fallback_function = nullptr;
 
@@ -76,7 +76,8 @@ PyObject* python_function(const c10::KernelFunction& kernel) {
 
 namespace {
 
-// Finds the vtable of PythonKernelHolder and the offset of its function, in the CPU kernel of `op`.
+// Finds the vtable of PythonKernelHolder, and the offset of the function, in the CPU kernel of
+// `op`.
 bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   holder_vtable = autograd_fallback_function = nullptr;
   const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
@@ -89,8 +90,8 @@ bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
     autograd_fallback = fallback;
     autograd_fallback_function = boxed_function(fallback);
   }
-  // After the vtable pointer and the reference counts. The object is larger than this, so all reads
-  // are in bounds.
+  // The function comes after the vtable pointer and the reference counts. All reads are in bounds,
+  // because the object is larger.
   constexpr size_t last = 4 * sizeof(void*);
   for (size_t offset = sizeof(void*); offset <= last; offset += sizeof(void*)) {
     if (word_at(functor, offset) == function) {
@@ -102,7 +103,7 @@ bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   return false;
 }
 
-// Finds the offset of the flags by the kernels' known values of key and flags.
+// Checks that the key and the flags are where they should be, in two kernels with known values.
 bool probe_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys) {
   const DispatchKeySet cpu(DispatchKey::CPU);
   const c10::KernelFunction& without = table_of(plain).lookup(cpu);
@@ -121,7 +122,7 @@ bool probe_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& wi
 
 } // namespace
 
-bool learn_kernels(
+bool probe_kernels(
     const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys, PyObject* function) {
   return probe_layout(plain, function) && probe_flags(plain, with_keys);
 }
@@ -142,14 +143,14 @@ namespace {
 
 constexpr uint64_t backends = (uint64_t{1} << c10::num_backends) - 1;
 
-// Returns whether the dispatcher treats dense tensors of a backend like CPU tensors: the call only
-// goes through the backend's own autograd and dense keys.
+// Returns whether dense tensors of a backend only have the Dense and Autograd keys of that backend,
+// like CPU tensors.
 bool is_plain(c10::BackendComponent backend) {
   switch (backend) {
-    case c10::BackendComponent::MetaBit: // no data; the fake kernel computes metadata
-    case c10::BackendComponent::XLABit:  // lazy backends, which record calls and compute later
+    case c10::BackendComponent::MetaBit: // runs the fake kernel
+    case c10::BackendComponent::XLABit:  // lazy backends, which record calls to run them later
     case c10::BackendComponent::LazyBit:
-    case c10::BackendComponent::PrivateUse2Bit: // unused by PyTorch, so their meaning is unknown
+    case c10::BackendComponent::PrivateUse2Bit: // not used by PyTorch, so their meaning is unknown
     case c10::BackendComponent::PrivateUse3Bit:
       return false;
     default:
@@ -174,15 +175,15 @@ const uint64_t plain_backends = [] {
   return keys.raw_repr();
 }();
 
-// All keys that a dense tensor of a supported backend may have. Excludes Python, Sparse, Quantized,
-// NestedTensor, Conjugate, Negative, ZeroTensor and the functorch keys.
+// All keys that a dense tensor may have. Excludes Python, Sparse, Quantized, NestedTensor,
+// Conjugate, Negative, ZeroTensor and the functorch keys.
 const uint64_t plain_keys = [] {
   DispatchKeySet keys(DispatchKey::Dense);
   each_plain_backend([&](auto backend) {
     keys = keys | c10::getAutogradRelatedKeySetFromBackend(backend) |
         c10::getAutocastRelatedKeySetFromBackend(backend);
   });
-  return keys.raw_repr() | backends; // `tensors_reason` checks the backend bits separately
+  return keys.raw_repr() | backends; // backend bits are checked against `plain_backends`
 }();
 
 } // namespace
@@ -220,8 +221,8 @@ std::vector<DispatchKey> plain_backend_keys() {
 Route find_route(
     const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {
   Route route;
-  // Like DispatchKeyExtractor, masks out keys with a fallthrough kernel. Operators with one mask
-  // per backend are rare, so the loop below finds their fallthroughs instead.
+  // Like DispatchKeyExtractor, mask out keys with a fallthrough kernel. If the mask differs between
+  // backends, which is rare, the loop below skips the fallthroughs.
   const c10::DispatchKeyExtractor& extractor = entry.dispatchKeyExtractor();
   if (C10_LIKELY(!member_of(PerBackend{}, extractor)))
     keys = keys & member_of(NonFallthrough{}, extractor);
@@ -231,7 +232,7 @@ Route find_route(
       if (C10_UNLIKELY(kernel.isFallthrough())) {
         const DispatchKey key = keys.highestPriorityTypeId();
         if (key == DispatchKey::Undefined)
-          return route; // no kernel is left
+          return route; // no kernel
         keys = keys.remove(key);
         continue;
       }
@@ -245,7 +246,7 @@ Route find_route(
       } else if (function == own.autograd) {
         route.through_autograd = true;
         keys = keys & c10::after_autograd_keyset;
-      } else if (function == own.version_counter) { // `count_versions` in call.cpp replaces it
+      } else if (function == own.version_counter) { // replaced by `count_versions` in call.cpp
         route.through_version_counter = true;
         keys = keys & c10::after_ADInplaceOrView_keyset;
       } else if (function == own.backend_select) {
@@ -254,7 +255,7 @@ Route find_route(
         const bool is_autocast = keys.has_any(c10::autocast_dispatch_keyset) &&
             c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
-        // The plan calls a function with the arguments only, but the same function may also be
+        // A native call passes only the arguments. The function may be in the plan and also be
         // registered here with `with_keyset=True`.
         if (C10_UNLIKELY(!is_autocast && takes_keys_or_operator(functor_of(kernel))))
           route.reason = Reason::Kernel;
@@ -263,7 +264,7 @@ Route find_route(
       }
     }
   } catch (const c10::Error&) {
-    return route; // no kernel for these keys: the dispatcher raises the error
+    return route; // no kernel for these keys; the dispatcher raises the error
   }
 }
 

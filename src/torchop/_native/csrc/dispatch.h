@@ -1,7 +1,7 @@
-// dispatch.h: predict the dispatcher's choice of kernels for a call from its own tables.
+// dispatch.h: predict from the dispatcher's tables which kernels it would run for a call.
 //
-// Nothing is cached between calls. A snapshot of the table would contain overrides made before it
-// was taken, and would need a notification of every later change. The table itself cannot be stale.
+// Each call reads the tables again. PyTorch has no notification about changes that would allow to
+// cache anything.
 #pragma once
 
 #include <Python.h>
@@ -37,14 +37,14 @@ struct TensorSummary {
   bool tangent = false;
 };
 
-// Returns whether a value is exactly a Tensor or Parameter. Subclasses may override
+// Returns whether a value is exactly of type Tensor or Parameter. Subclasses may override
 // `__torch_function__` or `__torch_dispatch__`.
 inline bool is_plain_tensor(PyObject* value) {
   return Py_TYPE(value) == tensor_type || Py_TYPE(value) == parameter_type;
 }
 
-// Returns whether a value is a tensor of any class. Unlike isinstance, does not read `__class__`,
-// which may run Python.
+// Returns whether a value is a Tensor or an instance of a subclass. Unlike isinstance, runs no
+// Python code, because it does not read `__class__`.
 inline bool is_tensor(PyObject* value) {
   return is_plain_tensor(value) || PyType_IsSubtype(Py_TYPE(value), tensor_type);
 }
@@ -59,8 +59,8 @@ inline const torch::autograd::AutogradMeta* autograd_meta_of(const at::TensorImp
   return static_cast<const torch::autograd::AutogradMeta*>(member_of(AutogradMetaOf{}, impl).get());
 }
 
-// Merges a plain tensor into a summary. Below autograd, requires_grad and tangents do not affect
-// the call, and reading them is most of the cost.
+// Adds a plain tensor to a summary. Below autograd, requires_grad and tangents have no effect, and
+// reading them would be most of the work.
 template <bool below_autograd>
 inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
   at::TensorImpl* impl = impl_of(tensor);
@@ -72,7 +72,7 @@ inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
     return;
   seen.requires_grad |= meta->requires_grad_ || meta->grad_fn_;
   seen.tangent |= meta->fw_grad_ != nullptr;
-  if (C10_UNLIKELY(meta->is_view_)) { // a view may inherit both from its base
+  if (C10_UNLIKELY(meta->is_view_)) { // may inherit both from its base
     seen.requires_grad |= impl->requires_grad();
     seen.tangent |= THPVariable_Unpack(tensor)._fw_grad(0).defined();
   }
@@ -81,30 +81,31 @@ inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
 // Returns whether a kernel is a Python function (a `PythonKernelHolder`).
 bool is_python_kernel(const c10::KernelFunction& kernel);
 
-// Returns the Python function of a kernel (borrowed), including a kernel that a bypass replaced
-// (see bypass.h). Returns nullptr for other kernels.
+// Returns the Python function of a kernel (borrowed), also if a bypass overrides it (see bypass.h).
+// Returns nullptr for other kernels.
 PyObject* python_function(const c10::KernelFunction& kernel);
 
-// Returns PyTorch's boxed kernel for autograd keys without a registration,
-// basicAutogradNotImplementedFallback. Empty if PyTorch uses a fallthrough there.
+// Returns basicAutogradNotImplementedFallback, PyTorch's kernel at Autograd for operators without
+// one. Empty if PyTorch was configured to use a fallthrough instead.
 const c10::KernelFunction& autograd_fallback_kernel();
 
-// Probes the memory layout of PyTorch's class PythonKernelHolder, which no header declares. `plain`
-// and `with_keys` must be operators whose only kernel is `function` at CPU, registered without and
-// with `with_keyset=True`. Returns false for an unknown layout; native calls must then stay off.
-bool learn_kernels(
+// Finds the memory layout of PyTorch's class PythonKernelHolder, which no header declares. `plain`
+// and `with_keys` are operators with `function` as their only kernel, at CPU, registered without
+// and with `with_keyset=True`. Returns false for an unknown layout. Native calls are then
+// impossible.
+bool probe_kernels(
     const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys, PyObject* function);
 
-// Returns whether a Python kernel receives only the arguments, without `with_keyset=True`, and is
-// not a fallback, which also receives the operator.
+// Returns whether a kernel is a Python function that receives the arguments only. Kernels that were
+// registered with `with_keyset=True` also receive dispatch keys, and fallbacks the operator.
 bool takes_just_arguments(const c10::KernelFunction& kernel);
 
-// Returns the operator's table. Valid while the operator is registered. Reading it is not
-// synchronized with registrations, see lifetime.h.
+// Returns the dispatch table of an operator, valid while the operator is registered. Registrations
+// in other threads modify it; see lifetime.h.
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op);
 
-// The dispatcher kernels of the operator that a native call skips, because it does their work
-// itself. All are Python functions, borrowed from the plan; nullptr if there is none.
+// The dispatcher kernels that a native call skips, because it does their work itself. Python
+// functions, borrowed from the plan, or nullptr.
 struct OwnKernels {
   PyObject* autograd = nullptr;
   PyObject* version_counter = nullptr;
@@ -117,11 +118,11 @@ struct Route {
   bool through_autograd = false; // reached OwnKernels::autograd
   bool through_fallback = false; // reached PyTorch's autograd fallback instead
   bool through_version_counter = false;
-  PyObject* kernel = nullptr; // the Python kernel at the end of the route; borrowed from the table
+  PyObject* kernel = nullptr; // the Python kernel that computes; borrowed from the table
 };
 
-// Returns whether PyTorch skips `__torch_function__` in the next check only, as
-// torch._C._skip_one_hop_torch_function does since PyTorch 2.13.
+// Returns whether PyTorch skips the next check for `__torch_function__`
+// (torch._C._skip_one_hop_torch_function, since PyTorch 2.13).
 template <class State = at::impl::PythonTorchFunctionTLS>
 bool skips_torch_functions() {
   if constexpr (requires { State::peek_skip_next(); })
@@ -135,44 +136,44 @@ inline bool is_traced() {
   return c10::impl::tls_local_dispatch_key_set().included_.has(DispatchKey::Tracer);
 }
 
-// Returns why the thread's state sends calls to the dispatcher, or Reason::Native.
+// Returns why no call of this thread can be native, or Reason::Native.
 inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
-  // Every thread includes BackendSelect and ADInplaceOrView. Other included keys belong to modes,
+  // BackendSelect and ADInplaceOrView are included by default. Any other key belongs to a mode,
   // functorch, torch.jit.trace or the Python dispatcher, which must intercept the call.
   const DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
   if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))
     return Reason::Mode;
-  // Without Dense, nearly every operator fails, so the dispatcher must raise the error.
+  // If Dense is excluded, most calls fail, and the dispatcher must raise the error.
   if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))
     return Reason::Mode;
-  // While a TorchDispatchMode handles a call, PyTorch excludes the keys of functorch and
-  // PythonTLSSnapshot. The Python kernels of torchop restore these keys; a native call would not.
+  // While a TorchDispatchMode handles a call, PyTorch excludes PythonTLSSnapshot and the functorch
+  // keys. The Python kernels of torchop restore these keys, which native calls do not.
   if (C10_UNLIKELY(local.excluded_.has(DispatchKey::PythonTLSSnapshot)))
     return Reason::Mode;
-  // Like the dispatcher. at::hasCallbacks() would take a lock, which costs 40 ns.
+  // The same check as in the dispatcher. at::hasCallbacks() acquires a lock, which takes 40 ns.
   if (C10_UNLIKELY(at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value()))
     return Reason::Profiler;
   if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))
     return Reason::FunctionMode;
-  // The first check for `__torch_function__` resets this flag. That must happen in the dispatcher,
-  // not in an operator that the kernel calls.
+  // The next check for `__torch_function__` resets this flag. That must be the check for this call,
+  // and not for an operator that the kernel calls.
   if (C10_UNLIKELY(skips_torch_functions()))
     return Reason::FunctionMode;
   return Reason::Native;
 }
 
-// Returns whether a tensor has only the dispatch keys of a dense tensor of a supported backend.
+// Returns whether a tensor is dense, on a supported backend, and has no other dispatch keys.
 bool has_plain_keys(const at::TensorImpl& impl);
 
-// Returns why these tensors send a call to the dispatcher, or Reason::Native. Native calls need
-// dense tensors of one supported backend without tangents.
+// Returns why a call with these tensors cannot be native, or Reason::Native. Native calls require
+// dense tensors without tangents, all on one supported backend.
 Reason tensors_reason(const TensorSummary& seen);
 
 // Returns the dispatch keys of the supported backends, such as CPU, CUDA and PrivateUse1.
 std::vector<DispatchKey> plain_backend_keys();
 
-// Walks the table from the highest key to the kernel that computes, skipping the kernels in `own`
-// as they would redispatch. `Route::reason` is not Native if the walk meets any other kernel. Runs
+// Follows the redispatches of the kernels in `own`, and of PyTorch's autograd fallback, from the
+// highest key to the first other kernel. `Route::reason` is Native if that is a Python kernel. Runs
 // no kernels.
 Route find_route(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys);
 

@@ -1,4 +1,5 @@
-// entry.cpp: the entry point of calls. Find the plan, run it, or fall back to the dispatcher.
+// entry.cpp: the entry point for calls. Finds the plan and runs it, or falls back to the
+// dispatcher.
 #include "entry.h"
 
 #include <cxxabi.h>
@@ -34,8 +35,8 @@ void raise_deregistered(Entry& entry) {
   THPObjectPtr kind(module ? PyObject_GetAttrString(module.get(), "OperatorGoneError") : nullptr);
   if (!kind)
     return;
-  // `torchop` records why it deregistered an operator, and `refresh` raises that reason. Destroying
-  // a torch.library.Library records nothing, so the message below is all that is known.
+  // `refresh` raises the reason if torchop deregistered the operator. Destroying a
+  // torch.library.Library leaves no reason.
   if (!refresh_plan(entry) && PyErr_ExceptionMatches(kind.get()))
     return;
   PyErr_Clear();
@@ -52,7 +53,7 @@ void explain_refusal(PyObject* callee) {
   PyErr_Fetch(&type, &error, &traceback);
   PyErr_NormalizeException(&type, &error, &traceback);
   THPObjectPtr explained(PyObject_CallMethod(callee, "_explain_refusal", "O", error));
-  PyErr_Restore(type, error, traceback); // also drops an exception that the method raised
+  PyErr_Restore(type, error, traceback); // discards an exception from the method
   if (explained && explained.get() != Py_None)
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(explained.get())), explained.get());
 }
@@ -68,8 +69,7 @@ __attribute__((noinline, cold)) PyObject* raise_stack_overflow(const Entry& entr
   return nullptr;
 }
 
-// Guards `observer` while a call copies the reference. Not held while the observer runs, because an
-// observer may replace itself.
+// Guards `observer`. Not held while the observer runs, because it may replace itself.
 std::mutex observer_mutex;
 
 } // namespace
@@ -85,8 +85,8 @@ void exchange_observer(PyObject* given) {
 
 namespace {
 
-// Calls the observer before the call falls back to the dispatcher. The observer runs Python, which
-// may deregister the operator: then returns false with OperatorGoneError set.
+// Calls the observer before a call falls back to the dispatcher. Returns false with
+// OperatorGoneError set if the observer deregistered the operator.
 __attribute__((noinline, cold)) bool call_observer(
     Entry& entry, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   WithoutDynamo frames;
@@ -96,7 +96,7 @@ __attribute__((noinline, cold)) bool call_observer(
     callee = THPObjectPtr(Py_XNewRef(observer));
   }
   if (entry.refresh == nullptr || !callee)
-    return true; // the garbage collector cleared the entry, or another thread removed the observer
+    return true; // cleared by the garbage collector, or removed by another thread
   const Py_ssize_t positional = PyVectorcall_NARGS(nargsf);
   const Py_ssize_t count = positional + (keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords));
   std::vector<PyObject*> all{entry.refresh};
@@ -104,17 +104,17 @@ __attribute__((noinline, cold)) bool call_observer(
   THPObjectPtr result(
       PyObject_Vectorcall(callee.get(), all.data(), size_t(positional) + 1, keywords));
   if (!result)
-    PyErr_WriteUnraisable(callee.get()); // a failure to log must not fail the call
+    PyErr_WriteUnraisable(callee.get()); // the call must not fail because logging fails
   if (!is_deregistered(entry))
     return true;
   raise_deregistered(entry);
   return false;
 }
 
-// Clears the plan if the call found a kernel that the plan does not know. PyTorch has no
-// notification for kernels that other packages register. If a new plan does not know the kernel
-// either, compiling again for each call would be slow, so it happens only when the counter is a
-// power of two.
+// Clears the plan if the call found an unknown kernel in the dispatch table, because PyTorch has no
+// notification for kernels that other packages register. A new plan may not support the kernel
+// either. Compiling a plan for each call would be slow, so this happens only if the number of such
+// calls is a power of two.
 __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, Reason reason) {
   const uint64_t count = entry.counters[size_t(reason)];
   const bool is_about_kernels = reason == Reason::Kernel || reason == Reason::Operator;
@@ -122,7 +122,7 @@ __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, 
     release_plan(entry.plan.exchange(nullptr));
 }
 
-// Replaces the RuntimeError of the dispatcher by OperatorGoneError, and makes it the `__cause__`.
+// Raises OperatorGoneError from the current exception.
 __attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry) {
   PyObject *type, *cause, *traceback, *error;
   PyErr_Fetch(&type, &cause, &traceback);
@@ -136,21 +136,21 @@ __attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry)
   PyErr_Restore(type, error, traceback);
 }
 
-// Calls the dispatcher. Out of line, and not part of the flattened `call_entry`.
+// Calls the dispatcher. Out of line, because `call_entry` is flattened.
 __attribute__((noinline)) PyObject* dispatch_call(
     Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   THPObjectPtr callee;
   if (dispatch == nullptr) {
     Py_BEGIN_CRITICAL_SECTION(reinterpret_cast<PyObject*>(&entry));
-    // A new reference, because another thread may replace `entry.dispatch` during the call.
+    // Owned, because another thread may replace `entry.dispatch` during the call.
     callee = THPObjectPtr(Py_NewRef(entry.dispatch));
     Py_END_CRITICAL_SECTION();
     dispatch = callee.get();
   }
   PyObject* result = nullptr;
   {
-    // The counting Operator of a packet counts the call itself, for all overloads that the packet
-    // tries.
+    // If `dispatch` is an Operator without an entry, it counts the call for all overloads of the
+    // packet, so the call is not counted here.
     const bool is_counted = Py_TYPE(dispatch) == operator_type || entry.lifetime == nullptr;
     const DispatcherCall call(
         is_counted ? c10::ArrayRef<LifetimePointer>() : c10::ArrayRef(entry.lifetime));
@@ -159,8 +159,8 @@ __attribute__((noinline)) PyObject* dispatch_call(
   }
   if (C10_LIKELY(result != nullptr || !is_deregistered(entry)))
     return result;
-  // Deregistering during the call frees the schema and the kernels, so the dispatcher may have
-  // failed with an internal assert.
+  // The operator was deregistered during the call, so the dispatcher may have failed with an
+  // internal assert.
   if (PyErr_Occurred() == nullptr)
     raise_deregistered(entry);
   else if (PyErr_Occurred() == PyExc_RuntimeError)
@@ -170,12 +170,12 @@ __attribute__((noinline)) PyObject* dispatch_call(
 
 } // namespace
 
-// Flattened, because every frame between the kernel and the interpreter costs extra: the calls in
-// the kernel have evicted the return addresses from the processor's return stack buffer. Functions
-// that few calls need are `noinline`, and so stay out.
+// Flattened, because each return to a frame below the kernel is mispredicted: the calls in the
+// kernel have evicted the addresses from the processor's return stack buffer. Rare paths are
+// `noinline`.
 //
-// `no_sanitize("null")`: a forced unwind has no exception object, so UBSan would report that the
-// handler below binds a reference to null.
+// A forced unwind has no exception object, so UBSan would report that the handler below binds a
+// reference to null.
 __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
     Entry& entry,
     PyObject* dispatch,
@@ -196,19 +196,18 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
 #endif
   Reason reason = Reason::Native;
   PyObject* result = nullptr;
-  // The interpreter calls this function from C, so no C++ exception may propagate. HANDLE_TH_ERRORS
-  // would also construct a PyWarningHandler. No code here issues C++ warnings, and the handler
-  // takes longer than the rest of this function.
+  // The caller is C code, so no C++ exception may propagate. HANDLE_TH_ERRORS would also construct
+  // a PyWarningHandler, which takes longer than the rest of this function. No code here issues C++
+  // warnings.
   try {
-    // True for calls of a packet. `OpOverload._op` may dispatch in Python, while the packet's
-    // function always enters the C++ dispatcher.
+    // True for calls to a packet, which PyTorch always runs in the C++ dispatcher.
     const bool enters_cpp = dispatch != nullptr && dispatch != entry.dispatch;
     result = try_call(*plan, args, nargsf, keywords, enters_cpp, reason);
 #ifdef __GLIBCXX__
   } catch (const abi::__forced_unwind&) {
-    // pthread_exit unwinds the stack. CPython calls it when a daemon thread acquires the GIL after
-    // finalization, so no object may be touched. The unwinding must continue: swallowing it aborts
-    // the process.
+    // CPython calls pthread_exit if a daemon thread acquires the GIL after finalization. That
+    // unwinds the stack. No Python object may be used, and swallowing the exception would abort the
+    // process.
     plan.abandon();
     throw;
 #endif
@@ -304,8 +303,7 @@ PyObject* get_dispatch(PyObject* self, void*) {
 
 int set_dispatch(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
-  // Bound to the operator registered now, because `value` calls this one. Another operator may have
-  // the same name by the time of the first plan.
+  // `value` calls the operator that is registered now. Later, another operator may have the name.
   THPObjectPtr name(PyObject_Str(entry_of(self).name));
   THPObjectPtr names(name ? PyTuple_Pack(1, name.get()) : nullptr);
   if (!names)
@@ -339,10 +337,7 @@ PyObject* get_counters(PyObject* self, void*) {
   return result;
 }
 
-// explain(*args, **kwargs) decides about a call without running it. Returns a tuple: the reason;
-// three booleans (the call passes torchop's Autograd kernel, it passes torchop's ADInplaceOrView
-// kernel, it records a gradient or runs the autograd fallback); the kernel, or None; and the index
-// of the argument that the reason is about.
+// explain(*args, **kwargs) returns how a call would run, without running it; see _call_path.pyi.
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);
@@ -352,14 +347,14 @@ PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
   Values values((*plan).parameters);
   Decision decision = decide(*plan, values, args, size_t(count), keywords);
   const Gradient& gradient = (*plan).gradient;
-  if (decision.records_gradient && is_for_dispatcher(gradient, values))
+  if (decision.records_gradient && needs_dispatcher(gradient, values))
     decision.reason = Reason::Capture;
   return Py_BuildValue(
       "(i(OOO)On)",
       int(decision.reason),
       decision.route.through_autograd ? Py_True : Py_False,
       decision.route.through_version_counter ? Py_True : Py_False,
-      decision.records_gradient || decision.notes_gradient ? Py_True : Py_False,
+      decision.records_gradient || decision.runs_in_fallback ? Py_True : Py_False,
       decision.kernel ? decision.kernel->function : Py_None,
       Py_ssize_t(values.rejected_parameter()));
   END_HANDLE_TH_ERRORS
@@ -367,13 +362,9 @@ PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
 
 PyGetSetDef entry_attributes[] = {
     {"name", get_name, nullptr, "The name of the operator.", nullptr},
-    {"plan", get_plan, set_plan, "The plan that calls follow; None after a registration.", nullptr},
-    {"dispatch", get_dispatch, set_dispatch, "What calls the dispatcher.", nullptr},
-    {"counters",
-     get_counters,
-     nullptr,
-     "Calls by the reason that sent them to the dispatcher.",
-     nullptr},
+    {"plan", get_plan, set_plan, "The current plan; None after a registration.", nullptr},
+    {"dispatch", get_dispatch, set_dispatch, "The function that calls the dispatcher.", nullptr},
+    {"counters", get_counters, nullptr, "The number of calls by reason.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
@@ -381,7 +372,7 @@ PyMethodDef entry_methods[] = {
     {"explain",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(explain)),
      METH_FASTCALL | METH_KEYWORDS,
-     "How a call with these arguments would go."},
+     "Return how a call with these arguments would run."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,4 +1,4 @@
-// errors.h: propagate Python exceptions through C++ code.
+// errors.h: propagate Python exceptions as C++ exceptions.
 #pragma once
 
 #include <Python.h>
@@ -8,13 +8,12 @@
 
 namespace torchop {
 
-// Throws the current Python exception. Out of line, because an inlined throw expression is larger
-// than most callers.
+// Throws the current Python exception. Out of line, because a throw expression takes much code.
 [[noreturn]] __attribute__((noinline, cold)) inline void throw_python_error() {
   throw python_error();
 }
 
-// Takes ownership of a new reference. Throws the current Python exception if it is nullptr.
+// Takes ownership of a new reference, or throws the current Python exception if it is nullptr.
 inline THPObjectPtr checked(PyObject* object) {
   if (object == nullptr)
     throw_python_error();

@@ -1,5 +1,5 @@
-// flat.h: flatten the inputs and results of a call for autograd, where each tensor of a list is a
-// separate input or output.
+// flat.h: flatten inputs and results for autograd. Each tensor in a list is an input or output of
+// the node.
 #pragma once
 
 #include <Python.h>
@@ -18,8 +18,8 @@ inline PyObject* as_bool(bool value) {
   return Py_NewRef(value ? Py_True : Py_False);
 }
 
-// Returns the gradient edge of a tensor. torch::autograd::impl::gradient_edge is only called for
-// views, because it checks three times, out of line, whether the tensor is a view.
+// Returns the gradient edge of a tensor. Faster than torch::autograd::impl::gradient_edge, which
+// checks three times, out of line, whether the tensor is a view.
 inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
@@ -33,24 +33,24 @@ inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
   return {torch::autograd::impl::grad_accumulator(tensor), 0};
 }
 
-// The inputs of a node: edges and metadata, flat for autograd, and in the structure of the
-// arguments for `ctx`. Paths for lists and for other packages' operators are out of line: `record`
-// is flattened, so each would be inlined there.
+// The inputs of a node: edges and metadata for autograd, which are flat, and values for `ctx`,
+// which have the structure of the arguments. Rare paths are `noinline`, because `record` is
+// flattened.
 struct Inputs {
   torch::autograd::edge_list edges;
   std::vector<bool> are_tensors;
   THPObjectPtr need_grad;
   std::vector<torch::autograd::VariableInfo> infos; // read by compiled autograd
-  torch::autograd::variable_list variables;         // filled only if a kernel may return an input
-  // The structure of list arguments, nullptr without lists. `layout` holds the length of each list,
-  // for torchop's operators. `metadata` computes `ctx._pt_metadata` from the result, for operators
-  // of torch.library.
+  torch::autograd::variable_list variables;         // empty if a kernel cannot return an input
+  // The structure of list arguments, nullptr without lists. For formulas of torchop, `layout` has
+  // the length of each list. For formulas of torch.library, `metadata` is a function from the
+  // result to `ctx._pt_metadata`.
   THPObjectPtr layout, metadata;
 
   Inputs(const Values& values, const Gradient& gradient)
       : keeps_variables_(gradient.may_return_inputs) {
     if (gradient.inputs != nullptr)
-      add_spread_out(values, gradient.inputs);
+      add_flattened(values, gradient.inputs);
     else if (gradient.as_dispatched)
       add_as_dispatched(values.count_passed(), [&](size_t index) { return values[index]; });
     else
@@ -65,7 +65,7 @@ struct Inputs {
     need_grad = checked(PyTuple_New(Py_ssize_t(size)));
   }
 
-  // The positional arguments, for torchop's operators.
+  // For formulas of torchop: all positional arguments.
   void add_all(const Values& values) {
     const Parameters& parameters = values.parameters();
     bool has_tensor_lists = false;
@@ -83,8 +83,8 @@ struct Inputs {
       layout = layout_of(values);
   }
 
-  // The arguments that the dispatcher passes, for operators of torch.library. Its function takes
-  // one object more, for which its backward returns None.
+  // For formulas of torch.library: the arguments that the dispatcher passes, and one more object,
+  // for which the backward returns None.
   template <class Item>
   __attribute__((noinline)) void add_as_dispatched(size_t count, Item&& item) {
     reserve(count + 1);
@@ -93,10 +93,10 @@ struct Inputs {
     PyTuple_SET_ITEM(need_grad.get(), count, add(Py_None, false));
   }
 
-  // The same for operators with lists, which `Gradient::inputs` flattens.
-  __attribute__((noinline)) void add_spread_out(const Values& values, PyObject* spread_out) {
+  // For formulas of torch.library with lists, which `Gradient::inputs` flattens.
+  __attribute__((noinline)) void add_flattened(const Values& values, PyObject* flatten) {
     THPObjectPtr args = checked(values.positional().release());
-    THPObjectPtr found = checked(PyObject_CallOneArg(spread_out, args.get()));
+    THPObjectPtr found = checked(PyObject_CallOneArg(flatten, args.get()));
     PyObject *list, *metadata_of;
     if (!PyArg_ParseTuple(found.get(), "O!O", &PyList_Type, &list, &metadata_of))
       throw_python_error();
@@ -114,7 +114,7 @@ struct Inputs {
     infos.emplace_back(tensor);
     if (keeps_variables_)
       variables.push_back(tensor);
-    // A view made under no_grad has no edge, but requires grad if its base does.
+    // A view that was created under no_grad has no edge, but may require grad because of its base.
     return as_bool(edge.is_valid() || impl_of(value)->requires_grad());
   }
 
@@ -152,31 +152,31 @@ inline PyObject* output(PyObject* result, size_t index) {
   return PyTuple_Check(result) ? PyTuple_GET_ITEM(result, index) : result;
 }
 
-// The outputs of a node.
+// The outputs of a node, with lists flattened.
 struct Outputs {
   THPObjectPtr flat;
-  // The length of each list, or None for a result that is no list. Without lists it is nullptr and
-  // `flat` is the result itself.
+  // For each result, the length of the list, or None if it is not a list. nullptr without lists:
+  // `flat` is then the result itself.
   THPObjectPtr layout;
   bool are_tuple = false;
 
   Outputs(const Gradient& gradient, THPObjectPtr result) : are_tuple(PyTuple_Check(result.get())) {
     bool has_lists = false;
     for (size_t index = 0; index < output_count(result.get()); ++index)
-      has_lists |= is_spread_out(gradient, output(result.get(), index));
+      has_lists |= is_flattened(gradient, output(result.get(), index));
     if (C10_UNLIKELY(has_lists))
-      spread_out(gradient, result.get());
+      flatten(gradient, result.get());
     else
       flat = std::move(result);
   }
 
-  // Gives connected outputs the structure of the result.
-  THPObjectPtr gathered(THPObjectPtr connected) const {
-    return layout ? gathered_in_lists(connected.get()) : std::move(connected);
+  // Restores the structure of the result, after its tensors were attached to the node.
+  THPObjectPtr restored(THPObjectPtr connected) const {
+    return layout ? restore_lists(connected.get()) : std::move(connected);
   }
 
  private:
-  __attribute__((noinline)) THPObjectPtr gathered_in_lists(PyObject* connected) const {
+  __attribute__((noinline)) THPObjectPtr restore_lists(PyObject* connected) const {
     const Py_ssize_t count = PyTuple_GET_SIZE(layout.get());
     THPObjectPtr values = checked(PyTuple_New(count));
     Py_ssize_t start = 0;
@@ -197,9 +197,8 @@ struct Outputs {
                      : THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(values.get(), 0)));
   }
 
-  // torchop flattens all lists. torch.library flattens only lists of tensors, and only for
-  // operators with list arguments.
-  static bool is_spread_out(const Gradient& gradient, PyObject* value) {
+  // torch.library flattens only lists of tensors, and only if the operator has list arguments.
+  static bool is_flattened(const Gradient& gradient, PyObject* value) {
     if (!PyList_Check(value))
       return false;
     if (!gradient.as_dispatched)
@@ -210,13 +209,13 @@ struct Outputs {
     return are_tensors;
   }
 
-  __attribute__((noinline)) void spread_out(const Gradient& gradient, PyObject* result) {
+  __attribute__((noinline)) void flatten(const Gradient& gradient, PyObject* result) {
     const size_t count = output_count(result);
     THPObjectPtr items = checked(PyList_New(0));
     layout = checked(PyTuple_New(Py_ssize_t(count)));
     for (size_t index = 0; index < count; ++index) {
       PyObject* value = output(result, index);
-      const bool is_list = is_spread_out(gradient, value);
+      const bool is_list = is_flattened(gradient, value);
       const Py_ssize_t end = PyList_GET_SIZE(items.get());
       PyObject* length = is_list ? PyLong_FromSsize_t(PyList_GET_SIZE(value)) : Py_NewRef(Py_None);
       PyTuple_SET_ITEM(layout.get(), index, checked(length).release());

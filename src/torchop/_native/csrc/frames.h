@@ -1,22 +1,22 @@
 // frames.h: keep Dynamo from tracing kernels.
 //
-// Below a frame that Dynamo compiled, its eval-frame callback would trace the kernel like user
-// code. torchop's dispatcher kernels are marked in their code objects. The user's function cannot
-// be marked, because users may compile it themselves.
+// Inside a frame that Dynamo compiled, its eval-frame callback would also trace the kernels of
+// native calls. The code objects of torchop's own functions are marked to prevent that. Kernels
+// cannot be marked, because users may compile these functions themselves.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// torch._C._dynamo.eval_frame.set_eval_frame; owned, set when the extension is loaded.
+// torch._C._dynamo.eval_frame.set_eval_frame (owned). Set when the extension is loaded.
 inline PyObject* set_eval_frame = nullptr;
 
-// The main interpreter. PyTorch does not support others.
+// The main interpreter. PyTorch does not support subinterpreters.
 inline PyInterpreterState* interpreter = nullptr;
 
-// Suspends Dynamo's callback in this thread for the lifetime of the object. Costs one comparison if
-// Dynamo was never used.
+// Suspends Dynamo's callback in this thread for the lifetime of the object. If Dynamo was never
+// used, this is one comparison.
 class WithoutDynamo {
  public:
   WithoutDynamo() {
@@ -42,7 +42,7 @@ class WithoutDynamo {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback); // the exception of the kernel, if it raised one
     Py_XDECREF(PyObject_CallOneArg(set_eval_frame, previous_));
-    PyErr_Restore(type, value, traceback); // drops an exception of the call above
+    PyErr_Restore(type, value, traceback); // discards an exception from set_eval_frame
     Py_DECREF(previous_);
   }
 

@@ -1,4 +1,4 @@
-// free_threads.cpp: the registry of threads that make native calls, and freeing of replaced plans.
+// free_threads.cpp: keep track of threads that make native calls, and free replaced plans.
 #include "free_threads.h"
 
 #ifdef Py_GIL_DISABLED
@@ -14,17 +14,17 @@ namespace torchop {
 namespace {
 
 struct Threads {
-  // Guards all members, and the arrays of each Thread. No Python code may run while it is held.
+  // Guards all members and the arrays of all Threads. No Python code may run while it is held.
   std::mutex mutex;
-  // Threads that have made native calls and are still running.
+  // The running threads that have made native calls.
   std::vector<Thread*> all;
-  std::vector<PyObject*> plans; // replaced plans that a call may use; owned
-  size_t count = 0;             // number of threads so far
+  std::vector<PyObject*> plans; // replaced plans that calls may still use; owned
+  size_t count = 0;             // number of threads that were ever in `all`
 };
 
 Threads& threads() {
-  // A forked child has only the forking thread. Holding the mutex across fork leaves the child's
-  // copy consistent.
+  // The mutex is held during a fork, so the child gets a consistent copy. The child has only the
+  // thread that forked.
   static auto* made = [] {
     pthread_atfork(
         [] { threads().mutex.lock(); },
@@ -40,7 +40,7 @@ Threads& threads() {
   return *made;
 }
 
-// Returns whether a running call of any thread uses a plan. Requires the mutex.
+// Returns whether a running call on any thread uses the plan. The caller must hold the mutex.
 bool is_in_use(PyObject* plan) {
   for (const Thread* each : threads().all) {
     for (size_t call = 0; call < each->capacity; ++call) {
@@ -51,7 +51,7 @@ bool is_in_use(PyObject* plan) {
   return false;
 }
 
-// Unregisters the thread when it ends.
+// Removes the thread from `Threads::all` when it ends.
 struct Registered {
   ~Registered() {
     const std::lock_guard<std::mutex> lock(threads().mutex);
@@ -119,7 +119,7 @@ void free_plans() {
     plans_to_free.store(threads().plans.size());
   }
   for (PyObject* plan : unused)
-    Py_DECREF(plan); // may run Python, so the mutex is released
+    Py_DECREF(plan); // not under the mutex, because it may run Python code
 }
 
 void release_plan(PyObject* plan) {
@@ -133,8 +133,7 @@ void release_plan(PyObject* plan) {
 }
 
 PyObject* new_reference(const PlanPointer& plan) {
-  // A plan that is replaced from now on is freed under the mutex, so this one lives until the
-  // reference is counted.
+  // `free_plans` needs the mutex, so the plan cannot be freed before the reference is counted.
   const std::lock_guard<std::mutex> lock(threads().mutex);
   return Py_XNewRef(plan.load());
 }
@@ -143,8 +142,8 @@ void make_immortal(Thread& here, PyObject* callee) {
   here.calls_until_check = Thread::interval;
   if (callee->ob_ref_local == UINT32_MAX || callee->ob_tid == _Py_ThreadId())
     return;
-  // GC_VisitObjects stops all other threads, so none of them counts references while the fields are
-  // set. The callback stops at the first object.
+  // PyUnstable_GC_VisitObjects stops all other threads, so none of them counts references while the
+  // fields are set. The callback returns 0 to end the visit at the first object.
   PyUnstable_GC_VisitObjects(
       [](PyObject*, void* argument) {
         auto* object = static_cast<PyObject*>(argument);

@@ -1,10 +1,10 @@
-// free_threads.h: synchronization of native calls with registrations, with and without the GIL.
+// free_threads.h: synchronize native calls with registrations in other threads.
 //
-// With the GIL, a borrowed pointer is valid until Python code runs, and most of this file is empty.
-// Without it, a call publishes in its Thread the plan that it uses, and then checks that the plan
-// is still current (like hazard pointers). A registration replaces the plan first, and frees the
-// old one when no Thread has it. Calls never write shared memory: a shared reference count would
-// make them contend for its cache line.
+// With the GIL, a borrowed pointer stays valid until Python code runs, and most of this file is
+// empty. Without the GIL, plans are protected by hazard pointers: a call publishes the plan in its
+// Thread, and then checks that the plan is still current. A registration replaces the plan, and
+// frees the old one when no Thread has it any more. With a reference count instead, all threads
+// that call an operator would contend for one cache line.
 #pragma once
 
 #include <Python.h>
@@ -25,28 +25,27 @@
 
 namespace torchop {
 
-// A plan (owned reference). Calls read it; registrations replace it and call `release_plan` with
-// the old one.
+// An owned reference to a plan. Registrations replace it, and pass the old plan to `release_plan`.
 using PlanPointer = std::atomic<PyObject*>;
 
 #ifdef Py_GIL_DISABLED
 
 inline constexpr bool has_gil = false;
 
-// Drops a reference to a replaced plan, once no call uses it. May run Python.
+// Releases the reference to a replaced plan when no call uses it any more. May run Python code.
 void release_plan(PyObject* plan);
 
-// Returns a new reference to a plan, or nullptr. Blocks `free_plans` meanwhile.
+// Returns a new reference to the current plan, or nullptr.
 PyObject* new_reference(const PlanPointer& plan);
 
-// The number of replaced plans that running calls may use.
+// The number of replaced plans that running calls may still use.
 inline std::atomic<size_t> plans_to_free = 0;
 
-// Frees replaced plans that no call uses any more. May run Python.
+// Frees replaced plans that no call uses any more. May run Python code.
 void free_plans();
 
-// Announces that this thread reads a dispatcher table, for the lifetime of the object. Must be
-// short and must not block, because `wait_for_table_reads` spins.
+// Marks this thread as reading a dispatch table for the lifetime of the object, which must be
+// short, because `wait_for_table_reads` spins.
 class TableRead {
  public:
   explicit TableRead(Thread& here) : thread_(here) {
@@ -62,24 +61,23 @@ class TableRead {
   Thread& thread_;
 };
 
-// Waits until no thread reads a table that was marked as changing before (Lifetime::exists or
-// ::changes). Readers check these after announcing themselves, so later ones stay out.
+// Waits until no thread reads a table that was marked as changing (`Lifetime::exists` or
+// `Lifetime::changes`). A thread that starts to read later notices that itself.
 void wait_for_table_reads();
 
-// Makes an object immortal if other threads call it, so that its references are no longer counted.
+// Makes an object immortal if other threads call it. Its references are then no longer counted.
 __attribute__((noinline, cold)) void make_immortal(Thread& here, PyObject* callee);
 
-// Reports a call of an object. Threads that call the same object contend for its reference count.
-// CPython 3.13 makes module-level functions immortal for this reason; this function does the same
-// for kernels and handles, if a sampled call finds them used by several threads.
+// Called for each kernel and handle that is called. Threads that call the same object contend for
+// its reference count. CPython 3.13 makes module-level functions immortal for this reason. This
+// function does so for an object if a sampled call shows that several threads call it.
 inline void note_call(PyObject* callee) {
   Thread& here = this_thread();
   if (C10_UNLIKELY(--here.calls_until_check == 0))
     make_immortal(here, callee);
 }
 
-// Counts calls by reason. Each thread increments one of several parts, so that threads do not
-// contend for a cache line.
+// Counts calls by reason, in several parts, because threads would contend for one cache line.
 class Counters {
  public:
   static constexpr size_t size() {
@@ -98,7 +96,7 @@ class Counters {
     std::atomic<Part*>& place = parts_[here.number % parts_.size()];
     Part* part = place.load(std::memory_order_acquire);
     if (C10_UNLIKELY(part == nullptr) && (part = make_part(place)) == nullptr)
-      return; // not counted if out of memory
+      return; // out of memory: do not count the call
     part->counts[size_t(reason)].fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -121,7 +119,7 @@ class Counters {
     Part* found = nullptr;
     if (made == nullptr || place.compare_exchange_strong(found, made))
       return made;
-    delete made; // another thread was first
+    delete made; // another thread has created it
     return found;
   }
 

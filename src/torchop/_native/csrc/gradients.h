@@ -7,7 +7,7 @@
 
 namespace torchop {
 
-// Returns whether gradients are a tuple of `count` tensors or None.
+// Returns whether gradients are a tuple with `count` items that are plain tensors or None.
 inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   if (!PyTuple_CheckExact(gradients) || PyTuple_GET_SIZE(gradients) != count)
     return false;
@@ -20,9 +20,8 @@ inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
 }
 
 // Returns whether plain gradients have the shapes and devices of the inputs of the node `ctx`, and
-// are complex for complex inputs only. Returns false also for gradients that autograd would
-// convert, for example by a sum. Returns true if torchop does not support the nodes of this PyTorch
-// release, because then only autograd can check.
+// are complex if and only if the input is. Returns false for gradients that autograd would convert,
+// for example by a sum. Returns true if only autograd can check.
 bool fit_inputs(PyObject* gradients, PyObject* ctx);
 
 } // namespace torchop

@@ -1,13 +1,13 @@
-// handle.cpp: the native handle type, whose calls need no Python frame.
+// handle.cpp: the native type of handles. Calls need no Python frame.
 //
-// Users hold handles before the extension is compiled, so existing handles must become native in
-// place. For this, the Python class reserves two `__slots__`, where the native type stores its
-// vectorcall function and the Entry. Assigning to `__class__` makes a handle native; without the
-// GIL, CPython stops all threads for it. The assignment also gives the handle a dict of its own
-// instead of a key-sharing one, so new handles are created with the native type.
+// Users have handles before the extension is loaded, so existing handles must change their type by
+// an assignment to `__class__`. This requires an equal layout. The Python class therefore has two
+// `__slots__`, in which the native type stores the vectorcall function and the Entry. New handles
+// are created with the native type, because assigning to `__class__` replaces the key-sharing dict
+// of an instance by an ordinary one, which needs more memory.
 //
-// The native type must be created in C. A Python subclass, or an assignment to `__call__`, would
-// reset tp_call to `slot_tp_call`, which calls the Python method.
+// The type is created in C, because for a Python subclass, or after an assignment to `__call__`,
+// CPython would set tp_call to `slot_tp_call`, which calls the Python method.
 #include "handle.h"
 
 #include <structmember.h>
@@ -21,7 +21,7 @@ namespace {
 
 PyTypeObject* base_type = nullptr; // torchop.CustomOp
 PyTypeObject* handle_type = nullptr;
-Py_ssize_t call_offset = 0; // offset of the slot for the vectorcall function
+Py_ssize_t call_offset = 0; // the slot of the vectorcall function
 Py_ssize_t entry_offset = 0;
 
 PyObject*& slot(PyObject* handle, Py_ssize_t offset) {
@@ -38,8 +38,9 @@ PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   return result;
 }
 
-// Deletes the descriptor of a slot, so that Python code cannot access the slot. Objects keep its
-// memory. Returns the slot's definition (borrowed from the type), or nullptr with an exception.
+// Deletes the descriptor of a slot, because Python code must not access the slot. Does not change
+// the layout. Returns the definition of the slot (borrowed from the type), or nullptr with an
+// exception set.
 PyMemberDef* remove_descriptor(PyTypeObject* type, const char* name) {
   THPObjectPtr found(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
   if (!found || Py_TYPE(found.get()) != &PyMemberDescr_Type) {
@@ -59,7 +60,7 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &base, &PyDict_Type, &traceable))
     return nullptr;
   if (handle_type != nullptr) {
-    PyErr_SetString(PyExc_RuntimeError, "the type of handles was made before");
+    PyErr_SetString(PyExc_RuntimeError, "the native type of handles exists already");
     return nullptr;
   }
   auto* python_class = reinterpret_cast<PyTypeObject*>(base);
@@ -67,8 +68,8 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   PyMemberDef* entry = call == nullptr ? nullptr : remove_descriptor(python_class, "_native_entry");
   if (entry == nullptr)
     return nullptr;
-  // The slot holds a function pointer, so traverse, clear and dealloc of the base type must not
-  // treat it as an object.
+  // The slot holds a function pointer, which traverse, clear and dealloc of the base type must not
+  // treat as an object.
   call->type = T_PYSSIZET;
   call_offset = call->offset;
   entry_offset = entry->offset;
@@ -82,8 +83,7 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
       {Py_tp_members, members},
       {0, nullptr},
   };
-  // Assigning `__class__` requires the same layout, including how instances store their dict and
-  // weak references.
+  // These flags are part of the layout, which must be equal for an assignment to `__class__`.
   unsigned long inherited_flags = 0;
 #ifdef Py_TPFLAGS_MANAGED_DICT
   inherited_flags |= Py_TPFLAGS_MANAGED_DICT;
@@ -105,7 +105,7 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   if (!type)
     return nullptr;
   auto* made = reinterpret_cast<PyTypeObject*>(type.get());
-  // Bypasses type.__setattr__, which would reset tp_call when `__call__` is set.
+  // type.__setattr__ would reset tp_call when it sets `__call__`.
   if (PyDict_Update(made->tp_dict, traceable) < 0)
     return nullptr;
   PyType_Modified(made);

@@ -1,9 +1,9 @@
-// kinds.h: schema types, and the conversions of arguments to them.
+// kinds.h: types of arguments, and their conversions.
 //
-// The dispatcher converts arguments: a tuple to a list, an int to a float, a string to a device.
-// Native calls pass an argument unchanged if the dispatcher would, and convert numbers and strings
-// like the dispatcher (an int to a float, an IntEnum to an int). Calls with other arguments fall
-// back to the dispatcher, which converts them or raises the right error.
+// The dispatcher converts arguments to the types of the schema: a tuple to a list, an int to a
+// float, a string to a device. Native calls do the same for lists, numbers and strings. Calls with
+// other arguments that need a conversion fall back to the dispatcher, which converts them or raises
+// an error.
 #pragma once
 
 #include <Python.h>
@@ -21,7 +21,7 @@
 
 namespace torchop {
 
-// The element type of a parameter.
+// The type of a parameter, or of the items of a list.
 enum class Base : uint8_t {
   Tensor,
   Int,
@@ -35,8 +35,8 @@ enum class Base : uint8_t {
   Number,
   Generator,
   NoneType,
-  // An instance of a class that is registered as an opaque type. The dispatcher does not check the
-  // class, so neither do native calls.
+  // An opaque type of PyTorch. The dispatcher does not check the class, so native calls do not
+  // either.
   Object,
   Any, // the conversion depends on the value
 };
@@ -52,8 +52,8 @@ struct Kind {
   }
 };
 
-// Parses a type as printed by PyTorch, such as "Optional[List[int]]". Returns false if native calls
-// do not support it.
+// Parses a type in PyTorch's spelling, such as "Optional[List[int]]". Returns false if native calls
+// do not support the type.
 inline bool parse_kind(std::string_view text, Kind& kind) {
   constexpr std::string_view optional = "Optional[", list = "List[";
   auto strip = [&](std::string_view prefix) {
@@ -96,13 +96,14 @@ inline bool parse_kind(std::string_view text, Kind& kind) {
   return false;
 }
 
-// -0.0 equals a default of 0.0, so the dispatcher drops it, and the kernel receives 0.0.
+// The dispatcher drops an argument that equals the default. -0.0 equals a default of 0.0, so the
+// kernel would receive another value.
 inline bool is_negative_zero(PyObject* value) {
   const double number = PyFloat_AS_DOUBLE(value);
   return number == 0.0 && std::signbit(number);
 }
 
-// C++ strings are UTF-8, which cannot represent lone surrogates.
+// Returns whether a string can be converted to UTF-8, like C++ strings. Lone surrogates cannot.
 inline bool is_utf8(PyObject* text) {
   if (PyUnicode_IS_ASCII(text) || PyUnicode_AsUTF8(text) != nullptr)
     return true;
@@ -116,10 +117,10 @@ inline bool fits_in_64_bits(PyObject* integer) {
   return overflow == 0;
 }
 
-// Returns whether PyTorch passes an object on without inspecting it. It checks for
-// `__torch_function__`, for tensors in containers, and (with isinstance, so through `__class__`)
-// for tensors. The checks here must not run Python code of the object's class, because the
-// dispatcher would run it a second time.
+// Returns whether the dispatcher's checks of an object have no effect. It looks for
+// `__torch_function__`, for tensors in containers, and for tensors with isinstance, which reads
+// `__class__`. Must not run Python code of the object's class, because the dispatcher would run it
+// again.
 inline bool is_plain_object(PyObject* value) {
   static PyObject* const function = PyUnicode_InternFromString("__torch_function__");
   static PyObject* const declared = PyUnicode_InternFromString("__class__");
@@ -130,7 +131,7 @@ inline bool is_plain_object(PyObject* value) {
       _PyType_Lookup(type, function) != nullptr ||
       _PyType_Lookup(type, declared) != _PyType_Lookup(&PyBaseObject_Type, declared))
     return false;
-  PyObject* own = nullptr; // the object's own attribute
+  PyObject* own = nullptr; // an attribute of the instance
   const int found = PyObject_GetOptionalAttr(value, function, &own);
   if (C10_LIKELY(found == 0))
     return true;
@@ -139,11 +140,12 @@ inline bool is_plain_object(PyObject* value) {
   return false;
 }
 
-// Returns whether the kernel would receive this very object. Not for tensors, see
+// Returns whether the dispatcher would pass this object to the kernel. For tensors, see
 // `Values::inspect`.
 inline bool passes_unchanged(Base base, PyObject* value) {
   switch (base) {
-    // Exact types only: for a subclass such as IntEnum, the kernel receives a plain int.
+    // Exact types only: the dispatcher converts an instance of a subclass such as IntEnum to an
+    // int.
     case Base::Int:
       return PyLong_CheckExact(value) && fits_in_64_bits(value);
     case Base::Float:
@@ -164,15 +166,13 @@ inline bool passes_unchanged(Base base, PyObject* value) {
       return PyBool_Check(value) || (PyLong_CheckExact(value) && fits_in_64_bits(value)) ||
           (PyFloat_CheckExact(value) && !is_negative_zero(value));
     case Base::Generator:
-      // A generator has dispatch keys of its own, which TensorSummary does not include.
-      return false;
+      return false; // has dispatch keys, which TensorSummary does not include
     case Base::NoneType:
       return value == Py_None;
     case Base::Object:
       return is_plain_object(value);
     case Base::Any:
-      // Other values change: a dtype becomes an int, an object a copy. A list keeps its type only
-      // if all items have the same type.
+      // The dispatcher converts other values: a dtype to an int, and an object to a copy.
       return value == Py_None || PyComplex_CheckExact(value) || PyFloat_CheckExact(value) ||
           passes_unchanged(Base::Bool, value) || passes_unchanged(Base::Int, value) ||
           passes_unchanged(Base::Str, value) || passes_unchanged(Base::Device, value);
@@ -182,16 +182,15 @@ inline bool passes_unchanged(Base base, PyObject* value) {
   return false;
 }
 
-// Returns whether a value is an int that inherits `int.__float__`. The dispatcher calls an
-// overridden `__float__`, but `plain_float` would not.
+// Returns whether a value is an int that does not override `__float__`. The dispatcher calls that
+// method, and `plain_float` does not.
 inline bool has_plain_float(PyObject* value) {
   return PyLong_Check(value) &&
       Py_TYPE(value)->tp_as_number->nb_float == PyLong_Type.tp_as_number->nb_float;
 }
 
-// Conversions in C, like the dispatcher's, so that no overridden method of a subclass runs. Return
-// a new reference, or nullptr (perhaps with an exception) if the dispatcher must convert the value
-// or raise.
+// Conversions to exact types. Like the dispatcher's, they call no overridden methods. They return a
+// new reference, or nullptr, possibly with an exception set.
 inline PyObject* plain_int(PyObject* value) {
   return fits_in_64_bits(value) ? PyLong_FromLongLong(PyLong_AsLongLong(value)) : nullptr;
 }
@@ -207,9 +206,9 @@ inline PyObject* plain_str(PyObject* value) {
   return is_utf8(value) ? PyUnicode_FromObject(value) : nullptr;
 }
 
-// Converts a value to the int, float or str that the kernel would receive: int and bool to float,
-// bool to int, and instances of subclasses such as IntEnum. Returns a new reference, or nullptr
-// without an exception if the call must fall back to the dispatcher.
+// Converts a value to int, float or str like the dispatcher: int and bool to float, bool to int,
+// and instances of subclasses such as IntEnum. Returns a new reference, or nullptr without an
+// exception if the call must fall back to the dispatcher.
 __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* value) {
   // `__torch_function__` of a subclass may intercept the call.
   if (!PyLong_CheckExact(value) && !PyBool_Check(value) && !is_plain_object(value))
@@ -226,7 +225,7 @@ __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* val
   else if (base == Base::Str && PyUnicode_Check(value))
     converted = plain_str(value);
   if (converted == nullptr)
-    PyErr_Clear(); // overflow or out of memory: the dispatcher raises the error
+    PyErr_Clear(); // the dispatcher raises the error
   return converted;
 }
 

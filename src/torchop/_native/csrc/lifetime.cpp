@@ -1,4 +1,4 @@
-// lifetime.cpp: lifetimes of operators, and waiting for calls in the dispatcher.
+// lifetime.cpp: count calls in the dispatcher, and wait for them. See lifetime.h.
 #include "lifetime.h"
 
 #include <pthread.h>
@@ -24,24 +24,25 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A call that stays in the dispatcher for longer runs a kernel, and does not read the table.
-constexpr milliseconds patience{1000};
+// A call that is in the dispatcher for longer than this is probably running a kernel, and not
+// reading a table.
+constexpr milliseconds timeout{1000};
 
-// Keyed by the address of the operator's definition in the dispatcher. Never destroyed, because
-// libraries deregister operators during process exit.
+// All lifetimes, by the address of the operator's definition in the dispatcher. Never destroyed,
+// because operators are deregistered during process exit.
 struct Lifetimes {
   std::mutex mutex; // guards `all`; no Python code may run while it is held
   std::unordered_map<const void*, LifetimePointer> all;
 };
 
-// A call of this thread in the dispatcher.
+// A call on this thread that is in the dispatcher.
 struct Call {
   Lifetime* lifetime;
-  std::atomic<size_t>* number = nullptr; // the counter it is in; nullptr while changes ignore it
+  std::atomic<size_t>* number = nullptr; // the counter that includes the call; nullptr if none does
 };
 
 thread_local std::vector<Call> called_here;
-// The number of changes that this thread makes.
+// The number of changes by this thread that are in progress.
 thread_local const auto changes_here = std::make_shared<std::atomic<size_t>>(0);
 
 size_t count_here(const std::atomic<size_t>& number) {
@@ -57,7 +58,8 @@ size_t inside_here(const Lifetime& lifetime) {
 }
 
 Lifetimes& lifetimes() {
-  // A forked child has only the forking thread, so reset the counters to its calls.
+  // A forked child has only the thread that forked, so reset the counters to the calls of that
+  // thread.
   static auto* made = [] {
     pthread_atfork(
         [] { lifetimes().mutex.lock(); },
@@ -88,8 +90,8 @@ class Listener final : public c10::OpRegistrationListener {
     const std::lock_guard<std::mutex> lock(lifetimes().mutex);
     if (auto found = lifetimes().all.extract(place_of(op)); !found.empty()) {
       found.mapped()->exists.store(false);
-      // Leak `registration` here: its destructor would take the dispatcher lock, which PyTorch
-      // holds now.
+      // Leak `registration`, because its destructor would acquire the dispatcher's lock, which
+      // PyTorch holds here.
       if (found.mapped().use_count() == 1 && found.mapped()->registration.has_value())
         (void)new LifetimePointer(found.mapped());
     }
@@ -99,11 +101,11 @@ class Listener final : public c10::OpRegistrationListener {
   }
 };
 
-// Registered at load, so that every deregistration after the first counted call is seen.
+// Registered when the extension is loaded, before the first call is counted.
 [[maybe_unused]] const auto* const listening = new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
 
-// Waits for a condition with the GIL released. Returns false after the timeout.
+// Waits for a condition with the GIL released. Returns false if the time is over.
 template <class Condition>
 bool wait_until(milliseconds limit, Condition&& holds) {
   if (C10_LIKELY(holds()))
@@ -126,15 +128,15 @@ bool is_awaited(const LifetimePointer& lifetime) {
   return number.load() > count_here(number);
 }
 
-void discount(Call& call) {
+void uncount(Call& call) {
   if (call.number != nullptr)
     std::exchange(call.number, nullptr)->fetch_sub(1);
 }
 
-// Counts the last calls of this thread once no other thread changes their tables. A call increments
-// its counter and then reads `changes`; a change increments `changes` and then reads the counter,
-// so at least one sees the other. A waiting call is removed from all counters: otherwise a change
-// of one table could wait for a call that waits for another change.
+// Waits until no other thread changes the tables of the last calls in `called_here`, and counts
+// them. A call increments the counter and then reads `changes`. A change increments `changes` and
+// then reads the counter. So at least one of them sees the other. While a call waits, it is not
+// counted: otherwise a change of one table could wait for a call that waits for another change.
 void count_last(size_t calls) {
   const auto begin = called_here.end() - std::ptrdiff_t(calls), end = called_here.end();
   const auto add = [&] {
@@ -148,16 +150,16 @@ void count_last(size_t calls) {
     add();
     if (C10_LIKELY(std::none_of(begin, end, is_changed)) || changes_here->load() != 0)
       return true;
-    std::for_each(begin, end, discount);
+    std::for_each(begin, end, uncount);
     return false;
   };
-  if (!wait_until(2 * patience, is_unchanged))
-    add(); // the change may be waiting for this thread: continue
+  if (!wait_until(2 * timeout, is_unchanged))
+    add(); // continue, because the other thread may be waiting for this one
 }
 
-// Waits until no other thread has a call of these operators in the dispatcher.
+// Waits until no other thread has a call to these operators in the dispatcher, or for the timeout.
 void wait_for_calls(const std::vector<LifetimePointer>& all) {
-  if (wait_until(patience, [&] { return std::none_of(all.begin(), all.end(), is_awaited); }))
+  if (wait_until(timeout, [&] { return std::none_of(all.begin(), all.end(), is_awaited); }))
     return;
   const std::lock_guard<std::mutex> lock(lifetimes().mutex);
   for (const LifetimePointer& lifetime : all) {
@@ -166,21 +168,22 @@ void wait_for_calls(const std::vector<LifetimePointer>& all) {
   }
 }
 
-// In C, so that no KeyboardInterrupt comes between acquiring the lock and returning.
+// `__enter__` of the registration lock. Unlike a Python function, it cannot be interrupted by
+// KeyboardInterrupt after it has acquired the lock.
 PyObject* enter(PyObject* lock, PyObject*) {
   static PyObject* const name = PyUnicode_InternFromString("acquire");
   PyObject* arguments[] = {lock, Py_False}; // blocking=False
   THPObjectPtr is_held(PyObject_VectorcallMethod(name, arguments, 2, nullptr));
   if (C10_LIKELY(!is_held || is_held.get() == Py_True))
     return is_held.release();
-  std::for_each(called_here.begin(), called_here.end(), discount);
+  std::for_each(called_here.begin(), called_here.end(), uncount);
   PyObject* result = PyObject_VectorcallMethod(name, arguments, 1, nullptr);
   count_last(called_here.size());
   return result;
 }
 
 // METH_VARARGS, because contextlib.ExitStack passes the lock as an argument.
-PyMethodDef entering{"__enter__", enter, METH_VARARGS, "Acquire the registration lock."};
+PyMethodDef enter_method{"__enter__", enter, METH_VARARGS, "Acquire the registration lock."};
 
 constexpr const char* change_capsule = "torchop._native._call_path.change";
 
@@ -232,12 +235,12 @@ DispatcherCall::DispatcherCall(c10::ArrayRef<LifetimePointer> lifetimes)
 
 DispatcherCall::~DispatcherCall() {
   for (const LifetimePointer& lifetime : lifetimes_) {
-    // Not always the last one, because greenlets that switch inside kernels end calls in any order.
+    // Not always the last call, because calls on several greenlets may end in any order.
     const auto last = std::find_if(called_here.rbegin(), called_here.rend(), [&](const Call& call) {
       return call.lifetime == lifetime.get();
     });
     if (last != called_here.rend()) {
-      discount(*last);
+      uncount(*last);
       called_here.erase(std::next(last).base());
     }
     lifetime->inside.fetch_sub(1);
@@ -261,8 +264,8 @@ Change::~Change() {
   of_thread_->fetch_sub(1);
 }
 
-PyObject* make_entering(PyObject*, PyObject* lock) {
-  return PyCFunction_New(&entering, lock);
+PyObject* make_lock_enter(PyObject*, PyObject* lock) {
+  return PyCFunction_New(&enter_method, lock);
 }
 
 PyObject* hold_calls(PyObject*, PyObject* names) {

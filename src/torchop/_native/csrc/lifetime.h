@@ -1,11 +1,9 @@
-// lifetime.h: whether an operator is registered, and synchronization of dispatcher calls with
-// changes of its table.
+// lifetime.h: keep calls in the dispatcher from reading freed memory.
 //
-// The dispatcher reads an operator's table without a lock, and with the GIL released. A thread that
-// registers or deregisters a kernel meanwhile may free the entry that the call reads next. PyTorch
-// does not synchronize the two. So calls are counted on their way into the dispatcher: a change
-// waits for the calls inside, and new calls wait for the change. Every registration on an operator
-// that was called needs this, not only deregistration.
+// The dispatcher reads the table of an operator without a lock and without the GIL. At the same
+// time, another thread may register or deregister a kernel, which frees memory that the call reads
+// next. PyTorch does not synchronize the two, so calls to the dispatcher are counted here. A change
+// of the table waits until no call is inside, and new calls wait for the change.
 #pragma once
 
 #include <Python.h>
@@ -20,35 +18,38 @@
 
 namespace torchop {
 
+// The state of a registered operator. Outlives the operator.
 struct Lifetime {
   explicit Lifetime(const c10::OperatorHandle& operator_) : op(operator_) {}
 
   const c10::OperatorHandle op;    // valid only while `exists`
   std::atomic<bool> exists = true; // never becomes true again
-  std::atomic<size_t> inside = 0;  // calls in the dispatcher, including those waiting for a lock
-  std::atomic<size_t> changes = 0; // changes in progress or waiting for calls
-  // Counters of the calls that a change waits for; `awaited` is the current one. After a timeout,
-  // `awaited` becomes a new counter, so that later changes do not wait for the same calls again.
+  std::atomic<size_t> inside = 0;  // number of calls in the dispatcher
+  std::atomic<size_t> changes = 0; // number of changes, including changes that wait for calls
+  // Changes wait until `awaited` is 0. It counts the calls inside, except calls that wait for a
+  // lock. After a timeout, it is replaced by a new counter, so later changes do not wait for the
+  // same calls again. `numbers` owns all counters.
   std::deque<std::atomic<size_t>> numbers = std::deque<std::atomic<size_t>>(1);
   std::atomic<std::atomic<size_t>*> awaited = &numbers.front();
-  // Keeps the operator's memory in the dispatcher if it was deregistered while a call was inside.
+  // Keeps the memory of the operator alive if it was deregistered while a call was inside.
   std::optional<c10::RegistrationHandleRAII> registration;
 };
 
 using LifetimePointer = std::shared_ptr<Lifetime>;
 
-// The number of operators that were deregistered in this process, by anyone.
+// The number of operators that were deregistered in this process, by any package.
 inline std::atomic<size_t> deregistered_operators = 0;
 
-// Returns the lifetime of a registered operator, and creates it on first use.
+// Returns the lifetime of a registered operator. Creates it on first use.
 LifetimePointer lifetime_of(const c10::OperatorHandle& op);
 
-// Returns the lifetimes of operators by name, skipping unregistered names. Creates missing
-// lifetimes only with `all`.
+// Returns the lifetimes of the registered operators among `names`. Operators without a lifetime are
+// skipped, unless `all` is true: then their lifetimes are created.
 std::vector<LifetimePointer> lifetimes_of(PyObject* names, bool all);
 
-// Counts a call as inside the dispatcher, where it reads the tables of these operators. The
-// constructor waits for changes of the tables, with the GIL released.
+// Counts a call as inside the dispatcher for the lifetime of the object. The call may read the
+// tables of all these operators. The constructor waits for changes of the tables, with the GIL
+// released.
 class DispatcherCall {
  public:
   explicit DispatcherCall(c10::ArrayRef<LifetimePointer> lifetimes);
@@ -60,9 +61,9 @@ class DispatcherCall {
   c10::SmallVector<LifetimePointer, 1> lifetimes_;
 };
 
-// Keeps other threads' calls out of the dispatcher while the tables of operators change. The
-// constructor waits for calls inside, with the GIL released and a timeout, because such a call may
-// be waiting for this thread.
+// Keeps calls on other threads out of the dispatcher while the tables of operators change. The
+// constructor waits for calls inside, with the GIL released. It has a timeout, because a call
+// inside may be waiting for this thread.
 class Change {
  public:
   explicit Change(std::vector<LifetimePointer> lifetimes);
@@ -72,20 +73,20 @@ class Change {
 
  private:
   std::vector<LifetimePointer> lifetimes_;
-  std::shared_ptr<std::atomic<size_t>> of_thread_; // the number of changes by this thread
+  std::shared_ptr<std::atomic<size_t>> of_thread_; // number of changes by the thread that made this
 };
 
-// make_entering(lock) returns the `__enter__` of the registration lock. The holder of the lock may
-// wait for calls in the dispatcher, so calls of a thread that waits for the lock are not counted:
-// they read no table until it continues.
-PyObject* make_entering(PyObject*, PyObject* lock);
+// make_lock_enter(lock) returns the method `__enter__` of the registration lock. While a thread
+// waits for the lock, its calls are not counted: they read no table, and the thread that has the
+// lock may be waiting for calls in the dispatcher.
+PyObject* make_lock_enter(PyObject*, PyObject* lock);
 
-// hold_calls(names) starts a change that lasts as long as the returned object. Returns None if no
-// thread has called these operators.
+// hold_calls(names) starts a change, which ends when the returned object is freed. Returns None if
+// these operators were never called.
 PyObject* hold_calls(PyObject*, PyObject* names);
 
-// end_calls(names) makes new calls raise and waits for calls in the dispatcher. After the timeout,
-// it keeps the memory that remaining calls read when their kernel returns.
+// end_calls(names) makes new calls raise, and waits for calls in the dispatcher. If calls are still
+// inside after the timeout, the memory that they read later is not freed.
 PyObject* end_calls(PyObject*, PyObject* names);
 
 } // namespace torchop

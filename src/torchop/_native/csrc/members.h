@@ -1,5 +1,4 @@
-// members.h: access to private members of PyTorch classes, where accessors are missing or not
-// inline.
+// members.h: access to private members of PyTorch's classes without inline accessors.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -7,9 +6,9 @@
 
 namespace torchop {
 
-// Uses explicit template instantiation, whose arguments are exempt from access checks
-// ([temp.spec]). If PyTorch renames a member, the compilation fails. Add a tag struct, a
-// declaration and an instantiation per member.
+// Access checks do not apply to the arguments of an explicit template instantiation ([temp.spec]).
+// Each member needs a tag struct, a declaration and an instantiation. If PyTorch renames a member,
+// this file does not compile.
 template <auto Member, class Tag>
 struct Expose {
   friend auto& member_of(Tag, const typename Tag::Class& object) {

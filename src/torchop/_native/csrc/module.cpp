@@ -28,7 +28,7 @@ namespace torchop {
 
 namespace {
 
-PyObject* learn_kernels(PyObject*, PyObject* args) {
+PyObject* probe_kernels(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   const char *plain, *with_keys;
   PyObject* function;
@@ -37,11 +37,11 @@ PyObject* learn_kernels(PyObject*, PyObject* args) {
   auto& dispatcher = c10::Dispatcher::singleton();
   auto without = dispatcher.findSchema({plain, ""}), with = dispatcher.findSchema({with_keys, ""});
   return PyBool_FromLong(
-      without.has_value() && with.has_value() && torchop::learn_kernels(*without, *with, function));
+      without.has_value() && with.has_value() && torchop::probe_kernels(*without, *with, function));
   END_HANDLE_TH_ERRORS
 }
 
-// c10::parseDispatchKey does not know all backend keys, such as AutogradMTIA.
+// Like c10::parseDispatchKey, which does not support all backend keys, for example AutogradMTIA.
 DispatchKey key_of(const char* name) {
   const auto end = static_cast<uint16_t>(DispatchKey::EndOfRuntimeBackendKeys);
   for (uint16_t number = 0; number <= end; ++number) {
@@ -52,7 +52,7 @@ DispatchKey key_of(const char* name) {
   return c10::parseDispatchKey(name);
 }
 
-// Returns the kernel of an operator at a key, parsed from (name, overload, key); nullptr if none.
+// Returns the kernel for (name, overload, key), or nullptr if there is none.
 const c10::KernelFunction* kernel_at(PyObject* args) {
   const char *name, *overload, *key;
   if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))
@@ -120,20 +120,17 @@ PyObject* running(PyObject*, PyObject*) {
 }
 
 PyMethodDef functions[] = {
-    {"learn_kernels",
-     learn_kernels,
+    {"probe_kernels",
+     probe_kernels,
      METH_VARARGS,
-     "Learn the layout of Python kernels in the dispatcher from two operators."},
-    {"make_handle_type", make_handle_type, METH_VARARGS, "Make the type of native handles."},
-    {"shorten_calls",
-     shorten_calls,
+     "Find the memory layout of Python kernels in the dispatcher, by two operators."},
+    {"make_handle_type", make_handle_type, METH_VARARGS, "Create the native type of handles."},
+    {"patch_calls",
+     patch_calls,
      METH_VARARGS,
-     "Call the objects of a class without a Python frame."},
+     "Replace tp_call of OpOverload or OpOverloadPacket."},
     {"adopt", adopt, METH_VARARGS, "Make calls of a handle native."},
-    {"shorten_handle_calls",
-     shorten_handle_calls,
-     METH_VARARGS,
-     "Call PyTorch's handles without a Python frame."},
+    {"patch_handle_calls", patch_handle_calls, METH_VARARGS, "Replace tp_call of CustomOpDef."},
     {"is_plain_kernel",
      is_plain_kernel,
      METH_VARARGS,
@@ -142,51 +139,42 @@ PyMethodDef functions[] = {
     {"is_evidently_fresh",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(is_evidently_fresh)),
      METH_FASTCALL,
-     "Return whether a result has memory of its own, and the metadata of another tensor."},
+     "Return whether a result certainly shares no memory with the arguments."},
     {"are_plain",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(are_plain)),
      METH_FASTCALL,
-     "Return whether gradients are a tuple of n tensors or None that fit the inputs."},
-    {"bypass",
-     bypass,
-     METH_VARARGS,
-     "Register a C++ kernel that skips a Python kernel without work to do."},
+     "Return whether gradients are valid and need no conversion."},
+    {"bypass", bypass, METH_VARARGS, "Override a Python kernel by a C++ kernel."},
     {"pack_plain",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(pack_plain)),
      METH_FASTCALL,
-     "Pack the states that a derived formula replays, if they are plain."},
+     "Pack the state that a derived formula replays, or return None."},
     {"make_backward",
      make_backward,
      METH_VARARGS,
-     "Make the backward function that the autograd engine calls."},
+     "Create the function that the autograd engine calls."},
     {"make_handover",
      make_handover,
      METH_VARARGS,
-     "Make the functions that kernels with residuals call."},
+     "Create the functions that kernels with residuals call."},
     {"take_node", take_node, METH_O, "Return a capsule that owns the node of a ctx."},
-    {"switch_off", switch_off, METH_O, "Enter or leave blocks in which calls use the dispatcher."},
+    {"switch_off", switch_off, METH_O, "Open or close blocks that disable native calls."},
     {"set_observer",
      set_observer,
      METH_O,
      "Set the function that is called before calls fall back to the dispatcher."},
-    {"make_entering", make_entering, METH_O, "Make the __enter__ of the registration lock."},
-    {"hold_calls",
-     hold_calls,
-     METH_O,
-     "Keep calls of operators out of the dispatcher while their table changes."},
+    {"make_lock_enter", make_lock_enter, METH_O, "Create __enter__ of the registration lock."},
+    {"hold_calls", hold_calls, METH_O, "Keep calls to operators out of the dispatcher."},
     {"end_calls",
      end_calls,
      METH_O,
-     "Make calls of operators raise, and wait for calls in the dispatcher."},
-    {"running",
-     running,
-     METH_NOARGS,
-     "Return the entries of the native calls that are running in this thread."},
+     "Make calls to operators raise, and wait for calls in the dispatcher."},
+    {"running", running, METH_NOARGS, "Return the entries of this thread's native calls."},
     {nullptr, nullptr, 0, nullptr},
 };
 
-// A prebuilt extension has the key of the running PyTorch, so this fails only for a PyTorch that
-// was rebuilt with other headers under the same version and commit.
+// Detects a PyTorch that was built with other headers, but has the same version and commit. The key
+// in the file name covers all other differences.
 bool check_node_layout() {
   if (has_node_layout())
     return true;
@@ -215,7 +203,7 @@ bool find_tensor_types() {
   return tensor_type != nullptr && parameter_type != nullptr;
 }
 
-// Adds the attribute `backends`, the names of the dispatch keys that native calls support.
+// Adds the attribute `backends`: the names of the backend keys that native calls support.
 bool add_backends(PyObject* module) {
   THPObjectPtr names(PyList_New(0));
   for (const DispatchKey key : plain_backend_keys()) {

@@ -1,10 +1,10 @@
-// operator.cpp: calls of objects of torch.ops.
+// operator.cpp: calls through torch.ops.
 //
-// An Operator replaces the `_op` of an OpOverload or OpOverloadPacket. PyTorch resolves a packet by
-// trying its overloads in the order of their definition, and calls the first whose schema matches
-// the arguments. Here, the Operator of a packet is a chain of one Operator per overload, linked by
-// `next`. A call moves on to `next` only if PyTorch would certainly skip the overload (see
-// resolution.h). Otherwise it falls back to PyTorch's function, which resolves it from the start.
+// An Operator replaces the C++ function in `_op` of an OpOverload or OpOverloadPacket. To call a
+// packet, PyTorch tries the overloads in the order of their definition, until the arguments match
+// the schema. A packet therefore has a list of Operators, one per overload, linked by `next`. A
+// call goes to the next one if PyTorch would certainly skip the overload (see resolution.h). If
+// that is not certain, the call falls back to PyTorch's function, which tries all overloads.
 #include "operator.h"
 
 #include <c10/util/flat_hash_map.h>
@@ -29,15 +29,14 @@ struct Operator {
   PyObject_HEAD
 
       vectorcallfunc call;
-  PyObject* owner;    // object of torch.ops, compared by address only; not owned
-  PyObject* entry;    // Entry, or nullptr to only count calls; owned
+  PyObject* owner;    // the OpOverload or OpOverloadPacket; only its address is used; not owned
+  PyObject* entry;    // nullptr if this object only counts calls; owned
   PyObject* dispatch; // the replaced C++ function; owned
   // With `entry`: the Operator of the next overload of a packet, or nullptr. Without `entry`: the
   // function to call if one of `overloads` was deregistered. Owned.
   PyObject* next;
-  // Without `entry`: all overloads that PyTorch's function may try. They count as inside the
-  // dispatcher during the call. If one was deregistered, the call goes to `next`. Owned; nullptr
-  // with `entry`.
+  // Without `entry`: all overloads that PyTorch's function may try. Each is counted as inside the
+  // dispatcher during the call. Owned; nullptr with `entry`.
   std::vector<LifetimePointer>* overloads;
 };
 
@@ -45,9 +44,8 @@ Operator& operator_of(PyObject* self) {
   return *reinterpret_cast<Operator*>(self);
 }
 
-// The number of Operators per owner. Without the GIL, `owners_mutex` guards it; with the GIL,
-// `has_operator` reads it unlocked. Never destroyed, because Operators may be freed during static
-// destruction.
+// The number of Operators per owner. Guarded by `owners_mutex`, except that `has_operator` reads it
+// under the GIL. Never destroyed, because Operators may be freed during static destruction.
 auto& owners = *new ska::flat_hash_map<PyObject*, size_t>();
 auto& owners_mutex = *new std::mutex();
 
@@ -67,9 +65,9 @@ bool all_exist(const std::vector<LifetimePointer>& overloads) {
   return std::ranges::all_of(overloads, [](const auto& each) { return each->exists.load(); });
 }
 
-// Calls PyTorch's function, counted as a call of all overloads, so that deregistering waits for it.
-// PyTorch would otherwise read the freed schema of an overload. `op.next` raises OperatorGoneError,
-// or calls the operator that has the name now.
+// Calls PyTorch's function. The call is counted for all overloads, because PyTorch may read the
+// schema of each, which deregistering frees. If an overload was deregistered, calls `op.next`,
+// which raises OperatorGoneError or calls the operator that has the name now.
 PyObject* call_counted(
     const Operator& op, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   {
@@ -145,8 +143,7 @@ int traverse_operator(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// No tp_clear, because a running call uses these members. The objects in a cycle with an Operator
-// clear themselves.
+// No tp_clear, because a running call uses these members. The other objects in a cycle have one.
 void dealloc_operator(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
@@ -159,8 +156,8 @@ void dealloc_operator(PyObject* self) {
   Py_DECREF(type);
 }
 
-// `OpOverload.__hash__` hashes `_op`, so an Operator must keep the hash of the function that it
-// replaced. Without an entry, `dispatch` may be a newer function than the hashed one, and `next`
+// Returns the hash of the replaced function, because `OpOverload.__hash__` returns the hash of
+// `_op`, which must not change. Without an entry, `dispatch` may be a newer function, and `next`
 // has the original hash.
 Py_hash_t hash_operator(PyObject* self) {
   const Operator& op = operator_of(self);
@@ -168,8 +165,8 @@ Py_hash_t hash_operator(PyObject* self) {
 }
 
 PyObject* operator_attribute(PyObject* self, PyObject* name) {
-  // Forwarded, because the generic lookup finds `__module__` of the type. When torch/_ops.py
-  // refreshes a packet, it passes the module of `_op` to `_get_packet`.
+  // The generic lookup would find `__module__` of the type. torch/_ops.py passes the module of
+  // `_op` to `_get_packet` when it refreshes a packet.
   if (PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
     return PyObject_GetAttr(operator_of(self).dispatch, name);
   PyObject* found = PyObject_GenericGetAttr(self, name);
@@ -190,7 +187,7 @@ PyMemberDef operator_members[] = {
 } // namespace
 
 bool has_operator(PyObject* owner) {
-  // Without the GIL, every call would contend for `owners_mutex`.
+  // Without the GIL, reading `owners` would require the mutex, for which all calls would contend.
   return !has_gil || owners.find(owner) != owners.end();
 }
 
@@ -207,7 +204,7 @@ bool add_operator_type(PyObject* module) {
       {Py_tp_hash, reinterpret_cast<void*>(hash_operator)},
       {Py_tp_getattro, reinterpret_cast<void*>(operator_attribute)},
       {Py_tp_members, operator_members},
-      {Py_tp_doc, const_cast<char*>("Stands where an object of torch.ops keeps its C++ function.")},
+      {Py_tp_doc, const_cast<char*>("Replaces the C++ function in `_op` of objects in torch.ops.")},
       {0, nullptr},
   };
   static PyType_Spec spec = {

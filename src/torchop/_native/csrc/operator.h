@@ -1,5 +1,4 @@
-// operator.h: the type Operator, which replaces the C++ function in `OpOverload._op` and
-// `OpOverloadPacket._op`.
+// operator.h: the type Operator, for `OpOverload._op` and `OpOverloadPacket._op`.
 #pragma once
 
 #include <Python.h>
@@ -8,16 +7,15 @@ namespace torchop {
 
 extern PyTypeObject* operator_type;
 
-// Returns false only if `owner._op` is certainly no Operator. `owner` is an object of torch.ops. A
-// hash lookup by address is cheaper than reading the attribute. Always returns true without the
-// GIL.
+// Returns whether `owner._op` may be an Operator. `owner` is an OpOverload or OpOverloadPacket.
+// This hash lookup is cheaper than reading the attribute. Always returns true without the GIL.
 bool has_operator(PyObject* owner);
 
-// Returns whether an Operator has native calls. Without an entry, it only counts calls of PyTorch's
-// function.
+// Returns whether an Operator makes native calls. Otherwise it calls PyTorch's function, and counts
+// the calls.
 bool has_entry(PyObject* op);
 
-// Registers the type Operator with the module.
+// Adds the type Operator to the module.
 bool add_operator_type(PyObject* module);
 
 } // namespace torchop

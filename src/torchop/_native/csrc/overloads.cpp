@@ -1,9 +1,9 @@
 // overloads.cpp: call objects of torch.ops without the Python frame of `OpOverload.__call__`.
 //
-// `OpOverload.__call__` only calls `self._op`, but takes longer than a whole native call. PyTorch
-// checks for the exact class in many places, so a subclass would break it. This file therefore
-// overwrites the tp_call slot of the class. The attribute `__call__` is unchanged. Assigning to it
-// makes CPython refill the slot, which undoes the replacement.
+// `OpOverload.__call__` only calls `self._op`, but takes longer than a whole native call. A
+// subclass would not work, because PyTorch checks for the exact class in many places. So this file
+// replaces the tp_call slot of the class. The attribute `__call__` is unchanged. If other code
+// assigns to it, CPython sets the slot again, which undoes the replacement.
 #include "overloads.h"
 
 #include <array>
@@ -22,23 +22,22 @@ namespace torchop {
 
 namespace {
 
-// The types whose tp_call was replaced (OpOverload and OpOverloadPacket), and the original slots.
-// Never reset.
+// The patched types (OpOverload and OpOverloadPacket) and their original tp_call. Never reset.
 std::array<PyTypeObject*, 2> patched_types;
 std::array<ternaryfunc, 2> original_calls;
 
-// Pairs with the release store in `replace`: a thread that calls the new slot also sees the globals
-// that were written before it.
+// Pairs with the release store in `replace`. A thread that calls the new function then also sees
+// the variables that were set before.
 void after_replacement() {
   if constexpr (!has_gil)
     std::atomic_thread_fence(std::memory_order_acquire);
 }
 
-// See `shorten_calls`; owned, never freed.
+// See `patch_calls`. Owned, never freed.
 PyObject* before_first_call = nullptr;
 
-// The objects for which `before_first_call` ran, by address. Discarded when any operator is
-// deregistered, because an address may then belong to another object, or the object to another
+// The addresses of objects for which `before_first_call` ran. Cleared when any operator is
+// deregistered, because the address may then belong to a new object, or the object to a new
 // operator.
 struct PreparedObjects {
   ska::flat_hash_set<PyObject*> objects;
@@ -46,32 +45,30 @@ struct PreparedObjects {
 };
 
 #ifdef Py_GIL_DISABLED
-thread_local PreparedObjects prepared; // per thread, so it needs no lock
+thread_local PreparedObjects prepared; // needs no lock
 #else
 auto& prepared = *new PreparedObjects();
 #endif
 
-// Runs `before_first_call` unless it ran for this object. The callback makes PyTorch's function
-// count its calls (see operator.cpp): deregistering waits only for counted calls. Returns 1 if it
-// ran, 0 if not, -1 with an exception.
+// Runs `before_first_call` if it has not run for this object. It replaces `_op` by an Operator that
+// counts calls. Returns 1 if it ran, 0 if not, and -1 with an exception set if it failed.
 int prepare_call(PyObject* self) {
   const size_t deregistered = deregistered_operators.load();
   if (prepared.deregistered != deregistered)
     prepared = {{}, deregistered};
-  // During finalization, the callback would find its modules cleared.
+  // During finalization, the globals of the callback are cleared.
   if (C10_LIKELY(prepared.objects.count(self) != 0) || !Py_IsInitialized())
     return 0;
   WithoutDynamo frames;
   if (THPObjectPtr(PyObject_CallOneArg(before_first_call, self)).get() == nullptr)
     return -1;
-  // Inserted after the callback, because another thread that finds the object calls it without
-  // waiting for the callback.
+  // Inserted last: a thread that finds the object does not wait for the callback.
   if (prepared.deregistered == deregistered)
     prepared.objects.insert(self);
   return 1;
 }
 
-// Returns the Operator in `self._op` (new reference), or nullptr if another function is there.
+// Returns `self._op` if it is an Operator (new reference), otherwise nullptr.
 THPObjectPtr replaced_function(PyObject* self) {
   if (!has_operator(self))
     return {};
@@ -84,14 +81,13 @@ THPObjectPtr replaced_function(PyObject* self) {
   return {};
 }
 
-// Returns whether the object certainly calls PyTorch's function and `before_first_call` has run for
-// it.
+// Returns whether `_op` is certainly PyTorch's function, and `before_first_call` has run.
 bool is_stock(PyObject* self) {
   return !has_operator(self) && prepared.deregistered == deregistered_operators.load() &&
       prepared.objects.count(self) != 0;
 }
 
-// Calls the object's Operator directly, or the original tp_call.
+// Calls the Operator in `_op`, or the original tp_call. Runs `before_first_call` if necessary.
 template <size_t Index>
 __attribute__((noinline)) PyObject* call_replaced_or_first(
     PyObject* self, PyObject* args, PyObject* keywords) {
@@ -103,11 +99,12 @@ __attribute__((noinline)) PyObject* call_replaced_or_first(
     if (was_first == 0)
       break;
   }
-  // The original `__call__` is needed in three cases. (1) The call is only counted: torchop finds
-  // running calls without an entry by their Python frame. (2) TorchScript traces a function twice
-  // and compares the Python frames, so a call must not become native between the two runs. (3)
-  // Since PyTorch 2.14, `OpOverload.__call__` may call another C++ function if torch functions are
-  // skipped.
+  // Three cases need the Python frame of the original `__call__`:
+  // 1. The Operator has no entry. torchop finds running calls without an entry by their frames.
+  // 2. torch.jit.trace runs a function twice and compares the frames of operator calls. A call must
+  //    not become native between the two runs.
+  // 3. Since PyTorch 2.14, `OpOverload.__call__` calls another C++ function if
+  //    `__torch_function__` is skipped.
   if (C10_UNLIKELY(
           !function || !has_entry(function.get()) || is_traced() || skips_torch_functions()))
     return original_calls[Index](self, args, keywords);
@@ -116,9 +113,9 @@ __attribute__((noinline)) PyObject* call_replaced_or_first(
   return PyVectorcall_Call(function.get(), args, keywords);
 }
 
-// One instantiation per class, because tp_call receives only the object, whose type may be a
-// subclass. The call of `original_calls` is a tail call: another frame on the return path would
-// double the overhead for operators without native calls.
+// One instantiation per class, because tp_call receives only the object, which may be an instance
+// of a subclass. The call to `original_calls` is a tail call. One more frame would double the
+// overhead for operators without native calls.
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   after_replacement();
@@ -137,8 +134,8 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   static PyObject* name = PyUnicode_InternFromString("_opoverload");
   THPObjectPtr overload(PyObject_GenericGetAttr(self, name));
   for (size_t index = 0; overload && index < patched_types.size(); ++index) {
-    // If `__call__` of the class was assigned after shorten_calls, the slot has another function.
-    // Then fall through to the original `__call__`, which uses the assigned one.
+    // If other code assigned to `__call__` of the class, the slot has another function. The
+    // original `__call__` of the handle, called below, uses it.
     if (Py_TYPE(overload.get()) == patched_types[index] &&
         patched_types[index]->tp_call == replacements[index])
       return replacements[index](overload.get(), args, keywords);
@@ -147,14 +144,14 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   return original_handle_call(self, args, keywords);
 }
 
-// Other threads may read the slot at the same time. Both values are valid for them.
+// Other threads may read the slot at the same time. Both functions are valid.
 void replace(ternaryfunc& slot, ternaryfunc function) {
   __atomic_store_n(&slot, function, __ATOMIC_RELEASE);
 }
 
 } // namespace
 
-PyObject* shorten_handle_calls(PyObject*, PyObject* args) {
+PyObject* patch_handle_calls(PyObject*, PyObject* args) {
   PyObject* object;
   if (!PyArg_ParseTuple(args, "O!", &PyType_Type, &object))
     return nullptr;
@@ -166,7 +163,7 @@ PyObject* shorten_handle_calls(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-PyObject* shorten_calls(PyObject*, PyObject* args) {
+PyObject* patch_calls(PyObject*, PyObject* args) {
   PyObject *object, *callback;
   if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &object, &callback))
     return nullptr;
@@ -182,7 +179,7 @@ PyObject* shorten_calls(PyObject*, PyObject* args) {
     if (patched_types[index] == type)
       Py_RETURN_NONE;
   }
-  PyErr_SetString(PyExc_RuntimeError, "calls of two classes were shortened before");
+  PyErr_SetString(PyExc_RuntimeError, "tp_call of two classes was replaced before");
   return nullptr;
 }
 

@@ -1,4 +1,4 @@
-// overloads.h: replace tp_call of OpOverload, OpOverloadPacket and CustomOpDef, to save a Python
+// overloads.h: replace tp_call of OpOverload, OpOverloadPacket and CustomOpDef. This saves a Python
 // frame per call.
 #pragma once
 
@@ -6,14 +6,14 @@
 
 namespace torchop {
 
-// shorten_calls(type, before_first_call) replaces the tp_call of OpOverload or OpOverloadPacket.
-// Calls whose `_op` is an Operator with an entry go to it directly, and all others to the original
-// `__call__`. `before_first_call(object)` runs before an object is first called, and may install an
-// Operator.
-PyObject* shorten_calls(PyObject*, PyObject* args);
+// patch_calls(type, before_first_call) replaces tp_call of OpOverload or OpOverloadPacket. If `_op`
+// is an Operator with an entry, the new function calls it. Otherwise it calls the original
+// `__call__`. `before_first_call(object)` runs before the first call to an object, and may replace
+// `_op`.
+PyObject* patch_calls(PyObject*, PyObject* args);
 
-// shorten_handle_calls(cls) replaces the tp_call of torch.library's CustomOpDef. Its `__call__`
-// only calls the OpOverload, so calls go directly to the overload's tp_call.
-PyObject* shorten_handle_calls(PyObject*, PyObject* args);
+// patch_handle_calls(cls) replaces tp_call of CustomOpDef. The method `__call__` only calls the
+// OpOverload, so the new function calls tp_call of the OpOverload directly.
+PyObject* patch_handle_calls(PyObject*, PyObject* args);
 
 } // namespace torchop

@@ -1,4 +1,4 @@
-// plan.cpp: the Python type Plan. Parses the arguments of its constructor, see `_call_path.pyi`.
+// plan.cpp: the Python type Plan. See _call_path.pyi for the arguments of the constructor.
 #include "plan.h"
 
 #include "types.h"
@@ -9,8 +9,8 @@ PyTypeObject* plan_type = nullptr;
 
 namespace {
 
-// Returns CPython's version tag of a dict, which every change replaces by a new one. Python 3.12
-// deprecated the tag, so there the entry is looked up in every call.
+// Returns the version tag of a dict, which changes with the dict. Returns 0 since Python 3.12,
+// which deprecated version tags.
 uint64_t version_of(PyObject* dictionary) {
 #if PY_VERSION_HEX < 0x030C0000
   return reinterpret_cast<PyDictObject*>(dictionary)->ma_version_tag;
@@ -19,7 +19,7 @@ uint64_t version_of(PyObject* dictionary) {
 #endif
 }
 
-// Runs no Python code, because `read_sources` accepts only strings and None as keys.
+// Runs no Python code, because all keys are strings or None.
 bool is_current(const Plan::Source& source) {
   if (!PyDict_CheckExact(source.container))
     return (PySet_GET_SIZE(source.container) != 0 &&
@@ -55,7 +55,7 @@ PyObject* none_to_null(PyObject* object) {
 }
 
 // Parses (name, type, is_mutated) or (name, type, is_mutated, default). Sets `is_known` to false if
-// only the dispatcher can convert the type.
+// native calls do not support the type.
 bool read_parameter(PyObject* item, Parameter& parameter, int& is_mutated, bool& is_known) {
   const char* type;
   if (!PyArg_ParseTuple(
@@ -89,15 +89,13 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan) {
     if (is_mutated != 0)
       plan.mutated.push_back(size_t(index));
   }
-  // Lists are copied for the kernel, as the dispatcher does, so a call with lists never passes the
-  // caller's array.
+  // A call with lists cannot pass the caller's array, because the kernel gets copies of the lists.
   if (keyword_only == 0 && !has_lists)
     parameters.pass_through_count = parameters.positional;
   return true;
 }
 
-// Makes calls drop arguments that equal their default, as parseIValuesToPyArgsKwargs
-// (torch/csrc/autograd/python_variable.h) does when the dispatcher calls a Python kernel.
+// Makes calls drop arguments that equal their default, see `Parameters::drops_defaults`.
 void drop_defaults(const c10::FunctionSchema& schema, Parameters& parameters) {
   for (size_t index = 0; index < parameters.size(); ++index) {
     Parameter& parameter = parameters.all[index];
@@ -228,8 +226,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
     return nullptr;
-  // tp_alloc only zeroes memory. Construct all members before the first early return, because
-  // dealloc_plan destroys all of them.
+  // tp_alloc only zeroes memory. All members must be constructed before the next return, because
+  // dealloc_plan destroys them.
   Plan& plan = plan_of(self.get());
   new (&plan.parameters) Parameters();
   new (&plan.returns) Returns();
@@ -280,21 +278,20 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
   if (residuals != Py_None)
-    // Owned separately, because the plan may be freed while calls of other operators use
-    // `all_recordings`.
+    // Owned separately, because `all_recordings` may be used after the plan was freed.
     Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording)));
   plan.own = OwnKernels{
       none_to_null(autograd), none_to_null(version_counter), none_to_null(backend_select)};
   if (gradient != Py_None) {
-    PyObject *node_maker, *setup_context, *inputs = Py_None, *look = Py_None;
-    if (!PyArg_ParseTuple(gradient, "OO|OO", &node_maker, &setup_context, &inputs, &look))
+    PyObject *node_maker, *setup_context, *inputs = Py_None, *before_kernel = Py_None;
+    if (!PyArg_ParseTuple(gradient, "OO|OO", &node_maker, &setup_context, &inputs, &before_kernel))
       return nullptr;
     plan.gradient.node_maker = node_maker;
     plan.gradient.setup_context = none_to_null(setup_context);
     plan.gradient.as_dispatched = PyTuple_GET_SIZE(gradient) == 3;
     plan.gradient.may_return_inputs = are_fresh == 0 || !plan.returns.parameters.empty();
     plan.gradient.inputs = none_to_null(inputs);
-    plan.gradient.look = none_to_null(look);
+    plan.gradient.before_kernel = none_to_null(before_kernel);
     plan.gradient.recording = plan.residuals.recording;
     plan.gradient.skips_optional_lists =
         plan.gradient.as_dispatched && lists_may_hold_none(plan.parameters);
@@ -316,8 +313,8 @@ int traverse_plan(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// No tp_clear, because a running call uses the plan's members. The garbage collector breaks cycles
-// at the Entry, which every cycle through a plan contains.
+// No tp_clear, because a running call uses the plan. Every cycle through a plan contains an Entry,
+// which has one.
 void dealloc_plan(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
@@ -346,7 +343,7 @@ PyGetSetDef plan_attributes[] = {
     {"unknown_parameter",
      unknown_parameter,
      nullptr,
-     "The first parameter of a type that only the dispatcher can convert; None if there is none.",
+     "The index of the first parameter of an unsupported type, or None.",
      nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
@@ -359,7 +356,7 @@ bool add_plan_type(PyObject* module) {
       {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_plan)},
       {Py_tp_traverse, reinterpret_cast<void*>(traverse_plan)},
       {Py_tp_getset, plan_attributes},
-      {Py_tp_doc, const_cast<char*>("What an operator does, compiled for native calls.")},
+      {Py_tp_doc, const_cast<char*>("The call plan of an operator.")},
       {0, nullptr},
   };
   static PyType_Spec spec = {

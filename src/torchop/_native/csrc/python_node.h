@@ -1,7 +1,7 @@
-// python_node.h: Python autograd nodes (`THPFunction`), where PyTorch releases differ.
+// python_node.h: the differences of Python autograd nodes (`THPFunction`) between PyTorch releases.
 //
-// Each function tests with `requires` whether the headers have a member, so that one source
-// compiles for all releases. They are templates because `requires` only tests dependent names.
+// Functions here test with `requires` whether PyTorch's headers have a member. They are templates,
+// because `requires` tests only dependent names.
 #pragma once
 
 #include <Python.h>
@@ -20,19 +20,19 @@
 
 namespace torchop {
 
-// std::shared_ptr until PyTorch 2.12, c10::intrusive_ptr since.
+// std::shared_ptr in PyTorch 2.11 and 2.12, and c10::intrusive_ptr later.
 using NodePtr = std::decay_t<decltype(torch::autograd::Edge::function)>;
 
-// Until PyTorch 2.12, calling the class makes a `ctx` without a node. Only `apply` attaches one,
-// and PyNode is not exported, so the node cannot be constructed here.
+// True for PyTorch 2.11 and 2.12, where calling the class creates a `ctx` without a node. Only
+// `apply` creates the node, because PyNode is not exported.
 template <class Fields>
 inline constexpr bool comes_from_apply = requires(Fields& fields) { fields.cdata.lock(); };
 
-// A new node without inputs and outputs, and its `ctx`.
+// Creates a node without inputs and outputs, and its `ctx`.
 template <class Fields, bool = comes_from_apply<Fields>>
 class NewNode {
  public:
-  // `maker` is the class. tp_new is called directly, because the class has no __init__ to look up.
+  // `maker` is the class. It has no __init__, so calling tp_new is enough.
   explicit NewNode(PyObject* maker) {
     auto* type = reinterpret_cast<PyTypeObject*>(maker);
     static PyObject* no_arguments = PyTuple_New(0);
@@ -50,7 +50,7 @@ class NewNode {
   }
 
   static PyObject* take_node(PyObject*) {
-    PyErr_SetString(PyExc_RuntimeError, "calling their class makes the nodes of this PyTorch");
+    PyErr_SetString(PyExc_RuntimeError, "take_node is not needed for this release of PyTorch");
     return nullptr;
   }
 
@@ -73,8 +73,8 @@ class NewNode<Fields, true> {
     node_ = std::move(*node);
   }
 
-  // Called in the forward of that function. The capsule must own the node, because after `apply`
-  // returned nothing else would.
+  // Returns a capsule that owns the node. Called in the forward of that function: after `apply` has
+  // returned, nothing else owns the node.
   static PyObject* take_node(PyObject* ctx) {
     auto node = std::make_unique<Owner>(reinterpret_cast<Fields*>(ctx)->cdata.lock());
     PyObject* capsule = PyCapsule_New(node.get(), node_capsule, [](PyObject* self) {
@@ -101,9 +101,8 @@ class NewNode<Fields, true> {
   PyObject* ctx_; // owned by the node
 };
 
-// Calls PyTorch's `_wrap_outputs`, which attaches tensors to the node. Since 2.14, sets `attached`
-// to the node that the outputs got. It differs from `node` if an input that is a view was marked
-// dirty.
+// Calls PyTorch's `_wrap_outputs`, which attaches tensors to a node. Since PyTorch 2.14, it also
+// sets `attached` to that node, which differs from `node` if a view was marked dirty.
 template <class Ptr>
 __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     Ptr& attached,
@@ -121,7 +120,7 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
   const torch::autograd::_view_as_self_fn_t view_as_self = [](const at::Tensor& tensor) {
     return tensor.view_as(tensor);
   };
-  const std::unordered_set<at::TensorImpl*> saved_in_forward; // all operators use setup_context
+  const std::unordered_set<at::TensorImpl*> saved_in_forward; // empty, because of setup_context
   auto wrap = [&](auto&... more) {
     return _wrap_outputs(
         inputs,
@@ -141,7 +140,7 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     return wrap();
 }
 
-// Runs the hooks for new nodes, which exist since 2.14. The node must be complete.
+// Runs the hooks for new nodes, which exist since PyTorch 2.14. The node must be complete.
 template <class Ptr>
 void call_creation_hooks(const Ptr& node) {
   if constexpr (requires { fire_node_creation_hooks(node); }) {
@@ -150,7 +149,8 @@ void call_creation_hooks(const Ptr& node) {
   }
 }
 
-// Returns whether `ctx.set_output_grad_dtype` was called, which exists since PyTorch 2.14.
+// Returns whether setup_context called `ctx.set_output_grad_dtype`, which exists since PyTorch
+// 2.14.
 template <class Fields>
 bool declares_dtypes(const Fields& fields) {
   if constexpr (requires { fields.output_grad_dtypes; })
@@ -159,8 +159,8 @@ bool declares_dtypes(const Fields& fields) {
     return false;
 }
 
-// Applies the dtypes from `ctx.set_output_grad_dtype`, with the checks and messages of PyTorch's
-// python_function.cpp. `has_gradient(index)` returns whether an output is differentiable.
+// Applies the dtypes from `ctx.set_output_grad_dtype`, like python_function.cpp and with the same
+// messages. `has_gradient(index)` returns whether an output is differentiable.
 template <class Fields, class HasGradient>
 void apply_declared_dtypes(
     Fields& fields, torch::autograd::Node& node, size_t count, HasGradient&& has_gradient) {

@@ -1,4 +1,4 @@
-// reasons.h: why a call falls back to the dispatcher. Same order as `Reason` in reasons.py.
+// reasons.h: reasons why calls fall back to the dispatcher. Same order as `Reason` in reasons.py.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace torchop {
 enum class Reason : uint8_t {
   Native,         // the call does not fall back
   SwitchedOff,    // inside torchop.native.disabled()
-  Operator,       // the operator's plan supports no native calls
+  Operator,       // the plan supports no native calls
   Binding,        // the arguments do not match the parameters
   ArgumentType,   // the dispatcher must convert an argument or reject it
   TensorSubclass, // a tensor that is neither Tensor nor Parameter
@@ -23,7 +23,7 @@ enum class Reason : uint8_t {
   Mutation,     // mutates an inference tensor, an overlapping tensor, or one that requires grad
   Anomaly,      // anomaly detection must record a stack trace for the node
   Gradient,     // native calls cannot record this operator's gradient
-  Capture,      // a device graph is being captured, and the derived formula must handle that
+  Capture,      // a device graph is being captured, and a derived formula needs the dispatcher
   Count,
 };
 

@@ -1,4 +1,4 @@
-// residuals.cpp: hand residuals to setup_context, and check that they have their own memory.
+// residuals.cpp: check residuals, and pass them to setup_context.
 #include "residuals.h"
 
 #include <memory>
@@ -10,30 +10,30 @@ namespace torchop {
 
 namespace {
 
-// Returns whether the residuals are distinct plain tensors, and share no memory with each other,
-// inputs or results. A storage with a single owner belongs to one tensor object, so comparing
-// objects is enough.
+// Returns whether the residuals are plain tensors that share no memory with each other, inputs or
+// results. If a storage has one owner, two tensors share it only if they are the same object, so it
+// is enough to compare objects.
 bool have_own_memory(
     const Residuals& residuals, const Values& values, PyObject* result, PyObject* saved) {
   if (residuals.count == 0 || !PyTuple_CheckExact(saved) ||
       PyTuple_GET_SIZE(saved) != residuals.count)
     return false;
-  bool apart = true;
-  for (Py_ssize_t index = 0; apart && index < residuals.count; ++index) {
+  bool are_separate = true;
+  for (Py_ssize_t index = 0; are_separate && index < residuals.count; ++index) {
     PyObject* tensor = PyTuple_GET_ITEM(saved, index);
-    apart = Py_TYPE(tensor) == tensor_type && detail::has_own_storage(tensor);
+    are_separate = Py_TYPE(tensor) == tensor_type && detail::has_own_storage(tensor);
     for (Py_ssize_t other = 0; other < index; ++other)
-      apart &= PyTuple_GET_ITEM(saved, other) != tensor;
+      are_separate &= PyTuple_GET_ITEM(saved, other) != tensor;
     for (size_t place = 0; place < output_count(result); ++place)
-      apart &= output(result, place) != tensor && !PyList_Check(output(result, place));
-    values.each_tensor([&](PyObject* input) { apart &= input != tensor; });
+      are_separate &= output(result, place) != tensor && !PyList_Check(output(result, place));
+    values.each_tensor([&](PyObject* input) { are_separate &= input != tensor; });
   }
-  return apart;
+  return are_separate;
 }
 
 // Returns whether an attribute of `ctx` is a tensor, or a list or tuple that contains one.
 bool has_tensor_attributes(PyObject* ctx) {
-  PyObject** attributes = _PyObject_GetDictPtr(ctx); // does not create the dict
+  PyObject** attributes = _PyObject_GetDictPtr(ctx); // unlike `__dict__`, does not create the dict
   PyObject* value;
   bool found = false;
   for (Py_ssize_t next = 0; attributes != nullptr && *attributes != nullptr &&
@@ -46,7 +46,7 @@ bool has_tensor_attributes(PyObject* ctx) {
   return found;
 }
 
-// Calls `Residuals::guard`, and stores the first result in `first_guard`.
+// Creates a guard. The first one is stored in `first_guard`.
 __attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residuals, Guard found) {
   THPObjectPtr places = checked(PyTuple_New(Py_ssize_t(found.places.size())));
   Py_ssize_t index = 0;
@@ -61,7 +61,7 @@ __attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residua
   return made;
 }
 
-// Returns the offset of a slot that the class declares in `__slots__`.
+// Returns the offset of a slot in objects of a class with `__slots__`.
 Py_ssize_t find_slot(PyObject* type, const char* name) {
   THPObjectPtr slot = checked(PyObject_GetAttrString(type, name));
   TORCH_CHECK(Py_IS_TYPE(slot.get(), &PyMemberDescr_Type), name, " is no slot");
@@ -91,11 +91,11 @@ PyObject* returned(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyMethodDef functions_of_kernels[] = {
-    {"records", records, METH_NOARGS, "Whether a call of this thread records a gradient."},
+    {"records", records, METH_NOARGS, "Return whether the current call records a gradient."},
     {"returned",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(returned)),
      METH_FASTCALL,
-     "What a kernel returns."},
+     "Return a result together with residuals."},
 };
 
 } // namespace
@@ -110,7 +110,7 @@ bool setup_with_residuals(
   static PyObject* const names = PyTuple_Pack(1, name);
   if (saved == nullptr || !have_own_memory(residuals, values, result, saved))
     return false;
-  // tp_alloc instead of a call: the `__new__` of a NamedTuple is a Python function.
+  // tp_alloc, because `__new__` of a NamedTuple is a Python function.
   auto* type = reinterpret_cast<PyTypeObject*>(residuals.residuals_class);
   THPObjectPtr named = checked(type->tp_alloc(type, residuals.count));
   for (Py_ssize_t index = 0; index < residuals.count; ++index)
@@ -135,15 +135,15 @@ THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save,
   Guard found;
   bool all_are_saved = true;
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(saved); ++index) {
-    const size_t before = found.places.size(); // a residual may be saved several times
+    const size_t before = found.places.size();
     for (Py_ssize_t place = 0; are_saved && place < PyTuple_GET_SIZE(to_save); ++place) {
       if (PyTuple_GET_ITEM(saved, index) == PyTuple_GET_ITEM(to_save, place))
         found.places.push_back(place);
     }
     all_are_saved &= found.places.size() > before;
   }
-  // If an attribute of `ctx` is a residual or a view of one, a guard of the saved tensors would
-  // miss it.
+  // A guard covers only saved tensors, but an attribute of `ctx` may be a residual or a view of
+  // one.
   if (!all_are_saved || has_tensor_attributes(ctx)) {
     PyObject* arguments[] = {ctx, saved};
     checked(PyObject_Vectorcall(residuals.mark, arguments, 2, nullptr));

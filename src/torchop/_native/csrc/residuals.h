@@ -1,10 +1,10 @@
-// residuals.h: pass residuals (kernel outputs that only the backward uses) from the kernel to the
-// autograd node.
+// residuals.h: residuals are kernel outputs that only the backward uses. This file passes them from
+// the kernel to the autograd node.
 //
 // A native call runs the author's function, which returns an object of type `Residuals::type` with
-// the result and the residuals. Before that, `Recording` stores in the dict `recording` whether the
-// call records a gradient, for `torchop.records_gradient()`. In cases that this file does not
-// support, the call runs the wrapper from `handing_over` (handover.py) instead.
+// the result and the residuals. While it runs, the dict `recording` tells
+// `torchop.records_gradient()` whether the call records a gradient. In cases that this file does
+// not support, the call runs the Python wrapper from handover.py instead.
 #pragma once
 
 #include <Python.h>
@@ -18,38 +18,35 @@
 
 namespace torchop {
 
-// A Python function that is applied to the saved tensors when a backward is itself recorded. It
-// replaces the residuals by tensors whose gradient raises: they are constants for autograd, so a
-// second derivative would be silently wrong. It depends only on the places of the residuals among
-// the saved tensors.
+// Residuals are constants for autograd, so a second derivative through them would be silently
+// wrong. If the backward is itself recorded, `guard`, a Python function, replaces the residuals
+// among the saved tensors by tensors with a gradient that raises. It depends only on their
+// positions.
 struct Guard {
   c10::SmallVector<Py_ssize_t, 8> places;
   THPObjectPtr guard;
 };
 
-// How an operator handles residuals. The plan owns the objects; see `Declared.in_plan` in
-// declared.py.
+// The residuals of an operator. The plan owns the objects; see `Declared.in_plan` in declared.py.
 struct Residuals {
-  // Class of the kernel's return value; nullptr for operators without residuals.
+  // The class of objects that kernels return; nullptr for operators without residuals.
   PyObject* type = nullptr;
-  PyObject* recording = nullptr; // recording state by thread id, see `_recording` in handover.py
-  PyObject* recording_state;     // the state that requests residuals from the kernel: (None, True)
-  PyObject* residuals_class;     // NamedTuple class of the argument `residuals` of setup_context
-  // make_request(saved) wraps residuals for the formula's Python `save`, if setup_with_residuals
-  // rejects them.
+  PyObject* recording = nullptr; // recording state by thread id; see `_recording` in handover.py
+  PyObject* recording_state;     // the state that requests residuals from a kernel: (None, True)
+  PyObject* residuals_class;     // the NamedTuple class for the argument `residuals`
+  // make_request(saved) wraps residuals for the Python function `save` of the formula.
   PyObject* make_request;
   Py_ssize_t count; // number of residuals if all are tensors, else 0
   // The author's setup_context(ctx, inputs, [keyword_only_inputs,] output, residuals=...). None if
-  // it must be called through Python.
+  // only Python code may call it.
   PyObject* setup;
-  PyObject* guard; // guard(places) makes a guard
-  // The guard of the first call. Later calls mostly save their residuals at the same places.
+  PyObject* guard; // guard(places) creates a guard
+  // A cache: most calls save the residuals at the same positions as the first call.
   mutable std::atomic<Guard*> first_guard{nullptr};
   PyObject* mark; // mark(ctx, saved) finds the residuals in `ctx` and guards them
 };
 
-// Returns whether this thread is inside a call that records a gradient with residuals: a kernel
-// further up the stack, or the next one, was requested to return them.
+// Returns whether a call on this thread requested residuals from a kernel, which may be running.
 inline bool thread_records(PyObject* recording) {
   if (recording == nullptr || C10_LIKELY(PyDict_GET_SIZE(recording) == 0))
     return false;
@@ -57,13 +54,11 @@ inline bool thread_records(PyObject* recording) {
   return PyDict_Contains(recording, thread.get()) == 1;
 }
 
-// The `recording` dict, which all operators share. Operators without residuals use it, and may
-// outlive the plans that have it, so this reference is owned. nullptr until an operator has
-// residuals.
+// The dict `Residuals::recording`, which all operators share. Owned; nullptr until there is an
+// operator with residuals. Also used by calls to operators without residuals.
 inline std::atomic<PyObject*> all_recordings = nullptr;
 
-// Saves the recording state of this thread, and restores it on destruction, even if the kernel
-// raised or ignored the request. Requires the GIL.
+// Saves the recording state of this thread and restores it on destruction. Requires the GIL.
 class Recording {
  public:
   // Does nothing if `recording` is nullptr.
@@ -94,7 +89,8 @@ class Recording {
       throw_python_error();
   }
 
-  // Makes `records_gradient()` False in the kernel of another operator. Requires a saved state.
+  // Makes `records_gradient()` return False, in the kernel of another operator. The saved state
+  // must not be empty.
   void stop() {
     THPObjectPtr none = checked(PyTuple_Pack(2, PyTuple_GET_ITEM(before_.get(), 0), Py_False));
     if (PyDict_SetItem(recording_, thread_.get(), none.get()) < 0)
@@ -106,15 +102,15 @@ class Recording {
   THPObjectPtr thread_, before_;
 };
 
-// Offsets of the slots `output` and `saved` in objects of `Residuals::type`.
+// The offsets of the slots `output` and `saved` in objects of type `Residuals::type`.
 inline std::atomic<Py_ssize_t> output_slot, saved_slot;
 
 inline PyObject*& slot_of(PyObject* object, Py_ssize_t slot) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot);
 }
 
-// If `made` has residuals, replaces it by the result and returns the tuple of residuals. Otherwise
-// returns nullptr and leaves `made` unchanged. Owns and replaces the reference in `made`.
+// If `made` is an object of type `Residuals::type`, replaces it by the result and returns the tuple
+// of residuals. Otherwise returns nullptr. `made` is an owned reference before and after.
 inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) {
   if (residuals.type == nullptr || Py_TYPE(made) != reinterpret_cast<PyTypeObject*>(residuals.type))
     return {};
@@ -126,13 +122,12 @@ inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) 
   return taken;
 }
 
-// make_handover(type, recording) returns C++ versions of `_records` and `_returned` of handover.py,
-// which kernels call through `torchop.records_gradient` and `torchop.residuals`.
+// make_handover(type, recording) returns C++ versions of `_records` and `_returned` in handover.py,
+// which implement `torchop.records_gradient` and `torchop.residuals`.
 PyObject* make_handover(PyObject*, PyObject* args);
 
-// Calls the author's setup_context with the residuals, if they need no checks in Python: the
-// declared number of tensors, in memory of their own. Otherwise returns false, and has called
-// nothing. Throws if setup_context raises.
+// Calls the author's setup_context with the residuals. If they are not the declared number of
+// tensors with memory of their own, returns false without calling it.
 bool setup_with_residuals(
     const Residuals& residuals,
     const Values& values,
@@ -140,8 +135,8 @@ bool setup_with_residuals(
     PyObject* result,
     PyObject* saved);
 
-// Returns the guard for the residuals that setup_context saved. If it did not save all of them, or
-// stored tensors as attributes of `ctx`, calls `Residuals::mark` and returns nullptr.
+// Returns the guard for the residuals that setup_context saved. If it has not saved all residuals,
+// or has stored tensors as attributes of `ctx`, calls `Residuals::mark` and returns nullptr.
 THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved);
 
 } // namespace torchop

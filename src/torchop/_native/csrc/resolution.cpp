@@ -1,11 +1,10 @@
-// resolution.cpp: decide whether PyTorch would skip an overload of a packet for some arguments.
+// resolution.cpp: decide whether PyTorch would skip an overload in a call to a packet.
 //
 // PyTorch tries the overloads in order (getOpWithStack in torch/csrc/jit/python/pybind_utils.cpp).
-// For each, it converts the positional arguments and then the others in schema order, until one
-// does not match. Two properties make this hard to predict. Conversions accept a lot: a one-element
-// tensor converts to a number, and any number to a bool. And some conversions raise an error that
-// ends the call, such as a string that names no device. An overload is therefore skipped only if
-// all arguments before the first mismatch certainly convert.
+// For each, it converts the arguments in schema order until a conversion fails. Predicting this is
+// hard for two reasons. Many values convert: a one-element tensor to a number, and any number to a
+// bool. And some conversions raise an error that ends the call, such as an invalid device string.
+// So an overload is skipped only if all arguments before the first mismatch certainly convert.
 #include "resolution.h"
 
 #include "free_threads.h"
@@ -14,8 +13,8 @@ namespace torchop {
 
 namespace {
 
-// The effect of PyTorch's conversion to a schema type: success, a mismatch that makes it try the
-// next overload, or neither for certain (including errors that end the call).
+// Whether a value converts to a schema type. After `Rejected`, PyTorch tries the next overload.
+// `Unknown` includes errors that end the call.
 enum class Fit { Accepted, Rejected, Unknown };
 
 bool is_list(PyObject* value) {
@@ -31,17 +30,16 @@ bool is_builtin(PyObject* value) {
       PyUnicode_CheckExact(value) || is_list(value);
 }
 
-// Returns whether a tensor certainly does not convert to a number. Returns false for unusual
-// tensors (see `tensors_reason`), whose numel may be symbolic; calls with them are not native
-// anyway.
+// Returns whether a tensor certainly does not convert to a number. Returns false for tensors that
+// native calls do not support, because their numel may be symbolic.
 bool is_not_scalar(PyObject* tensor) {
   TensorSummary seen;
   add_tensor_to<true>(tensor, seen);
   return tensors_reason(seen) == Reason::Native && impl_of(tensor)->numel() > 1;
 }
 
-// Conversion of a built-in object to a number, or to a type that the schema represents by a number,
-// such as a dtype.
+// Converts a built-in object to a number, or to a type that the dispatcher stores as a number, such
+// as a dtype.
 Fit fit_number(Base base, PyObject* value) {
   if (base == Base::Bool) // py::cast<bool> also accepts None
     return PyUnicode_CheckExact(value) || is_list(value) ? Fit::Rejected : Fit::Accepted;
@@ -53,7 +51,7 @@ Fit fit_number(Base base, PyObject* value) {
   return is_certain && fits_in_64_bits(value) ? Fit::Accepted : Fit::Unknown;
 }
 
-// Conversion of a plain tensor or a built-in object to a type that is not a list.
+// Converts a plain tensor or a built-in object to a type that is not a list.
 Fit fit_builtin(Base base, PyObject* value) {
   const bool is_tensor = is_plain_tensor(value);
   switch (base) {
@@ -85,7 +83,7 @@ Fit fit_one(Base base, PyObject* value) {
 }
 
 Fit fit_item(const Kind& kind, PyObject* item) {
-  // None converts to an undefined tensor, but not inside a list.
+  // None converts to an undefined tensor, but not in a list.
   if (item == Py_None && kind.holds_tensors() && !kind.items_are_optional)
     return Fit::Rejected;
   return fit_one(kind.base, item);
@@ -103,17 +101,16 @@ Fit fit_items(const Kind& kind, PyObject* list) {
   return fit;
 }
 
-// Conversion of a value that is not a list to a list type.
+// Converts a value that is not a list to a list type.
 Fit fit_as_list(const Kind& kind, PyObject* value) {
   if (value == Py_None)
     return Fit::Rejected;
-  // pybind11 casts to these element types accept only sequences. Other lists accept any iterable,
-  // such as a tensor or a string.
+  // Lists of these types accept only sequences. Others accept any iterable, such as a string.
   const bool is_read_as_sequence = kind.base == Base::Int || kind.base == Base::Float ||
       kind.base == Base::Bool || (kind.holds_tensors() && !kind.items_are_optional);
   if (is_plain_tensor(value) || PyUnicode_CheckExact(value))
     return is_read_as_sequence ? Fit::Rejected : Fit::Unknown;
-  // A fixed-size list such as int[2] accepts a single number, and repeats it.
+  // The type may be a list of fixed size, such as int[2], which accepts a number and repeats it.
   const bool may_be_repeated = kind.base == Base::Int
       ? is_integer(value)
       : kind.base == Base::Float && PyFloat_CheckExact(value);

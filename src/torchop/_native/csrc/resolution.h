@@ -1,4 +1,4 @@
-// resolution.h: decide which overload of a packet PyTorch would call.
+// resolution.h: decide whether PyTorch would skip an overload in a call to a packet.
 #pragma once
 
 #include <Python.h>
@@ -8,8 +8,7 @@
 namespace torchop {
 
 // Returns whether PyTorch would certainly skip an overload with these parameters and try the next
-// one. Returns false if it would call the overload, raise an error other than mismatched arguments,
-// or if neither is certain.
+// one. Returns false if it would call the overload or raise an error, and if this is not certain.
 bool is_skipped_overload(
     const Parameters& parameters, PyObject* const* args, size_t count, PyObject* keywords);
 

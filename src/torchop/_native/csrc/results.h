@@ -1,7 +1,7 @@
-// results.h: fast checks of a kernel's result against the schema and the aliasing contract.
+// results.h: check the type and aliasing of results.
 //
-// The checks accept common results. For others, the caller runs the operator's Python rule, which
-// converts the result or raises.
+// These checks accept most valid results. All others are checked again in Python, which converts
+// the result or raises.
 #pragma once
 
 #include <Python.h>
@@ -20,14 +20,13 @@ struct Returns {
   bool has_lists = false;
   std::vector<bool> are_optional, are_lists;
   bool are_fresh = true; // results must not alias inputs or each other
-  // For in-place and out= operators: indices of the parameters that the kernel must return.
-  // Otherwise empty.
+  // For in-place and out= operators: the indices of the parameters that the kernel must return.
   std::vector<size_t> parameters;
 };
 
 namespace detail {
 
-// Returns the identity of a tensor's storage. The tensor must have one; all dense tensors do.
+// Returns the address of a tensor's storage. The tensor must have one, like all dense tensors.
 inline const void* storage_of(PyObject* tensor) {
   return impl_of(tensor)->unsafe_storage().unsafeGetStorageImpl();
 }
@@ -39,9 +38,8 @@ inline bool has_own_storage(PyObject* tensor) {
 
 C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
   if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
-    return false; // without a storage, only Python can compare
-  // An input has another reference, and a view shares its storage. Most results have neither, and
-  // then need no comparison with the inputs.
+    return false; // Python must compare it
+  // The fast path: a tensor with one reference is no input, and with a storage of its own, no view.
   if (C10_LIKELY(Py_REFCNT(tensor) == 1 && has_own_storage(tensor)))
     return true;
   const void* storage = storage_of(tensor);
@@ -52,8 +50,8 @@ C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
 
 } // namespace detail
 
-// Returns whether two plain tensors have the same sizes, dtype, layout and device. False if that
-// cannot be compared without running Python.
+// Returns whether two plain tensors have the same sizes, dtype, layout and device. Returns false if
+// a comparison would run Python code.
 inline bool have_same_metadata(PyObject* one, PyObject* other) {
   if (!is_plain_tensor(one) || !is_plain_tensor(other))
     return false;
@@ -66,8 +64,8 @@ inline bool have_same_metadata(PyObject* one, PyObject* other) {
   }
 }
 
-// Returns whether a result is a single plain tensor that shares no storage with the arguments, or
-// with tensors in their lists and tuples.
+// Returns whether a result is a plain tensor that shares no storage with the arguments, including
+// tensors in lists.
 inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* result) {
   if (!is_plain_tensor(result) || !impl_of(result)->has_storage())
     return false;
@@ -93,8 +91,8 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
 
 namespace detail {
 
-// `is_valid_result` for schemas with lists. Lists must have no other reference, because the
-// dispatcher returns new lists.
+// `is_valid_result` for schemas with lists. A list must have no other reference, because the
+// dispatcher would return a new list.
 __attribute__((noinline)) inline bool is_valid_result_with_lists(
     PyObject* result, const Returns& returns) {
   const bool is_tuple = returns.count > 1;
@@ -106,24 +104,23 @@ __attribute__((noinline)) inline bool is_valid_result_with_lists(
     return is_plain_tensor(tensor) &&
         (!returns.are_fresh || (has_own_storage(tensor) && Py_REFCNT(tensor) == 1));
   };
-  bool promised = true;
-  for (size_t index = 0; promised && index < returns.count; ++index) {
+  bool valid = true;
+  for (size_t index = 0; valid && index < returns.count; ++index) {
     PyObject* value = is_tuple ? PyTuple_GET_ITEM(result, index) : result;
     if (!returns.are_lists[index]) {
-      promised = value == Py_None ? returns.are_optional[index] : is_valid_tensor(value);
+      valid = value == Py_None ? returns.are_optional[index] : is_valid_tensor(value);
       continue;
     }
-    promised = PyList_CheckExact(value) && Py_REFCNT(value) == 1;
-    for (Py_ssize_t item = 0; promised && item < PyList_GET_SIZE(value); ++item)
-      promised = is_valid_tensor(PyList_GET_ITEM(value, item));
+    valid = PyList_CheckExact(value) && Py_REFCNT(value) == 1;
+    for (Py_ssize_t item = 0; valid && item < PyList_GET_SIZE(value); ++item)
+      valid = is_valid_tensor(PyList_GET_ITEM(value, item));
   }
-  return promised;
+  return valid;
 }
 
 } // namespace detail
 
-// Returns whether a result can be returned to the caller unchanged. May return false for valid
-// results that the Python rule must check.
+// Returns whether a result is certainly valid, and can be returned to the caller unchanged.
 C10_ALWAYS_INLINE bool is_valid_result(
     PyObject* result, const Returns& returns, const Values& values) {
   if (returns.count == 0)

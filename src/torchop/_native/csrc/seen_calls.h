@@ -1,5 +1,5 @@
-// seen_calls.h: a cache from the metadata of a call (shapes, strides, dtypes, devices, plain
-// values) to a function.
+// seen_calls.h: a hash table from the metadata of calls (shapes, strides, dtypes, devices, plain
+// values) to functions.
 #pragma once
 
 #include <cstring>
@@ -17,15 +17,16 @@ namespace torchop {
 // Calls with a longer key (32 KiB) are not cached.
 constexpr size_t max_key_words = 4096;
 
-// The cache key of a call. Equal keys mean that a function which reads only metadata and plain
-// values cannot distinguish the calls. Contains no pointers and no tensor data.
+// The key of a call: the metadata of tensors, and all other arguments. A function that reads
+// nothing else cannot distinguish two calls with equal keys. Contains no pointers and no tensor
+// data.
 class CallKey {
  public:
   // words_[0] is the subject, see `set_subject`.
   CallKey() : words_{0} {}
 
-  // Appends the arguments of a call, in the vectorcall layout. Returns false if an argument has an
-  // unsupported type, because then equal keys would prove nothing.
+  // Appends the arguments of a vectorcall. Returns false if the key is too long, or an argument has
+  // an unsupported type.
   bool read(PyObject* const* args, size_t count, PyObject* keywords) {
     add(count);
     for (size_t index = 0; index < count; ++index) {
@@ -40,8 +41,7 @@ class CallKey {
     return words_.size() <= max_key_words;
   }
 
-  // Sets a number that distinguishes keys of the same arguments in one table, such as the settings
-  // of the call.
+  // Sets a number that is also part of the key.
   void set_subject(uint64_t subject) {
     words_[0] = subject;
   }
@@ -63,9 +63,8 @@ class CallKey {
   }
 
  private:
-  // Type of the following words, in the lowest byte of a word. The upper bytes have the length or
-  // the value. Tags make the encoding prefix-free: different argument lists never produce the same
-  // words.
+  // The lowest byte of the first word of each value. The upper bytes hold a length or the value.
+  // With tags, different argument lists never have equal keys.
   enum class Tag : uint8_t {
     None,
     True,
@@ -126,7 +125,7 @@ class CallKey {
   }
 
   bool add_tensor(const at::TensorImpl& impl) {
-    // Excludes tensors whose sizes are symbolic, or computed by Python code.
+    // Symbolic sizes, or sizes from Python code, are not supported.
     if (C10_UNLIKELY(!has_plain_keys(impl) || impl.has_symbolic_sizes_strides()))
       return false;
     const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();
@@ -183,9 +182,9 @@ class CallKey {
   c10::SmallVector<uint64_t, 40> words_;
 };
 
-// An open-addressing hash table with owned references to the functions. All keys share one array.
-// The caller must empty a full table (see `has_capacity`): programs with ever new shapes must not
-// grow it, and common calls return to it quickly. Not thread-safe.
+// A hash table with open addressing, which owns references to the functions. All keys are in one
+// array. The caller must replace a full table (see `has_capacity`) by an empty one, because some
+// programs never stop calling with new shapes. Not thread-safe.
 class SeenCalls {
  public:
   PyObject* find(const CallKey& key, uint64_t hash) const { // borrowed; nullptr if missing
@@ -200,7 +199,7 @@ class SeenCalls {
     return nullptr;
   }
 
-  // Adds a missing key, and a reference to `function`. Requires `has_capacity(key)`.
+  // Adds a key. Requires that it is missing, and `has_capacity(key)`.
   void add(const CallKey& key, uint64_t hash, PyObject* function) {
     if (2 * (count_ + 1) > slots_.size())
       grow();

@@ -1,5 +1,4 @@
-// thread.h: per-thread state of native calls: running calls, stack limits, and objects that PyTorch
-// propagates.
+// thread.h: thread-local state of native calls.
 #pragma once
 
 #include <Python.h>
@@ -16,37 +15,37 @@
 
 namespace torchop {
 
-// The state of one thread. Written by that thread only. Without the GIL, other threads read `plans`
+// The state of a thread, which only that thread writes. Without the GIL, other threads read `plans`
 // and `reads_table`.
 struct Thread {
-  // A stack of the entries (borrowed) of running native calls. On the heap, because a greenlet
-  // switch inside a kernel overwrites the C stack. Greenlets may also end calls in any order.
+  // The entries (borrowed) of the native calls that are running, innermost last. Not on the C
+  // stack, because a greenlet switch inside a kernel replaces the stack. The calls of several
+  // greenlets may return in any order.
   PyObject** running = nullptr;
-  // Number of running calls, and allocated size of the arrays.
+  // The number of running calls, and the size of the arrays.
   size_t count = 0;
   size_t capacity = 0;
 #ifdef Py_GIL_DISABLED
-  // The plans of these calls. Registrations read them, and do not free a plan that is in use.
+  // The plans of these calls: hazard pointers, see free_threads.h.
   std::atomic<PyObject*>* plans = nullptr;
-  std::atomic<bool> reads_table = false; // this thread is reading a dispatcher table, see TableRead
+  std::atomic<bool> reads_table = false; // see TableRead
   size_t number = 0;                     // index of the thread, for Counters
-  // `note_call` samples one in this many calls. Prime, so that a program which repeats a fixed
-  // sequence of callees has each of them sampled.
+  // `note_call` samples one in this many calls. A prime number, because many programs repeat a
+  // sequence of calls, and each of them must be sampled at some time.
   static constexpr uint32_t interval = 65521;
   uint32_t calls_until_check = interval;
 #endif
 
-  // The lowest address of the stack, and the number of bytes above it to leave free. The initial
-  // values make the first call measure the stack.
+  // The lowest address of the stack, and the number of bytes to leave free. With the initial
+  // values, the first call measures the stack.
   uintptr_t stack_end = 0;
   uintptr_t stack_reserve = ~uintptr_t{0};
 };
 
 inline thread_local Thread thread;
 
-// Returns an object that was stored under a name in ThreadLocalPythonObjects (borrowed), or
-// nullptr. PyTorch propagates these objects to threads that work for this one, such as the engine's
-// threads for accelerators. A key of at most 15 characters avoids an allocation.
+// Returns an object in ThreadLocalPythonObjects (borrowed), or nullptr. PyTorch propagates these
+// objects to the threads of the autograd engine. Names of at most 15 characters need no allocation.
 inline PyObject* get_obj_in_tls(const char* name) {
   using at::impl::ThreadLocalPythonObjects;
   return ThreadLocalPythonObjects::contains(name)
@@ -65,9 +64,9 @@ inline void stash_obj_in_tls(const char* name, SafeObject object) {
   at::impl::ThreadLocalPythonObjects::set(name, std::move(object));
 }
 
-// Returns the thread's state. Call it once per function: with `-fPIC`, each access of a
-// thread_local variable calls __tls_get_addr. The asm keeps the compiler from recomputing the
-// address.
+// Returns the state of this thread. With `-fPIC`, each access to a thread_local variable calls
+// __tls_get_addr, so call this function only once. The asm keeps the compiler from computing the
+// address again.
 inline Thread& this_thread() {
   Thread* here = &thread;
   asm("" : "+r"(here));
@@ -105,9 +104,9 @@ __attribute__((noinline, cold)) inline bool reserve_call(Thread& here) {
   return true;
 }
 
-// Marks an operator as running in this thread for the lifetime of the object. Deregistering an
-// operator checks this: native calls have no Python frame that it could find. Requires count <
-// capacity.
+// Marks an operator as running on this thread for the lifetime of the object. An operator must not
+// be deregistered by its own kernel, and native calls have no Python frame by which to detect that.
+// Requires count < capacity.
 class RunningCall {
  public:
   RunningCall(Thread& here, PyObject* entry) : thread_(here), entry_(entry) {
@@ -123,8 +122,8 @@ class RunningCall {
   RunningCall& operator=(const RunningCall&) = delete;
 
  private:
-  // Removes a call that is not the last one, because a greenlet switch reordered the calls. Any
-  // call of this entry will do, because they are indistinguishable.
+  // Removes a call that is not the last one, because of a greenlet switch. Any call of this entry
+  // will do, because they are indistinguishable.
   __attribute__((noinline, cold)) void remove() {
     PyObject** end = thread_.running + thread_.count;
     PyObject** call = std::find(thread_.running, end, entry_);
@@ -140,10 +139,9 @@ class RunningCall {
 
 #endif
 
-// Sets the stack limits of this thread. If they are unknown, disables the check.
+// Sets the stack limits of this thread. Disables the check if they are unknown.
 inline void measure_stack(Thread& here) {
-  // Left for C code that kernels call and that does not check the stack: PyTorch, NumPy, module
-  // imports.
+  // For C code that kernels call, such as PyTorch and NumPy, which does not check the stack.
   constexpr uintptr_t reserve = 512 * 1024;
   uintptr_t end = 0, size = 0;
 #if defined(__linux__)
@@ -165,11 +163,11 @@ inline void measure_stack(Thread& here) {
   here.stack_reserve = std::min(reserve, size / 4);
 }
 
-// Returns whether the stack may overflow in this call. CPython limits the number of Python frames
-// only, and programs that raise the recursion limit would crash instead of raising RecursionError.
+// Returns whether the stack may overflow in this call. CPython limits only the number of Python
+// frames, so a program that raises the recursion limit would crash.
 inline bool is_stack_low(Thread& here) {
   const auto address = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
-  // Unsigned, so the stack of another thread (such as a greenlet's) also compares as large enough.
+  // Unsigned, so that the stack of a greenlet, which is somewhere else, compares as large enough.
   if (C10_LIKELY(address - here.stack_end >= here.stack_reserve))
     return false;
   if (here.stack_end == 0 && here.stack_reserve != 0)

@@ -1,7 +1,7 @@
-"""Obtain the extension in this process: find a compiled file, or compile it in the background.
+"""Load the extension into this process, from a compiled file or after compiling it.
 
-Programs never wait for the compiler, except with TORCHOP_NATIVE=require and in
-`torchop.native.wait`. Until the extension is loaded, operators run through PyTorch's dispatcher.
+Compiling runs in a background thread, and calls go through PyTorch's dispatcher until it is done.
+Programs wait for it only with TORCHOP_NATIVE=require and in `torchop.native.wait`.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Status(NamedTuple):
         mode: the value of TORCHOP_NATIVE: `"auto"`, `"0"`, `"require"` or `"prebuilt"`.
         state: `"off"`, `"idle"` (no operator was called yet), `"building"`, `"found"` (being
             loaded), `"ready"` (in use) or `"failed"`.
-        path: the extension that is in use, being loaded or being built.
-        reason: why it failed, or why it is off unless TORCHOP_NATIVE=0.
-        seconds: the duration of the build so far.
-        key: the configuration the extension is compiled for: PyTorch, Python, platform and sources.
+        path: the file of the extension that is in use, being loaded or being compiled.
+        reason: why it failed, or why it is off although TORCHOP_NATIVE is not 0.
+        seconds: how long compiling took, or has taken so far.
+        key: the configuration of the extension: PyTorch, Python, platform and sources.
 
     Example:
         >>> import torchop
@@ -80,14 +80,14 @@ class Status(NamedTuple):
 
 
 class Extension:
-    """The extension of this process. Tests create further instances, from their own sources."""
+    """Loads the extension. Only tests create a second instance, for other sources."""
 
     def __init__(self, source: Path | None = None) -> None:
         self._source = source
         self._lock = threading.Lock()
         self._is_requested = False
-        self._is_settled = threading.Event()  # set after loading has succeeded or failed
-        self._waiters = 0  # running calls of `wait`, which raise a failure instead of warning
+        self._is_settled = threading.Event()  # set when loading has succeeded or failed
+        self._waiters = 0  # running calls to `wait`; they raise a failure, so it needs no warning
         self._state: State = "idle"
         self._path: Path | None = None
         self._reason: str | None = None
@@ -98,16 +98,16 @@ class Extension:
         self._build_seconds: float | None = None
 
     def obtain(self, on_ready: OnReady) -> None:
-        """Load the extension, or start to compile it. Calls after the first do nothing.
+        """Load the extension, or start to compile it. Does nothing after the first call.
 
-        If a compiled file exists, loads it and calls `on_ready` before returning. Otherwise
-        compiles the extension in a thread, which then calls `on_ready`. TORCHOP_NATIVE=require
-        compiles it before returning, TORCHOP_NATIVE=prebuilt never compiles, and TORCHOP_NATIVE=0
-        does nothing. On a Python without the GIL that the extension does not support, only
-        TORCHOP_NATIVE=require loads it, because loading would turn the GIL on.
+        If a compiled file exists, it is loaded and `on_ready` is called before this function
+        returns. Otherwise a thread compiles the extension, loads it and calls `on_ready`. With
+        TORCHOP_NATIVE=require, this function waits for that; with TORCHOP_NATIVE=prebuilt, nothing
+        is compiled; with TORCHOP_NATIVE=0, nothing is loaded. If loading would turn the GIL on,
+        only TORCHOP_NATIVE=require loads the extension.
 
-        A failure, including an exception in `on_ready`, is one warning. It is an exception with
-        TORCHOP_NATIVE=require or while `wait` is running.
+        A failure, including an exception in `on_ready`, is reported by one warning. With
+        TORCHOP_NATIVE=require, and while `wait` is running, it is raised instead.
         """
         wanted = mode()
         with self._lock:
@@ -161,7 +161,7 @@ class Extension:
         finally:
             with self._lock:
                 self._waiters -= 1
-        # After leaving `_waiters`: a build that fails after the timeout only warns.
+        # Checked after the timeout too: a build that fails later only warns.
         if self._state == "failed":
             raise NativeUnavailableError(
                 "torchop.native.wait: the native call path is not available, so calls take longer. "
@@ -179,7 +179,7 @@ class Extension:
         return Status(mode(), self._state, self._path, self._reason, seconds, self._key)
 
     def after_fork(self) -> None:
-        """Reset the state in a forked child, which does not have the thread that compiles."""
+        """Reset the state in a forked child, because it lacks the thread that compiles."""
         self._lock = threading.Lock()
         self._is_settled = threading.Event()
         self._waiters = 0
@@ -191,10 +191,10 @@ class Extension:
             self._is_settled.set()
 
     def stop(self) -> None:
-        """Stop a compilation in the background before the interpreter exits.
+        """Stop compiling before the interpreter exits.
 
-        Otherwise the interpreter would kill the thread. If the thread is in the dynamic linker or
-        writing to stderr, that aborts the process. The timeout is for a thread that hangs.
+        During finalization, the interpreter terminates daemon threads. If this thread is in the
+        dynamic linker or writing to stderr at that time, the process aborts.
         """
         if self._build is not None and self._thread is not None:
             self._build.stop()
@@ -315,19 +315,19 @@ def status() -> Status:
 
 
 def why_missing() -> str:
-    """Return why calls go through the dispatcher when the extension is not loaded."""
+    """Return why the extension is not loaded."""
     state = status()
     fallback = "TORCHOP_NATIVE=0 turns it off" if state.state == "off" else state.state
     return f"the native call path is not loaded ({state.reason or fallback})"
 
 
 def build(out: Path | None = None, *, force: bool = False, source: Path | None = None) -> Path:
-    """Compile the extension, and return the file.
+    """Compile the extension and return the path of the file.
 
     Args:
-        out: the folder for the file; by default the user's cache.
-        force: whether to recompile if the file exists.
-        source: the folder of the sources; by default torchop's.
+        out: the folder for the file; by default the cache folder.
+        force: whether to compile again if the file exists.
+        source: the folder of the sources; by default torchop's own.
 
     Raises:
         NativeUnavailableError: compiling failed.
@@ -356,13 +356,13 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
 
 
 def _writes_notices() -> bool:
-    """Return whether this is the main process of a program, which prints messages."""
+    """Return whether this process prints notices: only the main process of a program does."""
     is_first = os.environ.get("LOCAL_RANK") in (None, "", "0")
     return is_first and multiprocessing.parent_process() is None
 
 
 def _write(line: str) -> None:
-    # stderr may be closed, or missing as with pythonw.
+    # stderr may be closed, or None under pythonw.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

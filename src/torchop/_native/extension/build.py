@@ -1,4 +1,4 @@
-"""Compile the extension once for all processes of a machine, under a lock in the cache folder."""
+"""Compile the extension. A file lock in the cache folder keeps processes from compiling twice."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ except ImportError:  # Windows, where nothing is compiled
 
 _LINES_OF_A_MESSAGE = 20
 _BYTES_OF_A_MESSAGE = 8192
-# Prevents forks while `subprocess.Popen` starts the compiler. A forked child would inherit the pipe
-# that Popen reads until exec. Popen would wait for the child to exit, and the child may wait for
-# the file lock that this process holds.
+# Prevents forks while `subprocess.Popen` starts the compiler. Popen reads a pipe until all copies
+# of it are closed. A child forked at that time has a copy, and may wait for the file lock that this
+# process holds: a deadlock.
 _starting = threading.Lock()
 if hasattr(os, "register_at_fork"):  # there is no forking on Windows
     os.register_at_fork(
@@ -40,11 +40,11 @@ if hasattr(os, "register_at_fork"):  # there is no forking on Windows
         after_in_parent=_starting.release,
         after_in_child=_starting.release,
     )
-_NICENESS = "10"  # for a compiler in the background, so that the user's program runs first
+_NICENESS = "10"  # of a compiler in the background, because the user's program comes first
 
 
 class Build:
-    """One compilation, which another thread can stop."""
+    """One run of the compiler. Another thread can stop it."""
 
     def __init__(self, recipe: Recipe, target: Path, *, background: bool = False) -> None:
         self._recipe = recipe
@@ -59,37 +59,37 @@ class Build:
         return self._stopped.is_set()
 
     def run_in_cache(self, *, force: bool = False) -> None:
-        """Take the lock and compile the file, unless it exists by then.
+        """Acquire the file lock and compile the file, unless another process has compiled it.
 
         Raises:
             NativeUnavailableError: the compiler failed, or `stop` was called.
         """
         with self._locked() as is_alone:
             if self.target.exists() and not force:
-                return  # another process compiled it
+                return
             if is_alone:
-                # These folders are left over from killed processes: a running one holds the lock.
+                # Left over from processes that were killed: a process that uses one has the lock.
                 for folder in self.target.parent.glob(f"{self.target.name}.*.build"):
                     shutil.rmtree(folder, ignore_errors=True)
             self.run()
 
     def run(self) -> None:
-        """Compile the file, and atomically replace an existing one.
+        """Compile the file. An existing file is replaced atomically.
 
         Raises:
             NativeUnavailableError: the compiler failed, or `stop` was called.
         """
         target = self.target
         try:
-            # Not TemporaryDirectory: a forked child would remove the folder when it exits.
+            # A TemporaryDirectory would be removed by a forked child when the child exits.
             folder = tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".build", dir=target.parent)
         except OSError as error:
             raise NativeUnavailableError(
                 f"the folder {target.parent} cannot be written to: {error.strerror}"
             ) from None
         try:
-            # One translation unit for all sources, because compiling PyTorch's headers takes most
-            # of the time.
+            # One translation unit for all sources, because parsing PyTorch's headers takes most of
+            # the time.
             whole, linked = Path(folder, "call_path.cpp"), Path(folder, target.name)
             sources = sorted(self._recipe.source.absolute().glob("*.cpp"))
             whole.write_text("".join(f'#include "{source}"\n' for source in sources), "utf-8")
@@ -104,14 +104,14 @@ class Build:
             ]
             self._compile(arguments, Path(folder))
             with linked.open("rb") as file:
-                # Otherwise a power failure could leave an empty file under the final name.
+                # Without fsync, a power failure could leave an empty file under the final name.
                 os.fsync(file.fileno())
             os.replace(linked, target)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def stop(self) -> None:
-        """Stop the compiler or the wait for the lock; `run` then raises."""
+        """Stop the compiler, or the wait for the file lock. `run` then raises."""
         self._stopped.set()
         self._kill()
 
@@ -124,14 +124,15 @@ class Build:
     def _compile(self, arguments: list[str], folder: Path) -> None:
         is_nice = self._background and shutil.which("nice") is not None
         nice = ["nice", "-n", _NICENESS] if is_nice else []
-        # Not a pipe: compiler caches such as ccache may start a server that keeps the pipe open.
+        # A file and not a pipe, because compiler caches such as sccache may start a server, which
+        # would keep the pipe open.
         with open(folder / "output", "w+b") as output:
             try:
                 with _starting:
                     process = self._process = subprocess.Popen(
                         [*nice, *self._compiler, *arguments],
-                        # An empty entry in PATH or CPATH means the working directory, which must
-                        # not be the user's.
+                        # Empty entries in PATH and CPATH mean the working directory. Files in the
+                        # user's working directory must not be found.
                         cwd=folder,
                         env={**os.environ, "TMPDIR": str(folder)},
                         stdin=subprocess.DEVNULL,
@@ -164,10 +165,10 @@ class Build:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Hold the lock of the target; yield False if the file system does not support locks.
+        """Hold the file lock of the target, or yield False if the file system has no locks.
 
-        The operating system releases the lock if the process dies. The lock file is never removed;
-        otherwise two processes could lock two files of the same name.
+        The operating system releases the lock if the process dies. The lock file is never removed:
+        otherwise two processes could lock two different files of the same name.
         """
         try:
             opened = open(f"{self.target}.lock", "w")  # noqa: SIM115  # closed below
@@ -185,19 +186,19 @@ class Build:
                         raise NativeUnavailableError("the program exited first") from None
                     time.sleep(0.1)
                 except OSError:
-                    # Some network drives do not support locks. Compiling twice only wastes time,
-                    # because each process replaces the file atomically.
+                    # Some network file systems do not support locks. Without one, two processes may
+                    # both compile, but each replaces the file atomically.
                     yield False
                     return
             try:
                 yield True
             finally:
-                # Closing the file is not enough: a forked child shares the descriptor and the lock.
+                # Closing the file would not release a lock that a forked child shares.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def printable(text: str) -> str:
-    """Return the end of a text, with control characters escaped."""
+    """Return the end of a text with control characters escaped."""
     return "".join(
         character
         if character.isprintable() or character in "\n\t"

@@ -1,8 +1,8 @@
-"""Find and load compiled extensions, and check that the user's cache is private.
+"""Find and load compiled extensions, and check that the cache folder is private.
 
-Anybody who can write to the cache, or rename a folder above it, could run code in the user's
-programs. So the cache is used only if it belongs to the user, and if nobody else can write to it or
-to the folders above it. The other folders are trusted like the installed package.
+Users who can write to the cache, or rename a folder above it, could run code in this process. So
+the cache is used only if it belongs to the user and no other user can write to it or to a folder
+above it. Folders of the installation are trusted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from torchop._native.extension.recipe import STEM, Recipe, names_in
 
 MODULE = "torchop._native._call_path"
 PREBUILT = Path(__file__).parents[1] / "prebuilt"
-# The package of the wheel torchop-native. Not found through the import system, because it may
-# search the working directory, where other users may have put files. The folders are those that
-# contain torchop and PyTorch.
+# The package in the wheel torchop-native. Only the folders that contain torchop and PyTorch are
+# searched: the import system might also search the working directory, which is not trusted.
 WHEEL_PACKAGE = "torchop_native"
 WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
 
@@ -37,7 +36,7 @@ class UnusableFileError(ImportError):
 
 
 class Place(NamedTuple):
-    """A folder to search, and the extension in it."""
+    """A folder that was searched for the extension."""
 
     name: str  # for messages
     folder: Path | None  # None if the user has no cache folder
@@ -45,17 +44,14 @@ class Place(NamedTuple):
     problem: str | None  # why the folder is missing or not trusted
 
     def miss(self) -> str:
-        """Describe why there is no file to load."""
+        """Describe why the folder has no usable file."""
         if self.problem is not None:
             return f"{self.name}: {self.problem}"
         return f"{self.name} ({self.folder}) has {keys_in(self.folder) or 'no extension'}"
 
 
 def places(recipe: Recipe) -> list[Place]:
-    """Return the folders to search, in order. The wheel is included only if it is installed.
-
-    Only a file with the key of `recipe` counts.
-    """
+    """Search all folders for a file with the key of `recipe`, in order of preference."""
     trusted = [("package", PREBUILT)]
     wheels = (folder / WHEEL_PACKAGE for folder in dict.fromkeys(WHEEL_FOLDERS))
     trusted += [("torchop-native", folder) for folder in wheels if folder.is_dir()]
@@ -84,7 +80,7 @@ def _in_cache(recipe: Recipe) -> Place:
 
 
 def keys_in(folder: Path | None) -> str:
-    """Return the keys of the first extensions in a folder, as text."""
+    """Return the keys of the extensions in a folder as text, at most three."""
     names = [] if folder is None else names_in(folder)
     keys = [
         name[len(STEM) : -len(".so")]
@@ -96,12 +92,13 @@ def keys_in(folder: Path | None) -> str:
 
 
 def make_cache_folder() -> Path:
-    """Create the cache folder if needed, private to the user, and return it."""
+    """Create the cache folder if needed, check that it is private, and return it."""
     path = cache_folder()
     check_folders_above(path)
     try:
         for folder in [*reversed(path.parents), path]:
-            # Folders created above the cache must be private too, independent of the umask.
+            # With an explicit mode, because folders above the cache must be private too, and the
+            # umask may allow more.
             if not folder.is_dir():
                 folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -118,11 +115,11 @@ def check_folders_above(path: Path) -> None:
     """Raise if another user could replace the cache by renaming a folder above it."""
     if not hasattr(os, "geteuid"):
         return
-    for folder in reversed(path.parents):  # from the root, so that checked folders stay in place
+    for folder in reversed(path.parents):  # from the root: nobody can replace a checked folder
         try:
             info = folder.lstat()
         except FileNotFoundError:
-            return  # `make_cache_folder` will create it for the user
+            return  # `make_cache_folder` will create it
         except OSError as error:
             raise NativeUnavailableError(
                 f"the folder {folder}, above the cache, cannot be checked: {error.strerror}. "
@@ -140,14 +137,14 @@ def check_folders_above(path: Path) -> None:
 
 def check_private(path: Path) -> None:
     """Raise unless the cache is a folder that only the user can write to."""
-    # Not `stat`, because a symbolic link could be changed between the check and the use.
+    # lstat, because a symbolic link could be changed between the check and the use.
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise NativeUnavailableError(
             f"{path} is not a folder (a symbolic link?), so its target may change. {REMEDY}"
         )
     if not hasattr(os, "geteuid"):
-        return  # on Windows, modes mean nothing, and the user's profile is private
+        return  # Windows, where the user's profile is private
     if info.st_uid != os.geteuid():
         _refuse(f"{path} belongs to another user (number {info.st_uid})")
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -163,11 +160,11 @@ def _refuse(problem: str, remedy: str = "") -> NoReturn:
 
 @functools.cache
 def _is_users_own_group(number: int) -> bool:
-    """Return whether a group has the user's name and no other members, as on Fedora and Debian.
+    """Return whether a group has the name of the user and no other members.
 
-    Folders of these users are often writable by this group, which gives nobody else access.
+    Some Linux distributions create such a group for each user, and make folders writable for it.
     """
-    import grp  # rarely needed, and missing on some platforms
+    import grp  # missing on some platforms
     import pwd
 
     try:
@@ -178,15 +175,15 @@ def _is_users_own_group(number: int) -> bool:
 
 
 def load(file: Path) -> ModuleType:
-    """Load the extension from a file, or return the module if it is already loaded.
+    """Load the extension from a file, or return the module if the file is loaded already.
 
     Raises:
-        UnusableFileError: the dynamic linker cannot load the file. Exceptions of the extension
-            itself, which may reject this PyTorch, are not converted.
+        UnusableFileError: the dynamic linker cannot load the file.
+        ImportError: the extension rejects this build of PyTorch.
     """
     loaded = sys.modules.get(MODULE)
     if loaded is not None and loaded.__file__ == str(file):
-        return loaded  # not every extension can be initialized twice
+        return loaded  # the extension cannot be initialized twice
     spec = importlib.util.spec_from_file_location(MODULE, file)
     assert spec is not None
     assert spec.loader is not None

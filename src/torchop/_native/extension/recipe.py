@@ -1,7 +1,7 @@
-"""The sources, flags and compiler of the extension, and the key in its file name.
+"""The sources, flags and compiler of the extension, and the key in the file name.
 
-The key covers everything that decides whether a process can load the file: the PyTorch build, the
-C++ and Python ABIs, the platform, the sources and the flags.
+A process may load a file only if the key is its own. The key covers the build of PyTorch, the C++
+and Python ABIs, the platform, the sources and the flags.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torchop._errors import NativeUnavailableError, short_repr
 CSRC = Path(__file__).parents[1] / "csrc"
 STEM = "_call_path-"
 # The fields of `THPFunction` (torch/csrc/autograd/python_function.h) in PyTorch 2.11 to 2.15:
-# fields that the extension uses, and fields that it may ignore. If a release has any other field,
-# the dispatcher records gradients, because the extension may need to initialize the new field.
+# fields that the extension uses, and fields that it may ignore. If a release adds a field, the
+# dispatcher records gradients, because native calls might have to set it.
 _USED_FIELDS = (
     "needs_input_grad to_save non_differentiable dirty_tensors pure_view output_info input_info "
     "saved_variables is_variable_input saved_for_forward cdata"
@@ -36,8 +36,8 @@ _OTHER_FIELDS = (
     "clear_saved_tensors_on_access saved_tensors_accessed_and_cleared output_grad_dtypes"
 )
 _COMPILERS = ("c++", "g++", "clang++")
-# Whether the extension declares that it needs the GIL. It runs without the GIL only on tested
-# releases of Python, because free-threaded reference counting changes between releases.
+# Whether the extension needs the GIL. Free-threaded reference counting differs between releases of
+# Python, so the extension runs without the GIL only on releases that were tested.
 NEEDS_LOCK = sys.version_info[:2] not in ((3, 13), (3, 14))
 
 
@@ -55,12 +55,12 @@ class Recipe(NamedTuple):
 def make_recipe(source: Path | None = None) -> Recipe:
     """Return the recipe for this PyTorch and this Python.
 
-    The key is readable, so that a listing of the cache shows which configurations exist. It
-    contains no folder and no compiler, so a file compiled elsewhere can be used. It contains the
-    flags in `$CXX`, because they may select a processor, for example.
+    The key is readable, to identify the files in the cache. It does not depend on paths and on the
+    compiler, so files can be compiled on another machine. It does depend on the flags in `$CXX`,
+    which may select a processor.
     """
     source = source or CSRC
-    # Not Path.glob, which would compile a regular expression at each start of a program.
+    # Path.glob would compile a regular expression, which slows down the start of programs.
     names = [name for name in names_in(source) if name.endswith((".cpp", ".h"))]
     if not any(name.endswith(".cpp") for name in names):
         raise NativeUnavailableError(
@@ -71,12 +71,12 @@ def make_recipe(source: Path | None = None) -> Recipe:
         with open(os.path.join(source, name), "rb", buffering=0) as file:
             text = file.read()
         for part in (name.encode(), text):
-            # Include the length, so that moving a line between files changes the hash.
+            # Without the length, moving a line from one file to the next would not change the hash.
             contents.update(len(part).to_bytes(8, "little"))
             contents.update(part)
     flags = [*compile_flags(), *link_flags(), *_flags_of_user()]
     contents.update("\0".join(flags).encode("utf-8", "surrogateescape"))
-    # Include the commit, because source builds of the same version may have different headers.
+    # The commit, because source builds with the same version may have different headers.
     commit = (torch.version.git_version or "unknown")[:12]
     parts = [
         f"torch{torch.__version__}",
@@ -89,7 +89,7 @@ def make_recipe(source: Path | None = None) -> Recipe:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the file names in a folder; empty if it cannot be read."""
+    """Return the names of the files in a folder, or an empty list if it cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -97,47 +97,46 @@ def names_in(folder: Path) -> list[str]:
 
 
 def lock_problem() -> str | None:
-    """Return why this process should not load the extension by default; None if it may.
+    """Return why loading the extension would turn the GIL on, or None if it would not.
 
-    Python turns the GIL on for the whole process when it loads an extension that requires it.
-    Loading is harmless if the GIL is already on, through PYTHON_GIL=1 or another extension.
+    Free-threaded Python turns the GIL on when it loads an extension that needs it, unless the GIL
+    is on already because of PYTHON_GIL=1 or another extension.
     """
     may_load = not NEEDS_LOCK or getattr(sys, "_is_gil_enabled", lambda: True)()  # since 3.13
     return None if may_load else "this Python runs without the GIL, which native calls still need"
 
 
 def compile_flags() -> list[str]:
-    """Return the compiler flags that do not depend on installation paths."""
+    """Return the compiler flags, without flags that contain paths."""
     flags = [
-        # PyTorch 2.13 requires C++20; the headers of 2.11 also compile with it.
+        # Required by the headers of PyTorch 2.13. The headers of 2.11 compile with it too.
         "-std=c++20",
         "-O2",
         "-fPIC",
         "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        # Otherwise the autograd headers include every operator of PyTorch, through
-        # ATen/ExpandUtils.h and ATen/Functions.h.
+        # Without it, the autograd headers include all operators, through ATen/ExpandUtils.h and
+        # ATen/Functions.h.
         "-DAT_PER_OPERATOR_HEADERS",
-        # Keeps the GIL handling of `python_error` from instantiating pybind11's type registry.
+        # Without it, the GIL handling of `python_error` instantiates pybind11's type registry.
         "-DPYBIND11_SIMPLE_GIL_MANAGEMENT",
         f"-DTORCHOP_KNOWS_NODES={int(unknown_nodes() is None)}",
         f"-DTORCHOP_NEEDS_GIL={int(NEEDS_LOCK)}",
     ]
     if not torch.version.debug:
-        # Debug checks in PyTorch's headers call functions that release builds do not export.
+        # Debug assertions in PyTorch's headers call functions that release builds do not export.
         flags.append("-DNDEBUG")
     return flags
 
 
 def unknown_nodes() -> str | None:
-    """Return why the dispatcher must record gradients; None if native calls can.
+    """Return why the dispatcher must record gradients, or None if native calls can.
 
-    Native calls fill the struct of autograd nodes, so its fields must be known. The key of the
-    extension includes the result through `compile_flags`.
+    Native calls fill in the struct of an autograd node, so all fields must be known.
     """
     fields = node_fields()
     if fields is None:
-        return None  # no header: only a prebuilt file can be used, which was built with one
+        return None  # without headers, only a prebuilt extension can be loaded, which knows nodes
     used = set(_USED_FIELDS.split())
     added, missing = sorted(fields - used - set(_OTHER_FIELDS.split())), sorted(used - fields)
     if not added and not missing:
@@ -151,7 +150,7 @@ def unknown_nodes() -> str | None:
 
 @functools.cache
 def node_fields() -> frozenset[str] | None:
-    """Return the fields of `THPFunction` in PyTorch's header; None if the header is missing."""
+    """Return the fields of `THPFunction` in PyTorch's header, or None if there is no header."""
     file = os.path.join(_headers(), "torch", "csrc", "autograd", "python_function.h")
     try:
         with open(file, encoding="utf-8") as header:
@@ -169,9 +168,9 @@ def _headers() -> Path:
 
 
 def link_flags() -> list[str]:
-    """Return the linker flags that do not depend on installation paths.
+    """Return the linker flags, without flags that contain paths.
 
-    Sets no run path: the extension must use the PyTorch that is already loaded.
+    There is no run path, because the extension must use the PyTorch that is already loaded.
     """
     shared = (
         ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
@@ -180,8 +179,11 @@ def link_flags() -> list[str]:
 
 
 def include_flags() -> list[str]:
-    """Return flags for the headers of PyTorch and Python, as system headers to silence warnings."""
-    import sysconfig  # takes 0.5 ms, so import it only to compile
+    """Return the flags for the headers of PyTorch and Python.
+
+    They are system headers, so the compiler prints no warnings about them.
+    """
+    import sysconfig  # takes 0.5 ms, and is only needed to compile
 
     headers = _headers()
     python = Path(sysconfig.get_paths()["include"])
@@ -199,16 +201,16 @@ def include_flags() -> list[str]:
 
 
 def library_flags() -> list[str]:
-    """Return flags for PyTorch's libraries, and for the C++ library that PyTorch loaded.
+    """Return the flags for PyTorch's libraries, and for the C++ library that PyTorch has loaded.
 
-    By default, some compilers link the C++ library statically. The extension would then have its
-    own copy of streams and exceptions, and calls between it and PyTorch would crash.
+    Some compilers link the C++ library statically by default. The extension would then have its own
+    copy of streams and exceptions, and crash when it shares these with PyTorch.
     """
     return [f"-L{Path(torch.__file__).parent / 'lib'}", *_cpp_library()]
 
 
 def _cpp_library() -> list[str]:
-    """Return the path of the loaded C++ library, if the system provides it."""
+    """Return the path of the C++ library in this process, if there is one."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
             found = re.search(r" (/.*/libstdc\+\+\.so[.0-9]*)$", maps.read(), re.MULTILINE)
@@ -218,16 +220,15 @@ def _cpp_library() -> list[str]:
 
 
 def find_compiler() -> list[str]:
-    """Return the command of the C++ compiler: `$CXX`, or the first that is installed.
+    """Return the command of the C++ compiler: `$CXX`, or the first compiler that is installed.
 
-    `$CXX` may contain arguments, as in `ccache g++`. The working directory is never searched, even
-    if it is in the PATH, because it may contain other users' files.
+    `$CXX` may contain arguments, as in `ccache g++`. Relative folders in the PATH are ignored.
 
     Raises:
         NativeUnavailableError: there is no compiler, or `$CXX` is not installed.
     """
     if sys.platform == "win32":
-        # PyTorch for Windows is built with MSVC, which the build does not support.
+        # PyTorch for Windows is built with MSVC, which the flags here do not support.
         raise NativeUnavailableError("it can only be compiled on Linux and macOS")
     words = _words_of_cxx()
     if words:
@@ -266,15 +267,17 @@ def _flags_of_user() -> list[str]:
 
 
 def _which(program: str) -> str | None:
-    """Return the path of a program, ignoring relative folders in the PATH."""
+    """Return the path of a program, ignoring relative folders in the PATH.
+
+    They depend on the working directory, which may contain files of other users.
+    """
     folders = filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep))
     path_of_program = shutil.which(program, path=os.pathsep.join(folders))
     return path_of_program and os.path.abspath(path_of_program)
 
 
 def _python_and_platform() -> str:
-    # Such as "cpython-311-x86_64-linux-gnu". Not from sysconfig, which would add several
-    # milliseconds to each start of a program.
+    # Such as "cpython-311-x86_64-linux-gnu". Asking sysconfig would take several milliseconds.
     tag = importlib.machinery.EXTENSION_SUFFIXES[0].lstrip(".").rpartition(".")[0]
     machine = platform.machine()  # not part of the tag on macOS
     return tag if machine in tag else f"{tag}-{machine}"

@@ -1,1 +1,1 @@
-"""Native calls of operators that `custom_op` did not define, from the dispatcher's table."""
+"""Native calls to operators that `custom_op` did not create, based on the dispatcher's table."""

@@ -1,10 +1,10 @@
-"""Native calls of operators that `custom_op` did not define.
+"""Native calls to operators that `custom_op` did not create.
 
-torchop does not know the parts of such an operator, or when they change, so it compiles a plan from
-the dispatcher's table. Kernels that were registered with torchop are always called natively.
-Kernels of other packages are called natively while the operator is accelerated. A plain Python
-kernel is called as it is. A kernel of `torch.library.custom_op` is called without its wrappers,
-because a native call does the same. Every other call falls back to the dispatcher.
+Anybody may register kernels for such an operator, so plans are compiled from the dispatcher's
+table. Kernels that were registered with torchop, for example by `Library.impl`, are always called
+natively. Python kernels of other packages are called natively while the operator is accelerated.
+For a kernel of `torch.library.custom_op`, a native call skips the wrappers and does their work
+itself. All other calls fall back to the dispatcher.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ if TYPE_CHECKING:
 
 MADE_HERE = "it was defined with torchop, so its calls are native already"
 
-# The accelerated operators.
 accelerated: dict[OpName, TableCalls] = {}
-# All operators with calls of this kind. An operator's function in `torch.ops` keeps them alive.
+# All existing objects. The function in `OpOverload._op` keeps them alive.
 _calls: weakref.WeakValueDictionary[OpName, TableCalls] = weakref.WeakValueDictionary()
 
 
 class TableCalls(NativeCalls):
-    """The native calls of an operator that `custom_op` did not define.
+    """Native calls to an operator that `custom_op` did not create.
 
     Attributes:
-        problem: why the latest plan calls no kernel; None if it calls one.
+        problem: the reason why the latest plan has no kernel, or None if it has one.
     """
 
     __slots__ = ("__weakref__", "_library", "_overload", "problem")
@@ -65,10 +64,10 @@ class TableCalls(NativeCalls):
         self._take_calls(overload)
 
     def accelerate(self, library: torch.library.Library | None) -> None:
-        """Call kernels of other packages natively, until `release` or the end of `library`.
+        """Call kernels of other packages natively, until `release` is called or `library` closed.
 
         Args:
-            library: the library that defined the operator, if it is known.
+            library: the library that defined the operator, or None if unknown.
         """
         accelerated[self.name] = self
         self._library = library
@@ -78,7 +77,7 @@ class TableCalls(NativeCalls):
         self.outdate()
 
     def release(self) -> None:
-        """Undo `accelerate`, except for changes that somebody else has changed again."""
+        """Undo `accelerate`. Keep the function in `OpOverload._op` if other code replaced it."""
         with registration_lock:
             if accelerated.get(self.name) is not self:
                 return
@@ -93,19 +92,19 @@ class TableCalls(NativeCalls):
             self.outdate()
 
     def _take_exchanged(self) -> None:
-        """Replace the function of the overload again, which PyTorch has just replaced."""
+        """Replace `OpOverload._op` again, after PyTorch has set it to a new function."""
         if overload_functions.is_cpp_function(overload_functions.replaced_function(self._overload)):
             self._take_calls(self._overload)
 
     def _compile(self) -> Plan:
-        """Compile a plan from the current table."""
-        from torchop._native.table import gradients, others  # start-up time: used by the first call
+        from torchop._native.table import gradients, others  # slow to import; first calls need them
 
         native, name, overload, schema = self._native, self.name, self._overload, self._schema
         if accelerated.get(name) is self and not has_own_kernels(native, name):
             kernels, self.problem = others.find_kernels(native, name, overload, schema)
         else:
-            # A plan has one check of results, so it does not mix these kernels with others.
+            # Only kernels of torchop: they need another check of results than kernels of other
+            # packages, and a plan has only one.
             kernels, self.problem = ours.find_kernels(native, name, schema), None
         autograd_kernel, gradient, sources = gradients.find(native, name, overload, schema)
         sources = (*kernels.sources, *sources, *foreign_operators.dispatcher_source(overload))
@@ -118,8 +117,7 @@ class TableCalls(NativeCalls):
             finish=kernels.finish,
             convert=kernels.convert,
             sources=sources if kernels.pairs else (),
-            # A library that closes may uncover a kernel that this plan does not know.
-            is_foreign=True,
+            is_foreign=True,  # a closed library may reveal a kernel of another package
             as_dispatched=kernels.as_dispatched,
         )
         if kernels.pairs and plan.unknown_parameter is not None:
@@ -130,13 +128,13 @@ class TableCalls(NativeCalls):
 def has_own_kernels(native: Any, name: OpName) -> bool:
     """Return whether a kernel at a backend key was registered with torchop.
 
-    A torchop kernel at an Autograd key may redispatch to a kernel of another package.
+    Autograd keys do not count, because such a kernel may redispatch to another package's kernel.
     """
     return bool(ours.registered_kernels(native, name, [ours.BACKEND]))
 
 
 def is_made_here(name: OpName) -> bool:
-    """Return whether calls of an operator are native without an acceleration."""
+    """Return whether calls to an operator are native even if it is not accelerated."""
     native = switch.native_module()
     return own_definition(None, name) is not None or (
         native is not None and has_own_kernels(native, name)
@@ -144,20 +142,20 @@ def is_made_here(name: OpName) -> bool:
 
 
 def accelerate(name: OpName, library: torch.library.Library | None) -> str | None:
-    """Make calls of another package's operator native; otherwise return why they cannot be.
+    """Make calls to another package's operator native, or return why that is not possible.
 
     Args:
         name: the operator.
-        library: the library that defined it, if it is known.
+        library: the library that defined it, or None if unknown.
     """
     with registration_lock:
         native = switch.native_module()
         if native is None:
             return api.why_missing()
-        _shorten_handle_calls(native)
+        _patch_handle_calls(native)
         overload = torch_ops.live_overload(*name)
         if overload is None:
-            return "it is gone"
+            return "it was deregistered"
         calls = accelerated.get(name)
         if calls is not None and calls._overload is overload:
             return calls.problem
@@ -177,27 +175,27 @@ def accelerate(name: OpName, library: torch.library.Library | None) -> str | Non
 
 
 def release(name: OpName) -> None:
-    """Undo the acceleration of an operator, if it is accelerated."""
+    """Undo `accelerate` for an operator. Does nothing if it is not accelerated."""
     calls = accelerated.get(name)
     if calls is not None:
         calls.release()
 
 
 @functools.cache
-def _shorten_handle_calls(native: Any) -> None:
+def _patch_handle_calls(native: Any) -> None:
     if foreign_operators.handle_calls_forward() and overload_functions.forwarding_classes():
-        native.shorten_handle_calls(CustomOpDef)
+        native.patch_handle_calls(CustomOpDef)
 
 
 def calls_of(name: OpName) -> TableCalls | None:
-    """Return the native calls of an operator that `custom_op` did not define, if there are any."""
+    """Return the `TableCalls` of an operator, or None if its calls are not native."""
     if (calls := accelerated.get(name) or _calls.get(name)) is None:
         return None
     return calls if name in accelerated or entry_of(name) is calls.entry else None
 
 
 def entry_of(name: OpName) -> Entry | None:
-    """Return the entry of native calls through `torch.ops`, if there is one."""
+    """Return the entry that calls through `torch.ops` use, or None."""
     native, overload = switch.native_module(), torch_ops.existing_overload(*name)
     if native is None or overload is None:
         return None
@@ -213,11 +211,11 @@ def outdate(name: OpName) -> None:
 
 
 def attach(name: OpName, overload: OpOverload) -> None:
-    """Make calls natively that end at a kernel which was registered with torchop.
+    """Make calls to kernels that were registered with torchop native.
 
-    This includes the other overloads in the packet, which PyTorch tries in turn. Called when such a
-    kernel first runs, because the operator is complete by then, and used. Called again for a kernel
-    that was registered later and is not in the plan.
+    Called by such a kernel when it first runs: the operator is then complete, and in use. Called
+    again by a kernel that was registered later. Other overloads of the packet become native too,
+    because PyTorch tries the overloads in order.
     """
     if not _may_take(name):
         return
@@ -227,7 +225,7 @@ def attach(name: OpName, overload: OpOverload) -> None:
     def take_calls() -> None:
         current = torch_ops.existing_overload(*name)
         if current is not overload or current._schema is not parsed:
-            return  # the operator was deregistered, or the overload belongs to the next operator
+            return  # the operator was deregistered or redefined meanwhile
         native = switch.native_module()
         if entry_of(name) is None:
             TableCalls(native, name, overload)
@@ -246,13 +244,13 @@ def attach(name: OpName, overload: OpOverload) -> None:
 
 
 def _may_take(name: OpName) -> bool:
-    # Not an operator of PyTorch in which somebody overrides a kernel.
+    # Excludes operators of PyTorch for which a kernel was overridden.
     qualname = str(name)
     return operators.is_defined_in_python(qualname) and not registries.published_handle(qualname)
 
 
 class Follower:
-    """Makes calls native that run the registrations of a definition, and renews their plan."""
+    """The `Follower` of a definition with rules for another package's operator."""
 
     __slots__ = ("_name",)
 
@@ -260,9 +258,10 @@ class Follower:
         self._name = definition.name
 
     def attach(self) -> None:
-        """Make calls native, unless another package defined the operator.
+        """Make calls native if torchop defined the operator.
 
-        Such an operator may have kernels of the other package, so it is left to `accelerate`.
+        An operator of another package may have that package's kernels, so only `accelerate` makes
+        calls to it native.
         """
         name = self._name
         if name.packet in deregistration.defined and entry_of(name) is None:

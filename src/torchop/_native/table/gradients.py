@@ -1,13 +1,12 @@
-"""Recording gradients in native calls of an operator that `custom_op` did not define.
+"""Record gradients in native calls to operators that `custom_op` did not create.
 
-The gradient of `torchop.register_autograd` is read from its definition. The gradient of
-`torch.library.register_autograd` is PyTorch's `autograd.Function`, which takes the arguments that
-the dispatcher passes, with lists of tensors spread out.
+A formula of `torchop.register_autograd` is in the definition. For a formula of
+`torch.library.register_autograd`, PyTorch creates an `autograd.Function` that takes the arguments
+that the dispatcher passes, with lists of tensors flattened.
 
-Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default: at
-the end of the positional arguments, and anywhere among the keyword-only ones. The kernel then uses
-the default of its own signature. Native calls drop arguments in C++. This module drops them for
-formulas.
+Before the dispatcher calls a Python kernel, it drops arguments that equal the default in the
+schema: at the end of the positional arguments, and anywhere among the keyword-only arguments. C++
+does the same for kernels, and this module does it for formulas.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torchop._schema.schema import Argument, Schema
 def find(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Any, Gradient, tuple[Any, ...]]:
-    """Return the kernel at Autograd if it is known, the gradient for a plan, and its sources.
+    """Return the Autograd kernel to skip, and the arguments `gradient` and `sources` of a plan.
 
     The gradient may be a string: the reason why the dispatcher must record gradients.
     """
@@ -55,7 +54,7 @@ def _problem(schema: Schema) -> str | None:
 
 
 def knows_autograd(native: Any, name: OpName, overload: OpOverload) -> bool:
-    """Return whether there is no kernel at Autograd, or one of torch.library or torchop."""
+    """Return whether the kernel at Autograd, if any, is from torchop or torch.library."""
     kernel, formula = _kernel_and_formula(native, name, overload)
     is_ours = ours.definition_of_gradient(kernel) is not None
     return kernel is None or formula is not None or is_ours
@@ -71,9 +70,9 @@ def _kernel_and_formula(
 def _setup_context(
     formula: stock_kernels.StockFormula, schema: Schema
 ) -> Callable[..., Any] | None:
-    """Return the user's `setup_context`, wrapped to be called as PyTorch calls it."""
+    """Return a function that calls the user's `setup_context` like PyTorch does."""
     function = formula.setup_context
-    if not function:  # the test of torch/_library/autograd.py
+    if not function:  # the same test as in torch/_library/autograd.py
         return None
     is_simple, takes_keywords = _has_simple_defaults(schema), formula.takes_keywords
 
@@ -91,10 +90,10 @@ def _setup_context(
 def _inputs(
     formula: stock_kernels.StockFormula, schema: Schema
 ) -> Callable[[tuple[Any, ...]], tuple[list[Any], Callable[[Any], Any]]] | None:
-    """Return a function that flattens positional arguments for the formula; None without lists.
+    """Return a function that flattens the positional arguments, or None if there are no lists.
 
-    The function returns the flat inputs, and a function that computes PyTorch's description of the
-    lists, `ctx._pt_metadata`, from the result.
+    It returns the flat inputs, and a function from the result of the call to `ctx._pt_metadata`,
+    PyTorch's description of the lists.
     """
     note_lists = formula.note_lists
     if note_lists is None:
@@ -106,7 +105,7 @@ def _inputs(
     return inputs
 
 
-# Types whose equal values cannot be distinguished.
+# Types with values that are interchangeable if they are equal.
 _SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -115,33 +114,33 @@ def _as_filled(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that torch.library passes to `setup_context`.
 
-    It replaces the arguments that the dispatcher dropped with the defaults as the schema stores
-    them, such as a number for a dtype.
+    For arguments that the dispatcher dropped, it passes the default in the form that the schema
+    stores, such as a number for a dtype.
     """
-    kept = schema.raw_defaults
+    defaults = schema.raw_defaults
     passed = _count_passed(args, schema)
-    filled = (*args[:passed], *(kept[a.name] for a in schema.positional[passed:]))
+    filled = (*args[:passed], *(defaults[a.name] for a in schema.positional[passed:]))
     return filled, {
-        a.name: kept[a.name] if _is_dropped(kwargs[a.name], a, schema) else kwargs[a.name]
+        a.name: defaults[a.name] if _is_dropped(kwargs[a.name], a, schema) else kwargs[a.name]
         for a in schema.keyword_only
     }
 
 
 def _has_simple_defaults(schema: Schema) -> bool:
-    """Return whether the schema stores each default as Python does.
+    """Return whether the schema stores all defaults unchanged, as simple values.
 
-    `==` then decides which arguments the dispatcher drops.
+    Replacing an equal argument by the default then makes no difference.
     """
     return all(
-        type(kept) in _SIMPLE and kept == argument.default
+        type(stored) in _SIMPLE and stored == argument.default
         for argument in schema.arguments
         if argument.has_default
-        for kept in [schema.raw_defaults[argument.name]]
+        for stored in [schema.raw_defaults[argument.name]]
     )
 
 
 def _count_passed(args: Sequence[Any], schema: Schema) -> int:
-    """Return how many of the positional arguments the dispatcher would pass."""
+    """Return how many positional arguments the dispatcher would pass to a Python kernel."""
     end = len(args)
     while end > 0 and _is_dropped(args[end - 1], schema.positional[end - 1], schema):
         end -= 1
@@ -154,7 +153,7 @@ def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:
         return False
     if value is argument.default:
         return True
-    # The dispatcher stores the default of a device as a str, and no device equals a str.
+    # The schema stores the default of a device as a str, and no device equals a str.
     return argument.name not in schema.spelled_devices and _is_equal(value, argument.default)
 
 

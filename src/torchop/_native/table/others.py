@@ -1,7 +1,4 @@
-"""Kernels that other packages registered for an operator, and the conversion of their results.
-
-A native call returns what the dispatcher would make of a result.
-"""
+"""Find kernels that other packages registered, and convert results like the dispatcher does."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from torchop._schema.naming import OpName
 from torchop._schema.schema import OBJECTS, Schema
 from torchop._schema.text import results_of, without_aliases, write_results
 
-# Other keys at which the kernel of a backend may have been registered. A fallback has neither.
+# Keys from which the dispatcher takes the kernel of a backend without a kernel of its own.
 _COMPOSITE = (
     "CompositeExplicitAutograd",
     "CompositeExplicitAutogradNonFunctional",
@@ -37,7 +34,7 @@ _UNKNOWN_AUTOGRAD = "its autograd kernel is not the one that custom_op registere
 def find_kernels(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Kernels, str | None]:
-    """Return the kernels in the table, and why no call is native if that is certain."""
+    """Return the kernels in the dispatcher's table, and why no call is native, or None."""
     stock: list[tuple[Any, stock_kernels.StockKernel]] = []
     plain: list[Any] = []
     seen: list[Any] = []
@@ -60,8 +57,8 @@ def find_kernels(
         else:
             plain.append(kernel)
     if stock:
-        # Without the plain kernels: a plan has one check of results, and custom_op's is for its own
-        # kernels only.
+        # The plain kernels are left out, because they need another check of results, and a plan has
+        # only one.
         problem = None if gradients.knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
         return _stock(name, schema, overload, stock), problem
     plain += _at_autograd(native, name, overload, plain)
@@ -76,7 +73,7 @@ def _stock(
     overload: OpOverload,
     stock: Sequence[tuple[Any, stock_kernels.StockKernel]],
 ) -> Kernels:
-    """Return the kernels of `torch.library.custom_op`."""
+    """Return the functions inside kernels of `torch.library.custom_op`."""
     latest = stock[-1][1]
     finish, convert = _finish(name, schema, overload, latest)
     must_return = foreign_operators.returns_what_it_writes(latest.definition)
@@ -86,17 +83,17 @@ def _stock(
         convert,
         sources=tuple(source for _, inside in stock for source in inside.sources),
         returned_parameters=tuple(i for i, _ in schema.mutated_places) if must_return else (),
-        are_fresh=True,  # only custom_op promises fresh results
+        are_fresh=True,  # checked only for operators of custom_op
     )
 
 
 def _finish(
     name: OpName, schema: Schema, overload: OpOverload, stock: stock_kernels.StockKernel | None
 ) -> tuple[Finish, Callable[[Any], Any] | None]:
-    """Return `finish` and `convert` of `Kernels`.
+    """Return the fields `finish` and `convert` of `Kernels`.
 
-    Where PyTorch dispatches in Python, a kernel's result is returned unchanged. Only calls through
-    the C++ dispatcher convert the result at the end.
+    The C++ dispatcher converts results. `OpOverload` returns them unchanged if it dispatches in
+    Python.
     """
     convert = _conversion(str(name), schema)
     check = _unchecked if stock is None else stock.check
@@ -106,8 +103,8 @@ def _finish(
         return lambda args, kwargs, result: convert(check(args, kwargs, result)), None
     if stock is None:
         return lambda args, kwargs, result: convert(result), None
-    # A call returns through two or more kernels. The first may change a result, such as a tuple
-    # that is too short, and the second may then refuse it.
+    # Converted twice, because the result passes through two kernels, at Autograd and below it. The
+    # first conversion may return a value that the second one rejects.
     return lambda args, kwargs, result: convert(convert(check(args, kwargs, result))), None
 
 
@@ -116,7 +113,7 @@ def _unchecked(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> An
 
 
 def version_counter(native: Any, name: OpName, overload: OpOverload) -> Any:
-    """Return the kernel that counts versions, if PyTorch registered it."""
+    """Return the kernel at ADInplaceOrView if it is PyTorch's, which bumps versions, or None."""
     kernel = native.python_kernel(name.packet, name.overload, "ADInplaceOrView")
     return kernel if stock_kernels.counts_versions_as_stock(kernel, overload) else None
 
@@ -135,7 +132,7 @@ def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None
 
 
 def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[Any]) -> list[Any]:
-    """Return the kernels at Autograd keys, at which a call ends if no kernel is below."""
+    """Return kernels at Autograd keys. A call ends there if the kernel does not redispatch."""
     kernels: list[Any] = []
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
@@ -167,7 +164,8 @@ _ITEMS: dict[str, tuple[type, ...]] = {
 def _conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
     """Return the conversion that the dispatcher applies to results of a Python kernel.
 
-    PyTorch converts or rejects results that do not have exactly the types of the schema.
+    Results with exactly the types of the schema are returned here. PyTorch converts or rejects all
+    others.
     """
     kinds = schema.returns
     form = write_results([without_aliases(result) for result in results_of(schema.written)])
@@ -179,7 +177,7 @@ def _conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
         if is_tuple and all(map(_is_of, kinds, result)):
             return tuple(list(item) if type(item) is list else item for item in result)
         if len(kinds) > 1 and isinstance(result, Sequence) and len(result) > len(kinds):
-            # PyTorch converts all of them, and reads the types past the end of the schema's.
+            # PyTorch reads past the end of the schema's types here, so raise an error instead.
             _by_dispatcher(name, form, result[: len(kinds)])
             raise RuntimeError(
                 f"{name}: the kernel returned {len(result)} values, expected the {len(kinds)} of "
@@ -199,13 +197,13 @@ def _is_of(kind: str, value: Any) -> bool:
 
 
 def _by_dispatcher(name: str, form: str, result: Any) -> Any:
-    """Check and convert a result with PyTorch, by returning it from an operator of this form."""
+    """Let PyTorch check and convert a result, by returning it from an operator of this form."""
     identity = _identity(form)
     _passing.result = result
     try:
         return identity()
     except RuntimeError as error:
-        # The message may name this operator instead of the one that was called.
+        # The message names the operator that converts. Insert the name of the called one.
         message = re.sub(rf"{_NAMESPACE}::as_\d+", name, str(error))
         if message == str(error):
             raise
@@ -216,7 +214,7 @@ def _by_dispatcher(name: str, form: str, result: Any) -> Any:
 
 @functools.cache
 def _identity(form: str) -> Callable[[], Any]:
-    """Return an operator with results of one form, defined for the first unusual result."""
+    """Define an operator that returns `_passing.result` with these return types."""
     library, local = process_library(_NAMESPACE), f"as_{next(_numbers)}"
     libraries.define(library, f"{local}() -> {form}", ())
     libraries.implement(library, local, "CompositeExplicitAutograd", lambda: _passing.result)

@@ -1,7 +1,7 @@
-"""Kernels and gradients that were registered with torchop, where `custom_op` made no operator.
+"""Find kernels and formulas that were registered with torchop, for operators of other origin.
 
-`Library.impl` registers kernels, and so does `register_kernel`, through a definition that each
-library has for the operator. `register_autograd` registers gradients, through the same definition.
+Kernels are registered by `Library.impl`, or by `register_kernel` through a definition. Formulas are
+registered by `register_autograd` through a definition.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# Prefixes of the dispatch keys at which a call can end: a backend key, or the Autograd key of the
-# backend. A kernel at an Autograd key records the gradient itself, so it is called like any other.
+# Prefixes of the dispatch keys at which a call can end: the key of a backend, or the Autograd key
+# of that backend, if the kernel there does not redispatch.
 BACKEND, AUTOGRAD = "", "Autograd"
 
-# The attribute of the wrapper that `Library.impl` registers, with the function inside.
+# Attribute of the wrapper that `Library.impl` registers: the user's function.
 KERNEL_ATTRIBUTE = "_torchop_kernel"
 
 
 class Kernels(NamedTuple):
-    """Kernels of one operator that native calls run, and how the results are checked.
+    """The kernels of one operator for native calls, and the treatment of results.
+
+    All attributes except `pairs` are arguments of `Plan`; see `_call_path.pyi`.
 
     Attributes:
         pairs: (function in the dispatcher's table, function to call).
-        finish: checks and converts results that are not just fresh tensors.
-        convert: see `Plan` in `_call_path.pyi`.
-        sources: where the functions to call were read, if that can change without a change in the
-            table: see `StockKernel`.
+        finish: checks and converts results.
+        convert: converts a result of `finish` for calls that enter the C++ dispatcher.
+        sources: containers from which the functions to call were read; see `StockKernel`.
         returned_parameters: the positions of the parameters that a kernel must return.
-        are_fresh: whether results must not share memory with arguments.
-        as_dispatched: whether kernels get no argument that equals its default.
+        are_fresh: whether results must not alias arguments.
+        as_dispatched: whether to drop arguments that equal their default.
     """
 
     pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
@@ -53,7 +54,7 @@ class Kernels(NamedTuple):
 
 
 def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
-    """Return the kernels of an operator that were registered with torchop."""
+    """Return the kernels that were registered with torchop."""
     kernels = registered_kernels(native, name) if is_returnable(schema) else {}
     places = {kernel: place for kernel in kernels if (place := place_of(kernel)) is not None}
     definitions = {rule.definition for rule, _ in places.values()}
@@ -68,8 +69,8 @@ def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
             as_dispatched=False,
         )
     check = result_check(schema.returns)
-    # The dispatcher passes a kernel of `Library.impl` no argument that equals its default. The
-    # dispatcher kernel of a definition fills these arguments in itself.
+    # Kernels of `Library.impl` must not receive arguments that equal their default. Dispatcher
+    # kernels of a definition add these arguments themselves.
     return Kernels(
         tuple(
             (kernel, function if kernel in places else checked(name, schema, function))
@@ -82,10 +83,10 @@ def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
 def registered_kernels(
     native: Any, name: OpName, prefixes: Iterable[str] = (BACKEND, AUTOGRAD)
 ) -> dict[Any, Callable[..., Any]]:
-    """Return the function to call for each kernel that was registered with torchop.
+    """Map each kernel in the dispatcher's table that is from torchop to the function to call.
 
-    For a kernel of `Library.impl`, this is the registered function. For a kernel of a definition,
-    it is the kernel itself, which the plan of the definition may replace.
+    This is the user's function for a kernel of `Library.impl`, and the kernel itself for a
+    dispatcher kernel of a definition.
     """
     keys = (f"{prefix}{backend}" for prefix in prefixes for backend in native.backends)
     kernels = (native.python_kernel(name.packet, name.overload, key) for key in keys)
@@ -113,7 +114,7 @@ def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] |
 
 
 def definition_of_gradient(kernel: Any) -> Definition | None:
-    """Return the definition whose gradients an Autograd kernel records; None for other kernels."""
+    """Return the definition to which an Autograd kernel belongs, or None for other kernels."""
     rule = getattr(kernel, "__self__", None)
     if not isinstance(rule, AutogradRule) or rule.definition.deregistration_reason is not None:
         return None
