@@ -545,7 +545,8 @@ MUTANTS = {
     "looking before the kernel": Mutant(
         "autograd.cpp",
         "return nullptr;\n      result = checked(compute());",
-        "return nullptr;\n      result = checked(compute());\n      seen = call_before_kernel(gradient, values);",
+        "return nullptr;\n      result = checked(compute());\n"
+        "      seen = call_before_kernel(gradient, values);",
     ),
     "ambient state: other devices": Mutant(
         "ambient_state.cpp",

@@ -33,20 +33,8 @@ FILES = {
     "rules/user/test_sharding.py": RANKS,
 }
 TESTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "core/test_checking.py": {
-        LACKING: ("test_to_read_a_compressed_tensor_is_not_to_write_it",),
-    },
     "core/test_end.py": {
         INDUCTOR: ("test_operators_of_two_libraries_compile_one_after_another",),
-    },
-    "core/test_snapshot.py": {
-        LACKING: (
-            "test_every_way_of_writing_is_found[through DLPack]",
-            "test_one_bit_is_found_in_every_kind[quantized]",
-            "test_one_bit_is_found_in_every_kind[quantized by channel]",
-            "test_what_nobody_wrote_is_unchanged[quantized]",
-            "test_what_nobody_wrote_is_unchanged[quantized by channel]",
-        ),
     },
     "define/forms/test_derive.py": {
         INDUCTOR: ("test_inplace_form_differentiates_through_the_formula[inductor]",),
@@ -168,6 +156,18 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "integration/subsystems/test_tags.py": {
         CHECKPOINT: (
             "test_a_seeded_operator_draws_the_same_numbers_when_a_checkpoint_recomputes_it[True]",
+        ),
+    },
+    "testing/test_checking.py": {
+        LACKING: ("test_to_read_a_compressed_tensor_is_not_to_write_it",),
+    },
+    "testing/test_snapshot.py": {
+        LACKING: (
+            "test_every_way_of_writing_is_found[through DLPack]",
+            "test_one_bit_is_found_in_every_kind[quantized]",
+            "test_one_bit_is_found_in_every_kind[quantized by channel]",
+            "test_what_nobody_wrote_is_unchanged[quantized]",
+            "test_what_nobody_wrote_is_unchanged[quantized by channel]",
         ),
     },
     "testing/test_contents.py": {

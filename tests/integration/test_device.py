@@ -20,7 +20,7 @@ def test_device() -> None:
 @pytest.mark.project  # most of it compiles the device, as the test above does
 def test_other_tests_with_their_tensors_on_the_device() -> None:
     """The session `on_device` runs more of these files."""
-    file = str(FOLDER.parents[1] / "core" / "test_checking.py")
+    file = str(FOLDER.parents[1] / "testing" / "test_checking.py")
     assert "xfailed" in run("-p", "tests._support.on_device", file, TORCHOP_TEST_DEVICE="standin:1")
 
 

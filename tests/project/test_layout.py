@@ -95,12 +95,14 @@ EXCEPTIONS = {
     ),
     "export": ("it compares results of operators in a mode of PyTorch", {"_compat.classes"}),
     "testing": (
-        "it drives PyTorch's checks, fake tensors and simulated ranks, offers `checking`, finds "
-        "writes as that does, and writes what it measured into the cache of the user",
+        "it drives PyTorch's checks, fake tensors and simulated ranks, checks kernels in calls, and "
+        "stores measurements in the cache folder",
         {
             "_compat",
+            "_core.blocks",
             "_core.checking",
-            "_core.snapshot",
+            "_core.contract",
+            "_core.lock",
             "_native.extension",
             "_rules.residuals.handover",
         },

@@ -236,6 +236,16 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return the version counter of a tensor, or None if it does not count writes exactly."""
+    # Under no_grad, reading a compressed sparse tensor also bumps its version.
+    is_uncounted = tensor.layout in _COMPRESSED or tensor.is_inference()
+    return None if is_uncounted else tensor._version
+
+
 def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
     """Return whether an output aliases an input or another output."""
     if _hooks.extension.is_evidently_fresh(args, kwargs, result):

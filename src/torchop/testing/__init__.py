@@ -1,10 +1,10 @@
 """Checks and measurements of operators."""
 
-from torchop._core.checking import checking
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
 from torchop.testing._check.api import check
 from torchop.testing._check.findings import Result
 from torchop.testing._check.report import CheckReport
+from torchop.testing._checking import checking
 from torchop.testing._copied import copied_bytes
 from torchop.testing._errors import OpCheckError
 from torchop.testing._opcheck import opcheck

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._core.snapshot import bytes_of
 from torchop.extend import Form, OpOverload, Schema, named_inputs
+from torchop.testing._snapshot import bytes_of
 from torchop.testing.probes import mapped
 from torchop.testing.process_state import seed_torch
 

@@ -12,9 +12,9 @@ from torch import Tensor
 import torchop
 from tests.integration.device import standin
 from torchop._compat import devices
-from torchop._core.snapshot import overlap
 from torchop.testing import process_state
 from torchop.testing._check.report import environment
+from torchop.testing._snapshot import overlap
 
 
 def test_the_table_has_a_line_for_any_type():

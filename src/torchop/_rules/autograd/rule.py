@@ -49,9 +49,9 @@ class AutogradRule(CompiledRule[Formula]):
         return "Autograd" in self.definition.dispatcher_kernels
 
     def compile(self) -> Formula:
-        watches = checking.is_active() and self.formula.function is not None
-        # Copy the formula before changing attributes, because earlier call plans share it.
-        is_same = self.tangents is None and not watches
+        checker = checking.checker if self.formula.function is not None else None
+        # Copy before changing attributes: older call plans share this object.
+        is_same = self.tangents is None and checker is None
         formula = self.formula if is_same else copy.copy(self.formula)
         if self.tangents is not None:
             jvp, setup_context = self.tangents
@@ -60,10 +60,12 @@ class AutogradRule(CompiledRule[Formula]):
             if setup is not None and takes_residuals(setup_context or formula.setup_context):
                 setup = self.training_form().computing(setup)
             formula.tangents = jvp, setup
-        if watches:
+        if checker is not None:
             definition = self.definition
-            formula.backward = checking.checked_backward(definition, formula.backward)
-            formula.save = checking.checked_save(definition, definition.schema, formula.save)
+            if formula.backward is not None:
+                formula.backward = checker.backward(definition, formula.backward)
+            if formula.save is not None:
+                formula.save = checker.save(definition, definition.schema, formula.save)
         return formula
 
     def cache_parts(self) -> Iterator[object]:

@@ -21,7 +21,6 @@ from torchop._core.contract import (
 from torchop._core.declaration import Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
-from torchop._core.snapshot import HELPER, KERNEL
 from torchop._errors import AliasError, ArgumentError, warn
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
@@ -133,13 +132,13 @@ class KernelRule(CompiledRule[Kernels]):
 
     def compile(self) -> Kernels:
         definition = self.definition
-        words = HELPER if definition.declaration.is_helper else KERNEL
+        is_helper = definition.declaration.is_helper
 
         def each_checked(
             functions: Mapping[str | None, Callable[..., Any]],
         ) -> Mapping[str | None, Callable[..., Any]]:
             return {
-                device: checked(definition, definition.schema, function, words=words)
+                device: checked(definition, definition.schema, function, is_helper=is_helper)
                 for device, function in functions.items()
             }
 

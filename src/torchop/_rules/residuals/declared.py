@@ -78,9 +78,8 @@ class Declared:
         """Return the fields of the C++ struct `Residuals`, for native calls."""
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
-        # Native calls would call `setup_context` directly, without the checks of
-        # `torchop.checking`.
-        is_checked = checking.is_active()
+        # C++ calls `setup_context` directly, so a checking wrapper of the formula would not run.
+        is_checked = checking.checker is not None
         setup = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)
         )

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from torchop import AliasError, ResultError, UndeclaredMutationError
-from torchop._core.snapshot import Snapshot
 from torchop.extend import Schema, short_text
 from torchop.testing import probes
+from torchop.testing._snapshot import Snapshot
 from torchop.testing.process_state import forks, seed_torch
 
 

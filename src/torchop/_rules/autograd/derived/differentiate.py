@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from torchop._compat import autograd, dispatch, functorch
-from torchop._core.contract import storage_of
+from torchop._core.contract import storage_of, version_of
 from torchop._core.definition import Definition
-from torchop._core.snapshot import version_of
 from torchop._errors import GradientError, MissingFormulaError
 from torchop._rules.autograd.derived.replay import replayed
 from torchop._rules.autograd.derived.saved_call import SavedCall

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from torchop import AliasError
-from torchop._core.snapshot import overlap
 from torchop.extend import Form, named_inputs, named_outputs
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck
 from torchop.testing._contents import check_outputs
+from torchop.testing._snapshot import overlap
 from torchop.testing.process_state import restored
 
 # --------------------------------------------------------------------------------------------------

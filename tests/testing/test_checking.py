@@ -14,8 +14,8 @@ from torch import Tensor
 import torchop
 from tests._support.common import counting, needs_native
 from tests._support.devices import BACKEND, TYPE, needs_context_in_backward
-from torchop._core import checking
 from torchop._rules.kernels.rule import KernelRule
+from torchop.testing import _checking
 
 MUTATED = "is not defined as mutable but was mutated"
 
@@ -198,7 +198,7 @@ def test_blocks_may_be_nested_and_end_with_an_exception(namespace: str) -> None:
         with pytest.raises(torchop.UndeclaredMutationError):
             op(torch.zeros(2))
     op(torch.zeros(2))
-    assert checking._blocks == len(checking._thread.open_blocks) == 0
+    assert _checking._blocks == len(_checking._thread.open_blocks) == 0
 
 
 def test_function_may_be_decorated(namespace: str) -> None:
@@ -334,11 +334,11 @@ def test_a_block_may_be_left_in_another_thread():
     thread = threading.Thread(target=block.__exit__, args=(None, None, None))
     thread.start()
     thread.join()
-    assert len(checking._thread.open_blocks) == 0
-    assert checking._blocks == 0
+    assert len(_checking._thread.open_blocks) == 0
+    assert _checking._blocks == 0
     with pytest.raises(RuntimeError, match="was not entered"):
         block.__exit__(None, None, None)
-    assert checking._blocks == 0
+    assert _checking._blocks == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*beta state")

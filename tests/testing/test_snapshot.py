@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import torchop
-from torchop._core import snapshot as snapshot_module
-from torchop._core.snapshot import Snapshot
 from torchop._schema.schema import Schema
+from torchop.testing import _snapshot as snapshot_module
+from torchop.testing._snapshot import Snapshot
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse invariant checks",

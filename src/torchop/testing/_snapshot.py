@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchop import UndeclaredMutationError
 from torchop._compat import autograd, devices, dispatch, functorch, operators, tracing
-from torchop._core.call import named_inputs
-from torchop._core.contract import storage_of
-from torchop._errors import UndeclaredMutationError
-from torchop._schema.naming import OpName
-from torchop._schema.schema import Schema
+from torchop._core.contract import storage_of, version_of
+from torchop.extend import OpName, Schema, named_inputs
 
 # The number of bytes to compare on both sides of a tensor. A kernel that ignores strides writes
 # next to the elements of a view. The whole base tensor may be too large to copy.
@@ -354,13 +352,6 @@ def _state(tensor: Tensor) -> dict[str, Any]:
     state["strides"] = [part.stride() for part in parts]
     state["storage offset"] = [part.storage_offset() for part in parts]
     return state | memory
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """Return the version counter of a tensor, or None if it does not count writes exactly."""
-    # Under no_grad, reading a compressed sparse tensor also bumps its version.
-    is_compressed = tensor.layout in _PARTS and tensor.layout is not torch.sparse_coo
-    return None if is_compressed or tensor.is_inference() else tensor._version
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -1,0 +1,149 @@
+"""Context manager `checking`: detect kernels that write into arguments not declared as mutated."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from torchop._compat import autograd, compilers
+from torchop._core.blocks import Block
+from torchop._core.checking import set_checker
+from torchop._core.lock import registration_lock
+from torchop.extend import Schema, named_inputs, named_outputs
+from torchop.testing._snapshot import BACKWARD, HELPER, KERNEL, SETUP_CONTEXT, Snapshot
+
+
+class checking(Block):  # noqa: N801  (called like a function)
+    """Check that operators mutate only the arguments that their schemas declare as mutated.
+
+    Inside the block, each call copies the inputs of the kernel and compares them bit for bit after
+    the kernel ran. The comparison includes metadata, version counters, and the memory around each
+    input, so it finds writes by PyTorch, NumPy and C extensions. Declared mutations may change
+    values, but not the storage, shape or strides; an `out=` argument may also be resized.
+
+    The block covers all kernels registered with torchop that run in this thread or in its backward
+    passes, including kernels called by compiled code and by other kernels. It also covers formulas:
+    `backward` must not write into its incoming gradients, and `setup_context` must not write into
+    inputs and outputs. Compiled graphs run formulas only during compilation, so compile inside the
+    block.
+
+    Blocks can be nested, and can decorate functions. Calls outside of blocks have no overhead.
+    Tensors without data, MKL-DNN tensors, tensors too large to copy, and all tensors during the
+    capture of a device graph are not compared. On a GPU, the backward pass runs in other threads,
+    which blocks cover since PyTorch 2.12. Other threads must not write into the inputs meanwhile.
+
+    Raises:
+        UndeclaredMutationError: a kernel or formula mutated something else. Raised by the call.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::normalize", mutates_args=())
+        ... def normalize(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.div_(x.sum()).clone()
+        >>> with torchop.testing.checking():
+        ...     normalize(torch.ones(2))
+        Traceback (most recent call last):
+        torchop.UndeclaredMutationError: docs::normalize: Argument x is not defined as mutable ...
+
+    Like the mutation test of `torch.library.opcheck`, but for all calls of a program.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[list[checking]] = []
+
+    def _recreate_cm(self) -> checking:
+        return checking()  # a decorated function may run in several threads at the same time
+
+    def __enter__(self) -> None:
+        with registration_lock:
+            _switch(_blocks + 1)
+        self._entered.append(_thread.open_blocks)
+        _thread.open_blocks.append(self)
+        _blocks_of_caller.set(_thread.open_blocks)
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._entered:
+            raise RuntimeError("checking() was exited, but it was not entered")
+        self._entered.pop().remove(self)  # another thread may exit the block
+        with registration_lock:
+            _switch(_blocks - 1)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.open_blocks: list[checking] = []
+
+
+_thread = _Thread()
+# The `open_blocks` of this thread. PyTorch copies context variables to the threads of backward.
+_blocks_of_caller: ContextVar[list[checking]] = ContextVar("torchop_checking")
+_blocks = 0  # number of open blocks in all threads
+
+
+def _switch(blocks: int) -> None:
+    global _blocks
+    begins_or_ends = bool(blocks) is not bool(_blocks)
+    _blocks = blocks
+    if begins_or_ends:
+        set_checker(_Checker() if blocks else None)
+
+
+def is_open() -> bool:
+    """Return whether this thread, or the thread that started this backward, is inside a block."""
+    if not _blocks or _thread.open_blocks:
+        return bool(_blocks)
+    return bool(autograd.context_of_backward().get(_blocks_of_caller, ()))
+
+
+class _Checker:
+    """Implements `_core.checking.Checker` by comparing snapshots."""
+
+    def kernel(
+        self,
+        name: object,
+        schema: Schema,
+        kernel: Callable[..., Any],
+        *,
+        leading: int,
+        is_helper: bool,
+    ) -> Callable[..., Any]:
+        words = HELPER if is_helper else KERNEL
+
+        def take(*args: Any, **kwargs: Any) -> Snapshot:
+            return Snapshot(schema, args[leading:], kwargs, words)
+
+        return _checked(name, kernel, take)
+
+    def backward(self, name: object, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def take(ctx: Any, *grads: Any) -> Snapshot:
+            return Snapshot.of_formula(named_outputs(grads), BACKWARD)
+
+        return _checked(name, backward, take)
+
+    def save(self, name: object, schema: Schema, save: Callable[..., None]) -> Callable[..., None]:
+        def take(ctx: Any, inputs: Any, keywords: Any, output: Any, *seen: Any) -> Snapshot:
+            named = [(where, tensor) for _, where, tensor in named_inputs(schema, inputs, keywords)]
+            return Snapshot.of_formula([*named, *named_outputs(output)], SETUP_CONTEXT)
+
+        return _checked(name, save, take)
+
+
+def _checked(
+    name: object, function: Callable[..., Any], take: Callable[..., Snapshot]
+) -> Callable[..., Any]:
+    """Return a wrapper that compares snapshots of the arguments if it runs inside a block."""
+
+    @compilers.never_traced
+    @functools.wraps(function)
+    def checking_kernel(*args: Any, **kwargs: Any) -> Any:
+        if not is_open():
+            return function(*args, **kwargs)
+        snapshot = take(*args, **kwargs)
+        result = function(*args, **kwargs)
+        snapshot.check(name)
+        return result
+
+    return checking_kernel
