@@ -1,8 +1,8 @@
 """The pytest plugin of torchop: one test for each operator and check.
 
-pytest imports plugins in every run of every project. This is a package of its own because importing
-any module of torchop imports PyTorch, which takes seconds. Here, that happens only if a test needs
-it. The implementation is in `torchop.testing.pytest_plugin`.
+pytest imports plugins in every run of every project. Importing any module of torchop imports
+PyTorch, which takes seconds. So this package is separate, and imports its implementation,
+`torchop.testing.pytest_plugin`, when the first test needs it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("torchop", "checks of PyTorch operators").addoption(
         "--torchop-report",
         metavar="FILE",
-        help="write a report of the checks of operators: one page of HTML, or JSON if the name of "
-        "FILE ends with .json",
+        help="write the results of the checks of operators as JSON",
     )
 
 
@@ -70,7 +69,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest_plugin.parametrize(metafunc)
     elif any(mark.name == "torchop" for mark in metafunc.definition.own_markers):
         pytest.fail(
-            f"{metafunc.definition.nodeid} is marked with pytest.mark.torchop, but takes no "
+            f"{metafunc.definition.nodeid} is marked with pytest.mark.torchop, but has no "
             "argument torchop_check. Write: def test_operators(torchop_check): torchop_check()",
             pytrace=False,
         )
@@ -78,7 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def torchop_check(request: pytest.FixtureRequest) -> Any:
-    """Run the check of this test, which is marked with `torchop`."""
+    """Run the check of this test, which must have the mark `torchop`."""
     from torchop.testing import pytest_plugin  # imports PyTorch
 
     return pytest_plugin.planned_check(request)
@@ -88,9 +87,10 @@ def torchop_check(request: pytest.FixtureRequest) -> Any:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    # Wrappers of plugins run around pytest's own, so the report has the outcome of xfail marks.
     report = yield
     if call.when == "call" and "torchop_check" in getattr(item, "fixturenames", ()):
-        from torchop.testing import pytest_plugin  # imports PyTorch, which the test did already
+        from torchop.testing import pytest_plugin  # already imported by the test
 
         pytest_plugin.add_result(item, report)
     return report
@@ -110,7 +110,7 @@ class _Results:
 
     def pytest_sessionfinish(self) -> None:
         if hasattr(self._config, "workerinput"):
-            return  # a worker of pytest-xdist, which sends its reports
+            return  # a worker sends its reports to the controller
         from torchop.testing import pytest_plugin  # imports PyTorch
 
         self._path.parent.mkdir(parents=True, exist_ok=True)

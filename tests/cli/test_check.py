@@ -68,10 +68,9 @@ def checked(tmp_path_factory):
             "checkedlib::[!w]*",
             *("-k", "memory.contiguous", "-k", "transposed", "-k", "offset"),
             *("--seed", "7"),
-            *("--json", str(folder / "out.json"), "--report", str(folder / "out.html")),
+            *("--json", str(folder / "out.json")),
         )
         outcome.reports = json.loads((folder / "out.json").read_text())
-        outcome.page = (folder / "out.html").read_text()
         yield outcome
     finally:
         sys.path.remove(str(folder))
@@ -89,7 +88,6 @@ def test_each_operator_is_checked(checked):
         "checkedlib::good": dict.fromkeys(names, "passed"),
     }
     assert {report["seed"] for report in checked.reports} == {7}
-    assert all(report["call_costs"] for report in checked.reports)
 
 
 def test_the_summary_tells_what_failed_and_what_was_not_checked(checked):
@@ -101,12 +99,13 @@ def test_the_summary_tells_what_failed_and_what_was_not_checked(checked):
     )
     assert "operators: 3 checked, 2 with failures, 1 not checked\n" in checked.out
     assert "(torch.ops.checkedlib.flat.default, args)" in checked.out
-    assert "checkedlib::crash" in checked.page
 
 
 def test_a_crash_is_a_finding_with_its_program(checked):
     (failure,) = [r for r in checked.reports[0]["results"] if r["outcome"] == "failed"]
-    assert failure["message"].startswith("the tensor transposed: it ended the process. Aborted")
+    assert failure["message"].startswith(
+        "the tensor transposed: the call ended the process. Aborted"
+    )
     assert "in crash" in failure["message"]
     assert ".as_strided((2, 3), (1, 2), 0)" in failure["program"]
     assert "(torch.ops.checkedlib.crash.default, args)" in failure["program"]
@@ -118,7 +117,7 @@ def test_what_does_not_end_is_a_finding_too(run, write, namespace):
     outcome = run("check", *arguments)
     assert outcome.code == 1
     assert "FAILED memory.transposed: " in outcome.out
-    assert ": it took over 20 seconds.\n" in outcome.out
+    assert ": the call took over 20 seconds.\n" in outcome.out
     assert f"(torch.ops.{namespace}.wait.default, args" in outcome.out
 
 
@@ -261,14 +260,3 @@ def overload(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     outcome = run("check", f"{namespace}::half*", *arguments)
     assert outcome.code == 0, outcome.out
     assert "operators: 1 checked, 0 with failures, 1 not checked" in outcome.out
-
-
-def test_a_page_needs_jinja2(run, write, namespace, monkeypatch):
-    module = write("operators", WITH_REFERENCES)
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "jinja2" else find_spec(name)
-    )
-    outcome = run("check", f"{namespace}::half", "--import", module, "--report", "page.html")
-    assert outcome.code == 1
-    assert f"--report needs jinja2: {installing('cli')}" in outcome.err

@@ -81,7 +81,7 @@ def test_of_something_else():
 WRONG = {
     "no_argument": (
         '@pytest.mark.torchop("plugged::*")\ndef test_it(): pass',
-        "takes no argument torchop_check. Write: def test_operators(torchop_check)",
+        "has no argument torchop_check. Write: def test_operators(torchop_check)",
     ),
     "no_pattern": (
         "@pytest.mark.torchop()\ndef test_it(torchop_check): torchop_check()",
@@ -99,7 +99,7 @@ WRONG = {
     "no_option": (
         '@pytest.mark.torchop("plugged::*", onyl="memory")\n'
         "def test_it(torchop_check): torchop_check()",
-        "pytest.mark.torchop has no argument 'onyl', but exclude, only",
+        "pytest.mark.torchop has no argument 'onyl'. Its arguments are exclude, expected, only",
     ),
 }
 
@@ -162,7 +162,7 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
         ]
     )
     assert "plugged::flat: memory.gaps: the tensor gaps" in text
-    assert "test_without_a_mark takes torchop_check, but is not marked with torchop." in text
+    assert "test_without_a_mark uses torchop_check. Mark it with pytest.mark.torchop." in text
     assert "not reached" not in text.partition("short test summary")[2]
     assert "run_check(" not in text  # no frame of the plugin
 
@@ -185,7 +185,6 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
         ],
     }
     assert {r["op"]: r["schema"] for r in reports}["plugged::good"].startswith("plugged::good(")
-    assert "its Python function, no_grad" in reports[0]["call_costs"]
 
 
 @pytest.mark.project
@@ -201,12 +200,11 @@ def test_workers_report_and_a_crash_is_in_the_report(plugged: pytest.Pytester) -
         "def test_operators(torchop_check):\n"
         "    torchop_check()\n"
     )
-    done = plugged.runpytest_subprocess("-n", "1", "--torchop-report=report.html", timeout=400)
+    done = plugged.runpytest_subprocess("-n", "1", "--torchop-report=report.json", timeout=400)
     done.assert_outcomes(passed=3, failed=2)
-    done.stdout.fnmatch_lines(["*report of the operators: *report.html*"])
-    page = (plugged.path / "report.html").read_text()
-    # Twice for each crash: of the reference, and of the provider.
-    assert page.count("it ended the process. Aborted") == 4
+    done.stdout.fnmatch_lines(["*report of the operators: *report.json*"])
+    text = (plugged.path / "report.json").read_text()
+    assert text.count("the call ended the process. Aborted") == 2  # reference and provider
     done.stdout.fnmatch_lines(["plugged::crash: memory.gaps: *ended the process*"])
     done.stdout.fnmatch_lines(["*Call(torch.ops.plugged.crash.default, args)*"])
-    assert "plugged::good(Tensor x) -&gt; Tensor" in page
+    assert "plugged::good(Tensor x) -> Tensor" in text

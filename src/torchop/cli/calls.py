@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -22,13 +21,11 @@ from torchop._inspect import call_record
 from torchop._rules.providers import kernels_of_call
 from torchop._rules.providers.measurements import Measured
 from torchop._rules.user.examples import make_examples, operator_of_examples
-from torchop.cli.child_process import answers_of, first_line, preload, report_errors
+from torchop.cli.child_process import ChildError, answers_of, first_line, preload, report_errors
 from torchop.cli.measure import Call
-from torchop.cli.selection import Selection, file_to_write, require, selecting
+from torchop.cli.selection import Selection, selecting
 from torchop.extend import Operator
 from torchop.native import NativeUnavailableError
-from torchop.testing._check.report import CheckReport, write_html
-from torchop.testing._processes import ChildError
 from torchop.testing._samples import with_fake_tensors
 from torchop.testing._timing import Timing, Way, timed, way
 from torchop.testing._tune import measure_kernels, why_not
@@ -75,15 +72,6 @@ class Comparison(NamedTuple):
         ]
         operator = {name: getattr(self.operator, name) for name in _TIMES}
         return {**self._asdict(), "kernels": kernels, "operator": operator}
-
-    def report(self) -> CheckReport:
-        """Return a check report with no checks, to write the chart of the times."""
-        costs = {
-            f"{name} ({measured.times[1]})": measured.microseconds
-            for name, measured in self.times()
-        }
-        schema = str(Operator(self.op, "bench").schema)
-        return CheckReport(f"{self.op}{self.call}", schema, (), call_costs=costs)
 
 
 _TIMES = "microseconds", "interval"
@@ -176,14 +164,12 @@ def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -
     help="Compare for several sizes, such as n=1,16,256, of a NAME in the arguments of --call.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@file_to_write("--report", help="Write the charts of --providers to an HTML file.")
 def bench(
     selection: Selection,
     text: str | None,
     providers: bool,
     sizes: tuple[str, tuple[int, ...]] | None,
     as_json: bool,
-    report: Path | None,
 ) -> None:
     """Measure calls of operators by several ways of calling.
 
@@ -193,8 +179,8 @@ def bench(
     With --providers, all kernels that agree with the reference are timed for all examples, in turn
     with the operator itself. The table shows the median and a 95 % confidence interval.
     """
-    if (sizes or report) and not providers:
-        raise click.UsageError("--over and --report are options of --providers")
+    if sizes and not providers:
+        raise click.UsageError("--over is an option of --providers")
     if sizes and (text is None or not sizes[0].isidentifier()):
         raise click.UsageError("--over requires --call with arguments that contain the name")
     preload([__name__, *selection.modules])
@@ -218,9 +204,6 @@ def bench(
         click.echo(json.dumps([result.as_json() for result in results], indent=1))
     if not results:
         raise click.ClickException("no operator could be measured")
-    if report is not None:
-        require("jinja2", "--report")
-        write_html([result.report() for result in results], report)
 
 
 def calls_of(op: str, text: str | None) -> list[Call]:

@@ -1,6 +1,6 @@
-"""`python -m torchop check`: runs the checks of `torchop.testing.check` as tests of pytest.
+"""`python -m torchop check`: run the checks of `torchop.testing.check` as pytest tests.
 
-The tests run in workers of pytest-xdist, so that a crash is a finding.
+The tests run in workers of pytest-xdist, so a crash ends one worker and is a finding.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from torchop.cli.child_process import report_errors
 from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import OpName
 from torchop.testing import CheckReport
-from torchop.testing._check.expected import expected_for
-from torchop.testing._check.report import write_html, write_json
+from torchop.testing._check.report import write_json
 from torchop.testing._check.run import plan_checks
 from torchop.testing.process_state import set_environment
 
 _MAPPINGS = ("examples", "reference", "expected")
 _PLUGINS = ("xdist.plugin", "pytest_timeout", "pytest_torchop")
-# A kernel that crashes in each check ends as many workers.
+# The number of workers that may crash.
 _MOST_CRASHES = 100
 _TESTS = """\
 import sys
 import pytest
-sys.path[:] = {path!r}  # pytest-xdist passes the one that it found when it was imported
+sys.path[:] = {path!r}  # pytest-xdist passes an older value
 from torchop.cli.child_process import import_all
 from torchop.cli.check import mapping
 
@@ -67,58 +66,53 @@ def _seconds(ctx: Any, param: Any, value: float) -> float:
 @click.option("--seed", default=0, show_default=True, help="The seed of random inputs.")
 @click.option("--examples", metavar="MODULE:NAME", help="A dict from operators to their examples.")
 @click.option(
-    "--reference", metavar="MODULE:NAME", help="A dict from operators to functions that are right."
+    "--reference", metavar="MODULE:NAME", help="A dict from operators to reference functions."
 )
 @click.option(
-    "--expected", metavar="MODULE:NAME", help="A dict from checks that may fail to reasons."
+    "--expected", metavar="MODULE:NAME", help="A dict of known failures, by operator and check."
 )
 @click.option(
     "--timeout",
     default=300.0,
     callback=_seconds,
     show_default=True,
-    help="Seconds that one check may take.",
+    help="The time limit of one check, in seconds.",
 )
 @click.option(
     "--jobs",
     default=1,
     type=click.IntRange(1),
     show_default=True,
-    help="Processes of pytest-xdist.",
+    help="The number of pytest-xdist workers.",
 )
-@file_to_write("--report", help="Write a page of HTML.")
 @file_to_write("--json", "json_path", help="Write JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show checks that did not fail, too.")
 def check(
     selection: Selection,
-    report: Path | None,
     json_path: Path | None,
     timeout: float,
     jobs: int,
     verbose: bool,
     **options: Any,
 ) -> None:
-    """Checks operators on inputs that their authors did not try.
+    """Check operators on generated inputs.
 
-    The command runs the checks of torchop.testing.check, each as a test of pytest. They start from
-    the examples that are registered with the operators, or from those of --examples. If a check
-    crashes or hangs, it has failed, and the other checks go on in another process.
+    The command runs each check of torchop.testing.check as a pytest test. Checks start from the
+    registered examples, or from --examples. A check that crashes or hangs fails, and the others
+    continue in another process.
 
-    --expected lists known failures, as the argument of pytest.mark.torchop does: by check, or by
-    operator and then by check. A known failure does not count as a failure. A check that is listed
-    and passes does.
+    --expected lists known failures with reasons: by check, or by operator and check. They do not
+    count as failures, but a listed check that passes does.
 
-    The exit code is 0 if no check failed, and 1 if one did, or no operator has examples.
+    The exit code is 0 if no check failed, and 1 if a check failed or no operator has examples.
     """
     for package in ("pytest", "xdist", "pytest_timeout"):
         require(package, "check", "check")
-    if report is not None:
-        require("jinja2", "--report")  # before the checks run, which take minutes
     options = {name: value for name, value in options.items() if value}
     operators, unchecked = _with_examples(selection.operators, options)
     reports = _run(selection.modules, operators, options, timeout, jobs) if operators else []
     missing = sorted({*operators} - {each.op for each in reports})
-    unchecked += [f"{op}: its process ended before the first check" for op in missing]
+    unchecked += [f"{op}: its worker crashed before the first check" for op in missing]
     for each in reports:
         click.echo(str(each) if verbose else each.in_short())
     for problem in unchecked:
@@ -127,8 +121,6 @@ def check(
     click.echo(
         f"\noperators: {len(reports)} checked, {failed} with failures, {len(unchecked)} not checked"
     )
-    if report is not None:
-        write_html(reports, report)
     if json_path is not None:
         write_json([each.to_dict() for each in reports], json_path)
     sys.exit(0 if reports and not failed and not missing else 1)
@@ -137,10 +129,10 @@ def check(
 def _with_examples(
     operators: tuple[str, ...], options: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Return the operators that can be checked, and why others cannot.
+    """Return the operators that can be checked, and messages for the others.
 
     Raises:
-        click.ClickException: an option is wrong, which the checks of the first operator tell.
+        click.ClickException: an option is invalid for the first operator.
     """
     values = {}
     for name in set(_MAPPINGS) & options.keys():
@@ -156,9 +148,11 @@ def _with_examples(
             )
             continue
         if not found:
-            expected = expected_for(op, values["expected"]) if "expected" in values else None
+            from torchop.testing.pytest_plugin import expected_failures  # imports pytest
+
             try:
-                plan_checks(op, examples or (), only=options.get("only"), expected=expected)
+                plan_checks(op, examples or (), only=options.get("only"))
+                expected_failures(OpName.parse(op), values.get("expected", {}))
             except Exception as error:
                 raise click.ClickException(str(error)) from None
         found.append(op)
@@ -166,14 +160,14 @@ def _with_examples(
 
 
 def mapping(place: str) -> Mapping[str, Any]:
-    """Return a mapping in a module, or that a function there returns: "module:name"."""
+    """Return the mapping at "module:name", or the mapping that the function there returns."""
     module, separator, attribute = place.partition(":")
     if not separator:
         raise ValueError("write module:name, such as tests.examples:EXAMPLES")
     value = getattr(importlib.import_module(module), attribute)
     found = value() if callable(value) else value
     if not isinstance(found, Mapping):
-        raise TypeError(f"it is not a mapping: {type(found).__name__}")
+        raise TypeError(f"expected a mapping, got {type(found).__name__}")
     return found
 
 
@@ -184,11 +178,11 @@ def _run(
     timeout: float,
     jobs: int,
 ) -> list[CheckReport]:
-    """Run the checks of operators as tests of pytest, and return a report for each operator."""
+    """Run the checks as pytest tests, and return a report for each operator."""
     import pytest  # torchop does not depend on it
 
     texts = {n: f"mapping({v!r})" if n in _MAPPINGS else repr(v) for n, v in options.items()}
-    # The name of an operator also stands for its overloads.
+    # A name without an overload also matches the overloads. Exclude those that were not selected.
     others = [name for name in patterns.all_names() if str(name) not in operators]
     texts["exclude"] = repr(
         [str(each) for each in others if any(patterns.is_match(each, op) for op in operators)]
@@ -222,7 +216,7 @@ def _run(
 
 
 class _CollectionErrors:
-    """The plugin of pytest that keeps why a worker has no tests."""
+    """A pytest plugin that records collection errors of workers."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

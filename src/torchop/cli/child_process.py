@@ -1,24 +1,46 @@
-"""Run commands on operators in child processes, and import modules that register operators."""
+"""Run a generator function in a child process, because kernels may crash or hang.
+
+The child is forked from a forkserver that has only imported the modules which register the
+operators. Unlike a fork of the program, it can use threads and accelerators, and inherits no locks.
+If a module initializes CUDA, forks of the server cannot use CUDA. Then the child is a new process,
+which imports the modules itself.
+
+Operators that the program itself registers only exist in a fork of the program. Such a child uses
+one thread, because OpenMP deadlocks in forks with more.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib
 import itertools
 import multiprocessing
 import os
+import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import click
+import torch
 
+from torchop._compat import devices
 from torchop.extend import short_repr, short_text
-from torchop.testing import _processes
+from torchop.testing.process_state import set_environment
 
 START_LIMIT = 600.0  # seconds for all imports
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+class ChildError(RuntimeError):
+    """The child process could not be started, exited, or exceeded its time limit."""
 
 
 def preload(modules: Iterable[str]) -> None:
@@ -26,32 +48,33 @@ def preload(modules: Iterable[str]) -> None:
     multiprocessing.set_forkserver_preload([__name__, *sorted(set(modules))])
 
 
+@contextlib.contextmanager
 def answers_of(
     function: Callable[..., Iterable[Any]],
     args: tuple[Any, ...],
     limit: float,
     modules: Iterable[str] = (),
-    output: Path | None = None,
     method: Literal["forkserver", "fork"] = "forkserver",
-) -> contextlib.AbstractContextManager[Iterator[Any]]:
+) -> Iterator[Iterator[Any]]:
     """Yield the values of a generator function that runs in a child process.
 
+    A string that the function yields is not a value. It describes the next step, for errors.
+
     Args:
-        function: the generator function.
+        function: the generator function, which must be picklable.
         args: its arguments.
         limit: the seconds until each value after the first.
         modules: modules to import in the child process first.
-        output: see `testing._processes.answers`.
         method: "fork" copies this process, and cannot use accelerators; "forkserver" can.
 
     Raises:
         ChildError: the process could not be started, exited, or exceeded the limit.
         click.ClickException: a module cannot be imported, or the function raised this.
     """
-    limits = itertools.chain([START_LIMIT], itertools.repeat(limit))
     started = tuple(modules), function, args
-    start = _processes.method_for_modules() if method == "forkserver" else method
-    return _processes.answers(start, _after_imports, started, limits, click.ClickException, output)
+    start = _method_for_modules() if method == "forkserver" else method
+    with _answers(start, _after_imports, started, limit) as values:
+        yield values
 
 
 def _after_imports(
@@ -59,6 +82,140 @@ def _after_imports(
 ) -> Iterator[Any]:
     import_all(modules)
     yield from function(*args)
+
+
+@functools.cache
+def _method_for_modules() -> Literal["forkserver", "spawn"]:
+    """Return how to start a process that imports modules.
+
+    The forkserver is unusable if its forks cannot use the accelerator.
+    """
+    if devices.accelerator() is None:
+        return "forkserver"
+    try:
+        with _answers("forkserver", _is_in_bad_fork, (), START_LIMIT) as messages:
+            return "spawn" if next(messages) else "forkserver"
+    except Exception:
+        return "spawn"
+
+
+def _is_in_bad_fork() -> Iterator[bool]:
+    accelerator = devices.accelerator()
+    yield accelerator is not None and accelerator.is_in_bad_fork()
+
+
+@contextlib.contextmanager
+def _answers(
+    method: Literal["forkserver", "spawn", "fork"],
+    function: Callable[..., Iterable[Any]],
+    args: tuple[Any, ...],
+    limit: float,
+) -> Iterator[Iterator[Any]]:
+    context: Any = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    threads = 1 if method == "fork" else torch.get_num_threads()
+    start = sender, function, args, threads, dict(os.environ)
+    process = context.Process(target=_run, args=start)
+    around = contextlib.nullcontext() if method == "fork" else _environment_of_server()
+    with warnings.catch_warnings(), around:
+        # Python 3.12 warns about forks of programs with threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            process.start()
+        except (OSError, EOFError) as error:  # EOFError: the server exited
+            raise ChildError(
+                f"no process could be started: {type(error).__name__}: {error}"
+            ) from None
+    sender.close()
+    try:
+        yield _received(process, receiver, limit)
+    finally:
+        # The child leads a process group, with all processes that it started.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def _received(process: Any, receiver: Connection, limit: float) -> Iterator[Any]:
+    doing = "importing what registers it"
+    for seconds in itertools.chain([START_LIMIT], itertools.repeat(limit)):
+        _wait(process, receiver, doing, seconds)
+        try:
+            message = receiver.recv()
+        except (OSError, EOFError):
+            raise ChildError(f"{doing} {_exit_of(process)}") from None
+        if isinstance(message, StopIteration):
+            return
+        if isinstance(message, Exception):
+            raise message
+        if isinstance(message, str):
+            doing = message
+        else:
+            yield message
+
+
+def _wait(process: Any, receiver: Connection, doing: str, seconds: float) -> None:
+    """Wait for the next message, or raise ChildError."""
+    end = time.monotonic() + seconds
+    while not receiver.poll():
+        left = end - time.monotonic()
+        if left <= 0:
+            raise ChildError(f"{doing} took over {seconds:.0f} seconds")
+        # Also wait for the exit of the child, because its own children may hold the pipe open.
+        ready = wait([receiver, process.sentinel], left)
+        if process.sentinel in ready and not receiver.poll():
+            raise ChildError(f"{doing} {_exit_of(process)}")
+
+
+def _exit_of(process: Any) -> str:
+    process.join()
+    how = f"with exit code {process.exitcode}"
+    with contextlib.suppress(ValueError):
+        how = f"by {signal.Signals(-process.exitcode).name}"
+    return f"ended the process, {how}"
+
+
+@contextlib.contextmanager
+def _environment_of_server() -> Iterator[None]:
+    """Set the environment of the forkserver, in case it starts in this block.
+
+    It needs `sys.path` to find the modules. It must use one thread: if a module calls kernels when
+    it is imported, OpenMP would start threads, and forks would wait for these forever.
+    """
+    before = dict(os.environ)
+    os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
+    try:
+        yield
+    finally:
+        set_environment(before)
+
+
+def _run(
+    sender: Connection,
+    function: Callable[..., Iterable[Any]],
+    args: tuple[Any, ...],
+    threads: int,
+    environment: Mapping[str, str],
+) -> None:
+    """Run the function in the child, and send its values."""
+    torch.set_num_threads(threads)
+    set_environment(environment)  # replaces the environment of the forkserver
+    os.setpgid(0, 0)  # a group of its own, which the parent kills
+    if sys.platform == "linux":  # a child that hangs must exit with its parent
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        for message in function(*args):
+            sender.send(message)
+    except click.ClickException as error:
+        sender.send(error)
+    else:
+        sender.send(StopIteration())
+
+
+# --------------------------------------------------------------------------------------------------
+# Imports
 
 
 def import_all(modules: Iterable[str]) -> None:

@@ -18,11 +18,10 @@ import torchop
 from torchop import NothingToAccelerateWarning
 from torchop._inspect import call_record
 from torchop._inspect.registrant import modules_of
-from torchop.cli.child_process import answers_of, first_line, preload
+from torchop.cli.child_process import ChildError, answers_of, first_line, preload
 from torchop.extend import Operator, OpName
 from torchop.native import NativeUnavailableError
 from torchop.testing import CallRecord, TensorRecord, TypeRecord
-from torchop.testing._processes import ChildError
 from torchop.testing._samples import inside_a_graph
 from torchop.testing._timing import Timing, timed, way
 

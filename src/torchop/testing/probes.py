@@ -1,7 +1,7 @@
-"""Functions of probes and of the programs that `check` prints: arguments and comparisons.
+"""Helpers for probes: transform arguments, call operators, and compare outcomes.
 
-A printed program calls a *probe* with the call that failed. A probe is a function that raises if
-the operator is wrong. The probes are in `_check`, and several of them use these functions.
+A *probe* is a function that raises if the operator is wrong. `check` prints programs that call a
+probe, and these programs import this module.
 """
 
 from __future__ import annotations
@@ -16,65 +16,65 @@ from torchop.testing.process_state import seed_torch
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The arguments, with each tensor replaced by `change(tensor)`."""
+    """Return the arguments with `change` applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (tuple, list):
         return type(value)([mapped(item, change) for item in value])
     if type(value) is dict:
         return {key: mapped(item, change) for key, item in value.items()}
-    # A call advances its generator, so equal calls need one each.
+    # A call advances its generator, so each call needs a copy.
     return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results, in their order."""
+    """Return the tensors among arguments or results, in order."""
     collected: list[torch.Tensor] = []
     mapped(value, collected.append)
     return collected
 
 
 def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The arguments, with these tensors in place of theirs."""
+    """Return the arguments with other tensors."""
     iterator = iter(tensors)
     return mapped(value, lambda tensor: next(iterator))
 
 
 def requiring_grad(value: Any) -> Any:
-    """The arguments, with leaves of a graph for tensors whose dtypes can have a gradient."""
+    """Return the arguments with all floating-point and complex tensors requiring grad."""
     return mapped(
         value, lambda t: t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
     )
 
 
 def is_sorted(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor of one dimension never get smaller."""
+    """Return whether a tensor has one dimension and its elements never decrease."""
     return tensor.dim() == 1 and bool((tensor[1:] >= tensor[:-1]).all())
 
 
 def rolled_elements(tensor: torch.Tensor, steps: int) -> torch.Tensor:
-    """A tensor with its elements in another order; sorted integers, such as offsets, stay."""
+    """Return a tensor with its elements rotated, except sorted integers such as offsets."""
     if not tensor.is_floating_point() and not tensor.is_complex() and is_sorted(tensor):
         return tensor.clone()
     return tensor.flatten().roll(steps).view(tensor.shape)
 
 
 def has_integers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds integers that may say something of others."""
+    """Return whether a tensor holds integers, which may refer to other arguments."""
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return is_integer and tensor.dtype is not torch.bool and is_plain(tensor) and tensor.numel() > 0
 
 
-def other_values(value: Any) -> Any:
-    """The arguments with other values of the same kind: their elements in another order.
+def other_values(value: Any, steps: int = 1) -> Any:
+    """Return the arguments with the elements of each tensor rotated.
 
-    Integers of several tensors stay where floating-point numbers change. They may fit each other,
-    as starts and counts do, and a kernel need not look whether they do.
+    If several tensors hold integers, these do not change, because they may depend on each other
+    like starts and counts. An exception: no floating-point tensor would change.
     """
     plain = [t for t in tensors_of(value) if is_plain(t)]
     integers = [t for t in plain if has_integers(t)]
     changes = any(
-        not torch.equal(rolled_elements(t, 1).double(), t.double())
+        not torch.equal(rolled_elements(t, steps).double(), t.double())
         for t in plain
         if t.is_floating_point()
     )
@@ -82,24 +82,24 @@ def other_values(value: Any) -> Any:
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         moves = is_plain(tensor) and all(tensor is not other for other in kept)
-        return rolled_elements(tensor, 1) if moves else tensor
+        return rolled_elements(tensor, steps) if moves else tensor
 
     return mapped(value, changed)
 
 
 def signs_like(values: torch.Tensor) -> torch.Tensor:
-    """Ones and minus ones, in the shape of a tensor; the same for each call."""
+    """Return a fixed tensor of 1 and -1 with the shape of a tensor."""
     generator = torch.Generator().manual_seed(3)
     return (torch.randint(0, 2, values.shape, generator=generator) * 2.0 - 1).to(values.device)
 
 
 def negative_view(values: torch.Tensor) -> torch.Tensor:
-    """A tensor of these values whose memory holds the negative ones."""
+    """Return a negative view: a tensor with these values whose memory holds their negation."""
     return torch.complex(torch.zeros_like(values), -values).conj().imag
 
 
 def copies(value: Any) -> Any:
-    """The arguments in new memory with the same layout; arguments that shared memory still do."""
+    """Copy the arguments into new memory with the same layout. Copies of views share memory too."""
     memories: dict[int, torch.UntypedStorage] = {}
     made: dict[int, torch.Tensor] = {}
 
@@ -128,14 +128,14 @@ def copies(value: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """The results of a call, including those inside tuples and lists."""
+    """Return the results of a call as a flat list without None."""
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in leaves(item)]
     return [] if value is None else [value]
 
 
 def written_places(op: Any) -> list[tuple[int, str]]:
-    """The position and name of each argument that the schema says is written."""
+    """Return the position and name of each argument that the schema declares as written."""
     return [
         (index, argument.name)
         for index, argument in enumerate(op._schema.arguments)
@@ -144,7 +144,7 @@ def written_places(op: Any) -> list[tuple[int, str]]:
 
 
 def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors of a call at these places, which are those of `written_places`."""
+    """Return the tensors of a call at `places`, a result of `written_places`."""
     collected = []
     for index, name in places:
         value = args[index] if index < len(args) else kwargs.get(name)
@@ -153,14 +153,14 @@ def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def outcome(op: Any, args: Any, kwargs: Any, function: Any = None) -> list[Any]:
-    """What a call of the operator returns, and what it has written; always from the same seed."""
+    """Call the operator with a fixed seed, and return its results and the written arguments."""
     seed_torch(0)
     result = (op if function is None else function)(*args, **kwargs)
     return leaves(result) + written(written_places(op), args, kwargs)
 
 
 def outcome_of_copies(op: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What a call returns and writes, for which the arguments are copied first."""
+    """Return the outcome of a call with copies of the arguments."""
     return outcome(op, *copies((args, kwargs)))
 
 
@@ -175,35 +175,43 @@ def assert_same(
     values: bool = True,
     dtypes: bool = True,
 ) -> None:
-    """Raises AssertionError if the outcomes of two calls differ.
+    """Raise AssertionError if the outcomes of two calls differ.
 
-    `tolerance` has `(rtol, atol)` for dtypes that have their own.
+    Args:
+        actual: one outcome.
+        expected: the other outcome.
+        what: the start of the message.
+        rtol: the relative tolerance; by default, as in `torch.testing.assert_close`.
+        atol: the absolute tolerance; by default, as in `torch.testing.assert_close`.
+        tolerance: `(rtol, atol)` for some dtypes.
+        values: whether to compare values, in addition to shapes and dtypes.
+        dtypes: whether to compare dtypes.
     """
     if len(actual) != len(expected):
-        raise AssertionError(f"{what}: {len(actual)} results and not {len(expected)}.")
+        raise AssertionError(f"{what}: {len(actual)} results, not {len(expected)}.")
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         place = f"{what}: result {index} of {len(actual)}"
-        if one is None or other is None:  # gradients of what is not used
+        if one is None or other is None:  # None is the gradient of an unused input
             present = other if one is None else one
             if present is not None and bool(present.any()):
-                raise AssertionError(f"{place} is {one} and not {other}.")
+                raise AssertionError(f"{place} is {one}, not {other}.")
             continue
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
             if values and one != other and not (one != one and other != other):
-                raise AssertionError(f"{place} is {one!r} and not {other!r}.")
+                raise AssertionError(f"{place} is {one!r}, not {other!r}.")
             continue
         if one.shape != other.shape:
-            raise AssertionError(f"{place} has shape {[*one.shape]} and not {[*other.shape]}.")
+            raise AssertionError(f"{place} has shape {[*one.shape]}, not {[*other.shape]}.")
         if dtypes and one.dtype != other.dtype:
-            raise AssertionError(f"{place} has dtype {one.dtype} and not {other.dtype}.")
+            raise AssertionError(f"{place} has dtype {one.dtype}, not {other.dtype}.")
         if not values or one.numel() == 0:
             continue
         one, other = one.detach(), other.detach()
-        if "float8" in str(one.dtype):  # which PyTorch does not compare
+        if "float8" in str(one.dtype):  # PyTorch cannot compare these dtypes
             one = one.float()
         other = other.to(one.dtype)
         if one.layout is torch.strided and one.device == other.device and torch.equal(one, other):
-            continue  # without the steps of a comparison that can tell what differs
+            continue  # much faster than assert_close
         relative, absolute = tolerance.get(one.dtype, (rtol, atol))
         torch.testing.assert_close(
             one,
@@ -218,7 +226,7 @@ def assert_same(
 
 
 def rounding(dtype: torch.dtype, results: Sequence[Any]) -> dict[str, float]:
-    """Tolerances for results, if a few steps on the way to them are rounded to a dtype."""
+    """Return tolerances for results whose intermediate values are rounded to a dtype."""
     floats = [dense(t.detach()) for t in tensors_of(list(results)) if t.is_floating_point()]
     sizes = [t.double().abs().nan_to_num(posinf=0.0).max() for t in floats if t.numel()]
     largest = max(map(float, sizes), default=0.0)
@@ -227,7 +235,7 @@ def rounding(dtype: torch.dtype, results: Sequence[Any]) -> dict[str, float]:
 
 
 def has_digits_of_float32(tensor: torch.Tensor) -> bool:
-    """Whether each number of a tensor is one of float32, and more than a count of something."""
+    """Return whether a float32 could hold each element, and bfloat16 could not hold most."""
     tensor = tensor.detach()[tensor.isfinite()]
     if not tensor.numel() or (tensor.bfloat16().double() == tensor).float().mean() > 0.5:
         return False
@@ -235,7 +243,7 @@ def has_digits_of_float32(tensor: torch.Tensor) -> bool:
 
 
 def shown(tensor: torch.Tensor) -> str:
-    """The first elements of a tensor, in one line."""
+    """Return the first elements of a tensor as one line."""
     numbers = tensor.flatten()[:6].tolist()
     more = ", ..." if tensor.numel() > 6 else ""
     digits = [f"{n:.6g}" if isinstance(n, float) else str(n) for n in numbers]
@@ -243,18 +251,18 @@ def shown(tensor: torch.Tensor) -> str:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a dense one of its values if it is sparse."""
+    """Return the tensor; if it is sparse, as a dense tensor."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a kind whose place in memory can be chosen."""
+    """Return whether the layout of a tensor can be changed."""
     is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return is_strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def contiguous_copies(value: Any) -> Any:
-    """The arguments as contiguous tensors of their own."""
+    """Copy the arguments into contiguous memory."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach()
@@ -266,9 +274,10 @@ def contiguous_copies(value: Any) -> Any:
 
 
 def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of a tensor's memory that a call has to leave alone.
+    """Return the bytes of a tensor's storage that a call must not write.
 
-    They belong to none of the tensors that it writes, nor, if it writes none there, to the tensor.
+    These are the bytes outside of the `writable` tensors in this storage, or, without any, outside
+    of the tensor.
     """
     if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.untyped_storage():
         return torch.empty(0)
@@ -288,36 +297,37 @@ def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> tor
     for other in here or [tensor]:
         if other.numel():
             steps = other.stride()
-            # Each element once: few devices write twice to one place.
+            # Visit each element once, because few devices support overlapping writes.
             shape = [1 if step == 0 else n for n, step in zip(other.shape, steps, strict=True)]
             outside.as_strided(shape, steps, other.storage_offset()).fill_(False)
     return rows[outside]
 
 
 def argument_names(op: Any, args: Any, kwargs: Any) -> list[str]:
-    """Return what messages call each tensor of a call, such as "argument 'xs[1]'"."""
+    """Return the name of each tensor of a call in messages, such as "argument 'xs[1]'"."""
     inputs = named_inputs(Schema(op._schema), args, kwargs)
     return [where.replace("input", "argument", 1) for _, where, _ in inputs]
 
 
 def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
-    """Puts zeros where the next tensors of these sizes are likely to be: in memory that was freed.
+    """Free memory that holds zeros, so that `torch.empty` probably returns zeros, not stale NaN.
 
-    What was there may be NaN, and `torch.empty` would hand it on.
+    Args:
+        tensors: tensors with the sizes that `torch.empty` will allocate.
     """
     for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()  # of a sparse tensor, at most
+        size = tensor.numel() * tensor.element_size()  # an upper bound for sparse tensors
         count = min(256, 2**20 // (size + 1) + 2)
         zeros = [torch.zeros(size, dtype=torch.uint8, device=tensor.device) for _ in range(count)]
         del zeros
 
 
 def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A call as a function of the tensors that require grad, and these tensors.
+    """Return a call as a function of the tensors that require grad, and these tensors.
 
-    It returns the results that may have a gradient, sparse ones as dense tensors, because finite
-    differences need these. What the operator writes into is a copy, as leaves of a graph must not
-    be written.
+    The function returns the floating-point and complex results, sparse results as dense tensors,
+    because gradcheck requires these. It clones the arguments of a mutable operator, because leaves
+    must not be written.
     """
     inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
 
@@ -337,11 +347,11 @@ def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor
 
 
 def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A call as a function of all its tensors, and these tensors.
+    """Return a call as a function of all its tensors, and these tensors.
 
-    It returns the results, and what the operator has written, which are copies of its arguments.
+    The function returns the results and the written arguments, which are copies.
     """
-    places = written_places(op)  # found here, because compilers trace the function
+    places = written_places(op)  # not in the function, which compilers trace
 
     def function(*tensors: torch.Tensor) -> list[Any]:
         call_args, call_kwargs = with_tensors((args, kwargs), [t.clone() for t in tensors])
@@ -352,8 +362,8 @@ def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]
 
 
 def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A number in which every element of the results counts differently."""
-    # On the device of the results: one on the CPU would make the host wait for them.
+    """Return the sum of all results, with a different weight for each element."""
+    # On the device of the results, because a total on the CPU would synchronize.
     device = results[0].device if results else "cpu"
     total = torch.zeros((), dtype=torch.double, device=device)
     for result in results:
@@ -364,12 +374,12 @@ def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def gradients(function: Any, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-    """The gradients of a function of tensors, in which each element of its results counts."""
+    """Return the gradients of the weighted sum of a function's results."""
     return torch.autograd.grad(weighted_sum(function(*inputs)), inputs, allow_unused=True)
 
 
 def slope_is_right(function: Any, inputs: Any, step: float = 1e-6, tolerance: float = 1e-3) -> None:
-    """In a random direction, the gradient of a function agrees with finite differences."""
+    """Check that the gradient agrees with finite differences in a random direction."""
     seed_torch(2)
     directions = [torch.rand_like(tensor) for tensor in inputs]
 

@@ -1,4 +1,4 @@
-"""The pytest plugin: plans a test for each operator and check, runs it, and reports.
+"""The pytest plugin: plan a test for each operator and check, run it, and report it.
 
 The hooks are in the package `pytest_torchop`, which does not import PyTorch.
 """
@@ -19,18 +19,22 @@ from typing import Any, NamedTuple
 import pytest
 
 from torchop._accelerate import patterns
-from torchop.extend import OpName
-from torchop.testing._check import api
-from torchop.testing._check.expected import Expectation, as_expected, expected_for
+from torchop.extend import OpName, short_repr
 from torchop.testing._check.findings import Result
-from torchop.testing._check.report import CheckReport, write_html, write_json
-from torchop.testing._check.run import Check, plan_checks, program_of, run_check
+from torchop.testing._check.report import CheckReport, write_json
+from torchop.testing._check.run import (
+    Check,
+    is_check,
+    no_such_check,
+    plan_checks,
+    program_of,
+    run_check,
+    shortened,
+)
 
-# What `pytest.mark.torchop` passes on to `plan_checks`.
-_OPTIONS = ("only", "examples", "reference", "expected", "seed", "rtol", "atol")
-# Of these, a mapping by patterns says which operator each is for.
-_BY_OPERATOR = ("examples", "reference", "expected")
-# The name of the one test of an operator of which no check can be planned.
+# The arguments of `pytest.mark.torchop` that `plan_checks` takes.
+_OPTIONS = ("only", "examples", "reference", "seed", "rtol", "atol")
+# The name of the single test of an operator that has no plan.
 _NO_PLAN = "examples"
 
 
@@ -43,46 +47,62 @@ class _Operator:
 
 
 class _Planned(NamedTuple):
-    """One test: one check of one operator."""
+    """One test: one check of one operator.
+
+    Attributes:
+        op: the operator.
+        check: the name of the check.
+        problem: the reason why the operator has no plan.
+        expected: the reason why the check is expected to fail.
+    """
 
     op: _Operator
     check: str
-    problem: str | None = None  # why nothing can be planned for the operator
+    problem: str = ""
+    expected: str = ""
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Makes a marked test one for each operator and check."""
-    planned = [
-        each
+    """Turn a marked test into one test for each operator and check."""
+    parameters = [
+        parameter
         for mark in metafunc.definition.iter_markers("torchop")
-        for each in _planned(metafunc.definition.nodeid, mark)
+        for parameter in _parameters(metafunc.definition.nodeid, mark)
     ]
-    names = [f"{each.op.name}-{each.check}" for each in planned]
-    metafunc.parametrize("torchop_check", planned, ids=names, indirect=True)
+    metafunc.parametrize("torchop_check", parameters, indirect=True)
 
 
-def _planned(test: str, mark: pytest.Mark) -> Iterator[_Planned]:
-    unknown = sorted(mark.kwargs.keys() - {"exclude", *_OPTIONS})
+def _parameters(test: str, mark: pytest.Mark) -> Iterator[Any]:
+    known = ("exclude", "expected", *_OPTIONS)
+    unknown = sorted(mark.kwargs.keys() - set(known))
     if unknown:
-        expected = ", ".join(("exclude", *_OPTIONS))
-        _refuse(f"{test}: pytest.mark.torchop has no argument {unknown[0]!r}, but {expected}.")
+        _fail(
+            f"{test}: pytest.mark.torchop has no argument {unknown[0]!r}. Its arguments are "
+            f"{', '.join(known)}."
+        )
     excluded = mark.kwargs.get("exclude", ())
     excluded = (excluded,) if isinstance(excluded, str) else tuple(excluded)
     try:
         patterns.check_patterns("pytest.mark.torchop", mark.args)
     except (TypeError, ValueError) as error:
-        _refuse(f"{test}: {error}")
+        _fail(f"{test}: {error}")
     names = list(patterns.all_names())
     for pattern in (*mark.args, *excluded):
         if not any(patterns.is_match(name, pattern) for name in names):
             problem = patterns.why_nothing_matches("pytest.mark.torchop", pattern)
-            _refuse(f"{test}: {problem} Import the module that registers the operators first.")
+            _fail(f"{test}: {problem} Import the module that registers the operators first.")
     for name in sorted(set(names)):
         if _matches(name, mark.args) and not _matches(name, excluded):
-            yield from _planned_for(str(name), mark.kwargs)
+            for planned, is_strict in _planned(name, mark.kwargs):
+                marks = (
+                    [pytest.mark.xfail(reason=planned.expected, strict=is_strict)]
+                    if planned.expected
+                    else []
+                )
+                yield pytest.param(planned, marks=marks, id=f"{name}-{planned.check}")
 
 
-def _refuse(message: str) -> None:
+def _fail(message: str) -> None:
     pytest.fail(message, pytrace=False)
 
 
@@ -90,26 +110,45 @@ def _matches(name: OpName, wanted: Sequence[str]) -> bool:
     return any(patterns.is_match(name, pattern) for pattern in wanted)
 
 
-def _planned_for(op: str, kwargs: Mapping[str, Any]) -> Iterator[_Planned]:
-    options = {key: _option(op, key, kwargs[key]) for key in _OPTIONS if key in kwargs}
+def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned, bool]]:
+    """Yield the tests of an operator, and whether an expected failure must fail."""
+    options = {key: _of_operator(name, kwargs[key]) for key in _OPTIONS if key in kwargs}
     options = {key: value for key, value in options.items() if value is not None}
-    operator = _Operator(op, options)
+    operator = _Operator(str(name), options)
     try:
-        checks = plan_checks(op, **options)
+        checks = plan_checks(operator.name, **options)
+        expected = expected_failures(name, kwargs.get("expected", {}))
+        for check in checks:
+            names = [each for each in expected if check.is_named(each)]
+            why = expected[names[0]] if names else ""
+            # A check of an expected family may pass. A check that is named must fail.
+            is_strict = bool({check.name, check.name.partition(".")[2]}.intersection(names[:1]))
+            yield _Planned(operator, check.name, expected=why), is_strict
     except Exception as error:
-        yield _Planned(operator, _NO_PLAN, f"{type(error).__name__}: {error}")
-        return
-    for check in checks:
-        yield _Planned(operator, check.name)
+        yield _Planned(operator, _NO_PLAN, f"{type(error).__name__}: {error}"), False
 
 
-def _option(op: str, key: str, value: Any) -> Any:
-    """The value of an option for one operator; None if it has none."""
-    if key not in _BY_OPERATOR or not isinstance(value, Mapping):
-        return value
-    if key == "expected":
-        return expected_for(op, value)
-    return patterns.value_for(OpName.parse(op), value)
+def _of_operator(name: OpName, value: Any) -> Any:
+    """Return the value of an option for one operator. A mapping has patterns as keys."""
+    return patterns.value_for(name, value) if isinstance(value, Mapping) else value
+
+
+def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the expected failures of one operator, by check.
+
+    Args:
+        name: the operator.
+        expected: reasons by check, or such mappings by patterns of operators.
+
+    Raises:
+        ValueError: a name denotes no check.
+    """
+    if any("::" in key for key in expected):
+        expected = patterns.value_for(name, expected) or {}
+    for each in expected:
+        if not is_check(each):
+            raise ValueError(f"expected={{{short_repr(each)}: ...}}: {no_such_check()}")
+    return expected
 
 
 # --------------------------------------------------------------------------------------------------
@@ -118,32 +157,26 @@ def _option(op: str, key: str, value: Any) -> Any:
 _CHECK = pytest.StashKey["PlannedCheck"]()
 
 
-# The checks of an operator share what they know of it, until the tests of the next one begin.
+# The checks of an operator share calls, until the tests of the next operator begin.
 @functools.lru_cache(maxsize=1)
 def _checks(op: _Operator) -> Mapping[str, Check]:
     return {check.name: check for check in plan_checks(op.name, **op.options)}
 
 
-@functools.lru_cache(maxsize=1)
-def _costs(op: _Operator) -> Mapping[str, float]:
-    return api.call_costs(next(iter(_checks(op).values())).subject)
-
-
 def planned_check(request: pytest.FixtureRequest) -> PlannedCheck:
-    """Return the value of `torchop_check` in a test."""
+    """Return the value of the fixture `torchop_check`."""
     if not hasattr(request, "param"):
-        _refuse(f"{request.node.nodeid} takes torchop_check, but is not marked with torchop.")
+        _fail(f"{request.node.nodeid} uses torchop_check. Mark it with pytest.mark.torchop.")
     check = PlannedCheck(request.param, request.config)
     request.node.stash[_CHECK] = check
     return check
 
 
 class PlannedCheck:
-    """What `torchop_check` is in a marked test: called, it runs the one check of the test.
+    """The fixture `torchop_check` of a marked test. A call runs the check of the test.
 
-    A check that passes returns its `Result`. One that fails fails the test, with the program to
-    paste; one that cannot be done skips it, with the reason; one that was expected to fail is an
-    expected failure.
+    The call returns the `Result` of a check that passes. It fails the test if the check fails, and
+    skips the test if the check cannot be done.
 
     Attributes:
         op: the name of the operator.
@@ -151,7 +184,7 @@ class PlannedCheck:
     """
 
     def __init__(self, planned: _Planned, config: pytest.Config) -> None:
-        self.op, self.check = planned.op.name, planned.check
+        self.op, self.check, self.expected = planned.op.name, planned.check, planned.expected
         self.report: CheckReport | None = None
         self._planned, self._config, self._started = planned, config, time.time()
 
@@ -163,47 +196,83 @@ class PlannedCheck:
         self.report = report = self._run()
         (result,) = report.results
         if result.outcome == "failed":
-            _refuse(_in_words(self.op, result))
-        if result.outcome == "expected failure":
-            pytest.xfail(" ".join(result.message.split()))
+            _fail(_in_words(self.op, result))
         if result.outcome != "passed":
             pytest.skip(result.message)
         return result
 
     def _run(self) -> CheckReport:
-        """Return the report of the check."""
         op = self._planned.op
-        if self._planned.problem is not None:
+        if self._planned.problem:
             return CheckReport(op.name, "", (Result(self.check, "failed", self._planned.problem),))
         check = _checks(op)[self.check]
-        costs = _costs(op) if self._config.getoption("--torchop-report") else {}
-        schema, seed = str(check.subject.schema), check.subject.seed
-        report = CheckReport(op.name, schema, (), seed, call_costs=costs)
+        report = CheckReport(op.name, str(check.subject.schema), (), check.subject.seed)
         file = getattr(self._config, "workerinput", {}).get("torchop_call")
         if file is not None:
-            check = _written(check, report, file, self._started)
+            check = self._written(check, report, file)
         return dataclasses.replace(report, results=(run_check(check),))
+
+    def _written(self, check: Check, report: CheckReport, file: str) -> Check:
+        """Return the check, which writes to `file` before each call, in case the call crashes."""
+        values = {
+            "report": report.to_dict(),
+            "check": check.name,
+            "expected": self.expected,
+            "started": self._started,
+        }
+
+        def write(label: str, program: str) -> None:
+            text = json.dumps({**values, "label": label, "program": program}, default=str)
+            Path(file).write_text(text, encoding="utf-8")
+
+        def cases(subject: Any, details: Any) -> Iterator[Any]:
+            for case in check.kind.cases(subject, details):
+                program = ""
+                with contextlib.suppress(Exception):  # run the check anyway
+                    program = program_of(check, case)
+                write(case.label, program)
+                yield case
+
+        write("before the first call", "")
+        os.ftruncate(_traceback_file(f"{file}.crash"), 0)
+        return dataclasses.replace(check, kind=dataclasses.replace(check.kind, cases=cases))
 
 
 def _in_words(op: str, result: Result) -> str:
-    """The failure of a test: the operator, the check, the fault and the program."""
+    """Return the message of a failed test: the operator, the check, the fault and the program."""
     return f"{op}: {result.check}: {result.message}\n\n{result.program}".rstrip()
 
 
+def _expected_failure(result: Result, why: str) -> Result:
+    message = shortened(f"{why} ({result.message})")
+    return dataclasses.replace(result, outcome="expected failure", message=message)
+
+
 def add_result(item: pytest.Item, report: Any) -> None:
-    """Add the result of a marked test to its report; fail a test that did not run its check."""
+    """Add the result of a check to its test report. Fail a test that did not run its check."""
     check = item.stash.get(_CHECK, None)
-    if check is None:  # the fixture has another definition
+    if check is None:  # the project overrides the fixture
         return
-    if check.report is not None:
-        # As text, because pytest-xdist sends nothing but plain values.
-        report.torchop = json.dumps(check.report.to_dict(), default=str)
-    elif report.passed:
-        report.outcome = "failed"
-        report.longrepr = (
-            f"{item.nodeid} did not run its check, {check.check} of {check.op}: call "
-            "torchop_check() in the test."
+    if check.report is None:
+        if report.passed:
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{item.nodeid} did not run its check, {check.check} of {check.op}. Call "
+                "torchop_check() in the test."
+            )
+        return
+    (result,) = check.report.results
+    if result.outcome == "failed" and hasattr(report, "wasxfail"):
+        result = _expected_failure(result, check.expected)
+    elif result.outcome == "passed" and check.expected and report.failed:  # XPASS(strict)
+        message = (
+            f"it was expected to fail ({check.expected}), but passed. Remove it from expected."
         )
+        result = dataclasses.replace(result, outcome="failed", message=message)
+        report.longrepr = _in_words(check.op, result)
+    found = dataclasses.replace(check.report, results=(result,))
+    # As text, because pytest-xdist only serializes plain values.
+    report.torchop = json.dumps(found.to_dict(), default=str)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -218,41 +287,15 @@ def _traceback_file(path: str) -> int:
     return descriptor
 
 
-def _written(check: Check, report: CheckReport, file: str, started: float) -> Check:
-    """Return the check; before each of its calls, `file` has all that a crash is reported with."""
-    values = {
-        "report": report.to_dict(),
-        "check": check.name,
-        "expected": check.expected,
-        "started": started,
-    }
-
-    def write(label: str, program: str) -> None:
-        text = json.dumps({**values, "label": label, "program": program}, default=str)
-        Path(file).write_text(text, encoding="utf-8")
-
-    def cases(subject: Any, details: Any) -> Iterator[Any]:
-        for case in check.kind.cases(subject, details):
-            program = ""
-            with contextlib.suppress(Exception):  # the call is made all the same
-                program = program_of(check, case)
-            write(case.label, program)
-            yield case
-
-    write("before the first call", "")
-    os.ftruncate(_traceback_file(f"{file}.crash"), 0)
-    return dataclasses.replace(check, kind=dataclasses.replace(check.kind, cases=cases))
-
-
 def report_crash(report: Any, worker: Any) -> None:
-    """Complete the report of a test whose worker crashed, or was ended by pytest-timeout."""
+    """Complete the report of a test whose worker crashed or timed out."""
     file = Path(worker.workerinput["torchop_call"])
     values = json.loads(file.read_text(encoding="utf-8"))
     limit = worker.config.getoption("timeout", None)
     # The clock of pytest-timeout starts a little earlier.
     hangs = limit is not None and time.time() - values["started"] > 0.95 * limit
     problem = f"took over {limit:g} seconds" if hangs else "ended the process"
-    message = f"{values['label']}: it {problem}."
+    message = f"{values['label']}: the call {problem}."
     _, crash, traceback = file.with_name(f"{file.name}.crash").read_text().partition("error: ")
     if crash:
         innermost = [line.strip() for line in traceback.splitlines() if "File " in line][:3]
@@ -261,9 +304,9 @@ def report_crash(report: Any, worker: Any) -> None:
         values["check"], "failed", message, values["program"], cause=f"the call {problem}"
     )
     report.longrepr = _in_words(values["report"]["op"], result)
-    if values["expected"] is not None:
-        result = as_expected(result, Expectation(*values["expected"]))
-        report.outcome, report.wasxfail = "skipped", result.message
+    if values["expected"]:
+        result = _expected_failure(result, values["expected"])
+        report.outcome, report.wasxfail = "skipped", values["expected"]
     found = dataclasses.replace(CheckReport.from_dict(values["report"]), results=(result,))
     report.torchop = json.dumps(found.to_dict(), default=str)
 
@@ -273,26 +316,20 @@ def report_crash(report: Any, worker: Any) -> None:
 
 
 def write_report(test_reports: Sequence[Any], path: Path) -> None:
-    """Writes what the tests came to: HTML, or JSON if the file is called so."""
+    """Write the results of all tests as JSON, as a list with a report for each operator."""
     by_operator: dict[str, list[CheckReport]] = {}
     for test in test_reports:
         report = CheckReport.from_dict(json.loads(test.torchop))
         by_operator.setdefault(report.op, []).append(report)
-    reports = [_together(by_operator[op]) for op in sorted(by_operator)]
-    if path.suffix == ".json":
-        values = [report.to_dict() for report in reports]
-        write_json(values, path)
-    else:
-        write_html(reports, path)
+    write_json([_merged(by_operator[op]).to_dict() for op in sorted(by_operator)], path)
 
 
-def _together(reports: Sequence[CheckReport]) -> CheckReport:
-    """One report of the checks of one operator, each of which has been a test."""
+def _merged(reports: Sequence[CheckReport]) -> CheckReport:
+    """Return one report for the checks of one operator, each of which was a test."""
     results = tuple(result for report in reports for result in report.results)
     return dataclasses.replace(
         reports[0],
         schema=next((report.schema for report in reports if report.schema), reports[0].op),
         results=results,
         seconds=sum(result.seconds for result in results),
-        call_costs=next((report.call_costs for report in reports if report.call_costs), {}),
     )

@@ -19,7 +19,6 @@ from torch import Tensor
 import torchop
 from tests._support.common import outcome
 from torchop.testing import CheckReport, check
-from torchop.testing._check.api import report_of
 from torchop.testing._check.calls import Call, CannotCheck
 from torchop.testing._check.checks import process
 from torchop.testing._check.run import plan_checks, run_check
@@ -61,7 +60,6 @@ def test_report_of_a_right_operator(good: Any) -> None:
     assert report.op == good.name
     assert {result.family for result in report.results} == {"memory", "contracts"}
     assert all(result.seconds >= 0 for result in report.results)
-    assert report.call_costs["torch.ops, no_grad"] > 0
 
 
 def test_failures_are_raised_with_the_report(flat: Any) -> None:
@@ -110,15 +108,13 @@ def test_wrong_examples_are_refused(good: Any) -> None:
 
 
 def test_unknown_checks_are_refused(good: Any) -> None:
-    with pytest.raises(ValueError, match=r"only='memory.sideways'\): no check has such a name"):
+    with pytest.raises(ValueError, match=r"only='memory.sideways'\): no check has this name"):
         check(good, EXAMPLE, only="memory.sideways")
     # Also beside one that there is, which would run alone.
-    with pytest.raises(ValueError, match=r"only='memory.sideways'\): no check has such a name"):
+    with pytest.raises(ValueError, match=r"only='memory.sideways'\): no check has this name"):
         check(good, EXAMPLE, only=["memory.given", "memory.sideways"])
-    with pytest.raises(ValueError, match=r"only=\[\]\): no check has such a name"):
+    with pytest.raises(ValueError, match=r"only=\[\]\): no check has this name"):
         check(good, EXAMPLE, only=[])
-    with pytest.raises(ValueError, match=r"expected='sideways'\): no check has such a name"):
-        check(good, EXAMPLE, expected={"sideways": "why not"})
 
 
 def test_operator_that_refuses_its_example_fails(namespace: str) -> None:
@@ -158,44 +154,16 @@ def test_tolerance_is_for_both(good: Any) -> None:
     assert check(good, EXAMPLE, only="given", rtol=0.01, atol=0.0, **options).ok
 
 
-def test_expected_failures_are_none(flat: Any) -> None:
-    report = check(flat, EXAMPLE, only="memory.transposed", expected={"transposed": "slow path"})
-    assert report.ok
-    (result,) = report.results
-    assert result.outcome == "expected failure"
-    assert result.message.startswith("slow path")
-    assert "expected to fail: slow path" in str(report)
-
-
-def test_expected_failure_that_passes_fails(good: Any) -> None:
-    report = check(
-        good, EXAMPLE, only="given", expected={"memory.given": "broken"}, raise_exception=False
-    )
-    (failure,) = report.failures
-    assert failure.message == (
-        "it was expected to fail (broken), and passes. Take it out of expected."
-    )
-    assert failure.program == ""
-
-
-def test_whole_family_may_be_expected_to_fail(flat: Any, good: Any) -> None:
-    assert check(flat, EXAMPLE, only="memory", expected={"memory": "contiguous only"}).ok
-    report = check(
-        good, EXAMPLE, only="memory", expected={"memory": "contiguous only"}, raise_exception=False
-    )
-    assert [failure.check for failure in report.failures] == ["memory"]
-
-
 def test_budget_ends_the_run_and_says_so(good: Any) -> None:
     report = check(good, EXAMPLE, budget=0.0, allow_not_run=True)
     assert report.ok
     assert {result.outcome for result in report.results} == {"not run"}
-    assert report.results[0].message == "the budget of 0 s was spent"
+    assert report.results[0].message == "the budget ended after 0 cases"
     assert "not run" in str(report)
 
 
 def test_what_was_not_run_fails_unless_it_is_allowed(good: Any) -> None:
-    told = r"1 not run .*that 1 of the checks were not run is a failure: the budget of 0 s was"
+    told = r"1 not run .*1 checks did not run: the budget ended after 0 cases"
     with pytest.raises(torchop.testing.OpCheckError, match=f"(?s){told}.*allow_not_run"):
         check(good, EXAMPLE, only="memory.given", budget=0)
     report = check(good, EXAMPLE, only="memory.given", budget=0, raise_exception=False)
@@ -203,13 +171,21 @@ def test_what_was_not_run_fails_unless_it_is_allowed(good: Any) -> None:
     assert CheckReport.from_dict(report.to_dict()).ok is False
     allowed = check(good, EXAMPLE, only="memory.given", budget=0, allow_not_run=True)
     assert CheckReport.from_dict(allowed.to_dict()).ok is True
-    assert "is a failure" not in str(allowed)
+    assert "allow_not_run" not in str(allowed)
 
 
 def test_what_cannot_be_done_is_no_failure(good: Any) -> None:
-    report = check(good, EXAMPLE, only="memory.channels_last")
-    assert [result.outcome for result in report.results] == ["cannot be done"]
+    report = check(good, EXAMPLE, only=["memory.channels_last", "memory.given"])
+    assert {r.outcome for r in report.results} == {"cannot be done", "passed"}
     assert report.ok
+    assert "1 passed, 1 cannot be done" in report.summary()
+
+
+def test_report_is_not_ok_if_no_check_could_be_done(good: Any) -> None:
+    with pytest.raises(torchop.testing.OpCheckError, match=r"no check could be done\. Choose"):
+        check(good, EXAMPLE, only="memory.channels_last")
+    report = check(good, EXAMPLE, only="vmap", raise_exception=False)
+    assert (report.ok, report.failures) == (False, ())
 
 
 def test_budget_ends_a_check_between_its_cases(good: Any) -> None:
@@ -240,7 +216,8 @@ def test_seed_decides_what_is_tried(namespace: str) -> None:
 
 
 def test_what_cannot_be_done_says_why(good: Any) -> None:
-    report = check(good, EXAMPLE, only=["vmap", "gradcheck", "accelerator", "channels_last"])
+    names = ["vmap", "gradcheck", "accelerator", "channels_last"]
+    report = check(good, EXAMPLE, only=names, raise_exception=False)
     reasons = {r.check.partition(".")[2]: r.message for r in report.results}
     assert reasons["vmap"] == "no vmap rule"
     assert reasons["gradcheck"].startswith("no autograd formula that runs: MissingFormulaError")
@@ -265,7 +242,6 @@ def test_checks_are_items(flat: Any) -> None:
     (item,) = plan_checks(flat.name, [EXAMPLE], only="memory.gaps")
     result = run_check(item)
     assert (result.check, result.outcome) == ("memory.gaps", "failed")
-    assert report_of([item], [result], 1.0).failures[0].check == "memory.gaps"
 
 
 def test_running_a_check_raises_nothing(namespace: str) -> None:
@@ -290,7 +266,7 @@ def test_what_a_process_keeps_less_of_each_time_is_no_leak(
     counts = itertools.cycle(itertools.accumulate([0, *left]))
     monkeypatch.setattr(process, "open_files", lambda: next(counts))
     found = outcome(lambda: process.leaks_nothing(Call(torch.ops.aten.neg.default, EXAMPLE)))
-    expected = AssertionError, f"each 50 calls leave more behind: {{'open files': {left[1:]}}}."
+    expected = AssertionError, f"memory grows with every 50 calls: {{'open files': {left[1:]}}}."
     assert found == (expected if is_leak else None)
 
 
@@ -334,9 +310,9 @@ def test_gradients_of_few_digits_are_not_compared(namespace: str) -> None:
         f"{namespace}::rounds", lambda x: x.float() * 2, mutates_args=(), schema=_UNARY
     )
     op.register_autograd(lambda ctx, grad: grad.double() * 2)
-    report = check(op, EXAMPLE, only="gradcheck")
+    report = check(op, EXAMPLE, only="gradcheck", raise_exception=False)
     assert report.results[0].outcome == "cannot be done"
-    assert "of torch.float32 for arguments in double" in report.results[0].message
+    assert "dtype torch.float32 for arguments in double" in report.results[0].message
 
 
 def test_tuples_that_python_keeps_for_later_are_no_leak(namespace: str) -> None:

@@ -28,10 +28,10 @@ def op(namespace: str) -> Any:
 
 def test_an_operator_without_providers_has_none_of_the_checks(op: Any) -> None:
     assert not any(each.name.startswith("providers.") for each in plan_checks(op, [(X,)]))
-    (result,) = check(op, (X,), only="providers.agrees").results
+    (result,) = check(op, (X,), only="providers.agrees", raise_exception=False).results
     assert (result.outcome, result.message) == (
         "cannot be done",
-        "it has no provider beside the reference",
+        "the operator has no provider",
     )
 
 
@@ -46,7 +46,6 @@ def test_what_a_provider_says_decides_what_is_checked(op: Any) -> None:
     for name, providers in (
         ("providers.deterministic", ["fast", "row"]),
         ("contracts.state", ["fast", "row"]),
-        ("providers.batch_invariant", ["row"]),
         ("providers.configs", []),
     ):
         assert [n for n in names if n.startswith(f"{name}[")] == [f"{name}[{p}]" for p in providers]
@@ -69,7 +68,7 @@ def test_names_and_patterns(op: Any, only: str, count: int) -> None:
     if count:
         assert len(plan_checks(op, [(X,)], only=only)) == count
         return
-    with pytest.raises(ValueError, match="no check has such a name"):
+    with pytest.raises(ValueError, match="no check has this name"):
         plan_checks(op, [(X,)], only=only)
 
 
@@ -115,31 +114,9 @@ def test_providers_that_cannot_run_are_named_with_the_reason(op: Any) -> None:
         "providers.supports[on]": "passed",
     }
     text = str(report)
-    assert f"{op.name}[device]: 2 cannot be done" in text
+    assert "providers.supports[device], providers.agrees[device]: cannot be done because" in text
     assert "the provider cannot run here: it is for cuda, and the examples are on cpu" in text
     assert "the provider cannot run here: it is registered with supported=False" in text
-    assert f"{op.name}[on]: 2 passed" in text
-
-
-def test_the_page_has_a_row_for_each_provider(op: Any, tmp_path: Any) -> None:
-    op.register_kernel("cpu", tripled, provider="fast")
-    report = check(op, (X,), only=["agrees", "memory.given"])
-    assert [*report.by_provider()] == ["", "fast"]
-    report.to_html(tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    for name in (op.name, f"{op.name}[fast]"):
-        assert f'<tr data-operator="{name}">' in page
-
-
-def test_a_failure_that_is_expected_of_one_provider(op: Any) -> None:
-    op.register_kernel("cpu", lambda x: x.clone(), provider="wrong")
-    op.register_kernel("cpu", tripled, provider="right")
-    report = check(op, (X,), only="agrees", expected={"providers.agrees[wrong]": "not written yet"})
-    assert {r.provider: r.outcome for r in report.results} == {
-        "wrong": "expected failure",
-        "right": "passed",
-    }
-    assert check(op, (X,), only="agrees", expected={"providers.agrees": "not written yet"}).ok
 
 
 def test_results_may_differ_as_the_provider_says(op: Any) -> None:

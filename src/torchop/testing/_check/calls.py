@@ -1,4 +1,4 @@
-"""One call of an operator, made once, and the record of it that probes read."""
+"""One call of an operator, which runs once, and the record of it that probes read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from torchop import AliasError, ResultError, UndeclaredMutationError
-from torchop.extend import Schema, short_text
+from torchop._rules.user.examples import EXAMPLES
+from torchop.extend import OpOverload, Schema, short_repr, short_text
 from torchop.testing import probes
 from torchop.testing._snapshot import Snapshot
-from torchop.testing.process_state import forks, seed_torch
+from torchop.testing.process_state import forks, restored, seed_torch
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error: a check reports it instead of a result)
@@ -25,20 +26,28 @@ class CannotCheck(Exception):  # noqa: N818  (not an error: a check reports it i
 
 
 class Refused(CannotCheck):
-    """The operator, or its reference, refuses the arguments of a variant."""
+    """The operator, or its reference, raises for the arguments of a variant."""
+
+
+class ValidError(ValueError):
+    """The predicate `valid` of `register_examples` raised, or returned something else than bool."""
 
 
 class ForkError(Exception):
-    """Stands for a call that forks the process, which is not made again."""
+    """Stands for a call that forks the process. Such a call is not repeated."""
+
+
+REJECTED = "'valid' of register_examples rejects it"
 
 
 def breaks_contract(error: BaseException) -> bool:
-    """Whether an exception says that the kernel returned or wrote what its schema rules out.
+    """Return whether an exception reports that the kernel violated its schema.
 
-    Any other exception may be how the kernel refuses arguments.
+    A kernel may raise any other exception to reject arguments.
     """
     ours = isinstance(error, (AliasError, ResultError, UndeclaredMutationError))
-    return ours or "may not alias any inputs to this custom operator" in text_of(error)  # PyTorch's
+    # The message of torch.library.custom_op.
+    return ours or "may not alias any inputs to this custom operator" in text_of(error)
 
 
 class Example(NamedTuple):
@@ -65,7 +74,7 @@ class Example(NamedTuple):
         return Example(*probes.with_tensors(tuple(self), tensors))
 
     def with_argument(self, name: str, value: Any) -> Example:
-        """Return the example with another value of an argument that is passed by name."""
+        """Return the example with another value of a keyword argument."""
         return Example(self.args, {**self.kwargs, name: value})
 
     def copy(self) -> Example:
@@ -73,9 +82,34 @@ class Example(NamedTuple):
         return Example(*probes.copies(tuple(self)))
 
     def equals(self, other: Example) -> bool:
-        """Whether all tensors have the same values, wherever they are in memory."""
+        """Return whether all tensors have the same values, in any layout."""
         pairs = zip(self.tensors, other.tensors, strict=True)
         return all(torch.equal(a, b) for a, b in pairs if probes.is_plain(a) and probes.is_plain(b))
+
+
+def is_valid(op: OpOverload, example: Example) -> bool:
+    """Return whether the predicate `valid` of `register_examples` accepts a call.
+
+    Raises:
+        ValidError: `valid` raised an exception, or returned something else than a bool.
+    """
+    valid = EXAMPLES.valid(op)
+    if valid is None:
+        return True
+    args, kwargs = example.copy()
+    try:
+        with restored(), torch.no_grad():
+            answer = valid(*args, **kwargs)
+    except Exception as error:
+        raise ValidError(
+            f"'valid' of register_examples raised {reason(error)}. Return False for arguments "
+            f"that no caller may pass; these were {short_repr(tuple(example))}."
+        ) from error
+    if not isinstance(answer, bool):
+        raise ValidError(
+            f"'valid' of register_examples returned {short_repr(answer)}. Return True or False."
+        )
+    return answer
 
 
 @dataclass(frozen=True)
@@ -87,9 +121,9 @@ class Record:
         outcome: copies of the returned and the written values.
         given: the arguments after the call.
         error: the exception that the call raised.
-        swapped: the exception for a declared write that replaced more than values, as a storage.
-        mutation: the same, or the exception for a write that the schema does not declare.
-        around: which memory beside its tensors the call wrote into; empty if none.
+        swapped: the exception for a declared write that replaced the storage or the strides.
+        mutation: the same, or the exception for an undeclared write.
+        around: the argument around whose elements the call wrote; an empty string if none.
     """
 
     result: Any = None
@@ -102,16 +136,16 @@ class Record:
 
 
 class Call:
-    """One call of an operator with arguments, which is made when its record is first read.
+    """One call of an operator. It runs when its record is first read.
 
-    `torch.empty` returns memory full of NaN in this call, and of the largest integer. So elements
-    that the kernel does not write are found by comparing with a call in which it returns zeros.
+    During this call, `torch.empty` returns memory filled with NaN or with the largest integer.
+    Comparing with a call in which it returns zeros shows elements that the kernel does not write.
     """
 
     def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
         self.op, self.example = op, Example(tuple(args), dict(kwargs or {}))
         self.schema = Schema(op._schema)
-        self.reference: Record | None = None  # of the same call with the reference, if known
+        self.reference: Record | None = None  # the same call with the reference kernel, if known
 
     @property
     def args(self) -> Any:
@@ -144,6 +178,25 @@ class Call:
         """Return the call as a function of the tensors that require grad, and these tensors."""
         return probes.as_function(self.op, *self.example.copy())
 
+    # Probes change values only with these two methods, so that `valid` sees every change. The
+    # steps of finite differences are the exception: they are as small as rounding errors.
+
+    def changed(self, change: Callable[[Tensor], Any]) -> Example:
+        """Return the example with `change` applied to each tensor.
+
+        Raises:
+            CannotCheck: `valid` of `register_examples` rejects the changed example.
+        """
+        example = self.example.map(change)
+        if not is_valid(self.op, example):
+            raise CannotCheck(REJECTED)
+        return example
+
+    def other_values(self, steps: int = 1) -> Example:
+        """Return the example with its elements in another order, unless `valid` rejects that."""
+        example = Example(*probes.other_values(tuple(self.example), steps))
+        return example if is_valid(self.op, example) else self.example
+
     @functools.cached_property
     def record(self) -> Record:
         """The effects of the call."""
@@ -159,7 +212,7 @@ class Call:
         except Exception as error:
             return Record(error=error, given=given)
         finally:
-            if os.getpid() != process:  # this is a copy of the process, which must not go on
+            if os.getpid() != process:  # a child that the kernel forked must not continue here
                 os._exit(1)
         if forks() != forked:
             return Record(error=ForkError("a call forks the process"), given=given)
@@ -181,11 +234,11 @@ class Call:
         """The outcome of the call on contiguous copies, where `torch.empty` returns zeros.
 
         Raises:
-            Exception: what the call raises.
+            Exception: the call raised it.
         """
         outcomes: list[list[Any]] = [[]]
-        # NaN in a result may be what its memory held before. All outcomes are kept alive, so that
-        # the next call gets other memory.
+        # A NaN may come from uninitialized memory, so calls with NaN are repeated. Holding all
+        # outcomes makes each call allocate other memory.
         while len(outcomes) == 1 or (_have_nan(outcomes[-1]) and len(outcomes) < 8):
             example = probes.contiguous_copies(tuple(self.example))
             probes.free_zeros(probes.tensors_of((example, outcomes[-1])))
@@ -196,7 +249,6 @@ class Call:
 
 
 def _raised(check: Callable[[object], None], name: str) -> Exception | None:
-    """Return the exception of a check of a snapshot."""
     try:
         check(name)
     except UndeclaredMutationError as error:
@@ -206,18 +258,18 @@ def _raised(check: Callable[[object], None], name: str) -> Exception | None:
 
 def _have_nan(values: Any) -> bool:
     tensors = map(probes.dense, probes.tensors_of(values))
-    # PyTorch cannot compare the floating-point numbers of eight bits and less.
+    # PyTorch cannot compare floating-point dtypes of 8 bits or fewer.
     return any(t.is_floating_point() and t.itemsize > 1 and t.isnan().any() for t in tensors)
 
 
 @contextlib.contextmanager
 def filled_memory() -> Iterator[None]:
-    """Make `torch.empty` return memory full of NaN, and of the largest integer."""
+    """Make `torch.empty` return memory filled with NaN or with the largest integer."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of functions without such a mode
+            warnings.simplefilter("ignore")  # for functions that have no deterministic mode
             yield
     finally:
         torch.set_deterministic_debug_mode(before)
@@ -227,7 +279,7 @@ def text_of(error: BaseException | None) -> str:
     """Return the text of an exception."""
     try:
         return str(error).strip()
-    except Exception:  # of the exception's own class
+    except Exception:  # raised by the exception's own class
         return "(its text cannot be read)"
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torchop.testing._check.calls import Example
 
-# Tables and numbers that a check reports beside its outcome.
+# Tables and numbers that a check reports in addition to its outcome.
 Details: TypeAlias = dict[str, Any]
 # Makes the arguments of a call from an example, such as transposed ones.
 Arrangement: TypeAlias = Callable[[Example], Example]
@@ -20,10 +20,10 @@ class Variant:
 
     Attributes:
         name: its name.
-        group: the group of variants that one fault shows in, such as `"layout"`.
-        make: `make(subject, example)` yields the cases of one example; raises CannotCheck if there
-            are none.
-        most: how many of the examples are changed.
+        group: the kind of change, such as `"layout"`. One fault often fails a whole group.
+        make: `make(subject, example)` yields the cases of one example, or raises CannotCheck if
+            there are none.
+        most: the number of examples to change.
     """
 
     name: str
@@ -34,18 +34,18 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One call that may show a fault, be made smaller, and be printed.
+    """One call that may show a fault, can be shrunk, and can be printed.
 
     Attributes:
-        label: what is special about it, in words.
-        example: the example from which its arguments are made; smaller ones are tried instead.
-        arrange: makes the arguments from the example; raises CannotCheck if it cannot. By default,
-            they are the example.
+        label: the change, in words.
+        example: the example from which the arguments are made. Shrinking replaces it.
+        arrange: makes the arguments from the example, or raises CannotCheck. By default, the
+            arguments are the example.
         group: the group of the variant.
         probe: `probe(call, **options)` raises if the operator is wrong.
-        options: more arguments of the probe, or a function that makes them of the arguments.
-        calls: whether the call must be accepted before the probe runs.
-        shrink: whether smaller examples are tried.
+        options: more arguments of the probe, or a function that makes them from the arguments.
+        calls: whether the call must succeed before the probe runs.
+        shrink: whether to try smaller examples.
     """
 
     label: str

@@ -1,8 +1,7 @@
-"""Planning checks, and running one."""
+"""Plan the checks of an operator, and run one."""
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import math
 import re
@@ -23,101 +22,100 @@ from torchop.testing._check.calls import (
     Example,
     ForkError,
     Refused,
+    ValidError,
     breaks_contract,
     reason,
     text_of,
 )
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks import providers, results
-from torchop.testing._check.expected import Expectation, as_expected, cut
 from torchop.testing._check.findings import Outcome, Result
 from torchop.testing._check.shrink import shrunk
-from torchop.testing._check.subject import Subject, ValidError
+from torchop.testing._check.subject import Subject
 from torchop.testing._check.table import CHECKS, CheckKind
 from torchop.testing._errors import OpCheckError
 from torchop.testing.process_state import quiet, restored
 
+_LONGEST_MESSAGE = 1200
+_SECONDS_TO_SHRINK = 3.0
+
 
 @dataclass(frozen=True)
 class Check:
-    """One check of one operator, which has not run.
+    """A planned check of one operator.
 
     Attributes:
         subject: the operator with its examples.
-        kind: what is checked.
-        expected: that it fails; None if it is not expected to.
+        kind: the row of the table of checks.
     """
 
     subject: Subject
     kind: CheckKind
-    expected: Expectation | None = None
 
     @property
     def name(self) -> str:
-        """The name of the check, such as `"memory.transposed"`, or `"providers.agrees[triton]"`."""
+        """The name of the check, such as `"memory.transposed"` or `"providers.agrees[triton]"`."""
         provider = self.subject.provider
         return self.kind.name if provider is None else f"{self.kind.name}[{provider.name}]"
 
-    def is_named(self, name: str) -> bool:
-        """Whether a name or pattern stands for it; without a provider, for the reference."""
-        if self.kind.is_of_providers and _is_named(self.kind.name, name):
-            return True
-        return _is_named(self.name, name)
+    def is_named(self, pattern: str) -> bool:
+        """Return whether a name, a last part of a name, a family or a pattern denotes the check.
+
+        A name without a provider denotes the check of every provider.
+        """
+        return any(_is_named(name, pattern) for name in (self.name, self.kind.name))
+
+
+def _is_named(check: str, pattern: str) -> bool:
+    family, _, last = check.partition(".")
+    # Brackets enclose a provider. In fnmatch, they would enclose a set of characters.
+    return pattern in (family, last) or fnmatch.fnmatchcase(check, pattern.replace("[", "[[]"))
 
 
 def plan_checks(
     op: OpLike,
     examples: Sequence[Any] = (),
     *,
-    expected: Mapping[str, str] | None = None,
     only: str | Sequence[str] | None = None,
     **options: Any,
 ) -> list[Check]:
-    """The checks of an operator, each of which `run_check` runs; the arguments are `check`'s."""
-    planned = list(_planned(Subject(op, examples, **options)))
+    """Return the checks of an operator. `run_check` runs each. For arguments, see `check`."""
+    subject = Subject(op, examples, **options)
+    planned = list(_planned(subject))
+    if only is None:
+        return [c for c in planned if c.subject.provider or not c.kind.is_of_providers]
     patterns = (only,) if isinstance(only, str) else only
-    chosen = [check for check in planned if _is_chosen(check, patterns)]
-    subject = planned[0].subject
-    if not isinstance(expected, Mapping | None):
-        raise TypeError(
-            f"check({subject}, expected=...): expected is a dict from the names of checks to the "
-            "reasons why they fail, such as {'memory.transposed': 'not written yet'}; got "
-            f"{type(expected).__name__}."
-        )
-    reasons = dict(expected or {})
-    wrong: list[tuple[str, object]] = [] if chosen else [("only", only)]
-    wrong += [("only", p) for p in patterns or () if not any(_is_chosen(c, (p,)) for c in planned)]
-    # Of several operators, not all have the same providers.
-    plain = {name: name.partition("[")[0] for name in reasons}
-    wrong += [
-        ("expected", n) for n in reasons if not any(_is_named(k.name, plain[n]) for k in CHECKS)
-    ]
-    if wrong:
-        option, name = wrong[-1]
-        families = ", ".join(dict.fromkeys(kind.name.partition(".")[0] for kind in CHECKS))
-        raise ValueError(
-            f"check({subject}, {option}={short_repr(name)}): no check has such a name. Give the "
-            f"name of a check, its last part, or a family: 'memory.transposed', 'transposed'; the "
-            f"families are {families}."
-        )
-    expectations = [Expectation(*item) for item in reasons.items()]
-    return [
-        dataclasses.replace(
-            check, expected=next((e for e in expectations if check.is_named(e.name)), None)
-        )
-        for check in chosen
-    ]
+    chosen = [check for check in planned if any(map(check.is_named, patterns))]
+    unknown = [p for p in patterns if not any(check.is_named(p) for check in planned)]
+    if unknown or not chosen:
+        name = unknown[0] if unknown else only
+        raise ValueError(f"check({subject}, only={short_repr(name)}): {no_such_check()}")
+    return chosen
+
+
+def is_check(pattern: str) -> bool:
+    """Return whether a pattern denotes a check of any operator."""
+    return any(_is_named(kind.name, pattern.partition("[")[0]) for kind in CHECKS)
+
+
+def no_such_check() -> str:
+    """Return the message for a pattern that denotes no check."""
+    families = ", ".join(dict.fromkeys(kind.name.partition(".")[0] for kind in CHECKS))
+    return (
+        "no check has this name. Give the name of a check, its last part, or a family: "
+        f"'memory.transposed', 'transposed'; the families are {families}."
+    )
 
 
 def _planned(subject: Subject) -> Iterator[Check]:
-    """All checks of an operator with the reference, and those of each provider."""
-    under = list(providers.of_providers(subject))
+    """Yield all checks of an operator's reference, and of each provider."""
+    with_provider = list(providers.of_providers(subject))
     for is_costly in (False, True):
         some = [kind for kind in CHECKS if kind.is_costly is is_costly]
         for kind in some:
-            if not (under and kind.is_of_providers):
+            if not (with_provider and kind.is_of_providers):
                 yield Check(subject, kind)
-        for each in under:
+        for each in with_provider:
             assert each.provider is not None
             for kind in some:
                 can_run = kind.is_of_providers or not each.unsupported
@@ -125,26 +123,13 @@ def _planned(subject: Subject) -> Iterator[Check]:
                     yield Check(each, kind)
 
 
-def _is_chosen(check: Check, patterns: Sequence[str] | None) -> bool:
-    kind = check.kind
-    if patterns is None:
-        return not kind.is_of_providers or check.subject.provider is not None
-    return any(check.is_named(p) or _is_named(kind.name, p) for p in patterns)
-
-
-def _is_named(check: str, name: str) -> bool:
-    family, _, last = check.partition(".")
-    # The brackets are those of a provider.
-    return name in (family, last) or fnmatch.fnmatchcase(check, name.replace("[", "[[]"))
-
-
-def run_check(check: Check, *, end: float | None = None) -> Result:
-    """Runs one check. It raises nothing: what goes wrong is in the result.
+def run_check(check: Check, *, end: float = math.inf) -> Result:
+    """Run one check, and return its result. Exceptions become part of the result.
 
     Args:
         check: one of `plan_checks`.
-        end: when to stop, on the clock of `time.perf_counter`; a check that has not answered by
-            then was not run.
+        end: the deadline, as a value of `time.perf_counter`. A check that is not finished by then
+            has the outcome "not run".
     """
     if check.subject.unsupported:
         message = f"the provider cannot run here: {check.subject.unsupported}"
@@ -152,9 +137,8 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
     started = time.perf_counter()
     run = _Run(check, end)
     try:
-        # Some calls are made to see whether they are refused.
         with quiet(), restored(), providers.ordered(check.subject):
-            outcome, message, text = _named(run.outcome, f"{check.name} of {check.subject}")()
+            outcome, message, text = _renamed(run.outcome, f"{check.name} of {check.subject}")()
     except CannotCheck as error:
         outcome, message, text = "cannot be done", str(error), ""
     except ValidError as error:
@@ -162,17 +146,17 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         run.cause = _cause(error)
     except _OutOfTime:
         outcome, message, text = "not run", f"the budget ended after {run.cases} cases", ""
-    except NotImplementedError as error:  # of PyTorch, which has few kernels for some dtypes
+    except NotImplementedError as error:  # PyTorch has no kernel for the dtype
         outcome, message, text = "cannot be done", reason(error), ""
-    except Exception as error:  # of the operator, where a check asks it before the first case
-        outcome, message, text = "failed", f"while it was prepared: {reason(error)}", ""
+    except Exception as error:  # the operator raised before the first case
+        outcome, message, text = "failed", f"preparing the check raised {reason(error)}", ""
         run.cause = _cause(error)
     except SystemExit:
         outcome, message, text = "failed", "the call raised SystemExit, which ends a program", ""
-    result = Result(
+    return Result(
         check.name,
         outcome,
-        cut(message),
+        shortened(message),
         text,
         check.kind.question,
         time.perf_counter() - started,
@@ -183,64 +167,40 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         run.rejected,
         run.group,
     )
-    return as_expected(result, check.expected)
 
 
-def _named(method: Any, name: str) -> Callable[[], Any]:
-    """The method under another name, which is in the traceback that Python writes if it crashes."""
+def shortened(message: str) -> str:
+    """Return a message without its middle, if it is very long."""
+    if len(message) <= _LONGEST_MESSAGE:
+        return message
+    half = _LONGEST_MESSAGE // 2 - 3
+    return f"{message[:half]} ... {message[-half:]}"
+
+
+def _renamed(method: Any, name: str) -> Callable[[], Any]:
+    """Return a method under another name, which faulthandler writes if the process crashes."""
     code = method.__func__.__code__.replace(co_name=name)
     return types.MethodType(types.FunctionType(code, globals()), method.__self__)
 
 
-class Budget:
-    """Seconds that the checks of one operator may take together.
-
-    Args:
-        seconds: how many; None if they may take as long as they do.
-        spent: how many of these are gone.
-        caller: the function that takes a budget, for messages.
-    """
-
-    def __init__(self, seconds: float | None, spent: float = 0.0, *, caller: str = "check") -> None:
-        what = f"{caller}(..., budget={short_repr(seconds)})"
-        if not isinstance(seconds, int | float | None):
-            raise TypeError(f"{what}: budget is a number of seconds, or None.")
-        if seconds is not None and not seconds >= 0:  # nan, too
-            raise ValueError(
-                f"{what}: no check would run, and none would fail. Pass a number of seconds, or "
-                "None."
-            )
-        self._seconds, self._spent = seconds, spent
-
-    def run(self, check: Check) -> Result:
-        """Runs a check, if there is time left."""
-        if self._seconds is None:
-            return run_check(check)
-        if self._spent >= self._seconds:
-            message = f"the budget of {self._seconds:g} s was spent"
-            return Result(check.name, "not run", message, question=check.kind.question)
-        started = time.perf_counter()
-        result = run_check(check, end=started + self._seconds - self._spent)
-        self._spent += time.perf_counter() - started
-        return result
-
-
 class _OutOfTime(Exception):  # noqa: N818  (not an error)
-    """The budget ended."""
+    """The deadline has passed."""
 
 
 class _Run:
-    """The cases of one check, one after the other, up to the first that fails."""
+    """Run the cases of one check in order, until one fails."""
 
-    def __init__(self, check: Check, end: float | None) -> None:
-        self.check, self.end = check, math.inf if end is None else end
+    def __init__(self, check: Check, end: float) -> None:
+        self.check, self.end = check, end
         self.subject = check.subject
         self.cases = self.refused = self.rejected = 0
         self.details: Details = {}
         self.cause = self.group = ""
 
     def outcome(self) -> tuple[Outcome, str, str]:
-        _ = self.subject.first_calls  # before any other, so that a later one can be compared
+        if time.perf_counter() > self.end:
+            raise _OutOfTime
+        _ = self.subject.first_calls  # must precede all other calls: some probes compare with them
         refusals: dict[str, str] = {}
         rejected = self.subject.counts["rejected"]
         problem: CannotCheck | None = None
@@ -255,14 +215,14 @@ class _Run:
                     self.refused += 1
                     refusals.setdefault(case.label, str(error))
                     failure = None
-                except CannotCheck as error:  # there is no such variant
+                except CannotCheck as error:
                     problem = error
                     continue
                 self.cases += 1
                 if failure is not None:
                     failed = case, failure
                     break
-        except CannotCheck as error:  # of the generator: why there are no more cases
+        except CannotCheck as error:  # the generator's reason for having no more cases
             problem = problem or error
         finally:
             self.rejected = self.subject.counts["rejected"] - rejected
@@ -280,10 +240,10 @@ class _Run:
         return "passed", "", ""
 
     def failure(self, case: Case) -> Exception | None:
-        """Return what the probe raises.
+        """Return the exception that the probe raises; None if it passes.
 
         Raises:
-            CannotCheck: it cannot read the call.
+            CannotCheck: the probe cannot read the call.
         """
         subject = self.subject
         with restored():
@@ -296,16 +256,16 @@ class _Run:
                     probe(subject.op, *call.example.copy(), **options)
                 else:
                     probe(call, **options)
-            except NotImplementedError as error:  # refused, only later than by the call
+            except NotImplementedError as error:
                 raise Refused(reason(error)) from None
-            except CannotCheck:
+            except (CannotCheck, ValidError):
                 raise
             except Exception as error:
                 return error
         return None
 
     def _refusal(self, call: Call) -> Exception | None:
-        """Return the exception of a call that breaks the contract; None if the call succeeds.
+        """Return the exception of a call that violates the schema; None if the call succeeds.
 
         Raises:
             CannotCheck: the call is refused.
@@ -313,8 +273,7 @@ class _Run:
         declined = self.subject.declined(call.example)
         if declined is not None:
             raise CannotCheck(declined)
-        # No gradients, because a formula that raises does not reject arguments. State of the
-        # process is restored, so that it does not influence the probe.
+        # With no_grad, because a formula that raises does not reject arguments.
         with restored(), torch.no_grad():
             error = call.record.error
         if error is None:
@@ -322,13 +281,13 @@ class _Run:
         if breaks_contract(error):
             if self.subject.broken_in in (None, self.check.name):
                 return error
-            raise Refused(f"the call breaks the contract, which {self.subject.broken_in} reports")
+            raise Refused(f"the call violates the schema; see {self.subject.broken_in}")
         if isinstance(error, ForkError) or not self.check.kind.takes_refused:
             raise Refused(reason(error))
         return None
 
     def _again(self, case: Case) -> Exception | None:
-        """Return what the probe raises; None if it passes, or cannot read the call."""
+        """Return the exception that the probe raises; None if it passes or cannot run."""
         try:
             return self.failure(case)
         except Exception:
@@ -338,27 +297,27 @@ class _Run:
         if breaks_contract(error):
             self.subject.broken_in = self.subject.broken_in or self.check.name
         if case.shrink:
-            seconds = min(3.0, self.end - time.perf_counter())
+            seconds = min(_SECONDS_TO_SHRINK, self.end - time.perf_counter())
             case = shrunk(case, self._again, seconds)
             error = self._again(case) or error
         self.cause, self.group = _cause(error), case.group
-        message = f"{case.label}: {type(error).__name__}: {cut(text_of(error))}"
+        message = f"{case.label}: {type(error).__name__}: {shortened(text_of(error))}"
         if isinstance(error, AssertionError):
-            message = cut(text_of(error))
+            message = shortened(text_of(error))
             if not message.startswith(case.label):
                 message = f"{case.label}: {message}"
         probe, options = _probe(self.check, case, self.subject.call(case))
         is_compared = probe is results.same_as_contiguous and not breaks_contract(error)
         if case.arrange and is_compared and self._fails_contiguous(case, options):
             message += (
-                "\nIt is not the layout: the same values fail in contiguous memory too. If no "
-                "caller may pass them, reject them: register_examples(..., valid=...)."
+                "\nThe layout is not the cause: the same values fail in contiguous memory too. If "
+                "no caller may pass them, reject them: register_examples(..., valid=...)."
             )
         text = _program(self.check, case, probe, options)
         return "failed", message, text
 
     def _fails_contiguous(self, case: Case, options: Any) -> bool:
-        """Whether a comparison fails in fresh contiguous memory too, in one of two calls."""
+        """Return whether the comparison fails in contiguous memory too, in one of two calls."""
         plain = Example(*probes.contiguous_copies(tuple(case.arguments())))
         if not self.subject.is_valid(plain):
             return False
@@ -380,9 +339,9 @@ def _probe(check: Check, case: Case, call: Call) -> tuple[Any, dict[str, Any]]:
 
 
 def program_of(check: Check, case: Case) -> str:
-    """Return the program that makes the call of a case, and reads its record as the check does.
+    """Return a program with the call of a case, without making the call.
 
-    It makes no call, so it can be written before one that may end the process.
+    It is written before a call that may crash the process.
     """
     options = case.options if isinstance(case.options, Mapping) else {}
     return _program(check, case, case.probe or results.succeeds, options)
@@ -396,13 +355,13 @@ def _program(check: Check, case: Case, probe: Any, options: Mapping[str, Any]) -
 
 
 def _cause(error: BaseException) -> str:
-    """The exception behind a failure; empty if it is one of a check, which each words itself."""
-    # Dynamo's exceptions hide the one that they are about.
+    """Return the exception behind a failure; an empty string for an assertion of a check."""
+    # Dynamo wraps the exception of the kernel in its own.
     is_of_dynamo = "dynamo" in type(error).__module__
     behind = error.__cause__ or (error.__context__ if is_of_dynamo else None)
     if behind is not None:
         return _cause(behind)
     if isinstance(error, (AssertionError, OpCheckError)):
         return ""
-    # A compile adds a note on where it was, which would make each of them another cause.
+    # Tracing appends the line of the traced call, which would make each failure another cause.
     return re.sub(r" \(in [^()]* of [^()]*\)$", "", reason(error))

@@ -1,4 +1,4 @@
-"""The operator that is checked, its examples, and the calls of their variants."""
+"""The operator under test, its examples, and the calls of their variants."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from torchop import ProviderError
 from torchop._compat import dispatch, fake_tensors
 from torchop._rules.providers import every_argument
 from torchop._rules.providers.provider import Provider
-from torchop._rules.user.examples import EXAMPLES, make_examples, operator_of_examples
-from torchop.extend import Form, Operator, OpLike, named_inputs, short_repr
+from torchop._rules.user.examples import make_examples, operator_of_examples
+from torchop.extend import Form, Operator, OpLike, named_inputs
 from torchop.testing import _samples, probes
-from torchop.testing._check.calls import Call, CannotCheck, Example, Refused, reason
+from torchop.testing._check.calls import (
+    REJECTED,
+    Call,
+    CannotCheck,
+    Example,
+    Refused,
+    is_valid,
+    reason,
+)
 from torchop.testing._check.cases import Case, Variant
 from torchop.testing.process_state import restored
 
-REJECTED = "'valid' of register_examples rejects it"
-
-
-class ValidError(ValueError):
-    """The `valid` of the examples raised an exception, or returned something that is no bool."""
-
 
 class Subject:
-    """An operator that is checked, with everything that checks need to know of it.
+    """The operator under test, with its examples and the properties that checks depend on.
 
     Raises:
         MissingRuleError: there are no examples.
         TypeError: an example is not a tuple of arguments, or `(args, kwargs)`.
-        ValueError: an example has no data or is not valid, or no such operator can be meant.
+        ValueError: there is no such operator, or an example has no data or is invalid.
     """
 
     def __init__(
@@ -66,10 +68,9 @@ class Subject:
         tolerances = {"rtol": rtol, "atol": atol}
         self.tolerances = {name: each for name, each in tolerances.items() if each is not None}
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
-        # The check that found a call which breaks the contract, as others would find it again.
+        # The check that reported a schema violation. Other checks skip such calls.
         self.broken_in: str | None = None
-        self._valid = EXAMPLES.valid(self.op)
-        # How many calls `valid` rejected; shared with the subjects that are made from this one.
+        # The number of calls that `valid` rejected, shared by copies of this subject.
         self.counts = Counter(rejected=0)
         self.originals = [self._original(*pair) for pair in pairs]
         for index, example in enumerate(self.originals):
@@ -78,11 +79,11 @@ class Subject:
                     f"check({self.name}, ...): 'valid' of register_examples rejects example "
                     f"{index}. Change the example, or 'valid'."
                 )
-        # The provider whose kernel is checked, and why it cannot run here; None for the reference.
+        # The provider under test, and the reason why it cannot run; None for the reference.
         self.provider: Provider | None = None
         self.unsupported = ""
         self.of_reference = self
-        # Detached and contiguous: how tensors lie in memory is for the variants to choose.
+        # Detached and contiguous, because variants choose the layout.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
         self._cases: dict[str, tuple[list[Case], CannotCheck | None]] = {}
         self._calls: dict[Case, Call] = {}
@@ -107,60 +108,46 @@ class Subject:
     def __str__(self) -> str:
         return self.name
 
-    def under(self, provider: Provider, unsupported: str) -> Subject:
-        """Return the subject with the kernel of a provider, of which nothing is known yet."""
-        under = copy.copy(self)
+    def with_provider(self, provider: Provider, unsupported: str) -> Subject:
+        """Return a copy of this subject for the kernel of a provider, without any results."""
+        made = copy.copy(self)
         for name, value in vars(Subject).items():
             if isinstance(value, functools.cached_property):
-                vars(under).pop(name, None)
-        under.provider, under.unsupported = provider, unsupported
-        under._calls, under._outcomes, under.broken_in = {}, [], None
-        return under
+                vars(made).pop(name, None)
+        made.provider, made.unsupported = provider, unsupported
+        made._calls, made._outcomes, made.broken_in = {}, [], None
+        return made
 
     # ----------------------------------------------------------------------------------------------
     # Calls
 
     def is_valid(self, example: Example) -> bool:
-        """Whether the author's `valid` accepts a call.
+        """Return whether `valid` accepts a call, and count the call if not.
 
         Raises:
-            ValidError: `valid` raised an exception, or returned something that is no bool.
+            ValidError: `valid` raised an exception, or returned something else than a bool.
         """
-        if self._valid is None:
-            return True
-        args, kwargs = example.copy()
-        try:
-            with restored(), torch.no_grad():
-                answer = self._valid(*args, **kwargs)
-        except Exception as error:
-            raise ValidError(
-                f"'valid' of register_examples raised {reason(error)}. Return False for arguments "
-                f"that no caller may pass; these were {short_repr(tuple(example))}."
-            ) from error
-        if not isinstance(answer, bool):
-            raise ValidError(
-                f"'valid' of register_examples returned {short_repr(answer)}. Return True or False."
-            )
+        answer = is_valid(self.op, example)
         self.counts["rejected"] += not answer
         return answer
 
     def declined(self, example: Example) -> str | None:
-        """Why the provider does not take a call; None if it does, or there is none."""
+        """Return why the provider does not support a call; None if it does, or for no provider."""
         if self.provider is None:
             return None
         try:
             answer = self.provider.takes(*every_argument(self.schema, *example))
-        except ProviderError as error:  # which one check of the provider is about
+        except ProviderError as error:  # `providers.supports` reports it
             return str(error)
         name = self.provider.name
-        return None if answer else f"the provider {name!r} does not take it: `supports` says no"
+        return None if answer else f"`supports` of the provider {name!r} returns False"
 
     def place(self, example: Example) -> int:
-        """The place of an example among the author's."""
+        """Return the index of an example."""
         return next(place for place, each in enumerate(self.examples) if each is example)
 
     def cases(self, variant: Variant) -> Iterator[Case]:
-        """Yield the cases of a variant, the same ones each time.
+        """Yield the cases of a variant, which are the same objects each time.
 
         Raises:
             CannotCheck: at the end, the reason why there are no more.
@@ -169,7 +156,7 @@ class Subject:
             found: list[Case] = []
             problem = None
             base = self.of_reference
-            is_plain = variant.group == "plain"  # these show what is refused
+            is_plain = variant.group == "plain"  # includes the examples that the operator refuses
             for example in base.examples if is_plain else base.accepted(most=variant.most):
                 try:
                     for case in variant.make(base, example):
@@ -183,10 +170,10 @@ class Subject:
             raise problem
 
     def call(self, case: Case) -> Call:
-        """Return the call of a case, which is made once for all probes.
+        """Return the call of a case, which all probes share.
 
         Raises:
-            CannotCheck: the case does not exist, or the call is not made.
+            CannotCheck: the variant does not exist, or `valid` rejects it.
         """
         if case not in self._calls:
             example = case.arguments()
@@ -196,18 +183,18 @@ class Subject:
         return self._calls[case]
 
     def known(self, case: Case, call: Call) -> Case:
-        """Return the case, of which the call is known already."""
+        """Return the case, after registering an existing call for it."""
         self._calls[case] = call
         return case
 
     def share_expected(self, call: Call, example: Example) -> None:
-        """Make the call on contiguous copies once for all layouts of an example."""
+        """Let all layouts of an example share one call on contiguous copies."""
         if not call.example.equals(example):
             return
         if not any(known is example for known, _ in self._outcomes):
             self._outcomes.append((example, Call(self.op, *example)))
         (made,) = (made for known, made in self._outcomes if known is example)
-        with contextlib.suppress(Exception):  # which the probe raises again
+        with contextlib.suppress(Exception):  # the probe makes the call again, and raises it
             vars(call)["contiguous"] = made.contiguous
 
     def refusal(self, example: Example) -> Exception | None:
@@ -229,7 +216,7 @@ class Subject:
         return calls
 
     def accepted(self, *, most: int = 3) -> list[Example]:
-        """The first examples that the operator can be called with."""
+        """Return the first examples for which the operator does not raise."""
         return [self.examples[place] for place in self._accepted[:most]]
 
     @functools.cached_property
@@ -247,7 +234,7 @@ class Subject:
         return places
 
     def strided(self, what: str) -> Subject:
-        """Return the subject with the examples that compilers and subclasses of tensors take."""
+        """Return the subject with its strided examples. Compilers and subclasses need those."""
         layouts = {t.layout for e in self.examples for t in e.tensors} - {torch.strided}
         if not layouts:
             return self
@@ -273,21 +260,21 @@ class Subject:
     # Properties of the operator
 
     def written_places(self, example: Example) -> set[int]:
-        """The places, among the tensors of an example, of those that are written."""
+        """Return the indices of the written tensors, among the tensors of an example."""
         inputs = enumerate(named_inputs(self.schema, *example))
         return {place for place, (name, _, _) in inputs if name in self.schema.mutated}
 
     def names(self, example: Example) -> list[str]:
-        """The names of tensors in messages, such as "argument 'xs[1]'"."""
+        """Return the names of tensors in messages, such as "argument 'xs[1]'"."""
         return probes.argument_names(self.op, *example)
 
     def by_name(self, example: Example) -> Example:
-        """Return the example with all of its arguments by name."""
+        """Return the example with all arguments as keywords."""
         names = (argument.name for argument in self.schema.arguments)
         return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
     def expectation(self, example: Example, what: str) -> dict[str, Any]:
-        """Return the options of a comparison: the outcome of the reference where there is one."""
+        """Return the options of a comparison, with the outcome of the reference if there is one."""
         options: dict[str, Any] = {"what": what, **self.tolerances}
         if self.is_random:
             options["values"] = False
@@ -301,34 +288,34 @@ class Subject:
         return options
 
     def has_kernel(self, *keys: str) -> bool:
-        """Whether something is registered for the operator at one of these dispatch keys."""
+        """Return whether a kernel is registered at one of these dispatch keys."""
         return any(self.operator.has_kernel(key) for key in (*keys, "CompositeImplicitAutograd"))
 
     def is_for(self, device_type: str) -> bool:
-        """Whether it has a kernel for tensors there. A fallback of the backend is none."""
+        """Return whether there is a kernel for a device type. Backend fallbacks do not count."""
         if kernels := self.operator.kernels:
             return not {device_type, "every device"}.isdisjoint(kernels)
         return self.has_kernel(dispatch.dispatch_key_name(device_type), "CompositeExplicitAutograd")
 
     def needs_fixed_results(self) -> None:
-        """Raise CannotCheck if results are random, so that there is nothing to compare."""
+        """Raise CannotCheck if results are random and cannot be compared."""
         if self.is_random:
             raise CannotCheck("its results are random")
 
     def needs_vmap(self) -> None:
-        """Raise CannotCheck without a rule for vmap."""
+        """Raise CannotCheck without a vmap rule."""
         if not self.has_kernel("FuncTorchBatched"):
             raise CannotCheck("no vmap rule")
 
     def needs_fake(self) -> None:
-        """Raise CannotCheck without a fake kernel that runs, which compilers need."""
+        """Raise CannotCheck without a fake kernel that runs."""
         if self.fake_problem is not None:
             raise CannotCheck(f"no fake kernel that runs: {self.fake_problem}")
 
     @functools.cached_property
     def fake_problem(self) -> str | None:
-        """Why the operator does not run on fake tensors; None if it does."""
-        with contextlib.suppress(CannotCheck):  # it refuses every example
+        """The reason why the fake kernel does not run on the examples; None if it does."""
+        with contextlib.suppress(CannotCheck):  # the operator refuses every example
             for example in self.accepted():
                 problem = self.problem_of_fake(example)
                 if problem is not None and _has_fakes(example):
@@ -336,7 +323,7 @@ class Subject:
         return None
 
     def problem_of_fake(self, example: Example) -> str | None:
-        """The exception of the fake kernel for an example; None if it runs."""
+        """Return the exception of the fake kernel for an example; None if it runs."""
         try:
             self._run_fake(example)
         except Exception as error:
@@ -350,19 +337,19 @@ class Subject:
 
     @functools.cached_property
     def sizes_depend_on_data(self) -> bool:
-        """Whether only data tells the sizes of results."""
+        """Whether the sizes of results depend on the values of the arguments."""
         (example,) = self.accepted(most=1)
         shapes = (t.shape for t in probes.tensors_of(self._run_fake(example)))
         return None in map(fake_tensors.number_of, itertools.chain(*shapes))
 
     @property
     def devices(self) -> set[str]:
-        """The types of the devices on which the tensors of the examples are."""
+        """The device types of the examples."""
         return {t.device.type for example in self.examples for t in example.tensors}
 
     @property
     def has_autograd_kernel(self) -> bool:
-        """Whether something is registered for the operator where autograd calls it."""
+        """Whether a kernel is registered at an autograd key."""
         names = (dispatch.dispatch_key_name(device) for device in self.devices)
         return self.has_kernel("Autograd", *(f"Autograd{name}" for name in names))
 
@@ -371,16 +358,16 @@ class Subject:
 
     @functools.cached_property
     def double_examples(self) -> list[Example]:
-        """The examples as gradients are checked on them: double, and requiring grad.
+        """The examples in double, with tensors that require grad.
 
         Raises:
-            CannotCheck: the operator has no gradient, or cannot compute in double.
+            CannotCheck: the operator has no gradient, or does not support double.
         """
         return self._requiring_grad(_samples.double, "no double kernel")
 
     @functools.cached_property
     def trainable_examples(self) -> list[Example]:
-        """The double examples, or those in float32 if the operator does not take double.
+        """The double examples, or float32 examples if the operator does not support double.
 
         Raises:
             CannotCheck: the operator has no gradient.
@@ -399,8 +386,10 @@ class Subject:
 
     def _requiring_grad(self, change: Callable[[Tensor], Tensor], problem: str) -> list[Example]:
         if self.schema.is_mutable and (self.schema.form is Form.OUT or not self.schema.returns):
-            raise CannotCheck("it only writes into its arguments: gradients go through its callers")
-        changed = [self._as_asked(n, each.map(change)) for n, each in enumerate(self.examples)]
+            raise CannotCheck(
+                "it only writes into its arguments, so it returns nothing with a grad"
+            )
+        changed = [self._as_given(n, each.map(change)) for n, each in enumerate(self.examples)]
         changed = [each for each in changed if any(t.requires_grad for t in each.tensors)]
         if not changed:
             raise CannotCheck("no argument is of a floating-point dtype")
@@ -409,24 +398,24 @@ class Subject:
             raise CannotCheck(f"{problem}: {reason(self.refusal(changed[-1]))}")
         return accepted
 
-    def _as_asked(self, number: int, example: Example) -> Example:
-        """Return the example without gradients of tensors that require none in the original.
+    def _as_given(self, number: int, example: Example) -> Example:
+        """Detach the tensors that do not require grad in the author's example.
 
-        If no tensor of the original requires grad, all do, except those that are written beside a
-        result, such as the statistics of a batch.
+        If no tensor there requires grad, all do, except tensors that are written in addition to a
+        result, such as running statistics.
         """
-        asked = [tensor.requires_grad for tensor in self.originals[number].tensors]
-        if not any(asked):
-            asked = [tensor.requires_grad for tensor in example.tensors]
+        given = [tensor.requires_grad for tensor in self.originals[number].tensors]
+        if not any(given):
+            given = [tensor.requires_grad for tensor in example.tensors]
         if self.schema.form is not Form.INPLACE:
             written = self.written_places(example)
-            asked = [is_asked and place not in written for place, is_asked in enumerate(asked)]
-        pairs = zip(example.tensors, asked, strict=True)
-        return example.with_tensors([t if is_asked else t.detach() for t, is_asked in pairs])
+            given = [requires and place not in written for place, requires in enumerate(given)]
+        pairs = zip(example.tensors, given, strict=True)
+        return example.with_tensors([t if requires else t.detach() for t, requires in pairs])
 
 
 def _has_fakes(example: Example) -> bool:
-    """Whether PyTorch makes fake tensors of an example in their mode, as it does not of CSR."""
+    """Return whether PyTorch supports fake tensors of an example, unlike of CSR tensors."""
     try:
         with fake_tensors.new_fake_mode() as mode:
             example.map(mode.from_tensor)

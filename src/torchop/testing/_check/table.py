@@ -282,7 +282,6 @@ CHECKS: tuple[CheckKind, ...] = (
     *alone("providers", providers.configs, of_kernel=lambda provider: len(provider.configs) > 1),
     *alone("providers", providers.gradients, of_kernel=_always),
     *alone("providers", providers.deterministic, of_kernel=_if_deterministic),
-    *alone("providers", providers.batch_invariant, of_kernel=lambda p: p.batch_invariant),
     *_of(
         "subsystems.fake",
         _FAKE,

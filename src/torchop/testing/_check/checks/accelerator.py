@@ -1,4 +1,4 @@
-"""Checks of an accelerator: it does what the CPU does, and what a call does in a graph."""
+"""Checks on an accelerator: agreement with the CPU, and graph capture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchop.testing._check.subject import Subject
 
 
 def runs_on_devices(call: Call, devices: Sequence[str]) -> None:
-    """On one device after the other, the call does the same as on the CPU before."""
+    """Check that the outcome on each device agrees with the outcome on the CPU."""
     on_cpu = call.example.map(torch.Tensor.cpu)
     expected = call.again(on_cpu)
     for before, device in itertools.pairwise(("cpu", *devices)):
@@ -32,46 +32,51 @@ def runs_on_devices(call: Call, devices: Sequence[str]) -> None:
             raise
         except Exception as error:
             raise AssertionError(
-                f"{what}, it raises {error!r}. What a kernel keeps for later calls, such as a "
-                "table by size, has to be kept by device, too."
+                f"{what}, it raises {error!r}. If the kernel caches tensors, use the device as a "
+                "part of the key."
             ) from error
         probes.assert_same(actual, expected, what)
 
 
 def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()) -> None:
-    """A graph that is captured of a call replays as the call, bit for bit, also with other values.
+    """Check that a captured graph replays with equal bits, also with other values.
 
-    Where tensors require grad, the graph has the backward, too, and gradients are compared.
-    `others` are calls that are made in between, after which the graph has to find its memory.
+    If tensors require grad, the graph contains the backward, and gradients are compared.
+
+    Args:
+        call: the call.
+        device_type: the type of the accelerator.
+        others: calls between capture and replay, which must not invalidate the graph's memory.
     """
     device = torch.device(device_type, torch.accelerator.current_device_index())
-    op, example = call.op, call.example.map(lambda tensor: tensor.to(device))
-    static, tensors = example.copy(), example.tensors
-    trains = any(tensor.requires_grad for tensor in tensors)
+    to_device = operator.methodcaller("to", device)
+    op, example = call.op, call.example.map(to_device)
+    static = example.copy()
+    trains = any(tensor.requires_grad for tensor in example.tensors)
     run, what = (_gradients, "formula") if trains else (probes.outcome, "kernel")
     with torch.no_grad():
-        for _ in range(2):  # what is made in the first calls is no part of the graph
+        for _ in range(2):  # lazy initialization must not be captured
             run(op, *example.copy())
         try:
             with captured(device_type) as replay:
                 results = run(op, *static)
         except Exception as error:
-            # What is refused breaks the graph, which raises another error in the end.
+            # An error during capture invalidates the graph, which then raises a second error.
             cause = error.__context__ if "due to a previous error" in str(error) else None
             raise AssertionError(
-                f"no graph can be captured of the {what}: {cause or error!r}. Wait for nothing "
-                "there, and read no values of tensors; or define the operator with the tag "
-                "torch.Tag.cudagraph_unsafe, so that compilers leave it out of graphs."
+                f"the {what} cannot be captured into a graph: {cause or error!r}. Do not "
+                "synchronize or read values of tensors. Otherwise define the operator with the tag "
+                "torch.Tag.cudagraph_unsafe, and compilers leave it out of graphs."
             ) from None
         for other in others:
-            with contextlib.suppress(Exception):  # refused, which must change nothing either
-                run(op, *probes.mapped(other, lambda tensor: tensor.to(device)))
-        for which, values in (("the same", tensors), ("other", probes.other_values(tensors))):
+            with contextlib.suppress(Exception):  # a refused call must not change results either
+                run(op, *probes.mapped(other, to_device))
+        for which, values in (("the same", example), ("other", call.other_values())):
             try:
-                expected = run(op, *example.with_tensors(values).copy())
+                expected = run(op, *example.with_tensors(values.map(to_device).tensors).copy())
             except Exception:
-                continue  # it refuses them
-            for tensor, value in zip(static.tensors, values, strict=True):
+                continue  # the operator refuses these values
+            for tensor, value in zip(static.tensors, values.tensors, strict=True):
                 tensor.copy_(value)
             replay()
             torch.accelerator.synchronize()
@@ -86,7 +91,7 @@ def _gradients(op: Any, args: Any, kwargs: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def captured(device_type: str) -> Iterator[Callable[[], None]]:
-    """A block that is captured into a graph, on a stream of its own; yields what replays it."""
+    """Capture the block into a graph, on a separate stream. Yield the function that replays it."""
     graph = _graph_type(device_type)()
     if type(graph) is getattr(torch.accelerator, "Graph", None):
         stream = torch.Stream(device_type)
@@ -99,15 +104,15 @@ def captured(device_type: str) -> Iterator[Callable[[], None]]:
 
 
 def _graph_type(device_type: str) -> Any:
-    """The class of graphs: of the module of the device, or, since 2.13, of every accelerator."""
+    """Return the graph class of the device module, or `torch.accelerator.Graph` of PyTorch 2.13."""
     of_module = getattr(torch.get_device_module(device_type), f"{device_type.upper()}Graph", None)
     return of_module or getattr(torch.accelerator, "Graph", None)
 
 
 def _accelerator_of(subject: Subject) -> str:
-    """The type of the accelerator, for which the operator has a kernel."""
+    """Return the type of the accelerator, or raise CannotCheck if there is no kernel for it."""
     if not torch.accelerator.is_available():
-        raise CannotCheck("there is no accelerator here")
+        raise CannotCheck("no accelerator is available")
     device = devices.accelerator_type()
     if not subject.is_for(device):
         raise CannotCheck(f"no kernel for {device}")
@@ -115,10 +120,10 @@ def _accelerator_of(subject: Subject) -> str:
 
 
 def accelerator(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does it do the same on the accelerator as on the CPU?"""
+    """Does the accelerator agree with the CPU?"""
     device = _accelerator_of(subject)
     if not subject.is_for("cpu"):
-        raise CannotCheck("no kernel for the CPU, which it could be compared with")
+        raise CannotCheck("no kernel for the CPU to compare with")
     subject.needs_fixed_results()
     places = [f"{device}:{index}" for index in range(torch.accelerator.device_count())]
     for example in subject.accepted():
@@ -127,16 +132,16 @@ def accelerator(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def capture(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does a captured graph replay as the call and its backward, also with other values?"""
+    """Does a captured graph replay with equal bits, also with other values?"""
     device = _accelerator_of(subject)
     if _graph_type(device) is None:
-        raise CannotCheck(f"this PyTorch captures no graphs on {device}")
+        raise CannotCheck(f"this PyTorch does not support graphs on {device}")
     if torch.Tag.cudagraph_unsafe in subject.op.tags:
-        raise CannotCheck("it has the tag cudagraph_unsafe, so compilers leave it out of graphs")
+        raise CannotCheck("it has the tag cudagraph_unsafe")
     subject.needs_fixed_results()
     trainable = trainable_example(subject)
     for example in [*subject.accepted(), *([] if trainable is None else [trainable])]:
-        # Larger ones, for which a kernel may take other memory in place of what it has kept.
+        # Larger calls, for which a kernel may reallocate a cached workspace.
         changes = [{size: 2 * size + 1} for size in sizes(example)[:2] if size]
         larger = [tuple(other) for _, other in each_resized(example, *changes)]
         options = {"device_type": device, "others": larger}

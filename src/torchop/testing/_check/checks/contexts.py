@@ -1,4 +1,4 @@
-"""Checks of what a call happens in: vmap, torch.func, autocast, inference mode, subclasses."""
+"""Checks of calls in vmap, torch.func, autocast, inference mode, and with subclasses."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ from torchop.testing.process_state import seed_torch
 
 
 def maps_like_a_loop(call: Call, in_dims: Any, out_dim: int = 0, **options: Any) -> None:
-    """`vmap` does the same as a loop over the batch; a dimension of None is not mapped over."""
+    """Check that `vmap` agrees with a loop over the batch."""
     batch = 3
     run, originals = probes.on_tensors(call.op, *call.example)
 
     def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(probes.tensors_of(run(*tensors)))
 
-    def batched(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        each = [probes.rolled_elements(tensor, n) for n in range(batch)]
-        return torch.stack(each, dim)
-
     def element(tensor: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
         return tensor if dim is None else tensor.select(dim, n)
 
-    pairs = list(zip(originals, in_dims, strict=True))
-    mapped = [tensor if dim is None else batched(tensor, dim) for tensor, dim in pairs]
+    each = zip(*(call.other_values(n).tensors for n in range(batch)), strict=True)
+    mapped = [
+        original if dim is None else torch.stack(elements, dim)
+        for original, elements, dim in zip(originals, each, in_dims, strict=True)
+    ]
     pairs = list(zip(mapped, in_dims, strict=True))
     loop = [function(*(element(*pair, n) for pair in pairs)) for n in range(batch)]
     expected = [torch.stack(results, out_dim) for results in zip(*loop, strict=True)]
@@ -49,7 +48,7 @@ def maps_like_a_loop(call: Call, in_dims: Any, out_dim: int = 0, **options: Any)
 
 
 def draws_for_each(call: Call) -> None:
-    """Under `vmap`, random numbers are refused, drawn once, or drawn for each element."""
+    """Check that `vmap` respects `randomness`."""
     run, originals = probes.on_tensors(call.op, *call.example)
     mapped = [torch.stack([original, original, original]) for original in originals]
     seed_torch(0)
@@ -63,17 +62,19 @@ def draws_for_each(call: Call) -> None:
         torch.vmap(run, randomness="error")(*mapped)
     except RuntimeError:
         return
-    raise AssertionError("randomness='error' was not refused.")
+    raise AssertionError("randomness='error' does not raise.")
 
 
 def compiles_in_vmap(call: Call) -> None:
-    """Compiled with dynamic sizes, `vmap` does the same as in eager mode."""
+    """Check that compiled `vmap` with dynamic sizes agrees with eager mode."""
     run, originals = probes.on_tensors(call.op, *call.example)
 
     def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(probes.tensors_of(run(*tensors)))
 
-    mapped = [torch.stack([t, probes.rolled_elements(t, 1)]) for t in originals]
+    mapped = [
+        torch.stack(pair) for pair in zip(originals, call.other_values().tensors, strict=True)
+    ]
     expected = torch.vmap(function)(*mapped)
     torch.compiler.reset()
     try:
@@ -86,10 +87,10 @@ def compiles_in_vmap(call: Call) -> None:
 
 
 def maps_gradients_like_a_loop(call: Call) -> None:
-    """`vmap` of `grad`, which gives gradients for each sample, does the same as a loop."""
+    """Check that per-sample gradients, `vmap` of `grad`, agree with a loop."""
     function, inputs = call.function()
-    plain = [tensor.detach() for tensor in inputs]
-    batched = [torch.stack([t, t.flatten().roll(1).view(t.shape)]) for t in plain]
+    others = [t for t in call.other_values().tensors if t.requires_grad]
+    batched = [torch.stack(pair).detach() for pair in zip(inputs, others, strict=True)]
 
     def total(*tensors: torch.Tensor) -> torch.Tensor:
         return probes.weighted_sum(function(*tensors))
@@ -102,7 +103,7 @@ def maps_gradients_like_a_loop(call: Call) -> None:
 
 
 def runs_in_autocast(call: Call) -> None:
-    """Under autocast, the call does the same as without, or as on inputs that are cast."""
+    """Check that autocast changes nothing, or casts some of the inputs."""
     tensors = call.tensors
     device = tensors[-1].device
     lower = torch.get_autocast_dtype(device.type)
@@ -110,18 +111,15 @@ def runs_in_autocast(call: Call) -> None:
     some = [c for n in range(1, len(floats)) for c in itertools.combinations(floats[:4], n)]
 
     def cast(dtype: torch.dtype, places: Any) -> Any:
-        copied = tuple(call.example.copy())
-        return probes.with_tensors(
-            copied,
-            [t.to(dtype) if n in places else t for n, t in enumerate(probes.tensors_of(copied))],
-        )
+        index = itertools.count()
+        return call.changed(lambda t: t.to(dtype) if next(index) in places else t).copy()
 
     with torch.autocast(device.type, dtype=lower):
         actual = call.again()
     problem = None
     choices: list[Any] = [(lower, ()), (lower, floats), (torch.float32, floats)]
     ways: list[Any] = [(*each, {}) for each in choices + [(lower, chosen) for chosen in some]]
-    # A kernel of several calls of PyTorch may round between them, as each is cast for itself.
+    # Autocast applies to each PyTorch call inside the kernel, which may round between calls.
     ways += [(*each, probes.rounding(lower, actual)) for each in choices]
     for dtype, places, tolerances in ways:
         try:
@@ -132,12 +130,13 @@ def runs_in_autocast(call: Call) -> None:
         else:
             return
     raise AssertionError(
-        f"neither that of the plain call nor that of a call on cast inputs: {problem}"
+        f"under autocast, the result is neither that of the plain call nor that of a call on cast "
+        f"inputs: {problem}"
     )
 
 
 def runs_in_inference_mode(call: Call) -> None:
-    """In inference mode, and with `no_grad`, the call does the same as elsewhere."""
+    """Check that inference mode and `no_grad` do not change the outcome."""
     expected = call.again()
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
@@ -146,10 +145,10 @@ def runs_in_inference_mode(call: Call) -> None:
 
 
 def takes_subclasses(call: Call) -> None:
-    """Subclasses of Tensor that pass every call on change nothing."""
+    """Check that subclasses of Tensor that only forward calls do not change the outcome."""
 
     class PassingFunctionTensor(torch.Tensor):
-        """A subclass that changes nothing."""
+        """A subclass without any behavior."""
 
     with torch.no_grad():
         expected = call.again()
@@ -170,9 +169,9 @@ def takes_subclasses(call: Call) -> None:
 
 
 def vmap(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does vmap do what a loop does?
+    """Does vmap agree with a loop?
 
-    It is asked about each choice of mapped tensors, at the first, second and last dimension.
+    Cases vary which tensors are mapped, and over which dimension.
     """
     subject.needs_vmap()
     if subject.is_random:
@@ -193,7 +192,7 @@ def vmap(subject: Subject, details: Details) -> Iterator[Case]:
         written_places = subject.written_places(example)
         for in_dims in choices[:9]:
             if any(in_dims[place] is None for place in written_places):
-                continue  # refused by every operator: a batch does not fit into one tensor
+                continue  # vmap cannot write a batch into one tensor
             yield _mapped(example, in_dims=in_dims)
         yield _mapped(example, in_dims=choices[0], chunk_size=2)
         if all(tensor.dim() for tensor in tensors):
@@ -207,7 +206,7 @@ def _mapped(example: Example, **options: Any) -> Case:
 
 
 def vmap_random(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does vmap draw random numbers as asked for?"""
+    """Does vmap respect `randomness`?"""
     if not subject.is_random:
         raise CannotCheck("its results are not random: it has no tag nondeterministic_seeded")
     subject.needs_vmap()
@@ -217,13 +216,13 @@ def vmap_random(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def vmap_compiled(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does vmap do the same, compiled with dynamic sizes?"""
+    """Does compiled vmap with dynamic sizes agree with eager mode?"""
     subject.needs_vmap()
     subject.needs_fixed_results()
     subject.needs_fake()
-    subject = subject.strided("compilers take strided tensors,")
+    subject = subject.strided("compilers support strided tensors,")
     if subject.sizes_depend_on_data:
-        raise CannotCheck("the sizes of its results depend on data, and may differ in a batch")
+        raise CannotCheck("the sizes of its results depend on data, so they may differ in a batch")
     for example in subject.accepted(most=2):
         if example.tensors:
             yield Case("vmap over every tensor", example, probe=compiles_in_vmap)
@@ -237,9 +236,9 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
     try:
         torch.func.vjp(function, *(tensor.detach() for tensor in inputs))
     except RuntimeError as error:
-        # What PyTorch says of formulas of its custom_op, and torchop of operators that write.
+        # torch.library.custom_op does not support functorch; torchop raises for mutable operators.
         if "functorch transforms" in str(error) or isinstance(error, MissingFormulaError):
-            raise CannotCheck(f"the formula does not take part: {reason(error)}") from None
+            raise CannotCheck(f"the formula does not support torch.func: {reason(error)}") from None
     for example in subject.double_examples[:2]:
         options = {"ways": ["of torch.func.grad", "of torch.func.vjp"]}
         yield Case("the example in double", example, None, "gradient", same_gradients, options)
@@ -253,28 +252,28 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def autocast(subject: Subject, details: Details) -> Iterator[Case]:
-    """Is a call under autocast the plain call, or one on cast inputs?"""
+    """Does autocast change nothing, or cast some of the inputs?"""
     for example in subject.accepted():
         if any(t.dtype is torch.float32 for t in example.tensors):
             yield Case("torch.autocast", example, probe=runs_in_autocast)
 
 
 def inference_mode(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does it do the same in inference mode?"""
+    """Is the outcome the same in inference mode?"""
     for example in subject.accepted():
         yield Case("the example", example, probe=runs_in_inference_mode)
 
 
 def subclasses(subject: Subject, details: Details) -> Iterator[Case]:
-    """Do subclasses of Tensor that pass every call on change nothing?"""
-    for example in subject.strided("torch.Tensor.as_subclass takes strided tensors,").accepted():
+    """Is the outcome the same for subclasses of Tensor that only forward calls?"""
+    for example in subject.strided("torch.Tensor.as_subclass supports strided tensors,").accepted():
         yield Case("the example", example, probe=takes_subclasses)
 
 
 def sharding(subject: Subject, details: Details) -> Iterator[Case]:
-    """Is a call on DTensors, in every placement, the call on whole tensors?"""
+    """Does a call on DTensors agree with a call on whole tensors, in every placement?"""
     if not SHARDING.has(subject.op):
-        raise CannotCheck("no sharding rule of torchop")
+        raise CannotCheck("no sharding rule registered with torchop")
     options = {"limit": 60}
     for example in subject.accepted(most=2):
         if example.tensors:

@@ -1,7 +1,8 @@
-"""Probes of digits, and of the defaults of numbers."""
+"""Checks of precision, and of default values of float arguments."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -17,31 +18,40 @@ from torchop.testing._check.subject import Subject
 from torchop.testing._check.variants import VARIANTS
 
 
-def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None = None) -> None:
-    """The result is that of the same numbers in double, up to the precision of the dtype.
+def _in_double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype.is_floating_point else tensor.clone()
 
-    Without tolerances, the bound follows from the change of the results in double if the inputs
-    change by one unit of that precision: a function that magnifies them may lose as many digits.
+
+def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None = None) -> None:
+    """Check that the result agrees with the result in double, up to the precision of the dtype.
+
+    Without tolerances, the bound is estimated: each input moves by one unit of this precision, and
+    the largest change of the results in double is the error to expect.
     """
 
-    def in_double(moved: float = 0.0) -> Any:
-        """Return the outcome in double, with inputs that differ by this share of themselves."""
-        moved_call = call.example.map(
+    def moved(share: float) -> Any:
+        """Return the outcome in double of inputs that differ by this share of one unit."""
+        example = call.changed(
             lambda t: (
-                t.double() * (1 + moved * torch.finfo(t.dtype).eps * probes.signs_like(t))
+                t.double() * (1 + share * torch.finfo(t.dtype).eps * probes.signs_like(t))
                 if t.dtype.is_floating_point
                 else t.clone()
             )
         )
-        return probes.mapped(probes.outcome(call.op, *moved_call), probes.dense)
+        return probes.mapped(probes.outcome(call.op, *example), probes.dense)
 
     succeeds(call)
     actual = probes.mapped(call.record.outcome, probes.dense)
     try:
-        expected = in_double()
+        expected = moved(0.0)
+    except CannotCheck:
+        raise
     except Exception as error:
         raise NotImplementedError(f"no double kernel: {reason(error)}") from error
-    beside = [in_double(moved) for moved in (1.0, -1.0, 0.5)]
+    nearby = []
+    for share in (1.0, -1.0, 0.5):
+        with contextlib.suppress(CannotCheck):
+            nearby.append(moved(share))
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(one, torch.Tensor) or not one.dtype.is_floating_point:
             continue
@@ -49,22 +59,22 @@ def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None
         fits = other.abs() <= limits.max / 2
         if not fits.any():
             continue
-        changes = [(each[index] - other)[fits].abs() for each in beside]
+        changes = [(each[index] - other)[fits].abs() for each in nearby]
         one, other = one.double()[fits], other.double()[fits]
         if rtol is None and atol is None:
-            change = torch.stack(changes).amax(0).nan_to_num(0.0)
+            change = torch.stack([torch.zeros_like(other), *changes]).amax(0).nan_to_num(0.0)
             bound = 64 * (limits.eps * max(1.0, float(other.abs().max())) + change)
         else:
             bound = (atol or 0.0) + (rtol or 0.0) * other.abs()
         if not bool(((one - other).abs() <= bound).all()):
             raise AssertionError(
-                f"result {index} in {actual[index].dtype} is {probes.shown(one)}, and "
+                f"result {index} in {actual[index].dtype} is {probes.shown(one)}, but "
                 f"{probes.shown(other)} for the same numbers in double."
             )
 
 
 def computes_in_double(call: Call) -> None:
-    """Results in double have more digits than float32 could hold."""
+    """Check that results in double are not all rounded to float32."""
     succeeds(call)
     for index, result in enumerate(call.record.outcome):
         if not isinstance(result, torch.Tensor) or result.dtype is not torch.double:
@@ -72,18 +82,17 @@ def computes_in_double(call: Call) -> None:
         result = probes.dense(result)
         if probes.has_digits_of_float32(result):
             raise AssertionError(
-                f"result {index} is of dtype float64, but each element is a float32: "
+                f"result {index} has dtype float64, but float32 can represent each element: "
                 f"{probes.shown(result)}. The kernel computes in float32."
             )
 
 
 def keeps_digits_of_half(call: Call) -> None:
-    """Results in float16 have more digits than bfloat16 could hold, as those in double have."""
+    """Check that results in float16 are not all rounded to bfloat16."""
     succeeds(call)
-    doubles = call.example.map(lambda t: t.double() if t.is_floating_point() else t)
     pairs = zip(
         probes.tensors_of(call.record.outcome),
-        probes.tensors_of(call.again(doubles)),
+        probes.tensors_of(call.again(call.changed(_in_double))),
         strict=True,
     )
     for index, (one, other) in enumerate(pairs):
@@ -94,16 +103,16 @@ def keeps_digits_of_half(call: Call) -> None:
         right, got = half[shows], probes.dense(one)[shows]
         if len(right) > 2 and torch.equal(got.bfloat16().half(), got):
             raise AssertionError(
-                f"result {index} is of dtype float16, but each element is a bfloat16: "
-                f"{probes.shown(got)}, where it is {probes.shown(right)} in float16. The kernel "
-                "computes in bfloat16."
+                f"result {index} has dtype float16, but bfloat16 can represent each element: it is "
+                f"{probes.shown(got)}, and should be {probes.shown(right)}. The kernel computes in "
+                "bfloat16."
             )
 
 
 def keeps_float_arguments(call: Call, name: str) -> None:
-    """A float argument counts with more digits than float32 could hold.
+    """Check that the kernel reads a float argument as a double, not as float32.
 
-    Only where a change that float32 would show matters so much that a smaller one must, too.
+    If a change by 2**-20 moves every result, a change by 2**-32 must move them too.
     """
     value = call.kwargs[name]
 
@@ -118,12 +127,12 @@ def keeps_float_arguments(call: Call, name: str) -> None:
         if bool(((large - one).abs() > 2.0**-24 * one.abs()).all()) and one.numel():
             raise AssertionError(
                 f"{name}={value!r} and {value * (1 + 2.0**-32)!r} give the same results in "
-                "float64. The kernel keeps 24 of the 53 bits of a float argument; take double."
+                "float64. The kernel keeps 24 of the 53 bits of a float argument; use double."
             )
 
 
 def float_arguments(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does a float argument keep the digits of double?"""
+    """Does the kernel read float arguments as doubles?"""
     subject.needs_fixed_results()
     for case in subject.cases(VARIANTS["digits"]):
         named = subject.by_name(case.example)
@@ -135,9 +144,10 @@ def float_arguments(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def uses_its_default(call: Call, name: str) -> None:
-    """A call without an argument does the same as one with nearly the default of the schema.
+    """Check that the kernel's default of an argument is the default in the schema.
 
-    The dispatcher leaves a value out that equals the default, and the kernel takes its own.
+    The dispatcher drops an argument that equals the schema's default, so the kernel applies its own
+    default. A call that passes almost the schema's default must give the same results.
     """
     near = call.example.kwargs[name]
     without = Example(call.args, {k: v for k, v in call.kwargs.items() if k != name})
@@ -148,14 +158,13 @@ def uses_its_default(call: Call, name: str) -> None:
         probes.assert_same(call.again(without), expected, "", **limits)
     except AssertionError as error:
         raise AssertionError(
-            f"{name}: the schema says that the default is {default!r}, and a call without it does "
-            f"not do what a call with {near!r} does. The default of the kernel must be the same. "
-            f"{error}"
+            f"{name}: the default in the schema is {default!r}, but a call without {name} differs "
+            f"from a call with {near!r}. Give the kernel the same default. {error}"
         ) from None
 
 
 def defaults(subject: Subject, details: Details) -> Iterator[Case]:
-    """Are the defaults of the kernel those of the schema?"""
+    """Does the kernel have the same defaults as the schema?"""
     subject.needs_fixed_results()
     for example in subject.accepted():
         named = subject.by_name(example)

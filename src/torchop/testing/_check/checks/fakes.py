@@ -1,4 +1,4 @@
-"""Checks of fake kernels, and of programs that are compiled and exported."""
+"""Checks of fake kernels, and of compiled and exported programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from torchop.testing.process_state import seed_torch
 
 
 def describes_results(call: Call, symbols: bool = False) -> None:
-    """The fake kernel describes the results of the call; with `symbols`, from symbols for sizes."""
+    """Check that the fake kernel returns the metadata of the real results.
+
+    With `symbols`, the fake kernel gets symbolic sizes.
+    """
     succeeds(call)
     mode, (args, kwargs) = _with_fake_tensors(call.example, symbols)
     with mode:
@@ -33,22 +36,22 @@ def describes_results(call: Call, symbols: bool = False) -> None:
     expected = call.record.outcome
     if symbols:
         fake_tensors.check_symbols(mode, actual)
-    whose = "a fake kernel that gets symbols for sizes" if symbols else "the fake kernel"
+    whose = "the fake kernel with symbolic sizes" if symbols else "the fake kernel"
     if len(actual) != len(expected):
         raise AssertionError(
-            f"{whose} returns {len(actual)} tensors, and the kernel {len(expected)}."
+            f"{whose} returns {len(actual)} results, but the kernel {len(expected)}."
         )
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(other, Tensor):
             is_size = isinstance(other, int) and isinstance(one, int | torch.SymInt)
             if is_size and fake_tensors.number_of(one) not in (None, other):
                 raise AssertionError(
-                    f"result {index} is {other}, but {one} of {whose}, which compilers take for "
-                    "granted. If only data tells: torchop.get_ctx().new_dynamic_size()."
+                    f"result {index} is {other} from the kernel, but {one} from {whose}. If it "
+                    "depends on data, return torchop.get_ctx().new_dynamic_size()."
                 )
             continue
         differences = [
-            f"{what} {real} from the kernel, and {fake} from {whose}"
+            f"{what} {real} from the kernel, but {fake} from {whose}"
             for what, fake, real in _metadata(one, other)
             if fake != real
         ]
@@ -62,17 +65,17 @@ def _with_fake_tensors(example: Example, symbols: bool) -> Any:
     if symbols:
         return mode, tuple(example.map(mode.from_tensor))
     try:
-        with mode:  # which knows fewer layouts
+        with mode:  # raises for some sparse layouts
             return mode, tuple(example.map(lambda t: mode.from_tensor(t, static_shapes=True)))
     except Exception as error:
         layouts = ", ".join(sorted({str(t.layout) for t in example.tensors}))
         raise NotImplementedError(
-            f"PyTorch makes no fake tensors of {layouts} tensors: {reason(error)}"
+            f"PyTorch has no fake tensors with layout {layouts}: {reason(error)}"
         ) from None
 
 
 def _metadata(fake: Tensor, real: Tensor) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each property that must be the same, with its name, of a fake and of a real result."""
+    """Yield the name of each property that must agree, with the fake and the real value."""
     yield "dtype", fake.dtype, real.dtype
     yield "layout", fake.layout, real.layout
     yield "device", fake.device.type, real.device.type
@@ -93,16 +96,16 @@ def _known(symbol: Any, number: int) -> int:
 
 
 _CONTIGUOUS = (
-    " If the kernel returns a contiguous tensor whatever the strides of x are: "
+    " If the kernel returns a contiguous tensor for all strides of x: "
     'register_fake(like="x", memory_format=torch.contiguous_format).'
 )
 
 
 def fakes_on_the_device(call: Call, device: str) -> None:
-    """The fake kernel returns floating-point tensors on the device of its arguments.
+    """Check that the fake kernel returns floating-point tensors on the device of its arguments.
 
-    There need be no such device, as fake tensors have no memory. One that it makes for the host,
-    whatever device is the default, is there on purpose.
+    Fake tensors have no memory, so the device need not exist. A second call changes the default
+    device. Tensors that stay on the CPU in both calls are on the CPU on purpose.
     """
     with fake_tensors.new_fake_mode():
         args, kwargs = call.example.map(
@@ -114,7 +117,7 @@ def fakes_on_the_device(call: Call, device: str) -> None:
                 others = probes.tensors_of(probes.leaves(call.op(*args, **kwargs)))
         except RuntimeError as error:
             if "not linked with support for" in str(error):
-                raise NotImplementedError(f"this PyTorch knows no {device}") from None
+                raise NotImplementedError(f"this PyTorch does not support {device}") from None
             raise
     for index, (result, other) in enumerate(zip(results, others, strict=True)):
         is_left = result.device.type != device and other.device.type == device
@@ -130,7 +133,7 @@ def fakes_on_the_device(call: Call, device: str) -> None:
 
 
 def compiles_the_same(call: Call, gradients: bool = False) -> None:
-    """Compiled with dynamic sizes, the call does the same as in eager mode, gradients included."""
+    """Check that a compiled call with dynamic sizes agrees with eager mode, gradients included."""
     places = probes.written_places(call.op)
 
     def program(args: Any, kwargs: Any) -> list[Any]:
@@ -158,9 +161,11 @@ def compiles_the_same(call: Call, gradients: bool = False) -> None:
 
 
 def exports_the_same(call: Call, dynamic: Any = ()) -> None:
-    """A program that was exported, saved and loaded does the same as the call.
+    """Check that an exported, saved and loaded program agrees with the call.
 
-    Dimensions of the sizes in `dynamic` may have other sizes when the program runs.
+    Args:
+        call: the call.
+        dynamic: sizes. Dimensions with such a size are exported as dynamic.
     """
     function, originals = probes.on_tensors(call.op, *call.example)
 
@@ -184,14 +189,14 @@ def exports_the_same(call: Call, dynamic: Any = ()) -> None:
 
 
 def registers_autograd(call: Call) -> None:
-    """Gradients flow through a kernel only where the dispatcher looks for autograd."""
+    """Check that results do not require grad if no kernel is registered at an autograd key."""
     args, kwargs = call.example.copy()
     for index, result in enumerate(probes.tensors_of(probes.leaves(call.op(*args, **kwargs)))):
         if result.requires_grad:
             raise AssertionError(
-                f"result {index} requires grad, but nothing is registered at an autograd key: the "
-                "kernel itself is differentiated, which compilers and transforms do not see. Use "
-                "register_autograd."
+                f"result {index} requires grad, but no kernel is registered at an autograd key. "
+                "Autograd records the kernel itself, which compilers and transforms cannot see. "
+                "Use register_autograd."
             )
 
 
@@ -200,7 +205,7 @@ def registers_autograd(call: Call) -> None:
 
 
 def accepted(subject: Subject, details: Details) -> Iterator[Case]:
-    """Which dtypes are accepted, and does the fake kernel say the same of their results?"""
+    """Which dtypes does the operator accept, and does the fake kernel return the right ones?"""
     table: dict[str, str] = details.setdefault("dtypes", {})
     for case in subject.cases(VARIANTS["dtypes"]):
         name = case.label.removeprefix("in ")
@@ -216,21 +221,21 @@ def accepted(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does the fake kernel describe the same if sizes are symbols?"""
+    """Does the fake kernel return the right metadata for symbolic sizes?"""
     subject.needs_fake()
     options = {"symbols": True}
     for example in subject.accepted():
         if subject.problem_of_fake(example) is not None:
-            continue  # a layout of which PyTorch has no fake tensors
+            continue  # PyTorch has no fake tensors with this layout
         present = [n for n in sizes(example) if n > 1]
         if present:
-            yield Case("symbols for sizes", example, probe=describes_results, options=options)
+            yield Case("symbolic sizes", example, probe=describes_results, options=options)
         changes = [dict.fromkeys(present, 1)]
         first = subject.first_calls[subject.place(example)].record.outcome
         if any(isinstance(result, int) for result in first):
             changes += [{size: new} for size in present for new in (2, size + 1)]
         for change, other in each_resized(example, *changes):
-            label = f"symbols for sizes, {sizes_changed(change)}"
+            label = f"symbolic sizes, {sizes_changed(change)}"
             yield Case(label, other, None, "size", describes_results, options)
 
 
@@ -239,8 +244,8 @@ def fake_devices(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_fake()
     device, kernels = devices.accelerator_type(), set(subject.operator.kernels)
     if kernels == {"cpu"} or not (kernels or subject.is_for(device)):
-        raise CannotCheck("its kernels are for the CPU alone")
-    strided = subject.strided("fake tensors on another device are strided,")
+        raise CannotCheck("all kernels are for the CPU")
+    strided = subject.strided("fake tensors on another device must be strided,")
     for example in strided.accepted(most=1):
         if any(tensor.is_floating_point() for tensor in example.tensors):
             label, options = f"arguments on {device}", {"device": device}
@@ -248,9 +253,9 @@ def fake_devices(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def autograd_registration(subject: Subject, details: Details) -> Iterator[Case]:
-    """Is autograd support registered where PyTorch looks for it?"""
+    """Is the formula registered at an autograd key?"""
     if subject.has_autograd_kernel:
-        raise CannotCheck("something is registered at an autograd key")
+        raise CannotCheck("a kernel is registered at an autograd key")
     if subject.schema.is_mutable:
         raise CannotCheck("it writes into its arguments")
     for example in subject.accepted():
@@ -260,11 +265,11 @@ def autograd_registration(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def compiled(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does a compiled program do the same, gradients included?"""
+    """Does a compiled program agree with eager mode, gradients included?"""
     subject.needs_fake()
     if subject.is_random:
-        raise CannotCheck("its results are random, and compilers draw other numbers")
-    subject = subject.strided("compilers take strided tensors,")
+        raise CannotCheck("its results are random, and compiled programs draw other numbers")
+    subject = subject.strided("compilers support strided tensors,")
     gradients = trainable_example(subject) is not None
     for example in subject.accepted(most=2):
         if example.tensors:
@@ -276,10 +281,10 @@ def compiled(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def export_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does an exported program leave sizes open, or does something specialise?"""
+    """Does an exported program keep its sizes dynamic?"""
     subject.needs_fake()
     subject.needs_fixed_results()
-    subject = subject.strided("torch.export takes strided tensors,")
+    subject = subject.strided("torch.export supports strided tensors,")
     for example in subject.accepted(most=1):
         if example.tensors:
             options = {"dynamic": _open_sizes(subject, example)}
@@ -290,7 +295,7 @@ def export_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _open_sizes(subject: Subject, example: Example) -> list[int]:
-    """The sizes of an example in place of which the kernel takes another one."""
+    """Return the sizes of an example that the kernel accepts other sizes for."""
 
     def is_open(size: int) -> bool:
         resized = [e for _, e in each_resized(example, {size: size + 1}, {size: size + 2})]

@@ -1,4 +1,4 @@
-"""Checks of gradients: finite differences, incoming layouts, frozen inputs, recomputation."""
+"""Checks of gradients: finite differences, other ways to compute them, and saved tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils import checkpoint as checkpointing
 
 from torchop import ForwardModeError, MissingFormulaError
 from torchop.testing import probes
-from torchop.testing._check.calls import Call, CannotCheck, Example, reason
+from torchop.testing._check.calls import REJECTED, Call, CannotCheck, Example, reason
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.layouts import in_layout
 from torchop.testing._check.sizes import each_resized, sizes, sizes_changed
@@ -27,7 +27,10 @@ from torchop.testing.process_state import seed_torch
 
 
 def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> None:
-    """Gradients agree with finite differences, here or, at a kink, a little beside it."""
+    """Check gradients with finite differences.
+
+    If they disagree, the inputs may be at a kink, so the check is repeated near them.
+    """
     function, inputs = call.function()
     check: Any = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
     is_large = sum(tensor.numel() for tensor in inputs) > 40
@@ -38,7 +41,7 @@ def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> No
 
     def check_at(tensors: Any) -> None:
         if is_large and order == 1 and not forward:
-            # first, because PyTorch needs minutes to find a wrong gradient
+            # first, because gradcheck needs minutes to report a wrong gradient
             probes.slope_is_right(function, tensors)
         check(function, tensors, **options)
 
@@ -46,28 +49,45 @@ def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> No
         check_at(inputs)
     except RuntimeError:
         seed_torch(1)
-        beside = [t.detach() + 0.01 * torch.rand_like(t) for t in inputs]
-        check_at([t.requires_grad_() for t in beside])
+        try:
+            nearby = _moved(call, 0.01)
+        except CannotCheck:
+            nearby = inputs
+        check_at(nearby)
+
+
+def _moved(call: Call, distance: float) -> list[Tensor]:
+    """Return the tensors that require grad, with random numbers added.
+
+    Raises:
+        CannotCheck: `valid` of `register_examples` rejects these.
+    """
+    moved = call.changed(
+        lambda t: (
+            (t.detach() + distance * torch.rand_like(t)).requires_grad_() if t.requires_grad else t
+        )
+    )
+    return [tensor for tensor in moved.tensors if tensor.requires_grad]
 
 
 def gradients_are_double(call: Call) -> None:
-    """Gradients of what is double have more digits than float32 could hold."""
-    function, inputs = call.function()
+    """Check that gradients in double are not all rounded to float32."""
+    function, _ = call.function()
     seed_torch(0)
-    moved = [t.detach() * (1 - 1e-9 * torch.rand_like(t)) for t in inputs]
-    total = probes.weighted_sum(function(*[t.requires_grad_() for t in moved])) / 3
+    moved = _moved(call, -1e-9)
+    total = probes.weighted_sum(function(*moved)) / 3
     for place, grad in enumerate(torch.autograd.grad(total, moved, allow_unused=True)):
         is_double = grad is not None and grad.dtype is torch.double
         if is_double and probes.has_digits_of_float32(probes.dense(grad)):
             name = call.differentiable[place]
             raise AssertionError(
-                f"the gradient of {name} is of {grad.dtype}, but each element is a float32: "
-                f"{probes.shown(grad)}. The formula computes in float32."
+                f"the gradient of {name} has dtype {grad.dtype}, but float32 can represent each "
+                f"element: {probes.shown(grad)}. The formula computes in float32."
             )
 
 
 def gradients_are_numbers(call: Call, what: str) -> None:
-    """Where results are finite, no gradient is NaN, which would make each weight of a model NaN."""
+    """Check that no gradient is NaN if all results are finite."""
     function, inputs = call.function()
     results = function(*inputs)
     if not all(bool(result.isfinite().all()) for result in results):
@@ -85,28 +105,30 @@ def gradients_are_numbers(call: Call, what: str) -> None:
 
 
 def slopes_are_right(call: Call) -> None:
-    """Gradients in float32 agree with finite differences as well as float32 can tell.
+    """Check gradients in float32 with finite differences, in one direction, at three points.
 
-    They are compared in one direction, at three places, of which one may be a kink.
+    They must agree at one point, because the others may be kinks.
     """
-    function, inputs = call.function()
+    function, _ = call.function()
     problem: RuntimeError | None = None
     for place in range(3):
         seed_torch(place)
-        moved = [t.detach() + 0.1 * place * torch.rand_like(t) for t in inputs]
         try:
-            probes.slope_is_right(function, [t.requires_grad_() for t in moved], 1e-2, 2e-2)
+            probes.slope_is_right(function, _moved(call, 0.1 * place), 1e-2, 2e-2)
+        except CannotCheck:
+            continue
         except RuntimeError as error:
             problem = problem or error
         else:
             return
-    raise problem or RuntimeError("no place was tried")
+    raise problem or CannotCheck(REJECTED)
 
 
 def saved_tensors_are_watched(call: Call) -> None:
-    """Where arguments or results are written before backward, it raises, or is not affected.
+    """Check that backward detects writes to arguments or results, or does not depend on them.
 
-    Nor does backward write into the gradients that it is given, which others are given too.
+    Also check that backward does not write into the incoming gradients, which autograd may pass to
+    other nodes too.
     """
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
@@ -122,12 +144,12 @@ def saved_tensors_are_watched(call: Call) -> None:
         try:
             actual = torch.autograd.grad(total, leaves, allow_unused=True)
         except RuntimeError:
-            continue  # a tensor that was saved has been modified
-        probes.assert_same(actual, expected, f"gradients after the {what} were written")
+            continue  # autograd detected the write to a saved tensor
+        probes.assert_same(actual, expected, f"gradients after a write to the {what}")
     results = [result for result in function(*inputs) if result.requires_grad]
     given, kept = ([torch.ones_like(result) for result in results] for _ in range(2))
     torch.autograd.grad(results, inputs, given, allow_unused=True)
-    probes.assert_same(given, kept, "the gradient that backward was given, after it")
+    probes.assert_same(given, kept, "the incoming gradient after backward")
 
 
 def _checkpointed(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
@@ -151,7 +173,7 @@ def _in_another_thread(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]
         except BaseException as error:
             answer.set_exception(error)
 
-    # In the caller's context, which decides whose kernel runs.
+    # In the caller's context, because the provider priority is a context variable.
     run = contextvars.copy_context().run
     threading.Thread(target=run, args=(differentiate,), daemon=True).start()
     try:
@@ -177,19 +199,19 @@ def _func_vjp(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
     return [*pull_back(torch.ones((), dtype=torch.double))]
 
 
-# Ways of computing the gradients of a call, which must be the same.
+# Ways to compute the gradients of a call. All must agree.
 WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
     "of an equal call": probes.gradients,
     "with checkpointing": _checkpointed,
     "with reentrant checkpointing": _reentrant,
-    "in another thread than that of the call": _in_another_thread,
+    "in another thread": _in_another_thread,
     "of torch.func.grad": _func_grad,
     "of torch.func.vjp": _func_vjp,
 }
 
 
 def same_gradients(call: Call, ways: Sequence[str], **tolerances: Any) -> None:
-    """Gradients are the same, computed in other ways, each of which `WAYS` has."""
+    """Check that gradients agree with those computed in other `ways`, which are keys of `WAYS`."""
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
     for way in ways:
@@ -204,9 +226,9 @@ gradient_case = functools.partial(Case, group="gradient")
 
 
 def needs_formula(subject: Subject, order: int = 1) -> None:
-    """Raise CannotCheck if the operator has no gradient of an order."""
+    """Raise CannotCheck if the operator has no gradient of this order."""
     if not subject.has_autograd_kernel:
-        raise CannotCheck("no autograd formula: nothing is registered at an autograd key")
+        raise CannotCheck("no autograd formula: no kernel is registered at an autograd key")
     try:
         function, inputs = Call(subject.op, *subject.trainable_examples[0]).function()
         results = [r for r in function(*inputs) if r.requires_grad]
@@ -253,8 +275,8 @@ def _needs_digits(subject: Subject) -> None:
     for result in function(*inputs):
         if result.requires_grad and torch.finfo(result.dtype).bits < 64:
             raise CannotCheck(
-                f"its result is of {result.dtype} for arguments in double, which has too few "
-                "digits for finite differences"
+                f"its result has dtype {result.dtype} for arguments in double. Finite differences "
+                "need double"
             )
 
 
@@ -262,7 +284,7 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     """Do gradients agree with finite differences, also broadcast and with 0 elements?"""
     needs_formula(subject)
     if not subject.takes_double:
-        details["digits"] = "those of float32, as it does not take double"
+        details["precision"] = "float32, because the operator does not support double"
         for example in subject.trainable_examples[:3]:
             yield gradient_case("the example in float32", example, probe=slopes_are_right)
         return
@@ -306,7 +328,7 @@ def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example]]:
-    """One tensor with a dimension of size 1, which the operator may refuse."""
+    """Yield the example with one dimension of one tensor narrowed to size 1."""
     tensors = example.tensors
     for place, tensor in enumerate(tensors if len(tensors) > 1 else ()):
         for dim, size in enumerate(tensor.shape[:3]):
@@ -317,10 +339,10 @@ def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Exampl
 
 
 def _of_reads(example: Example) -> list[int]:
-    """The places of integers that may all be the same, as those at which something is read.
+    """Return the indices of integer tensors whose elements may be equal, such as gather indices.
 
-    At those at which rows are written, each place may have to be another one, so integers count
-    only if nothing has as many rows.
+    Scatter indices may have to be distinct. They have as many elements as some tensor has rows, so
+    integer tensors of such a size are left out.
     """
     floats = [tensor for tensor in example.tensors if not probes.has_integers(tensor)]
     lengths = {size for tensor in floats for size in tensor.shape}
@@ -332,7 +354,7 @@ def _of_reads(example: Example) -> list[int]:
 
 
 def _leaf(example: Example, before: Example) -> Example:
-    """Return the example with leaves of a graph, where they were leaves before."""
+    """Return the example with the same tensors requiring grad as before."""
     pairs = zip(example.tensors, before.tensors, strict=True)
     return example.with_tensors([t.detach().requires_grad_(o.requires_grad) for t, o in pairs])
 
@@ -352,12 +374,12 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
             text = str(error)
             says_so = "jvp" in text and ("implement" in text or "forward" in text)
             if says_so or isinstance(error, (ForwardModeError, NotImplementedError)):
-                raise CannotCheck(f"no formula of forward mode: {reason(error)}") from None
+                raise CannotCheck(f"no forward-mode formula: {reason(error)}") from None
         else:
             if subject.operator.handle is None and not any(bool(t.any()) for t in tangents):
                 raise CannotCheck(
-                    "no formula of forward mode, for which PyTorch returns zeros and no error if "
-                    "an operator is torch.library's. One of torchop's raises ForwardModeError"
+                    "no forward-mode formula. PyTorch returns zeros for operators of "
+                    "torch.library; operators of torchop raise ForwardModeError"
                 )
         options = {"forward": True}
         yield gradient_case(
@@ -368,7 +390,7 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
 def with_formula(
     subject: Subject, label: str, probe: Any, most: int | None = None, order: int = 1, **more: Any
 ) -> Iterator[Case]:
-    """The examples of an operator that has a formula."""
+    """Yield the trainable examples of an operator with a formula."""
     needs_formula(subject, order)
     for example in subject.trainable_examples[:most]:
         yield gradient_case(label, example, probe=probe, **more)
@@ -381,13 +403,13 @@ def checkpoint(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def determinism(subject: Subject, details: Details) -> Iterator[Case]:
-    """Are gradients of equal calls equal, bit for bit?"""
+    """Do equal calls have gradients with equal bits?"""
     options = {"ways": 4 * ["of an equal call"], "rtol": 0, "atol": 0}
     return with_formula(subject, "equal calls", same_gradients, options=options)
 
 
 def saved(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does backward notice that what it needs was written since?"""
+    """Does backward detect writes to the tensors that it needs?"""
     if subject.schema.is_mutable:
-        raise CannotCheck("it writes into its arguments itself")
+        raise CannotCheck("it writes its arguments")
     yield from with_formula(subject, "the example", saved_tensors_are_watched, most=2)

@@ -1,4 +1,4 @@
-"""Probes of backward: layouts of incoming gradients, and frozen ones in second derivatives."""
+"""Checks of backward: layouts of incoming gradients, and tensors that require no grad."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchop.testing.process_state import seed_torch
 
 
 def incoming_gradient(result: Tensor) -> Tensor:
-    """A gradient for a result, in which each element differs."""
+    """Return an incoming gradient for a result, with different elements."""
     values = torch.linspace(0.5, 1.5, result.numel(), dtype=torch.double, device=result.device)
     return values.reshape(result.shape).to(result.dtype)
 
 
 def second_derivatives_of_each_are_the_same(call: Call) -> None:
-    """Second derivatives are the same if some tensors, or the incoming gradient, are frozen."""
+    """Check that second derivatives do not depend on which other tensors require grad."""
     function, inputs = call.function()
     every = range(len(inputs))
 
@@ -45,7 +45,7 @@ def second_derivatives_of_each_are_the_same(call: Call) -> None:
         return [*torch.autograd.grad(total, chosen, allow_unused=True)]
 
     def compare(what: str, wanted: Sequence[int], required: Sequence[int], frozen: bool) -> None:
-        what = f"second derivatives while {what} requires no grad"
+        what = f"second derivatives if {what} requires no grad"
         expected = second(wanted, every, True)
         try:
             actual = second(wanted, required, not frozen)
@@ -63,7 +63,7 @@ def second_derivatives_of_each_are_the_same(call: Call) -> None:
     compare("the incoming gradient", every, every, True)
 
 
-# Where the memory of an incoming gradient lies, and what passes such a gradient.
+# Layouts of incoming gradients, with an operation that passes them.
 GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "expanded": ("as sum() passes it", lambda t: _repeated(t, range(t.dim()))),
     "expanded in dimension 0": ("as sum(0) passes it", lambda t: _repeated(t, range(t.dim())[:1])),
@@ -74,10 +74,10 @@ GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 
 def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
-    """The first elements of dimensions, repeated by stride 0.
+    """Repeat the first elements of dimensions by stride 0.
 
-    The memory is as large as that of all elements, so that a kernel which ignores the strides reads
-    NaN there and nothing beyond.
+    The memory is large enough for a contiguous tensor, so a kernel that ignores the strides reads
+    NaN, and not out of bounds.
     """
     memory = values.new_full((values.numel() + GUARD,), float("nan"))
     strides, first = [*contiguous_strides(values.shape)], values
@@ -88,9 +88,9 @@ def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
 
 
 def gradients_are_read_by_strides(call: Call, layout: str) -> None:
-    """Backward computes the same from an incoming gradient in this layout as from a contiguous one.
+    """Check that backward returns the same for an incoming gradient in this layout.
 
-    One result after another gets such a gradient, and the others get contiguous ones.
+    The gradient of one result at a time has the layout. The others are contiguous.
     """
     function, inputs = call.function()
     when, laid_out = GRADIENT_LAYOUTS[layout]
@@ -112,7 +112,7 @@ def gradients_are_read_by_strides(call: Call, layout: str) -> None:
             continue
         try:
             laid_out(incoming_gradient(result))
-        except CannotCheck:  # the result has too few dimensions
+        except CannotCheck:  # too few dimensions for this layout
             continue
         expected = backward(place, in_fresh_memory)
         what = f"an incoming gradient that is {layout}, {when}, of result {place}"
@@ -123,15 +123,15 @@ def gradients_are_read_by_strides(call: Call, layout: str) -> None:
             text = f"{what}: backward raised {raised}. {_READ_BY_STRIDES}"
             raise AssertionError(text) from error
         problem = _difference(actual, expected, what)
-        # A backward that draws random numbers of its own cannot be compared.
+        # A backward that draws random numbers cannot be compared.
         if problem and not _difference(backward(place, in_fresh_memory), expected, what):
             raise AssertionError(f"{problem}\n{_READ_BY_STRIDES}")
 
 
 def _difference(actual: Sequence[Any], expected: Sequence[Any], what: str) -> str:
-    """The difference between gradients, in words; empty if they agree up to rounding."""
+    """Return a description of the difference; an empty string if they agree up to rounding."""
     try:
-        # Kernels may round in another order, and a wrong stride changes much more.
+        # Kernels may round differently, but a wrong stride changes much more.
         tolerances: dict[str, Any] = {**probes.rounding(torch.half, expected)}
         probes.assert_same(actual, expected, what, **tolerances)
     except AssertionError as error:
@@ -140,13 +140,13 @@ def _difference(actual: Sequence[Any], expected: Sequence[Any], what: str) -> st
 
 
 _READ_BY_STRIDES = (
-    "Backward must read a gradient by its strides. If a kernel needs contiguous gradients, pass "
+    "Backward must respect the strides of a gradient. If a kernel needs contiguous gradients, pass "
     "contiguous_grads=True to torchop's register_autograd, or call .contiguous() in backward."
 )
 
 
 def grad_strides(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does backward respect the strides of the gradients that it gets?"""
+    """Does backward respect the strides of incoming gradients?"""
     needs_formula(subject)
     for example in subject.trainable_examples[:2]:
         for layout in GRADIENT_LAYOUTS:
@@ -157,7 +157,7 @@ def grad_strides(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def gradients_of_each_are_the_same(call: Call) -> None:
-    """The gradient of an argument is the same if it is the only one that requires grad."""
+    """Check that each gradient is the same if no other argument requires grad."""
     function, inputs = call.function()
     together = probes.gradients(function, inputs)
     for place, expected in enumerate(together):
@@ -170,12 +170,12 @@ def gradients_of_each_are_the_same(call: Call) -> None:
             else (None,)
         )
         name = call.differentiable[place]
-        what = f"the gradient of {name}, which alone requires grad"
+        what = f"the gradient of {name}, if only {name} requires grad"
         probes.assert_same([actual], [expected], what)
 
 
 def needs_input_grad(subject: Subject, details: Details) -> Iterator[Case]:
-    """Is each gradient, and each second derivative, the same if no other is asked for?"""
+    """Are gradients and second derivatives the same if other arguments require no grad?"""
     needs_formula(subject)
     for example in subject.trainable_examples[:2]:
         if sum(tensor.requires_grad for tensor in example.tensors) > 1:

@@ -1,4 +1,4 @@
-"""Checks of what a call does to the process, to later calls, and to other threads."""
+"""Checks of side effects: on the process, on later calls, and on other threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from torchop.testing.process_state import (
 
 
 def _differ(actual: Any, expected: Any) -> bool:
-    """Whether two outcomes are not the same, bit for bit."""
+    """Return whether the bits of two outcomes differ."""
     try:
         probes.assert_same(actual, expected, "", rtol=0, atol=0)
     except AssertionError:
@@ -52,9 +52,11 @@ def _differ(actual: Any, expected: Any) -> bool:
 
 
 def is_repeatable(call: Call, first: Any = None) -> None:
-    """Equal calls give equal results, bit for bit: at least 5, and up to 300 in 0.2 seconds.
+    """Check that equal calls return equal bits, in 5 to 300 calls within 0.2 seconds.
 
-    `first` is the outcome of the first call in the process, if it was not made here.
+    Args:
+        call: the call.
+        first: the outcome of the first call in the process. By default, a call is made.
     """
     expected = call.again() if first is None else first
     end = time.perf_counter() + 0.2
@@ -64,7 +66,7 @@ def is_repeatable(call: Call, first: Any = None) -> None:
             again = call.again()
         except Exception as error:
             raise AssertionError(
-                f"{what} raises {reason(error)}, and an equal call before it did not."
+                f"{what} raises {reason(error)}, but an equal call before it did not raise."
             ) from error
         probes.assert_same(again, expected, what, rtol=0, atol=0)
         if number > 5 and time.perf_counter() > end:
@@ -78,14 +80,14 @@ def _drawn(call: Call, seed: int) -> list[Any]:
 
 
 def draws_from_its_generator(call: Call) -> None:
-    """Where a generator is passed, no other one decides what the results are."""
+    """Check that results depend on the passed generator only."""
     drawn = [_drawn(call, seed) for seed in (1, 2)]
-    what = "equal generators, and another seed of PyTorch's own"
+    what = "with an equal generator, and another seed of PyTorch's default generator"
     probes.assert_same(drawn[1], drawn[0], what, rtol=0, atol=0)
 
 
 def draws_anew(call: Call) -> None:
-    """Another seed changes what is drawn, or the state of a generator tells that something is."""
+    """Check that results depend on the seed, or that the call advances a generator."""
     results = []
     for seed in range(16):
         seed_all(seed)
@@ -94,36 +96,45 @@ def draws_anew(call: Call) -> None:
         if generator_states() != before or _differ(results[-1], results[0]):
             return
     raise AssertionError(
-        "16 seeds give the same results, and no generator is drawn from, which the tag "
-        "torch.Tag.nondeterministic_seeded promises. Draw from PyTorch's generator, or from one "
-        "that is seeded from it."
+        "the operator has the tag torch.Tag.nondeterministic_seeded, but 16 seeds give the same "
+        "results, and no generator advances. Draw from PyTorch's generator, or from one that is "
+        "seeded from it."
     )
 
 
 def has_no_memory(call: Call, others: Any) -> None:
-    """A call gives the same results whatever was called before."""
+    """Check that earlier calls do not change the results of a call."""
     first = call.again()
     single = [(f"another one ({number})", [other]) for number, other in enumerate(others)]
     for what, calls in [*single, ("several others", others)]:
         for other in calls:
-            with contextlib.suppress(Exception):  # refused, which must change nothing either
+            with contextlib.suppress(Exception):  # a refused call must not change results either
                 call.again(other)
         probes.assert_same(call.again(), first, f"the same call after {what}", rtol=0, atol=0)
-    # The same tensors with other values, and then these values in other memory.
+    # Change the values of tensors in place, and compare with calls on the same values elsewhere.
+    try:
+        call.changed(_doubled)
+    except CannotCheck:
+        return
     same = tuple(call.example.copy())
     probes.outcome(call.op, *same)
-    probes.mapped(same, lambda t: t.mul_(-2) if t.is_floating_point() else t)
-    elsewhere = [probes.copies(same) for _ in range(32)]  # few where an earlier call was
+    probes.mapped(same, lambda t: t.copy_(_doubled(t)))
+    # 32 copies, because a few may reuse the address of an earlier argument.
+    elsewhere = [probes.copies(same) for _ in range(32)]
     try:
         here, *there = (probes.outcome(call.op, *each) for each in (same, *elsewhere))
     except Exception:
-        return  # other values are refused
+        return  # the operator refuses these values
     for each in there:
         probes.assert_same(here, each, "other values at the same address", rtol=0, atol=0)
 
 
+def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return -2 * tensor if tensor.is_floating_point() else tensor
+
+
 def keeps_no_input(call: Call) -> None:
-    """Nothing holds the memory of the arguments after the call."""
+    """Check that nothing holds the memory of the arguments after the call."""
     names = iter(call.names)
     watched = []
 
@@ -141,11 +152,11 @@ def keeps_no_input(call: Call) -> None:
         gc.collect()
     alive = [name for name, memory in watched if not memory.expired()]
     if alive:
-        raise AssertionError(f"after the call, something still holds the memory of {alive[0]}.")
+        raise AssertionError(f"the memory of {alive[0]} is not released after the call.")
 
 
 def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None:
-    """Calls, or calls with backward, leave neither Python objects nor memory behind."""
+    """Check that calls, or calls with backward, leak neither Python objects nor memory."""
     given = call.example.copy()
     function, inputs = probes.as_function(call.op, *given)
 
@@ -156,19 +167,19 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
         with torch.no_grad():
             call.op(*given.args, **given.kwargs)
 
-    # A large process also fills what it keeps for later, so only what grows again is a leak.
+    # A first run also fills caches of the process, so only repeated growth is a leak.
     if _growths(once, calls // 4) and (growths := _growths(once, calls // 4)):
-        raise AssertionError(f"each {calls // 4} calls leave more behind: {growths}.")
+        raise AssertionError(f"memory grows with every {calls // 4} calls: {growths}.")
 
 
 def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
-    """What grew in every one of four windows of calls, the first apart, and by how much in each."""
+    """Return the counters that grow in all windows of `each` calls, with the growth per window."""
     was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
-    # Only a full collection frees the tuples that Python keeps for later, up to 2,000 of each
-    # length. It is quick, as it need not look at the objects that were there before.
+    # A full collection clears CPython's free lists, such as 2,000 tuples of each length. Freezing
+    # keeps it fast, because it then skips all older objects.
     gc.freeze()
-    # What is counted, and how many more of it, for each call, are a leak.
+    # Each counter with the growth per call that is a leak.
     counters: dict[str, tuple[Callable[[], int], int]] = {
         "open files": (open_files, 1),
         "threads": (count_threads, 1),
@@ -185,37 +196,38 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
             for what, (count, _) in counters.items():
                 counts[what].append(count())
     finally:
-        if not had_frozen:  # what others have frozen on purpose stays frozen
+        if not had_frozen:  # do not unfreeze objects that the program froze
             gc.unfreeze()
         if was_enabled:
             gc.enable()
     growths: dict[str, list[int]] = {}
     for what, (_, limit) in counters.items():
         growth = [after - before for before, after in itertools.pairwise(counts[what])][1:]
-        # Each call of a leak leaves as much behind. What a process keeps for later, as when a
-        # backward first runs in its thread, gets less with every window.
+        # A leak grows by the same amount per window. Caches, such as those of the backward thread,
+        # grow less with every window.
         if min(growth) >= limit * each and growth[-1] >= 0.8 * growth[0]:
             growths[what] = growth
     return growths
 
 
 def leaves_process_alone(call: Call, draws: bool = False) -> None:
-    """The call changes no default, no mode, no environment, and, unless it draws, no generator."""
-    seed_all(20010)  # which no kernel sets, as no number of threads
+    """Check that the call changes no process state. If it `draws`, generators may advance."""
+    # Values that a kernel is unlikely to set itself.
+    seed_all(20010)
     torch.set_num_threads(7)
     process, forked = os.getpid(), forks()
     with torch.enable_grad(), warnings.catch_warnings():
-        # One that no kernel sets again, and with which a warning is not shown.
+        # A filter that no kernel sets, and that suppresses warnings of the call.
         warnings.filterwarnings("ignore", ".*")
         example, before = call.example.copy(), process_state()
         call.op(*example.args, **example.kwargs)
         if os.getpid() != process:
-            os._exit(1)  # this is a copy of the process
+            os._exit(1)  # a child that the kernel forked must not continue here
         after = process_state()
     if forks() != forked:
         raise AssertionError(
-            "the call forks the process, and the copy, which lacks PyTorch's threads, goes on with "
-            "the program if it returns from the call."
+            "the call forks the process. The child lacks PyTorch's threads, and continues the "
+            "program if it returns from the call. Start a new process, or exit the child."
         )
     for name, value in before.items():
         if after[name] == value:
@@ -224,13 +236,12 @@ def leaves_process_alone(call: Call, draws: bool = False) -> None:
             if draws:
                 continue
             raise AssertionError(
-                f"the call changes {name}. An operator that draws random numbers has the tag "
-                "torch.Tag.nondeterministic_seeded, and no operator seeds a generator that others "
-                "use."
+                f"the call changes {name}. If the operator draws random numbers, add the tag "
+                "torch.Tag.nondeterministic_seeded. An operator must not seed a global generator."
             )
         is_long = isinstance(value, list | dict)
         values = "" if is_long else f" from {value} to {after[name]}"
-        raise AssertionError(f"the call changes {name}{values}, which other code relies on.")
+        raise AssertionError(f"the call changes {name}{values}. Restore it before returning.")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -242,7 +253,7 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         yield Case("repeated calls", example, probe=is_repeatable)
         options = {"first": subject.first_calls[subject.place(example)].record.outcome}
-        # The first call was accepted, so an exception of an equal call is a failure.
+        # The first call succeeded, so an exception of an equal call is a failure.
         yield Case(
             "the first call",
             example,
@@ -254,7 +265,7 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
             shrink=False,
         )
         arguments = (*example.args, *example.kwargs.values())
-        # Numbers with which nothing may be drawn, as where nothing is dropped.
+        # With probability 0 or 1, dropout and similar operators draw nothing.
         is_off = any(value in (0, 1) for value in arguments if type(value) in (int, float, bool))
         if any(isinstance(argument, torch.Generator) for argument in arguments):
             yield Case("two equal generators", example, probe=draws_from_its_generator)
@@ -272,7 +283,7 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:
-    """Return other calls than one: with other values, other sizes, and other examples."""
+    """Return calls with other values, other sizes, and of other examples."""
     changes = [{size: size + 1} for size in sizes(arranged)[:2] if size]
     others = [
         *examples[:2],
@@ -285,19 +296,19 @@ def _others(subject: Subject, examples: list[Example], arranged: Example) -> dic
 
 
 def kept(subject: Subject, details: Details) -> Iterator[Case]:
-    """Is the memory of arguments given back?"""
+    """Is the memory of arguments released?"""
     for example in subject.accepted():
         if any(t.numel() for t in example.tensors):
             yield Case("the memory of the arguments", example, probe=keeps_no_input, shrink=False)
 
 
-_LONGEST = 60  # seconds that the calls which look for leaks may take
+_LONGEST = 60  # seconds for the calls that look for leaks
 
 
 def leaks(subject: Subject, details: Details) -> Iterator[Case]:
-    """Do 200 calls leave nothing behind?"""
+    """Do 200 calls leak nothing?"""
     if not allocated_bytes():
-        details["memory"] = "only objects: the C library does not say how much is allocated"
+        details["memory"] = "only objects: the C library does not report allocated memory"
     for example in subject.accepted(most=1):
         started = time.perf_counter()
         subject.refusal(example)
@@ -326,11 +337,11 @@ def process(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None:
-    """Two threads that call at once, with other values, get the same results as one, and return."""
-    calls = [tuple(call.example), probes.other_values(tuple(call.example))]
+    """Check that two threads that call at once, with different values, get the right results."""
+    calls = [tuple(call.example), tuple(call.other_values())]
     try:
         pairs = [(each, call.again(each)) for each in calls]
-    except Exception:  # it refuses the other values
+    except Exception:  # the operator refuses the other values
         pairs = [(calls[0], call.again())] * 2
     problems: list[BaseException] = []
     start = threading.Barrier(2)
@@ -341,13 +352,13 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
             for _ in range(25):
                 args, kwargs = probes.copies(arguments)
                 result = probes.leaves(call.op(*args, **kwargs))
-                right = expected[: len(result)]  # without what is written
-                # Not to the bit: a thread that is busy leaves OpenMP fewer of them.
+                right = expected[: len(result)]  # without written arguments
+                # With tolerances, because OpenMP uses fewer threads if another call is busy.
                 probes.assert_same(result, right, "in two threads", **tolerances)
         except BaseException as error:
             problems.append(error)
 
-    # In the caller's context, which says whose kernel runs.
+    # In the caller's context, because the provider priority is a context variable.
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, *pair), daemon=True)
         for pair in pairs
@@ -358,7 +369,9 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
     for thread in threads:
         thread.join(max(end - time.monotonic(), 0.0))
     if any(thread.is_alive() for thread in threads):
-        raise AssertionError(f"a thread did not return from its calls within {seconds:g} s.")
+        raise AssertionError(
+            f"in two threads at once: a thread did not return within {seconds:g} s."
+        )
     if problems:
         raise AssertionError(f"in two threads at once: {problems[0]!r}")
 
@@ -371,5 +384,5 @@ def threads(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("two threads", example, probe=runs_in_threads, options=options, shrink=False)
     trainable = trainable_example(subject)
     if trainable is not None:
-        options = {"ways": ["in another thread than that of the call"]}
+        options = {"ways": ["in another thread"]}
         yield Case("backward", trainable, None, "gradient", same_gradients, options)

@@ -1,4 +1,4 @@
-"""Checks of residuals: what kernels return for the backward alone."""
+"""Checks of residuals: kernel outputs that only the backward uses."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from torchop.testing._saved import saved_bytes
 
 
 def same_in_training(call: Call) -> None:
-    """The result is the same, bit by bit, where residuals are computed and where they are not."""
+    """Check that computing residuals does not change any bit of the result."""
     with torch.no_grad():
         expected = call.again()
     actual = call.again()
-    probes.assert_same(actual, expected, "where a gradient is recorded", rtol=0, atol=0)
+    probes.assert_same(actual, expected, "with gradients recorded", rtol=0, atol=0)
 
 
 def residuals_stay(call: Call) -> None:
-    """The residuals of a call are fresh tensors, which no later call changes."""
+    """Check that residuals are fresh tensors, so that a later call does not change them."""
     form, flat = _training(call)
     residuals = _tensors(form, form.helper.overload(*flat[0], **flat[1]))
     before = [tensor.clone() for tensor in residuals]
-    args, kwargs = probes.mapped(
-        flat, lambda tensor: tensor + 1 if tensor.is_floating_point() else tensor.clone()
-    )
+    other = call.changed(lambda t: t + 1 if t.is_floating_point() else t.clone())
+    _, (args, kwargs) = _training(Call(call.op, *other))
     form.helper.overload(*args, **kwargs)
-    probes.assert_same(residuals, before, "the residuals of one call after another", rtol=0, atol=0)
+    probes.assert_same(
+        residuals, before, "the residuals of a call, after a second call", rtol=0, atol=0
+    )
 
 
 def described_by_the_fake_kernel(call: Call) -> None:
-    """The fake kernel describes the residuals as they are."""
+    """Check that the fake kernel returns the metadata of the real residuals."""
     form, flat = _training(call)
     real = _tensors(form, form.helper.overload(*flat[0], **flat[1]))
     mode, (fake_args, fake_kwargs) = with_fake_tensors(flat)
@@ -52,20 +53,20 @@ def described_by_the_fake_kernel(call: Call) -> None:
     names = form.declared.named._fields
     if len(real) != len(fake):
         raise AssertionError(
-            f"the kernel returned {len(real)} tensors among its residuals ({', '.join(names)}), "
-            f"and the fake kernel {len(fake)}."
+            f"the kernel returned {len(real)} tensors as residuals ({', '.join(names)}), but the "
+            f"fake kernel {len(fake)}."
         )
     for place, pair in enumerate(zip(real, fake, strict=True)):
         described, expected = map(_metadata, reversed(pair))
         if described != expected:
             raise AssertionError(
-                f"residual tensor {place} of {', '.join(names)}: the fake kernel says {described}, "
-                f"but the kernel returned {expected}."
+                f"residual tensor {place} of {', '.join(names)}: the fake kernel returned "
+                f"{described}, but the kernel {expected}."
             )
 
 
 def every_residual_is_read(call: Call) -> None:
-    """The setup_context of the formula reads every residual."""
+    """Check that the setup_context of the formula reads every residual."""
     declared = _definition(call.op).declaration.residuals
     named, read = declared.named, set()
 
@@ -84,20 +85,20 @@ def every_residual_is_read(call: Call) -> None:
 
     declared.named = Watched
     try:
-        with native.disabled():  # whose plan has the class from before
+        with native.disabled():  # call plans hold the original class
             call.op(*call.args, **call.kwargs)
     finally:
         declared.named = named
     unread = [name for name in named._fields if name not in read]
     if unread:
         raise AssertionError(
-            f"nobody uses the residuals {', '.join(unread)}: no setup_context with the parameter "
-            "'residuals' reads them, so they cost memory and time in vain."
+            f"setup_context does not read the residuals {', '.join(unread)}. Read them from its "
+            "parameter 'residuals', or do not return them."
         )
 
 
 def _training(call: Call) -> tuple[Any, Any]:
-    """Return the training form, and its arguments for a call of the operator."""
+    """Return the training form of the operator, and its arguments for this call."""
     op, (args, kwargs) = call.op, call.example
     definition = _definition(op)
     form = definition.declaration.residuals.training_form(definition)
@@ -124,7 +125,7 @@ def _metadata(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def residuals(subject: Subject, details: Details) -> Iterator[Case]:
-    """Are residuals fresh, described by the fake kernel, and used, and results the same?"""
+    """Are residuals fresh, used, and described by the fake kernel, and do results stay the same?"""
     definition = _definition(subject.op)
     if definition is None or definition.declaration.residuals is None:
         raise CannotCheck("it declares no residuals")
@@ -138,5 +139,5 @@ def residuals(subject: Subject, details: Details) -> Iterator[Case]:
         ):
             yield Case(label, example, group="gradient", probe=probe)
     yield Case("the residuals that are read", examples[0], None, "gradient", every_residual_is_read)
-    args, kwargs = examples[0].copy()  # last, because a wrong operator may raise here too
+    args, kwargs = examples[0].copy()  # last, because a wrong operator may raise
     details["saved bytes"] = saved_bytes(subject.op, *args, **kwargs)

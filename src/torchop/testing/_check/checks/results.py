@@ -1,4 +1,4 @@
-"""Probes of the results of a call: what it returns, what it writes, and what its schema says."""
+"""Probes of the results of a call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from torchop.testing._contents import check_outputs
 from torchop.testing._snapshot import overlap
 from torchop.testing.process_state import restored
 
-# --------------------------------------------------------------------------------------------------
-# Probes that read the record of a call
-
 
 def succeeds(call: Call) -> None:
-    """The operator can be called."""
+    """Check that the call does not raise."""
     if call.record.error is not None:
         raise call.record.error
 
@@ -29,7 +26,10 @@ def succeeds(call: Call) -> None:
 def same_as_contiguous(
     call: Call, expected: Any = None, what: str = "the call", **tolerances: Any
 ) -> None:
-    """The call does the same as on contiguous copies, and writes nothing around its tensors."""
+    """Check that the call agrees with a call on contiguous copies, or with `expected`.
+
+    It must not write to the memory around its tensors.
+    """
     succeeds(call)
     if call.record.swapped is not None:
         raise call.record.swapped
@@ -39,21 +39,21 @@ def same_as_contiguous(
     try:
         probes.assert_same(call.record.outcome, expected, what, **tolerances)
     except AssertionError:
-        writes_every_element(call, what)
+        writes_every_element(call, what)  # a clearer message, if that is the cause
         raise
 
 
 def same_or_refused(call: Call, what: str) -> None:
-    """The call raises, or does the same as on arguments that share no memory."""
+    """Check that the call raises, or agrees with a call whose arguments share no memory."""
     if call.record.error is None:
         probes.assert_same(call.record.outcome, call.contiguous, what)
 
 
 def writes_every_element(call: Call, what: str = "the call", **tolerances: Any) -> None:
-    """The call leaves no element of its results as `torch.empty` made it."""
+    """Check that no element of the results is uninitialized memory from `torch.empty`."""
     succeeds(call)
     if call.record.mutation is not None:
-        return  # the arguments are others than before
+        return  # a second call would get other arguments
     for index, (one, other) in enumerate(zip(call.record.outcome, _in_zeros(call), strict=True)):
         try:
             probes.assert_same([one], [other], what, **tolerances)
@@ -67,7 +67,7 @@ def writes_every_element(call: Call, what: str = "the call", **tolerances: Any) 
 
 
 def _in_zeros(call: Call) -> list[Any]:
-    """The outcome of the call where `torch.empty` returns zeros."""
+    """Return the outcome of the call where `torch.empty` returns zeros."""
     if all(t.is_contiguous() for t in call.tensors if probes.is_plain(t)):
         return call.contiguous
     probes.free_zeros(probes.tensors_of(call.record.outcome))
@@ -75,7 +75,7 @@ def _in_zeros(call: Call) -> list[Any]:
 
 
 def keeps_its_schema(call: Call) -> None:
-    """The call writes the arguments that its schema declares, and returns fresh memory."""
+    """Check that the call writes only declared arguments, and returns fresh memory."""
     succeeds(call)
     if call.record.mutation is not None:
         raise call.record.mutation
@@ -94,17 +94,16 @@ def keeps_its_schema(call: Call) -> None:
         for (where, tensor), (other_place, other) in itertools.combinations(outputs, 2):
             if _share_memory(tensor, other):
                 raise AliasError(
-                    f"{where} and {other_place} of {schema} are in one memory: return a copy of "
-                    "one of them."
+                    f"{where} and {other_place} of {schema} share memory. Return a copy of one."
                 )
         example = call.example.copy()
-        # A kernel that returns the same tensor each time gives one caller the result of another.
+        # A kernel that returns the same tensor in each call overwrites an earlier result.
         later = dict(named_outputs(call.op(*example.args, **example.kwargs)))
         for where, tensor in outputs:
             if where in later and _share_memory(tensor, later[where]):
                 raise AliasError(
-                    f"{where} of {schema} is the same memory in two calls: the kernel returned a "
-                    "tensor that it keeps. Return a fresh one, such as a clone."
+                    f"{where} of {schema} is in the same memory in two calls, because the kernel "
+                    "returns a tensor that it keeps. Return a fresh tensor, such as a clone."
                 )
         return
     written = probes.written(probes.written_places(call.op), *given)
@@ -112,8 +111,8 @@ def keeps_its_schema(call: Call) -> None:
         returns_it = schema.form in (Form.INPLACE, Form.OUT)
         if returns_it and tensor is not written_one and not _is_same_view(tensor, written_one):
             raise AliasError(
-                f"{where} of {schema} is not the argument that the schema says it is: the "
-                "kernel must write into the argument and return it."
+                f"{where} of {schema} is not the argument that the schema declares. Write into "
+                "the argument, and return it."
             )
     check_outputs(schema, call.op, *call.example)
 
@@ -121,7 +120,7 @@ def keeps_its_schema(call: Call) -> None:
 def _share_memory(left: Tensor, right: Tensor) -> bool:
     if left.layout is not torch.strided or right.layout is not torch.strided:
         return left is right
-    # NumPy and DLPack share memory by a second storage that wraps it.
+    # NumPy and DLPack wrap the same memory in a second storage.
     return overlap(left.untyped_storage(), right.untyped_storage())
 
 
@@ -132,7 +131,7 @@ def _is_same_view(left: Tensor, right: Tensor) -> bool:
 
 
 def right_in_blocks(call: Call, expected: Any = None, what: str = "", **options: Any) -> None:
-    """Every element of a result is written, and it is that of a reference, if there is one."""
+    """Check that every element is written, and agrees with the reference if there is one."""
     if options.get("values", True):
         writes_every_element(call, what)
     if expected is not None:
@@ -142,10 +141,10 @@ def right_in_blocks(call: Call, expected: Any = None, what: str = "", **options:
 def ignores_num_threads(
     call: Call, draws: bool = False, is_large: bool = False, **tolerances: Any
 ) -> None:
-    """Raise if results depend on the number of threads.
+    """Check that results do not depend on the number of threads.
 
-    Random numbers may differ if the call `draws` them. If it `is_large`, the order of a sum and the
-    choice between equal elements may also depend on the number of threads.
+    Random numbers may depend on it if the call `draws` them. If the call `is_large`, the order of a
+    sum and the choice between equal elements may depend on it too.
     """
 
     def outcome() -> Any:
@@ -161,7 +160,7 @@ def ignores_num_threads(
     try:
         probes.assert_same(outcome(), expected, "an equal call", **tolerances)
     except AssertionError as error:
-        # A kernel may read beyond arguments whose larger sizes do not fit each other.
+        # Enlarged arguments may be inconsistent, so that the kernel reads out of bounds.
         raise CannotCheck(f"equal calls give different results: {error}") from None
     for number in (1, 2, 3, 5):
         with restored():
