@@ -177,9 +177,7 @@ def test_what_is_written_is_compared_and_moves_are_refused(namespace: str) -> No
     )
     op.register_fake(lambda x: None)
     op.register_sharding("pointwise")
-    with pytest.raises(
-        OpCheckError, match=r"with x: S\(1\) x, which the operator writes, is wrong"
-    ):
+    with pytest.raises(OpCheckError, match=r"with x: S\(1\) the written x is wrong"):
         check_sharding(op, (X,))
 
 
@@ -233,7 +231,7 @@ def test_what_cannot_be_checked_is_refused(namespace: str) -> None:
         check_sharding(op, (X,), backend="aot_eager")
     optional = define(f"{namespace}b", "(Tensor? x) -> Tensor", lambda x: torch.ones(2))
     optional.register_sharding("replicate")
-    with pytest.raises(ValueError, match="there is no tensor among the arguments"):
+    with pytest.raises(ValueError, match="no argument is a tensor"):
         check_sharding(optional, (None,))
 
 

@@ -1,4 +1,4 @@
-"""The check that an operator with `torch.Tag.out` does not read its outputs."""
+"""Check that an operator with `torch.Tag.out` does not read its outputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torchop.testing.process_state import seed_torch
 
 
 def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
-    """Runs an operator in the form of `torch.Tag.out` on outputs with different contents.
+    """Check that written values do not depend on the previous contents of outputs.
 
-    The written values must not depend on these contents, because Inductor passes uninitialized
-    memory to such an operator.
+    Only applies to operators in the form of `torch.Tag.out`. Inductor passes uninitialized memory
+    to these.
     """
     if schema.form is not Form.OUT and getattr(torch.Tag, "out", None) not in overload.tags:
         return
@@ -25,20 +25,20 @@ def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) 
         _written(schema, overload, args, kwargs, byte) for byte in (0x00, 0xFF, 0xFF)
     )
     for (name, first), (_, second), (_, third) in zip(zeros, ones, again, strict=True):
-        # Random results differ, too, but between the two equal calls as well.
+        # Random results differ between equal calls too, so they are not compared.
         if _same_bits(second, third) and not _same_bits(first, second):
             raise RuntimeError(
-                f"{name!r} of {schema} depends on what the output held before the call: the kernel "
-                "reads it, or does not write all of it. With torch.Tag.out, compilers pass "
-                "uninitialized memory. Write every element without reading it; or mutate a plain "
-                "argument, without the tag, and return None."
+                f"{name!r} of {schema} depends on its previous contents: the kernel reads it, or "
+                "does not write every element. With torch.Tag.out, compilers pass uninitialized "
+                "memory. Write every element without reading it; or mutate a plain argument, "
+                "without the tag, and return None."
             )
 
 
 def _written(
     schema: Schema, overload: OpOverload, args: Any, kwargs: Any, byte: int
 ) -> list[tuple[str, Tensor]]:
-    """The outputs after a call before which every byte of them was `byte`."""
+    """Fill the outputs with a byte, call the operator, and return them."""
     args, kwargs = mapped((args, kwargs), lambda tensor: tensor.detach().clone())
     tensors = list(named_inputs(schema, args, kwargs))
     outputs = [(name, tensor) for name, _, tensor in tensors if name in schema.mutated]
@@ -48,7 +48,7 @@ def _written(
                 byte & 1 if output.dtype is torch.bool else byte
             )
     devices = {t.device for _, _, t in tensors if t.device.type not in ("cpu", "meta")}
-    kind = next(iter(devices)).type if devices else "cuda"  # which it does not ask without devices
+    kind = next(iter(devices)).type if devices else "cuda"  # unused without devices
     with torch.random.fork_rng([device.index for device in devices], device_type=kind):
         seed_torch(0)
         overload(*args, **kwargs)

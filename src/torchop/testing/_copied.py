@@ -1,4 +1,4 @@
-"""copied_bytes: how much memory a compiled function copies, to let operators write."""
+"""copied_bytes: measure the copies that Inductor inserts for operators that write."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from torchop._compat.inductor_graphs import Lowered
 
 
 def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> dict[str, int]:
-    """Return how many bytes a compiled function copies because operators write into tensors.
+    """Return the number of bytes that a compiled function copies because operators write tensors.
 
-    Inductor lets an operator write into a copy if the old value of the argument may be read later,
-    and copies the new value back if the argument is an input of the graph. For a large cache, this
-    costs more than the operator.
+    Inductor passes a copy to an operator if the previous value of the argument may be read later.
+    If the argument is an input of the graph, Inductor copies the new value back. For a large cache,
+    these copies can cost more than the operator.
 
-    The function is compiled with `fullgraph=True`, up to the generation of code. It is not run, so
-    nothing is written. Only the forward is counted, without the bodies of branches, loops and
-    nested regions.
+    The function is compiled with `fullgraph=True`, but not run. Only the forward is counted,
+    without the bodies of branches, loops and nested regions.
 
     Args:
         function: a function, a module or an operator, compiled or not.
@@ -31,13 +30,13 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
         kwargs: its keyword arguments.
 
     Returns:
-        The bytes that are copied, there and back, by the name of the argument. An item of a list is
-        named as in `"caches[0]"`, a parameter or buffer of a module as in `state_dict`. A tensor
-        that the function computes is named by the argument of the operator that writes it, as in
-        `"mylib::update.cache"`. Arguments of which nothing is copied are left out.
+        The copied bytes by the name of the argument. The name of a list item is `"caches[0]"`, and
+        the name of a parameter or buffer is its key in `state_dict`. A tensor that the function
+        computes has the name of the operator's argument, such as `"mylib::update.cache"`. Arguments
+        without copies are omitted.
 
     Raises:
-        Exception: what tracing the function raises, such as an error for a graph break.
+        Exception: tracing the function raised it, for example because of a graph break.
 
     Example:
         >>> import torch, torchop
@@ -65,13 +64,13 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     for clone, name in clones.items():
         copied[name] = copied.get(name, 0) + inductor_graphs.size_in_bytes(clone)
     for node in filter(inductor_graphs.is_copy_back, lowered.graph.nodes):
-        # `x.copy_(x)` remains where an operator writes into the input itself.
+        # If an operator writes into the input itself, the graph contains `x.copy_(x)`.
         target, value = (inductor_graphs.view_root(node.all_input_nodes[n]) for n in (0, -1))
         is_cloned = value in clones
         if target in lowered.inputs and (is_cloned or _is_written_copy(value)):
             size = inductor_graphs.size_in_bytes(node.all_input_nodes[0])
             name = lowered.inputs[target]
-            # An operator that returns a list wrote into a copy of its own.
+            # Helpers that return a list write into a copy that they make themselves.
             copied[name] = copied.get(name, 0) + size * (1 if is_cloned else 2)
     return {_parameter(function, name): size for name, size in copied.items()}
 
@@ -91,14 +90,14 @@ def _clones(lowered: Lowered) -> dict[Node, str]:
             if is_ours and root not in clones and not inductor_graphs.is_copy_back(node):
                 origin = inductor_graphs.view_root(root.all_input_nodes[0])
                 if origin in lowered.inputs and origin not in mutated:
-                    continue  # the program itself passes a copy
+                    continue  # the program itself makes this copy
                 name = clones.get(origin) or lowered.inputs.get(origin)
                 clones[root] = name or f"{node.target._schema.name}.{argument}"
     return clones
 
 
 def _is_written_copy(node: Node) -> bool:
-    """Whether a node is what a companion that writes into copies returns for an argument."""
+    """Return whether a node is a written argument that a functional helper operator returns."""
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return str(node.target).partition(".default")[0].endswith("__functional")

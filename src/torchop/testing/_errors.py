@@ -2,6 +2,6 @@
 
 
 class OpCheckError(Exception):
-    """A check of `opcheck`, or of `check`, failed."""
+    """Raised by `opcheck`, `check` and `check_sharding` if a check fails."""
 
     __module__ = "torchop.testing"

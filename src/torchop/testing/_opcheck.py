@@ -1,4 +1,4 @@
-"""opcheck: checks the contract of an operator that compilers rely on."""
+"""opcheck: check the contract between an operator and compilers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DEFAULT_TEST_UTILS = (
     "test_faketensor",
     "test_aot_dispatch_dynamic",
 )
-# PyTorch's checks take a tolerance of 0 for "not given"; this one has the effect of 0.
+# PyTorch's checks treat a tolerance of 0 as missing. This value has the effect of 0.
 _TINY = 5e-324
-# Ours, for operators with a sharding rule, beside those of PyTorch.
+# An additional check, for operators with a sharding rule.
 _SHARDING = "test_sharding"
 _PLACEMENTS = 100
 
@@ -44,28 +44,27 @@ def opcheck(
     atol: float | None = None,
     rtol: float | None = None,
 ) -> dict[str, str | Exception]:
-    """Checks an operator on sample inputs: its schema, fake kernel, formula and compilation.
+    """Check the schema, fake kernel, formula and compilation of an operator on sample inputs.
 
-    Call it with inputs of every kind that matters: each device and dtype, empty and non-contiguous
-    tensors, and tensors that require grad if the operator can be trained. It does not check whether
-    results or gradients are right; use `torch.testing.assert_close` and `torch.autograd.gradcheck`
-    for that.
+    Call it with representative inputs: each device and dtype, empty and non-contiguous tensors, and
+    tensors that require grad if the operator has a formula. To check that results and gradients are
+    right, use `torch.testing.assert_close` and `torch.autograd.gradcheck`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        args: the positional arguments. Without these and `kwargs`, the operator is checked on each
-            of its examples (`CustomOp.register_examples`). For a handle, pass the arguments of the
-            function; otherwise, those of the schema.
+        args: the positional arguments: of the function for a handle, otherwise of the schema.
+            Without `args` and `kwargs`, the registered examples are used
+            (`CustomOp.register_examples`).
         kwargs: the keyword arguments.
         test_utils: the names of the checks to run, or `"ALL"`: `test_schema`,
             `test_autograd_registration`, `test_faketensor`, `test_aot_dispatch_dynamic`,
-            `test_aot_dispatch_static`, and `test_sharding`. The last one is
-            `torchop.testing.check_sharding` on two simulated ranks; by default it runs if the
+            `test_aot_dispatch_static`, and `test_sharding`. `test_sharding` calls
+            `torchop.testing.check_sharding` on two simulated ranks. By default it runs if the
             operator has a sharding rule and the process does not belong to a process group.
         raise_exception: whether to raise the first failure; otherwise it is in the result.
-        atol: the absolute tolerance of comparisons; goes with `rtol`. 0 means exactly equal.
-        rtol: the relative tolerance of comparisons; goes with `atol`.
+        atol: the absolute tolerance of comparisons; requires `rtol`. 0 means exactly equal.
+        rtol: the relative tolerance of comparisons; requires `atol`.
 
     Returns:
         For each check `"SUCCESS"` or, with `raise_exception=False`, the exception.
@@ -73,20 +72,19 @@ def opcheck(
     Raises:
         MissingRuleError: there are neither arguments nor examples.
         OpCheckError: a check failed.
-        ValueError: an argument has another form, or an input has no data.
+        ValueError: an argument is invalid, or an input has no data.
 
     Example:
         >>> import torch, torchop
         >>> torchop.opcheck("aten::sin", (torch.randn(3),), test_utils="test_schema")
         {'test_schema': 'SUCCESS'}
 
-    If a call would refuse to write into a tensor because it requires grad, opcheck detaches that
-    tensor, or copies it if it is a leaf and the operator is in-place. So samples that require grad
-    can still be checked.
+    Operators must not write some tensors that require grad. `opcheck` detaches such tensors, and
+    clones leaves for in-place operators, so samples may require grad.
 
-    The checks are those of `torch.library.opcheck`. With each of them, the inputs are also compared
-    bit for bit before and after the call, as `torchop.testing.checking` does for a whole program.
-    `test_schema` also finds memory shared through NumPy.
+    `opcheck` runs the checks of `torch.library.opcheck`. In addition, it compares the bits of the
+    inputs before and after a call, like `torchop.testing.checking`. `test_schema` detects memory
+    shared through NumPy.
     """
     if (rtol is None) is not (atol is None):
         raise ValueError(
@@ -104,7 +102,7 @@ def opcheck(
     sample = without_refused_gradients(schema, *given)
     tolerances = {"rtol": _TINY if rtol == 0 else rtol, "atol": _TINY if atol == 0 else atol}
     results: dict[str, str | Exception] = {}
-    # Undeclared mutation is always checked, with the first of the checks that were asked for.
+    # Undeclared mutation is checked exactly once, with one of the selected checks.
     exact = "test_schema" if "test_schema" in checks else next(iter(checks), None)
     for check in checks:
         try:
@@ -125,7 +123,7 @@ def opcheck(
             results[check] = "SUCCESS"
         except Exception as error:
             if raise_exception:
-                # Also the class that users of torch.library.opcheck catch.
+                # A subclass of the exception of torch.library.opcheck.
                 failure = optests.opcheck_error(OpCheckError)
                 raise failure(
                     f"opcheck(op, ...): {check} of {operator.name} failed: {error}"
@@ -136,30 +134,30 @@ def opcheck(
 
 
 def _what_to_do(error: Exception) -> str:
-    """What PyTorch's checks do not tell of a failure: which of two is whose, and the fix."""
+    """Return a hint that completes the message of one of PyTorch's checks."""
     if "found mismatched tensor metadata" in str(error):
-        text = " The first is the kernel's, and the fake kernel must return the same."
+        text = " The kernel returned the first. Make the fake kernel return the same metadata."
         strides = re.search(r"Strides are \(([\d, ]+)\) and", str(error))
         steps = (
             [] if strides is None else [int(step) for step in strides[1].split(",") if step.strip()]
         )
         if steps and steps == sorted(steps, reverse=True):
             text += (
-                " If the kernel returns a contiguous tensor whatever the strides of x are: "
+                " If the kernel returns a contiguous tensor for all strides of x: "
                 'register_fake(like="x", memory_format=torch.contiguous_format).'
             )
         return text
     if "Gradients of the operator are different in eager-mode PyTorch vs" in str(error):
-        return " Make the formula the same where it is traced, or register one."
+        return " Make the formula compute the same when it is traced, or register a formula."
     if "different in eager-mode PyTorch vs" in str(error):
-        return " Draw random numbers with torch.rand and the like."
+        return " To draw random numbers, use PyTorch's generators."
     return ""
 
 
 def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
-    """Checks an operator on all its examples; of each check, the first failure is the result."""
+    """Check an operator on all its examples, and return the first failure of each check."""
     results: dict[str, str | Exception] = {}
-    op = Operator(op, "opcheck").handle or op  # whose calls they are, also where it is named
+    op = Operator(op, "opcheck").handle or op  # examples are calls of the handle
     for args, kwargs in make_examples(op):
         for check, result in opcheck(op, args, kwargs, **options).items():
             if not isinstance(results.get(check), Exception):
@@ -168,38 +166,36 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 
 
 def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sample) -> None:
-    """Runs one of PyTorch's checks on the sample, or on the accepted one if it calls with that."""
+    """Run one of PyTorch's checks, on the sample or on the sample with detached tensors."""
     schema, overload = operator.schema, operator.overload
     if check == "test_autograd_registration" and dispatch.has_kernel(overload.name(), "Autograd"):
-        return  # PyTorch's check says so too, but raises on most devices before it comes to that
+        return  # PyTorch's check would pass, but supports few devices
 
     def floating_first(*args: Any, **kwargs: Any) -> Any:
-        """The operator, with its floating-point results before its other results.
+        """Call the operator, and return floating-point results before the others.
 
-        PyTorch's check adds up all results in place, and refuses to add a float to a sum of
-        integers.
+        PyTorch's check adds up all results in place, and cannot add a float to an integer.
         """
         result = overload(*args, **kwargs)
         kinds = {_is_exact(tensor) for tensor in tensors_of(result)}
         return sorted(leaves(result), key=_is_exact) if len(kinds) > 1 else result
 
     def on_copies(*args: Any, **kwargs: Any) -> Any:
-        """The operator, as a function that writes into no argument.
+        """Call the operator with copies of the arguments that it writes.
 
-        Since 2.15 the check makes the copies outside of what it differentiates, and then asks for
-        the gradients of what was overwritten.
+        Since PyTorch 2.15, the check copies arguments before it records gradients, and then needs
+        the gradients of overwritten tensors.
         """
         copies, keywords = inside_a_graph(schema, args, kwargs)
         return overload(*copies, **keywords)
 
     with warnings.catch_warnings():
-        # The compiler asks every tensor for its gradient, those inside a graph too.
+        # The compiler reads the .grad of every tensor, which warns for non-leaf tensors.
         warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
         if check.startswith("test_aot_dispatch") and schema.form is not Form.INPLACE:
             run(floating_first, *accepted)
         elif check == "test_faketensor":
-            # PyTorch's copies of negative and conjugate views are no such views, so a kernel that
-            # takes contiguous tensors would be given one with gaps.
+            # PyTorch copies negative and conjugate views into plain tensors with other strides.
             run(overload, *copies(accepted), copy_inputs=False)
         elif schema.form is not Form.INPLACE or check == "test_schema":
             run(overload, *accepted)

@@ -1,4 +1,4 @@
-"""What is checked: an operator that somebody names, and samples as a caller could pass them."""
+"""Convert the samples of `opcheck`, `check` and `check_sharding` to arguments of the schema."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 def sample_of(
     operator: Operator, caller: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Sample:
-    """The arguments of a sample as the schema has them.
+    """Return the arguments of a sample in the form of the schema.
 
     Raises:
-        TypeError: the arguments are no sequence, or the keyword arguments no mapping.
+        TypeError: the arguments are not a sequence, or the keyword arguments not a mapping.
         ValueError: a tensor has no data.
     """
     if not isinstance(args, (tuple, list)):
@@ -45,14 +45,14 @@ def sample_of(
 
 
 def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
-    """Raises TypeError if an argument that is one tensor has a list: of samples, as a rule."""
+    """Raise TypeError for a list in place of a tensor, which is usually a list of samples."""
     for argument in schema.arguments:
         if argument.kind == "Tensor" and isinstance(values.get(argument.name), (tuple, list)):
             raise TypeError(f"{argument.name!r} is a list or tuple, not a tensor")
 
 
 def with_fake_tensors(sample: Sample) -> tuple[Any, Sample]:
-    """The mode of fake tensors, and the sample with these."""
+    """Return a fake tensor mode, and the sample with fake tensors."""
     mode = fake_tensors.new_fake_mode()
     return mode, mapped(sample, mode.from_tensor)
 
@@ -60,17 +60,17 @@ def with_fake_tensors(sample: Sample) -> tuple[Any, Sample]:
 def without_refused_gradients(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Sample:
-    """The sample, detached where a call that records gradients would be refused.
+    """Detach the tensors that must not require grad.
 
-    A tensor that requires grad is written by operators in the in-place form only; one with `out=`
-    takes none at all.
+    Only in-place operators may write tensors that require grad. Operators with `out=` accept no
+    such tensors.
     """
     names = {a.name for a in schema.arguments} if schema.form is Form.OUT else set(schema.mutated)
     return _changed(schema, args, kwargs, names, Tensor.detach)
 
 
 def inside_a_graph(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sample:
-    """The sample of an in-place operator, with copies of leaves, which it must not write."""
+    """Clone the written leaves of a sample, because in-place operators must not write leaves."""
     return _changed(schema, args, kwargs, set(schema.mutated), Tensor.clone)
 
 
@@ -86,7 +86,7 @@ def _changed(
 
 
 def call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments and keyword arguments of an example for `check`."""
+    """Return the arguments and keyword arguments of an example for `check`."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if not isinstance(example, (tuple, list)):
@@ -100,7 +100,7 @@ def call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether these are arguments of a handle whose function takes what no schema can hold."""
+    """Return whether these are arguments of a function with structured parameters."""
     try:
         handle.flat_arguments(args, kwargs)
     except Exception:
@@ -109,13 +109,13 @@ def is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def single(tensor: Tensor) -> Tensor:
-    """A copy that requires grad, if the tensor is in float32."""
+    """Return a copy that requires grad if the tensor has dtype float32."""
     is_single = tensor.dtype in (torch.float32, torch.complex64)
     return tensor.clone().requires_grad_() if is_single else tensor
 
 
 def double(tensor: Tensor) -> Tensor:
-    """A copy in double that requires grad, if the tensor can have a gradient."""
+    """Return a copy in double that requires grad if the tensor can have a gradient."""
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
         return tensor
     dtype = torch.complex128 if tensor.dtype.is_complex else torch.double

@@ -1,4 +1,4 @@
-"""saved_bytes: how much memory a call keeps alive for its backward."""
+"""saved_bytes: measure the memory that autograd saves for a backward."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from torchop._compat.classes import tree_leaves
 
 
 def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
-    """Returns how many bytes a call keeps alive for its backward.
+    """Return the number of bytes that a call keeps alive for its backward.
 
-    These are the storages of all tensors that the graph of autograd saves, or that hang on the
-    `ctx` of one of its nodes, each counted once. Inputs and results count too, if the backward
-    needs them.
+    Counts each storage of the tensors that the autograd graph saves, and of the tensors on the
+    `ctx` of custom functions. Includes inputs and results that the backward needs.
 
     Args:
-        function: an operator, or a function that calls some.
-        args: its arguments, of which some should require grad; otherwise nothing is saved.
-        kwargs: those by keyword.
+        function: an operator, or a function that calls operators.
+        args: its arguments. If none requires grad, nothing is saved.
+        kwargs: its keyword arguments.
 
     Raises:
-        Exception: what the function raises.
+        Exception: the function raised it.
 
     Example:
         >>> import torch
@@ -33,7 +32,7 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         >>> saved_bytes(torch.exp, x), saved_bytes(torch.exp, x.detach())
         (400, 0)
 
-    The idea is `jax.ad_checkpoint.print_saved_residuals`.
+    Modeled on `jax.ad_checkpoint.print_saved_residuals`.
     """
     saved: list[Tensor] = []
 
@@ -41,7 +40,7 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         saved.append(tensor)
         return tensor
 
-    # With a hook, autograd asks it, and would save a result without its node otherwise.
+    # Without hooks, autograd saves a result without a reference to the node.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = function(*args, **kwargs)
     for node in _nodes(results):
@@ -57,7 +56,7 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
 
 
 def _nodes(results: Any) -> Iterator[Any]:
-    """The nodes of the graph of autograd behind some results."""
+    """Yield the autograd nodes that are reachable from the results."""
     waiting = [value.grad_fn for value in tree_leaves(results) if isinstance(value, Tensor)]
     seen = set()
     while waiting:

@@ -1,4 +1,4 @@
-"""check_sharding: whether a call on DTensors gives the same as a call on whole tensors."""
+"""check_sharding: compare calls on DTensors with calls on whole tensors."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from torchop.testing._errors import OpCheckError
 from torchop.testing._samples import Sample, sample_of
 from torchop.testing.probes import tensors_of, with_tensors
 
-# By the size of an element: ranks add in another order than one device does.
+# By element size. Ranks add in another order than a single device.
 _TOLERANCES = {8: 1e-7, 4: 1e-4, 2: 2e-2}
 
 
-# What a call left, by name.
+# Results, gradients and written arguments of a call, by name.
 _Outcome: TypeAlias = dict[str, Tensor | None]
 
 
 class ShardingReport(NamedTuple):
-    """What was checked.
+    """The result of `check_sharding`.
 
     Attributes:
-        placements: the number of placements with which the call was right.
-        refused: the placements with which the call was refused, because DTensor would have to
-            redistribute a tensor that is written.
-        skipped: how many placements were not tried because of the limit.
+        placements: the number of placements for which the call was right.
+        refused: the placements for which the call was refused, because DTensor would have to
+            redistribute a written tensor.
+        skipped: the number of placements that were not tried because of the limit.
 
     Example:
         >>> from torchop.testing import ShardingReport
@@ -60,35 +60,34 @@ def check_sharding(
     atol: float | None = None,
     rtol: float | None = None,
 ) -> ShardingReport:
-    """Checks the sharding rule of an operator: a call must give the same with every placement.
+    """Check the sharding rule of an operator: a call must agree for all placements.
 
-    Each tensor is replicated, sharded along each of its dimensions and, if it has a floating-point
-    dtype, a partial sum, in all combinations on all dimensions of a mesh. Results, gradients and
-    arguments that the operator writes are compared with those of a call on whole tensors. The ranks
-    are simulated in this process. If the process belongs to a process group, its real ranks are
-    used, and all of them must make this call.
+    Each tensor is replicated, sharded along each dimension and, if it is floating-point, passed as
+    a partial sum, in all combinations on all dimensions of a mesh. Results, gradients and written
+    arguments are compared with those of a call on whole tensors. The ranks are simulated in this
+    process. If the process belongs to a process group, its ranks are used, and all of them must
+    call `check_sharding`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload. For a handle, pass the arguments of the function.
-        args: the positional arguments, with whole tensors. Also use sizes that the mesh does not
+        args: the positional arguments, with whole tensors. Include sizes that the mesh does not
             divide.
         kwargs: the keyword arguments.
         mesh: the shape of the device mesh.
-        limit: how many placements to check at most. If there are more, a sample is checked.
-        backend: the backend of `torch.compile` that compiles the call, such as `"aot_eager"`. It
-            needs real ranks: compilers cannot trace simulated ones.
-        atol: the absolute tolerance of comparisons; by default, that of the dtype.
-        rtol: the relative tolerance of comparisons; by default, that of the dtype.
+        limit: the maximum number of placements. If there are more, a random sample is checked.
+        backend: a backend of `torch.compile`, such as `"aot_eager"`, to compile the call. It
+            requires real ranks, because compilers cannot trace simulated ranks.
+        atol: the absolute tolerance of comparisons; the default depends on the dtype.
+        rtol: the relative tolerance of comparisons; the default depends on the dtype.
 
     Returns:
-        A report: how many placements were right, and which were refused.
+        A report with the number of right placements, and the refused placements.
 
     Raises:
-        OpCheckError: a call was wrong; the message names the first such placement and what was
-            wrong.
+        OpCheckError: a call was wrong. The message names the first such placement.
         MissingRuleError: the operator has no sharding rule.
-        ValueError: there is no tensor among the arguments, or `backend` without real ranks.
+        ValueError: no argument is a tensor, or `backend` is used without real ranks.
 
     Example:
         >>> import torch, torchop
@@ -111,9 +110,7 @@ def check_sharding(
     SHARDING.lookup(operator.overload)  # raises without one
     call = _Call(operator, sample_of(operator, "check_sharding", args, kwargs), (atol, rtol))
     if not call.tensors:
-        raise ValueError(
-            f"check_sharding({operator.name}, ...): there is no tensor among the arguments."
-        )
+        raise ValueError(f"check_sharding({operator.name}, ...): no argument is a tensor.")
     with _mesh(mesh, call.tensors[0].device.type, backend) as device_mesh:
         return _check(call, device_mesh, limit, _caller(operator.overload, backend))
 
@@ -127,7 +124,7 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
         try:
             problem = call.compared(expected, mesh, placements, function)
         except ShardingError as error:
-            # Nothing has to be moved in the first, so the shapes contradict the rule.
+            # The first placement is replicated, so an error shows that the shapes violate the rule.
             if number:
                 refused.append(described)
                 continue
@@ -149,7 +146,7 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
 
 
 class _Call:
-    """A call of the operator, to be made with other tensors in place of its own."""
+    """A call of the operator that can be repeated with other tensors."""
 
     def __init__(self, operator: Operator, sample: Sample, tolerances: Any) -> None:
         self.overload = operator.overload
@@ -161,12 +158,12 @@ class _Call:
         self.cotangents: list[Tensor] = []
 
     def expected(self) -> _Outcome:
-        """The outcome of the call on whole tensors."""
+        """Return the outcome of the call on whole tensors."""
         tensors = [tensor.detach().clone() for tensor in self.tensors]
         return self._outcome(self.overload, tensors, lambda cotangent: cotangent)
 
     def _cotangent(self, index: int, result: Tensor) -> Tensor:
-        """The gradient of a result, the same on all ranks."""
+        """Return the incoming gradient of a result, which is the same on all ranks."""
         if index == len(self.cotangents):
             generator = torch.Generator(result.device).manual_seed(index)
             self.cotangents.append(torch.empty_like(result).normal_(generator=generator))
@@ -175,7 +172,7 @@ class _Call:
     def compared(
         self, expected: _Outcome, mesh: Any, placements: Sequence[Any], function: Any
     ) -> str | None:
-        """What is wrong with the outcome of the call on DTensors; None if nothing is."""
+        """Return the difference between a call on DTensors and `expected`; None if they agree."""
         from torch.distributed.tensor import Replicate  # for start-up time
 
         pairs = zip(self.tensors, placements, strict=True)
@@ -196,7 +193,7 @@ class _Call:
     def _outcome(
         self, function: Any, tensors: Sequence[Tensor], placed: Callable[[Tensor], Tensor]
     ) -> _Outcome:
-        """What a call leaves: results, gradients of its tensors, and what it has written."""
+        """Return the results, gradients and written arguments of a call."""
         for tensor, original in zip(tensors, self.tensors, strict=True):
             tensor.requires_grad_(original.requires_grad)
         args, kwargs = with_tensors(self.sample, tensors)
@@ -211,7 +208,7 @@ class _Call:
         left |= {f"the gradient of {name}": tensor.grad for name, tensor, _ in named}
         for name, tensor, is_written in named:
             if is_written:
-                left[f"{name}, which the operator writes,"] = tensor.detach()
+                left[f"the written {name}"] = tensor.detach()
         return left
 
     def _difference(self, value: Tensor | None, right: Tensor | None) -> str | None:
@@ -232,15 +229,15 @@ class _Call:
         return None
 
     def described(self, placements: Sequence[Any]) -> str:
-        """The placements of all tensors by name."""
+        """Describe the placements of all tensors."""
         named = zip(self.names, placements, strict=True)
         return ", ".join(f"{name}: {_spelled(each)}" for name, each in named)
 
 
 def _placements(tensors: Sequence[Tensor], ndim: int, limit: int) -> tuple[list[Any], int]:
-    """The placements of all tensors, in all combinations or a sample, and how many there are more.
+    """Return combinations of placements, and the number of combinations that are left out.
 
-    The first has all tensors replicated.
+    In the first combination, all tensors are replicated.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard  # for start-up time
 
@@ -271,14 +268,14 @@ def _spelled(placements: Sequence[Any]) -> str:
 
 @contextlib.contextmanager
 def _mesh(shape: Sequence[int], device: str, backend: str | None) -> Iterator[Any]:
-    """A mesh of the ranks of this program, or of simulated ones in a program without any."""
+    """Yield a mesh of the ranks of the process group, or of simulated ranks without a group."""
     import torch.distributed as dist  # for start-up time
 
     if dist.is_available() and dist.is_initialized() and not simulated_ranks.are_simulated():
         from torch.distributed.device_mesh import init_device_mesh  # for start-up time
 
-        # DTensor's earlier decisions may name an equal mesh, which a compiler takes for another one
-        # ("Node tangents_2 was invalid, but is output", also for PyTorch's own operators).
+        # DTensor's caches may hold an equal mesh, but compilers compare meshes by identity ("Node
+        # tangents_2 was invalid, but is output", for PyTorch's own operators too).
         dtensor.clear_caches()
         yield init_device_mesh(device, tuple(shape))
     elif backend is not None:
@@ -299,11 +296,11 @@ def _caller(overload: OpOverload, backend: str | None) -> Callable[..., Any]:
         return overload(*args, **kwargs)
 
     def compile_and_call(*args: Any, **kwargs: Any) -> Any:
-        # Code of its own for each placement: Dynamo gives a code up that it compiled eight times.
+        # Use a new code object for each placement, because Dynamo stops after 8 recompilations.
         function = types.FunctionType(
             call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__
         )
-        # Without dynamic shapes: each placement has local shapes of its own.
+        # Without dynamic shapes, because local shapes depend on the placement.
         compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
         return compiled(*args, **kwargs)
 

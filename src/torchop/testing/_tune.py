@@ -23,7 +23,6 @@ from torchop._rules.user.examples import make_examples
 from torchop.extend import Operator, OpLike, short_repr, short_text, warn
 from torchop.native import NativeUnavailableError
 from torchop.testing import probes
-from torchop.testing._progress import progress_bar
 from torchop.testing._samples import Sample, sample_of
 from torchop.testing._timing import Timing, timed, way
 from torchop.testing.process_state import restored
@@ -121,11 +120,9 @@ def tune(
     for each, _ in kernels:
         if (problem := why_not(operator, each)) is not None:
             raise ValueError(f"tune: {operator}: {problem}")
-    with progress_bar() as show:
-        for number, (each, (args, kwargs)) in enumerate(kernels):
-            show(str(operator), number, len(calls))
-            assert each is not None  # see `why_not`
-            tuner.find(each, args, kwargs, len(calls) - number)
+    for number, (each, (args, kwargs)) in enumerate(kernels):
+        assert each is not None  # see `why_not`
+        tuner.find(each, args, kwargs, len(calls) - number)
     return tuner.finish(str(operator))
 
 

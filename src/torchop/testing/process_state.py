@@ -167,7 +167,7 @@ def process_state(*, random_numbers: bool = True) -> dict[str, Any]:
     """Return process state that a call could change, by name.
 
     Args:
-        random_numbers: include the states of random number generators, which take most of the time.
+        random_numbers: include the states of random number generators, which are slow to read.
     """
     states = _STATES if device_module() is None else _ALL_STATES
     return {

@@ -64,7 +64,7 @@ def checked_fake(n: str, fake: Callable[..., Any], x: Tensor) -> None:
 @mistake(
     torchop.testing.OpCheckError,
     cause="Shapes torch.Size([2, 3]) and torch.Size([3])",
-    fix="The first is the kernel's",
+    fix="The kernel returned the first",
 )
 def fake_kernel_of_another_shape(n: str) -> None:
     checked_fake(n, lambda x, factor: x.new_empty(3), torch.ones(2, 3))
@@ -73,7 +73,7 @@ def fake_kernel_of_another_shape(n: str) -> None:
 @mistake(
     torchop.testing.OpCheckError,
     cause="torch.float32 and torch.float64",
-    fix="the fake kernel must return",
+    fix="Make the fake kernel return the same",
 )
 def fake_kernel_of_another_dtype(n: str) -> None:
     checked_fake(n, lambda x, factor: torch.empty_like(x, dtype=torch.double), torch.ones(2))
@@ -82,7 +82,7 @@ def fake_kernel_of_another_dtype(n: str) -> None:
 @mistake(
     torchop.testing.OpCheckError,
     cause="Strides are (1, 3) and (2, 1)",
-    fix="the fake kernel must return",
+    fix="Make the fake kernel return the same",
 )
 def fake_kernel_of_other_strides(n: str) -> None:
     checked_fake(n, lambda x, factor: x.new_empty(x.shape), torch.ones(2, 3).t())
@@ -91,7 +91,7 @@ def fake_kernel_of_other_strides(n: str) -> None:
 @mistake(
     torchop.testing.OpCheckError,
     cause="different in eager-mode",
-    fix="Draw random numbers with torch",
+    fix="use PyTorch's generators",
 )
 def random_numbers_of_numpy(n: str) -> None:
     @torchop.custom_op(f"{n}::noise", mutates_args=())

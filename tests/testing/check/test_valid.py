@@ -166,7 +166,10 @@ def test_a_layout_is_not_blamed_for_values(namespace: str) -> None:
 
     op = define(namespace, counted)
     (failure,) = run(op, (torch.randn(5),), only="memory.expanded").failures
-    assert "The layout is not the cause: the same values fail in contiguous memory too." in failure.message
+    assert (
+        "The layout is not the cause: the same values fail in contiguous memory too."
+        in failure.message
+    )
     assert "reject them: register_examples(..., valid=...)" in failure.message
 
     def by_address(x: Tensor) -> Tensor:

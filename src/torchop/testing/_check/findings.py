@@ -1,4 +1,4 @@
-"""Results of checks, and findings: the failures of one operator, grouped by their cause."""
+"""Results of checks, and findings: the failures of one operator, grouped by cause."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ class Result:
     Attributes:
         check: the name of the check.
         outcome: `"passed"`, `"failed"`, `"expected failure"`, `"cannot be done"` or `"not run"`.
-        message: what failed, with the smallest example found; or why it cannot be done or was not
-            run.
-        program: a program that raises the same error, if the check failed; empty for a check that
-            was expected to fail and passes.
-        question: what the check answers.
-        seconds: how long it took.
-        cases: how many variants were tried.
-        refused: how many of these the operator refused with an exception.
-        details: more results of the check, such as a table of dtypes.
-        cause: the exception of the kernel behind a failure, or the end of the process; empty if it
-            is neither.
-        rejected: how many variants were not tried, because `valid` of `register_examples` rejects
-            them.
-        group: the group of variants in which it failed, such as `"layout"`.
+        message: the failure, with the smallest example; or the reason why the check cannot be done
+            or did not run.
+        program: a program that raises the same error, if the check failed.
+        question: the question that the check answers.
+        seconds: the duration.
+        cases: the number of variants that were tried.
+        refused: the number of variants that the operator refused with an exception.
+        details: further results, such as a table of dtypes.
+        cause: the exception of the kernel behind a failure, or the crash of the process; an empty
+            string for other failures.
+        rejected: the number of variants that `valid` of `register_examples` rejected.
+        group: the group of the variant that failed, such as `"layout"`.
 
     Example:
         >>> import torch, torchop
-        >>> report = torchop.testing.check("aten::sin", (torch.ones(2),), only="memory.transposed")
-        >>> report.results[0].outcome, report.results[0].message
-        ('cannot be done', 'no tensor has two dimensions')
+        >>> report = torchop.testing.check("aten::sin", (torch.ones(2),), only=["given", "gaps"])
+        >>> report.results[0].check, report.results[0].outcome
+        ('memory.given', 'passed')
     """
 
     check: str
@@ -59,11 +57,11 @@ class Result:
 
     @property
     def provider(self) -> str:
-        """The provider whose kernel was checked; empty for the reference."""
+        """The provider under test; an empty string for the reference."""
         return self.check.partition("[")[2].rstrip("]")
 
 
-# Checks that compare results, and so fail too if a plain call is wrong already.
+# Checks that compare results, and so fail if a plain call is wrong.
 _COMPARE = (
     *("memory.*", "values.*", "sharing.*", "dtypes.numbers", "dtypes.half", "dtypes.double"),
     *("contracts.state", "contracts.num_threads", "contracts.defaults", "providers.*"),
@@ -81,7 +79,7 @@ _OF_GRADIENTS = (
     *("subsystems.grad_strides", "subsystems.determinism", "subsystems.func"),
     *("subsystems.threads", "contracts.leaks"),
 )
-# A failure of the first, on a plain call, makes the others fail too.
+# Checks that also fail if the first check fails on a plain call.
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "contracts.schema": (*_COMPARE, *_OF_GRADIENTS, "contracts.repeated"),
     "contracts.repeated": (*_COMPARE, *_OF_GRADIENTS),
@@ -111,8 +109,8 @@ class Finding(NamedTuple):
     """One fault of an operator.
 
     Attributes:
-        failure: the failure that names it best, with the program that shows it.
-        others: the names of the checks that fail for the same cause.
+        failure: the clearest failure, with the program that shows it.
+        others: the names of other checks that fail for the same cause.
     """
 
     failure: Result
@@ -120,7 +118,7 @@ class Finding(NamedTuple):
 
 
 def grouped(failures: Sequence[Result]) -> tuple[Finding, ...]:
-    """Return the findings: failures in the order of the table, each with those that it explains."""
+    """Group failures by cause, in the order of the table of checks."""
     groups: list[list[Result]] = []
     for failure in failures:
         group = next((g for g in groups if any(_explains(one, failure) for one in g)), None)
@@ -132,7 +130,7 @@ def grouped(failures: Sequence[Result]) -> tuple[Finding, ...]:
 
 
 def _explains(one: Result, other: Result) -> bool:
-    """Whether two failures have one cause, of which `one` is the clearer."""
+    """Return whether two failures have the same cause, and `one` is the clearer."""
     if one.cause and one.cause == other.cause:
         return True
     if one.provider != other.provider:
@@ -141,8 +139,8 @@ def _explains(one: Result, other: Result) -> bool:
     if one.group in ("plain", "gradient") or first == "memory.contiguous":
         patterns = _EXPLAINS.get(first, ())
         return any(fnmatch.fnmatchcase(second, pattern) for pattern in patterns)
-    # A kernel that ignores strides also fails for arguments that share memory. In the same
-    # variants, a fault shows in results, or only in the fake kernel.
+    # A kernel that ignores strides also fails for arguments that share memory. Failures of the fake
+    # kernel have another cause than failures of results, even in the same variants.
     same = (one.group, other.group) == ("layout", "sharing") or one.group == other.group
     return same and _is_of_fake(first) is _is_of_fake(second)
 

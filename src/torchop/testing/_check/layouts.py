@@ -1,4 +1,4 @@
-"""Layouts of tensors in memory: the same values elsewhere."""
+"""Lay out tensors in memory with other strides and offsets."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torchop.testing._check.cases import Arrangement
 from torchop.testing._check.relations import has_fixed_values
 from torchop.testing.probes import is_plain, negative_view
 
-# Elements behind each tensor that do not belong to it, and in front of one with an offset.
+# The number of elements of the guard region behind each tensor, and before a tensor at an offset.
 GUARD = 8
 
 
 def filler(tensor: Tensor, finite: bool = False) -> float:
-    """What stands in memory beside a tensor: NaN, or for integers a value that the tensor has.
+    """Return the value for memory around a tensor.
 
-    NaN shows what is read; a finite number, what is written, for NaN plus one is NaN.
-
-    An index that is read there by mistake must not lead a kernel anywhere else.
+    It is NaN by default, so that out-of-bounds reads show in results. NaN hides out-of-bounds
+    additions, which a `finite` value shows. For integers, it is a value from the tensor, because
+    a kernel that reads another index could crash.
     """
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return 3.0 if finite else float("nan")
@@ -38,7 +38,7 @@ def filler(tensor: Tensor, finite: bool = False) -> float:
 def placed(
     tensor: Tensor, strides: tuple[int, ...], offset: int = 0, finite: bool = False
 ) -> Tensor:
-    """The values of a tensor with other strides, in memory with a guard region at its end."""
+    """Copy a tensor into new memory with these strides and a guard region at the end."""
     span = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
     size = offset + (span + 1 if tensor.numel() else 0) + GUARD
     memory = torch.full((size,), 0, dtype=tensor.dtype, device=tensor.device)
@@ -48,7 +48,7 @@ def placed(
 
 
 def contiguous_strides(shape: torch.Size, row: int = 0) -> tuple[int, ...]:
-    """The strides of a contiguous tensor; with `row` more elements in each dimension."""
+    """Return the strides of a contiguous tensor that is larger by `row` in each dimension."""
     return torch.empty([size + row for size in shape], device="meta").stride()
 
 
@@ -65,19 +65,19 @@ def transposed(tensor: Tensor, finite: bool = False) -> Tensor:
 
 def gaps(tensor: Tensor, finite: bool = False) -> Tensor:
     if not tensor.dim():
-        raise CannotCheck("every tensor has no dimension")
+        raise CannotCheck("no tensor has a dimension")
     return placed(tensor, tuple(2 * s for s in contiguous_strides(tensor.shape)), finite=finite)
 
 
 def sliced(tensor: Tensor, finite: bool = False) -> Tensor:
     if not tensor.dim():
-        raise CannotCheck("every tensor has no dimension")
+        raise CannotCheck("no tensor has a dimension")
     strides = contiguous_strides(tensor.shape, row=2)
     return placed(tensor, strides, offset=sum(strides), finite=finite)
 
 
 def expanded(tensor: Tensor, finite: bool = False) -> Tensor:
-    """The first row, as often as there are rows; of one dimension, the first element."""
+    """Expand the first row to all rows, or the first element of a vector to all elements."""
     dims = [d for d, size in enumerate(tensor.shape) if size > 1]
     if not dims:
         raise CannotCheck("no tensor has a dimension of more than one element")
@@ -94,7 +94,7 @@ def channels_last(tensor: Tensor, finite: bool = False) -> Tensor:
 
 def negative(tensor: Tensor, finite: bool = False) -> Tensor:
     if tensor.dtype not in (torch.float, torch.double):
-        raise CannotCheck("no tensor is of float32 or float64")
+        raise CannotCheck("no tensor has dtype float32 or float64")
     return negative_view(tensor)
 
 
@@ -125,15 +125,15 @@ LAYOUTS: Mapping[str, Callable[[Tensor, bool], Tensor]] = {
     "conjugate": conjugate,
     "expanded": expanded,
 }
-# Those that even a tensor that is written may have.
+# The layouts of written tensors, whose elements must not share memory.
 WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
 
 
 def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) -> Example:
-    """The example with a layout for each of these tensors.
+    """Return the example with tensors in other layouts, by index.
 
     Raises:
-        CannotCheck: no tensor can have the layout meant for it.
+        CannotCheck: no tensor can have its layout.
     """
     tensors = example.tensors
     problem: CannotCheck | None = None
@@ -144,7 +144,7 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
             continue
         if layout == "expanded" and has_fixed_values(tensor, example):
             problem = CannotCheck(
-                "its integers are sorted, lengths or a permutation, and may not be equal"
+                "integers that are sorted, lengths or a permutation cannot be expanded"
             )
             continue
         try:
@@ -160,7 +160,7 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
 def in_layout(
     layout: str | Mapping[int, str], places: Iterable[int] | None = None, finite: bool = False
 ) -> Arrangement:
-    """What lays out the tensors at these places like that, or all tensors, or each in its way."""
+    """Return a function that lays out the tensors at `places`, by default all tensors."""
 
     def arrange(example: Example) -> Example:
         if not isinstance(layout, str):

@@ -18,7 +18,7 @@ from torchop.extend import OpName, OpOverload
 from torchop.testing import probes
 from torchop.testing._check.calls import Call
 
-# Larger tensors are written as bytes, because nobody reads that many numbers.
+# Larger tensors are written as bytes.
 _MOST_ELEMENTS = 400
 # The dtypes that `torch.tensor` infers from literals.
 _DTYPES_OF_LITERALS = (torch.float32, torch.int64, torch.bool, torch.complex64)
@@ -95,7 +95,7 @@ def _definition(op: OpOverload) -> list[str]:
     ]
     if modules or op.namespace in ("aten", "prims", "prim"):
         return [f"import {module}  # defines {op.name()}" for module in modules]
-    return ["", f"# Here goes what defines {op.name()}."]
+    return ["", f"# Import the module that defines {op.name()} here."]
 
 
 class _Arguments:
@@ -191,7 +191,7 @@ class _Arguments:
             return f"torch.empty({tuple(tensor.shape)}, dtype={dtype}{end})"
         try:
             if tensor.nbytes > _MOST_BYTES:
-                return self._by_chance(tensor)
+                return self._random(tensor)
             if tensor.numel() > _MOST_ELEMENTS:
                 return self._pickled(tensor)
             text = self.text(tensor.tolist())
@@ -200,7 +200,7 @@ class _Arguments:
         kind = "" if dtype in _DTYPES_OF_LITERALS else f", dtype={dtype}"
         return f"torch.tensor({text}{kind}{end})"
 
-    def _by_chance(self, tensor: torch.Tensor) -> str:
+    def _random(self, tensor: torch.Tensor) -> str:
         """Write random numbers in the range of the tensor, because they may be indices."""
         shape, dtype, limits = tuple(tensor.shape), tensor.dtype, ""
         numbers = tensor if dtype.is_complex else tensor[tensor.isfinite()]
@@ -208,9 +208,7 @@ class _Arguments:
             low, high = numbers.min().item(), numbers.max().item()
             high += 0 if dtype.is_floating_point else 1
             limits = f", low={low!r}, high={high!r}" if low < high else ""
-        self.lines.append(
-            f"# {tensor.numel()} elements are by chance in place of those that failed."
-        )
+        self.lines.append(f"# {tensor.numel()} random elements replace those that failed.")
         return (
             f'torch.testing.make_tensor({shape}, dtype={dtype}, device="{tensor.device}"{limits})'
         )

@@ -1,7 +1,7 @@
-"""Relations of integer arguments to other arguments: offsets, lengths, indices, sorted values.
+"""Recognize integer arguments that depend on other arguments, such as indices and offsets.
 
-An operator may rely on such a relation without a test, so a variant of an example that breaks it
-shows nothing. Relations are recognised from the values of the example alone.
+Kernels often do not verify these relations, so variants must preserve them. They are recognized
+from the values in the example.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from torchop.testing.probes import has_integers, is_plain, is_sorted
 
 
 def has_fixed_values(tensor: Tensor, example: Example) -> bool:
-    """Whether integers may not all be equal: they are sorted, lengths, or a permutation."""
+    """Return whether integers are sorted, lengths or a permutation, so they must not be equal."""
     relations = _relations(tensor, example) if has_integers(tensor) else ()
     return not all(isinstance(relation, _Indices) for relation in relations)
 
 
 def referred(example: Example) -> set[int]:
-    """The places of tensors to whose sizes integers refer."""
+    """Return the indices of tensors whose sizes limit integers."""
     relations = (_relations(t, example) for t in example.tensors if has_integers(t))
     return {each.place for some in relations for each in some if isinstance(each, _Related)}
 
 
 def are_distinct(tensor: Tensor) -> bool:
-    """Whether a tensor may hold the indices at which an operator writes, each of them once."""
+    """Return whether a tensor may hold scatter indices, which must be distinct."""
     return has_integers(tensor) and tensor.dim() == 1 and len(tensor.unique()) == len(tensor) > 1
 
 
 def with_valid_integers(before: Example, after: Example) -> Example:
-    """A resized example, with integers that have the relations of those before.
+    """Adapt the integers of a resized example, so that their relations still hold.
 
     Args:
-        before: the example.
-        after: the same with other sizes.
+        before: the original example.
+        after: the resized example.
 
     Raises:
-        CannotCheck: there are no such integers.
+        CannotCheck: that is impossible.
     """
     olds, news = before.tensors, after.tensors
-    totals: dict[int, int] = {}  # numbers of elements of all segments, which an int may pass too
+    totals: dict[int, int] = {}  # sums of segment lengths, which an int argument may repeat
     for place, old in enumerate(olds):
         relations = list(_relations(old, before)) if has_integers(old) else []
         for relation in relations:
@@ -53,7 +53,7 @@ def with_valid_integers(before: Example, after: Example) -> Example:
             if isinstance(relation, _Lengths | _Offsets):
                 totals[relation.size(olds)] = relation.size(news)
         if not all(relation.holds(news[place], news) for relation in relations):
-            raise CannotCheck("no integers of that size are all that those of the example are")
+            raise CannotCheck("integer arguments cannot be adapted to this size")
 
     def changed(value: Any) -> Any:
         return totals.get(value, value) if type(value) is int else value
@@ -63,13 +63,13 @@ def with_valid_integers(before: Example, after: Example) -> Example:
 
 
 class _Relation:
-    """A relation of the integers in a tensor to each other, or to the size of another tensor."""
+    """A relation between the integers in a tensor, or to the size of another tensor."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         raise NotImplementedError
 
     def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """Return integers near these for which the relation holds.
+        """Return similar integers for which the relation holds.
 
         Raises:
             CannotCheck: there are none.
@@ -88,7 +88,7 @@ class _Sorted(_Relation):
 
 
 class _Permutation(_Relation):
-    """Each place of a tensor once. Such integers may say where to write, which is done once."""
+    """A permutation, such as scatter indices."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         places = torch.arange(len(value), device=value.device)
@@ -103,7 +103,7 @@ class _Related(_Relation):
     """A relation to the size of a dimension of another tensor.
 
     Attributes:
-        place: the other tensor, as a place among the tensors of the example.
+        place: the index of the other tensor in the example.
         dim: the dimension.
     """
 
@@ -115,7 +115,7 @@ class _Related(_Relation):
 
 
 class _Indices(_Related):
-    """Integers from 0 to below the size."""
+    """Integers from 0 to size - 1."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         return not value.numel() or 0 <= int(value.min()) <= int(value.max()) < self.size(tensors)
@@ -123,20 +123,20 @@ class _Indices(_Related):
     def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         size = self.size(tensors)
         if value.numel() and not size:
-            raise CannotCheck("there are indices, but nothing that they could refer to")
+            raise CannotCheck("indices cannot refer to an empty tensor")
         # A small dtype cannot represent every index.
         return value.clamp(0, min(size - 1, torch.iinfo(value.dtype).max)) if size else value
 
 
 class _RowLengths(_Indices):
-    """How many elements of each row of a padded batch count: at most all."""
+    """The number of valid elements in each row of a padded batch."""
 
     def size(self, tensors: Sequence[Tensor]) -> int:
         return super().size(tensors) + 1
 
 
 class _Offsets(_Related):
-    """Where segments start and the last one ends: from 0 to the size, never decreasing."""
+    """The starts of segments and the end of the last: from 0 to the size, never decreasing."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         ends = (int(value[0]), int(value[-1])) if len(value) else ()
@@ -144,14 +144,14 @@ class _Offsets(_Related):
 
     def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         if len(value) < 2:
-            raise CannotCheck("there are too few offsets for a segment")
+            raise CannotCheck("a segment needs two offsets")
         made = value.clamp(0, self.size(tensors)).cummax(0).values
         made[0], made[-1] = 0, self.size(tensors)
         return made
 
 
 class _Lengths(_Related):
-    """The lengths of segments: integers from 0 whose sum is the size."""
+    """The lengths of segments, which add up to the size."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         return bool((value >= 0).all()) and int(value.sum()) == self.size(tensors)
@@ -160,14 +160,14 @@ class _Lengths(_Related):
         total = self.size(tensors)
         if not value.numel():
             return value
-        # The last lengths lose surplus elements, and the last one gets missing elements.
+        # Shorten the last segments, or extend the last one.
         ends = value.flatten().clamp(min=0).cumsum(0).clamp(max=total)
         ends[-1] = total
         return ends.diff(prepend=ends.new_zeros(1)).view_as(value).to(value.dtype)
 
 
 def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
-    """The relations that the integers of a tensor seem to have."""
+    """Yield the relations that the integers of a tensor satisfy."""
     others = [*_sizes_of_others(tensor, example)]
     low, high, total = int(tensor.min()), int(tensor.max()), int(tensor.sum())
     rises = len(tensor) > 1 and is_sorted(tensor) if tensor.dim() else False
@@ -182,7 +182,7 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
         yield _Sorted()
     elif are_distinct(tensor) and _Permutation().holds(tensor, ()):
         yield _Permutation()
-    # Small indices often add up to a size, so lengths may as well be indices.
+    # Small indices often add up to a size, so lengths may be indices too.
     for place, dim, size in others:
         if low >= 0 and high < size:
             yield _Indices(place, dim)
@@ -191,7 +191,7 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
 
 
 def _sizes_of_others(tensor: Tensor, example: Example) -> Iterator[tuple[int, int, int]]:
-    """The sizes of the other tensors, each with the place of the tensor and the dimension."""
+    """Yield the index, the dimension and the size of each dimension of the other tensors."""
     for place, other in enumerate(example.tensors):
         if other is not tensor and is_plain(other):
             yield from ((place, dim, size) for dim, size in enumerate(other.shape))

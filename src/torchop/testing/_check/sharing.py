@@ -19,21 +19,21 @@ Sharing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def one_tensor(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """One tensor for both."""
+    """Pass the first tensor twice."""
     if first.shape != second.shape:
-        raise CannotCheck("no two tensors have one shape and dtype")
+        raise CannotCheck("no two tensors have equal shapes and dtypes")
     return first, first
 
 
 def one_view(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The second one is a view of the first."""
+    """Replace the second tensor by a view of the first."""
     if second.numel() > first.numel():
-        raise CannotCheck("no tensor is large enough for a view of the shape of another")
+        raise CannotCheck("no tensor is large enough to be viewed in the shape of another")
     return first, first.view(-1)[: second.numel()].view(second.shape)
 
 
 def overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The second one starts one element behind the first."""
+    """Place the second tensor one element behind the first, in the same memory."""
     size = max(first.numel(), second.numel() + 1) + GUARD
     memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
     memory.fill_(filler(first, finite=True))
@@ -46,9 +46,9 @@ def overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def interleaved(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Their elements are interleaved in one memory, and none is of both."""
+    """Interleave the elements of both tensors in the same memory."""
     if not first.dim() or not second.dim():
-        raise CannotCheck("no two tensors of one dtype have a dimension")
+        raise CannotCheck("no two tensors have equal dtypes and a dimension")
     size = 2 * max(first.numel(), second.numel()) + GUARD
     memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
     pair = []
@@ -62,11 +62,11 @@ def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example
     tensors = example.tensors
     first, second = tensors[left], tensors[right]
     if first.dtype != second.dtype or not (probes.is_plain(first) and probes.is_plain(second)):
-        raise CannotCheck("no call has two tensors of one dtype")
+        raise CannotCheck("no call has two tensors of equal dtype")
     if first.device != second.device or not first.numel() or not second.numel():
-        raise CannotCheck("no call has two tensors of one device with elements")
+        raise CannotCheck("no call has two non-empty tensors on the same device")
     pair = sharing(first, second)
-    # An index, a length or an offset that becomes another one may fit its argument no longer.
+    # Changed integers may be out of range: they can be indices, lengths or offsets.
     values = ((first, pair[0]), (second, pair[1]))
     if probes.has_integers(first) and not all(torch.equal(old, new) for old, new in values):
         raise CannotCheck("integers that differ cannot share memory")
@@ -78,14 +78,17 @@ _WORDS: dict[Sharing, str] = {
     one_tensor: "are one tensor",
     one_view: "are views of each other",
     overlapping: "overlap",
-    interleaved: "are interleaved in one memory",
+    interleaved: "are interleaved",
 }
 
 
 def shared(
     sharings: Sequence[Sharing], with_written: bool, subject: Subject, example: Example
 ) -> Iterator[Case]:
-    """Each two tensors; with `with_written`, one of them is written, and the other only read."""
+    """Let each pair of tensors share memory.
+
+    With `with_written`, the operator writes one of them; otherwise, it only reads both.
+    """
     tensors, written = example.tensors, subject.written_places(example)
     arguments = [*example.args, *example.kwargs.values()]
     in_list = [isinstance(a, list) for a in arguments for _ in probes.tensors_of(a)]
@@ -97,14 +100,14 @@ def shared(
             if counts != int(with_written) or (with_written and left not in written):
                 continue
             if with_written and (in_list[left] or in_list[right]):
-                continue  # as of an optimizer's parameters: each has memory of its own
+                continue  # items of lists, such as parameters, never share memory
             differ = tensors[left].shape != tensors[right].shape
             if with_written and sharing is not interleaved and differ:
-                continue  # nobody passes a weight that is a part of what is written
+                continue  # no caller passes a part of the written tensor as a weight
             names, found = subject.names(example), True
             label = f"{names[left]} and {names[right]} {_WORDS[sharing]}"
             yield Case(label, example, functools.partial(_share, sharing, left, right))
     if not found:
         raise CannotCheck(
-            "nothing is written" if with_written else "no call has two tensors that are only read"
+            "nothing is written" if with_written else "no call only reads two tensors"
         )

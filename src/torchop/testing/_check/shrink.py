@@ -54,9 +54,9 @@ def _smaller(example: Example) -> Iterator[Example]:
 
 
 def _simple(tensor: Tensor) -> Tensor | None:
-    """Return a tensor of small numbers; None if it must not change or is simple already."""
+    """Return a replacement with small numbers; None if the tensor has small numbers or integers."""
     if not is_plain(tensor) or not tensor.dtype.is_floating_point or tensor.numel() < 1:
-        return None  # an integer may be an index
+        return None  # integers may be indices
     counted = torch.arange(1, tensor.numel() + 1, device=tensor.device) % 8
     simple = counted.to(tensor.dtype).view(tensor.shape)
     if tensor.detach().abs().max() <= 1:

@@ -60,18 +60,18 @@ def sizes_changed(changes: Mapping[int, int]) -> str:
     return ", ".join(f"dimensions of {size} with {new}" for size, new in changes.items())
 
 
-# One more than common block and grid sizes. The first is also one more than 256 * 4.
+# Larger by one than common block and grid sizes.
 BLOCKS = (1025, 65537)
 
 
-_MOST_ELEMENTS = 2**19  # of an example, or of its results, to keep calls below a second
+_MOST_ELEMENTS = 2**19  # in an example or its results, so that a call takes less than a second
 
 
 def larger_sizes(example: Example, results: Sequence[Tensor] = ()) -> list[dict[int, int]]:
-    """Return changes of one size each to one more than a common block size.
+    """Return changes of one size each to a value above a common block size.
 
-    The number of distinct indices does not change, because more of them would not fit their range.
-    Sizes that would make the `results` large, such as those of an outer product, stay too.
+    Sizes of distinct indices do not change, because their range is limited. Sizes that would make
+    the `results` too large, as for an outer product, do not change either.
     """
     fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
     return [

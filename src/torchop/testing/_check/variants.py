@@ -1,7 +1,7 @@
-"""The variants: the ways in which `check` changes the calls of the author.
+"""Variants: the ways in which `check` changes the author's examples.
 
-Each variant yields calls of one example: `VARIANTS` lists them in groups, such as layouts and
-values. The probes of `table.py` read the record of each call.
+A variant yields calls that differ from one example. `VARIANTS` lists the variants in groups, such
+as layouts and values. The probes in `table.py` read the record of each call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Cases = Iterator[Case]
 
 
 def all_and_each(items: Iterable[int]) -> list[list[int]]:
-    """Return all of them together, then each alone."""
+    """Return a list with all items, then a list with each single item."""
     every = list(items)
     singles = [[item] for item in every]
     return [every, *singles] if len(every) > 1 else singles
@@ -42,12 +42,12 @@ def _which(subject: Subject, example: Example, chosen: list[int], count: int) ->
 
 
 def plain(subject: Subject, example: Example) -> Cases:
-    """The example, contiguous."""
+    """Yield the example, contiguous."""
     yield Case("the example", example)
 
 
 def original(subject: Subject, example: Example) -> Cases:
-    """The example as it was passed."""
+    """Yield the example as it was passed."""
     passed = subject.originals[subject.place(example)]
     yield Case("the example as it was passed", passed.map(Tensor.detach))
 
@@ -57,37 +57,37 @@ def original(subject: Subject, example: Example) -> Cases:
 
 
 def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
-    """All tensors in one layout, then each alone."""
+    """Lay out all tensors, then each tensor alone."""
     places = set(range(len(example.tensors)))
     if not places:
         raise CannotCheck("no argument is a tensor")
     if layout not in WRITABLE:
         places -= subject.written_places(example)
         if not places:
-            raise CannotCheck("every tensor is written, and may not be expanded")
+            raise CannotCheck("every tensor is written, and cannot be expanded")
     for chosen in all_and_each(places):
         label = f"{_which(subject, example, chosen, len(places))} {layout}"
-        in_layout(layout, chosen)(example)  # raises where no tensor can have it
+        in_layout(layout, chosen)(example)  # raises if no tensor can have the layout
         yield Case(label, example, in_layout(layout, chosen))
         if subject.schema.is_mutable:
             arrange = in_layout(layout, chosen, finite=True)
-            yield Case(f"{label}, in memory of 3", example, arrange)
+            yield Case(f"{label}, surrounded by 3", example, arrange)
 
 
 def conjugate(subject: Subject, example: Example) -> Cases:
-    """Conjugate views; complex numbers are made where there are none."""
+    """Yield conjugate views, after converting real examples to complex numbers."""
     if not any(t.dtype.is_complex for t in example.tensors):
-        # There is no complex dtype for what has eight bits.
+        # There are no complex dtypes for float8.
         example = example.map(
             lambda t: t * (1 + 0.5j) if t.dtype.is_floating_point and t.itemsize > 1 else t
         )
         if not any(t.dtype.is_complex for t in example.tensors):
-            raise CannotCheck("no argument is complex, or may be")
+            raise CannotCheck("no argument is complex or can be made complex")
     yield Case("conjugate views", example, in_layout("conjugate"))
 
 
 def mixed(subject: Subject, example: Example) -> Cases:
-    """Another layout for each tensor."""
+    """Give each tensor a random layout."""
     places = range(len(example.tensors))
     if len(places) < 2:
         raise CannotCheck("no call has two tensors")
@@ -99,7 +99,7 @@ def mixed(subject: Subject, example: Example) -> Cases:
 
 
 def written_expanded(subject: Subject, example: Example) -> Cases:
-    """Written tensors whose elements share memory."""
+    """Expand written tensors, so that their elements share memory."""
     if not subject.schema.is_mutable:
         raise CannotCheck("nothing is written")
     arrange = in_layout("expanded", subject.written_places(example))
@@ -111,7 +111,7 @@ def written_expanded(subject: Subject, example: Example) -> Cases:
 
 
 def sized(size: int, subject: Subject, example: Example) -> Cases:
-    """All dimensions of one size, and those that were of one size, each for itself."""
+    """Change all dimensions to one size, then all equal dimensions."""
     chosen = all_and_each([n for n in sizes(example) if n != size])
     if not chosen:
         raise CannotCheck("no tensor has a dimension")
@@ -120,29 +120,29 @@ def sized(size: int, subject: Subject, example: Example) -> Cases:
 
 
 def longer(subject: Subject, example: Example) -> Cases:
-    """One element more in each dimension."""
+    """Add one element to all equal dimensions."""
     for change, other in each_resized(example, *({n: n + 1} for n in sizes(example) if n)):
         yield Case(sizes_changed(change), other)
 
 
 def blocks(subject: Subject, example: Example) -> Cases:
-    """Sizes a little above those of common blocks."""
+    """Make dimensions a little larger than common block sizes."""
     results = probes.tensors_of(subject.first_calls[subject.place(example)].record.outcome)
     changes = larger_sizes(example, results=results)
     if not changes:
-        raise CannotCheck("no tensor has a dimension that may be larger")
+        raise CannotCheck("no tensor has a dimension that can grow")
     for change, other in each_resized(example, *changes):
         yield Case(sizes_changed(change), other)
 
 
 def odd_strides(subject: Subject, example: Example) -> Cases:
-    """Odd strides of dimensions of size 1, which are made where there are none."""
+    """Give dimensions of size 1 odd strides, which kernels must ignore."""
     for _, smaller in each_resized(example, {}, *({size: 1} for size in sizes(example))):
         yield Case("dimensions of size 1 with odd strides", smaller, in_layout("odd_strides"))
 
 
 def zero_dim(subject: Subject, example: Example) -> Cases:
-    """Tensors without a dimension."""
+    """Replace tensors by their first element, without a dimension."""
     tensors = example.tensors
     places = [p for p, t in enumerate(tensors) if probes.is_plain(t) and t.dim() and t.numel()]
     places = [place for place in places if not has_fixed_values(tensors[place], example)]
@@ -185,7 +185,7 @@ def in_dtype(dtype: torch.dtype, example: Example) -> Example:
 
 
 def dtypes(subject: Subject, example: Example) -> Cases:
-    """Floating-point tensors in every dtype, without elements too."""
+    """Convert floating-point tensors to every dtype."""
     _needs_float(example)
     for dtype in EVERY:
         name = str(dtype).removeprefix("torch.")
@@ -197,7 +197,7 @@ def dtypes(subject: Subject, example: Example) -> Cases:
 
 
 def promotion(subject: Subject, example: Example) -> Cases:
-    """One floating-point tensor in another dtype."""
+    """Convert one floating-point tensor to another dtype."""
     places = [p for p, t in enumerate(example.tensors) if t.dtype.is_floating_point]
     if len(places) < 2:
         raise CannotCheck("no call has two floating-point tensors")
@@ -207,7 +207,7 @@ def promotion(subject: Subject, example: Example) -> Cases:
 
 
 def precisions(subject: Subject, example: Example) -> Cases:
-    """Each floating-point dtype but double."""
+    """Convert floating-point tensors to each floating-point dtype except double."""
     _needs_float(example)
     if any(t.dtype.is_complex for t in example.tensors):
         raise CannotCheck("an argument is complex")
@@ -217,7 +217,7 @@ def precisions(subject: Subject, example: Example) -> Cases:
 
 
 def digits(dtype: torch.dtype, share: float, subject: Subject, example: Example) -> Cases:
-    """Numbers in a dtype that no smaller dtype holds: up to this share of themselves larger."""
+    """Add noise, relative to each element, that a smaller dtype cannot represent."""
     _needs_float(example)
     if any(t.dtype.is_complex for t in example.tensors):
         raise CannotCheck("an argument is complex")
@@ -234,31 +234,31 @@ def digits(dtype: torch.dtype, share: float, subject: Subject, example: Example)
 
 def _needs_float(example: Example) -> None:
     if not any(map(is_float, example.tensors)):
-        raise CannotCheck("no argument is of a floating-point or complex dtype")
+        raise CannotCheck("no argument is floating-point or complex")
 
 
 # --------------------------------------------------------------------------------------------------
 # Values
 
-# Special numbers, by the limits of a dtype: lists, each of numbers that are tried together.
+# Special numbers as functions of the limits of a dtype: one list for each set to try.
 NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
     "nan": ("NaN", lambda limits: [[float("nan")]]),
     "inf": ("infinities", lambda limits: [[float("inf"), float("-inf")], [float("-inf")]]),
     "zeros": ("zeros of both signs", lambda limits: [[0.0, -0.0]]),
     "denormals": (
-        "numbers too small to be normal",
+        "subnormal numbers",
         lambda limits: [[limits.tiny / 2, -limits.tiny / 4, limits.tiny / 8]],
     ),
     "extremes": (
         "the largest and smallest numbers of the dtype",
-        # Not the largest and the smallest together: their sum depends on what is added first.
+        # Not the maximum with the minimum: their sum depends on the order of additions.
         lambda limits: [[limits.max, limits.tiny], [limits.min, limits.tiny]],
     ),
 }
 
 
 def with_numbers(numbers: Sequence[float], step: int, tensor: Tensor) -> Tensor:
-    """Return the tensor with such numbers in one of so many elements."""
+    """Replace every `step`-th element by one of these numbers."""
     flat = tensor.flatten().clone()
     places = range(0, flat.numel(), step)
     for index, place in enumerate(places):
@@ -267,7 +267,7 @@ def with_numbers(numbers: Sequence[float], step: int, tensor: Tensor) -> Tensor:
 
 
 def numbers(name: str, subject: Subject, example: Example) -> Cases:
-    """Such numbers in each floating-point tensor; integers may be indices, and stay."""
+    """Put special numbers into each floating-point tensor."""
     words, choice = NUMBERS[name]
     for place, tensor in enumerate(example.tensors):
         if tensor.dtype.is_floating_point and probes.is_plain(tensor):
@@ -282,10 +282,7 @@ def numbers(name: str, subject: Subject, example: Example) -> Cases:
 
 
 def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrangement:
-    """A layout that is not contiguous, if the call is right in it.
-
-    A call that fails there with other numbers too says nothing of the numbers.
-    """
+    """Return a strided layout; if the unchanged call fails in it, the contiguous layout."""
     layout = in_layout("sliced" if tensor.dim() else "offset")
     with contextlib.suppress(Exception):
         call = subject.call(Case("", example, layout))
@@ -298,7 +295,7 @@ def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrange
 
 
 def int8(subject: Subject, example: Example) -> Cases:
-    """The smallest and the largest integers of eight bits."""
+    """Put the smallest and the largest 8-bit integers into a tensor."""
     for place, tensor in enumerate(example.tensors):
         if tensor.dtype in (torch.int8, torch.uint8) and not _may_be_places(tensor, example):
             limits = torch.iinfo(tensor.dtype)
@@ -308,20 +305,13 @@ def int8(subject: Subject, example: Example) -> Cases:
 
 
 def _may_be_places(integers: Tensor, example: Example) -> bool:
-    """Whether integers could be places in a tensor, or sizes of its parts.
-
-    A permutation has places in itself, and ranges of some lengths are places in a result.
-    """
+    """Return whether integers could be indices into a tensor, or sizes of segments."""
     most = max((tensor.numel() for tensor in example.tensors), default=0)
     return bool(((integers >= 0) & (integers <= most)).all())
 
 
 def scalars(subject: Subject, example: Example) -> Cases:
-    """Other numbers and flags.
-
-    These are 0, 1 and flags the other way around, for which kernels have special cases, and a
-    number that is not whole.
-    """
+    """Replace numbers by values that kernels often treat separately, and invert flags."""
     named = subject.by_name(example)
     for name, value in named.kwargs.items():
         others: set[Any] = set()
@@ -330,7 +320,8 @@ def scalars(subject: Subject, example: Example) -> Cases:
         elif type(value) is float:
             others = {0.0, 1.0, value + 0.5} - {value}
         elif type(value) is int and subject.operator.function is not None:
-            # In C++, it may rely on integers that fit, and anywhere on a number above all indices.
+            # C++ operators may require particular integers. A number above all indices of a tensor
+            # may be a size, so it only grows.
             indices = filter(probes.has_integers, named.tensors)
             is_bound = any(int(t.min()) >= 0 and int(t.max()) < value for t in indices)
             others = {value + 1} if is_bound else {0, -1, value + 1} - {value}
@@ -339,16 +330,12 @@ def scalars(subject: Subject, example: Example) -> Cases:
 
 
 def absent(subject: Subject, example: Example) -> Cases:
-    """Optional arguments that are None."""
+    """Replace optional arguments by None."""
     named = subject.by_name(example)
     for argument in subject.schema.arguments:
         is_given = named.kwargs.get(argument.name) is not None
         if is_given and argument.kind.startswith("Optional["):
             yield Case(f"{argument.name}=None", named.with_argument(argument.name, None))
-
-
-# --------------------------------------------------------------------------------------------------
-# Arguments that share memory
 
 
 # --------------------------------------------------------------------------------------------------
@@ -366,7 +353,6 @@ VARIANTS: dict[str, Variant] = {
     **_group("layout", conjugate=conjugate, mixed=mixed),
     **_group("size", empty=functools.partial(sized, 0), single=functools.partial(sized, 1)),
     **_group("size", longer=longer),
-    # At offsets and with strides, which are what such a call shows first.
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
     "blocks": Variant("blocks", "size", blocks, most=1),
     **_group("dtype", precisions=precisions),
