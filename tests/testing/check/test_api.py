@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -19,7 +18,7 @@ from torch import Tensor
 import torchop
 from tests._support.common import outcome
 from torchop.testing import CheckReport, check
-from torchop.testing._check.calls import Call, CannotCheck
+from torchop.testing._check.calls import Call
 from torchop.testing._check.checks import process
 from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.table import CHECKS, alone
@@ -193,26 +192,6 @@ def test_budget_ends_a_check_between_its_cases(good: Any) -> None:
     result = run_check(item, end=time.perf_counter() - 1)
     assert result.outcome == "not run"
     assert "after 0 cases" in result.message
-
-
-def test_seed_decides_what_is_tried(namespace: str) -> None:
-    def layouts(seed: int) -> list[str]:
-        op = f"{namespace}::either"
-        (item,) = plan_checks(op, [(torch.ones(2, 3), torch.ones(2, 3))], only="mixed", seed=seed)
-        labels = []
-        with contextlib.suppress(CannotCheck):  # at the end, which counts without a case alone
-            for case in item.kind.cases(item.subject, {}):
-                labels.append(case.label)  # those before the exception are kept
-        return labels
-
-    torchop.custom_op(
-        f"{namespace}::either",
-        lambda x, y: x + y,
-        mutates_args=(),
-        schema="(Tensor x, Tensor y) -> Tensor",
-    )
-    assert layouts(1) == layouts(1)
-    assert layouts(1) != layouts(2)
 
 
 def test_what_cannot_be_done_says_why(good: Any) -> None:
@@ -415,7 +394,7 @@ def test_running_survives_what_exits_and_what_cannot_be_printed(namespace: str) 
 @pytest.mark.parametrize("budget", [-1, float("nan")])
 def test_a_budget_in_which_nothing_runs_is_refused(namespace: str, budget: float) -> None:
     op = torchop.custom_op(f"{namespace}::op", _double, mutates_args=())
-    with pytest.raises(ValueError, match=rf"budget={budget}\): no check would run, and none"):
+    with pytest.raises(ValueError, match=rf"budget={budget}\): budget must be 0 or more"):
         check(op, EXAMPLE, budget=budget)
 
 
@@ -449,11 +428,11 @@ def test_checks_are_there_without_docstrings() -> None:
     assert (kind.name, kind.question) == ("memory.quiet", "")
 
 
-def test_what_is_expected_and_the_budget_have_types(good: Any) -> None:
+def test_budget_must_be_a_number(good: Any) -> None:
     x = torch.ones(2)
-    with pytest.raises(TypeError, match=r"expected is a dict from the names of checks.*got list"):
-        check(good, (x,), expected=["memory.transposed"])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"budget='30'\): budget is a number of seconds, or None"):
+    with pytest.raises(
+        TypeError, match=r"budget='30'\): budget must be a number of seconds"
+    ):
         check(good, (x,), budget="30")  # type: ignore[arg-type]
 
 

@@ -91,5 +91,5 @@ def test_a_frozen_incoming_gradient(namespace):
     op.register_autograd(backward, setup_context=save)
     (planned,) = plan_checks(op, [(X,)], only="needs_input_grad")
     result = run_check(planned)
-    assert "while the incoming gradient requires no grad" in result.message
+    assert "if the incoming gradient requires no grad" in result.message
     assert f"torch.ops.{namespace}.op" in result.program

@@ -126,7 +126,7 @@ def test_operator_of_a_program_cannot_be_imported(namespace: str) -> None:
     exec("def f(x: Tensor) -> Tensor: return x.clone()", names)
     op = torchop.custom_op(f"{namespace}::typed", names["f"], mutates_args=())
     program = write(op.overload, results.succeeds, (torch.ones(1),), {}, {}, "comment")
-    assert f"# Here goes what defines {op.name}." in program
+    assert f"# Import the module that defines {op.name} here." in program
 
 
 def test_comment_cannot_end_in_code() -> None:
@@ -142,7 +142,7 @@ def test_large_tensors_are_not_written(dtype: torch.dtype) -> None:
     tensor = (torch.arange(600_000) % 7).to(dtype).view(2, -1).T
     text, names = written((tensor,))
     assert len(text) < 2000
-    assert "# 600000 elements are by chance in place of those that failed." in text
+    assert "# 600000 random elements replace those that failed." in text
     (again,) = names["args"]
     assert (again.shape, again.stride(), again.dtype) == (tensor.shape, tensor.stride(), dtype)
     if dtype is torch.int64:

@@ -44,7 +44,8 @@ def test_what_a_provider_says_decides_what_is_checked(op: Any) -> None:
     assert "memory.transposed[fast]" not in names
     assert {"contracts.schema[fast]", "providers.agrees[fast]"} < set(names)
     for name, providers in (
-        ("providers.deterministic", ["fast", "row"]),
+        ("contracts.repeated", ["fast", "row"]),
+        ("providers.batch_invariant", ["row"]),
         ("contracts.state", ["fast", "row"]),
         ("providers.configs", []),
     ):

@@ -221,7 +221,7 @@ def assumes_alignment(x: Tensor) -> Tensor:
     return raw(x).as_strided(x.shape, x.stride(), start).clone().contiguous()
 
 
-wrong(define("assumes_alignment", assumes_alignment, fake=like), "memory.unaligned", one)
+wrong(define("assumes_alignment", assumes_alignment, fake=like), "memory.sliced", one)
 
 
 def heeds_only_first(x: Tensor, y: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def heeds_only_first(x: Tensor, y: Tensor) -> Tensor:
     return (x + y).contiguous()
 
 
-wrong(define("heeds_only_first", heeds_only_first, fake=like), "memory.mixed", two)
+wrong(define("heeds_only_first", heeds_only_first, fake=like), "memory.transposed", two)
 
 
 def counts_into(x: Tensor) -> None:
@@ -422,7 +422,7 @@ def writes_between(x: Tensor, y: Tensor) -> None:
     raw(x)[x.storage_offset() + 1 : end : 2] = 0
 
 
-wrong(define("writes_between", writes_between, mutates_args={"x"}), "sharing.beside", two)
+wrong(define("writes_between", writes_between, mutates_args={"x"}), "memory.gaps", two)
 
 
 def reverses_into(x: Tensor, y: Tensor) -> None:

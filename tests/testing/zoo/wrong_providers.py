@@ -330,7 +330,7 @@ enter(
     "fast_by_chance",
     row_sums,
     sums_by_chance,
-    "providers.deterministic",
+    "contracts.repeated",
     numbers,
     supports=has_rows,
 )

@@ -216,7 +216,7 @@ wrong(
         "differentiates_with_noise",
         lambda ctx, g: g * ctx.saved_tensors[0].exp() * (1 + 1e-7 * _noise.random()),
     ),
-    "subsystems.determinism",
+    "subsystems.gradcheck",
     one,
 )
 
@@ -227,7 +227,7 @@ def _dropout(x: Tensor) -> Tensor:
 
 wrong(
     _differentiable("drops_by_own_numbers", lambda ctx, g: g * _noise.random(), _dropout),
-    "subsystems.checkpoint",
+    "contracts.repeated",
     one,
 )
 

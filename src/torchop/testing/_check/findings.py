@@ -75,8 +75,8 @@ _OF_FAKE = (
 )
 _OF_GRADIENTS = (
     *("subsystems.gradcheck", "subsystems.gradgradcheck", "subsystems.forward_mode"),
-    *("subsystems.checkpoint", "subsystems.needs_input_grad", "subsystems.saved"),
-    *("subsystems.grad_strides", "subsystems.determinism", "subsystems.func"),
+    *("subsystems.needs_input_grad", "subsystems.saved", "subsystems.grad_strides"),
+    "subsystems.func",
     *("subsystems.threads", "contracts.leaks"),
 )
 # Checks that also fail if the first check fails on a plain call.
@@ -93,7 +93,6 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     "dtypes.accepted": ("dtypes.promotion",),
     "subsystems.needs_input_grad": ("subsystems.func",),
     "subsystems.autograd_registration": ("subsystems.compiled", "subsystems.vmap*"),
-    "subsystems.determinism": _OF_GRADIENTS,
     "subsystems.gradcheck": (
         *("subsystems.gradgradcheck", "subsystems.forward_mode", "subsystems.func"),
         *("subsystems.needs_input_grad", "subsystems.compiled"),

@@ -118,7 +118,6 @@ LAYOUTS: Mapping[str, Callable[[Tensor, bool], Tensor]] = {
     "gaps": gaps,
     "sliced": sliced,
     "offset": functools.partial(contiguous, offset=GUARD),
-    "unaligned": functools.partial(contiguous, offset=1),
     "channels_last": channels_last,
     "odd_strides": odd_strides,
     "negative": negative,

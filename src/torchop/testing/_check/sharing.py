@@ -12,7 +12,7 @@ from torch import Tensor
 from torchop.testing import probes
 from torchop.testing._check.calls import CannotCheck, Example
 from torchop.testing._check.cases import Case
-from torchop.testing._check.layouts import GUARD, contiguous_strides, filler
+from torchop.testing._check.layouts import GUARD, filler
 from torchop.testing._check.subject import Subject
 
 Sharing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -45,19 +45,6 @@ def overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def interleaved(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Interleave the elements of both tensors in the same memory."""
-    if not first.dim() or not second.dim():
-        raise CannotCheck("no two tensors have equal dtypes and a dimension")
-    size = 2 * max(first.numel(), second.numel()) + GUARD
-    memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
-    pair = []
-    for start, tensor in enumerate((first, second)):
-        strides = tuple(2 * stride for stride in contiguous_strides(tensor.shape))
-        pair.append(memory.as_strided(tuple(tensor.shape), strides, start).copy_(tensor))
-    return pair[0], pair[1]
-
-
 def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example:
     tensors = example.tensors
     first, second = tensors[left], tensors[right]
@@ -78,7 +65,6 @@ _WORDS: dict[Sharing, str] = {
     one_tensor: "are one tensor",
     one_view: "are views of each other",
     overlapping: "overlap",
-    interleaved: "are interleaved",
 }
 
 
@@ -102,7 +88,7 @@ def shared(
             if with_written and (in_list[left] or in_list[right]):
                 continue  # items of lists, such as parameters, never share memory
             differ = tensors[left].shape != tensors[right].shape
-            if with_written and sharing is not interleaved and differ:
+            if with_written and differ:
                 continue  # no caller passes a part of the written tensor as a weight
             names, found = subject.names(example), True
             label = f"{names[left]} and {names[right]} {_WORDS[sharing]}"

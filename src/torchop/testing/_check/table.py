@@ -1,7 +1,7 @@
-"""The table of all checks: which probes run on the calls of which variants.
+"""The table of all checks: which probe runs on the calls of which variants.
 
-A check is a probe with some variants, or a function that yields its own calls. Names have the form
-`family.check`, such as `"memory.transposed"`. To add a check, add a row to `CHECKS`.
+A check is a probe with variants, or a function that yields its own calls. A name consists of a
+family and the check, such as `"memory.transposed"`. To add a check, add a row to `CHECKS`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torchop.testing._check.checks import (
 from torchop.testing._check.subject import Subject
 from torchop.testing._check.variants import VARIANTS
 
-# Returns further arguments of a probe; raises CannotCheck if the probe does not apply.
+# Returns options of a probe, or raises CannotCheck if the probe does not apply.
 Options = Callable[[Subject, Case, Call], dict[str, Any]]
-# Yields the cases of a check, and may add details to the report. A CannotCheck that it raises, even
-# at the end, matters only if it yielded no case.
+# Yields the cases of a check, and may add details to the report. It may raise CannotCheck, which is
+# the outcome of the check if there is no case.
 Cases = Callable[[Subject, Details], Iterator[Case]]
 
 
@@ -41,14 +41,14 @@ class CheckKind:
     """One check of any operator.
 
     Attributes:
-        name: family and check, such as `"memory.transposed"`.
-        question: the question that it answers, for the report.
+        name: the name, such as `"memory.transposed"`.
+        question: the question that the check answers, for the report.
         cases: yields the calls.
         probe: reads the records of the calls, unless a case has its own probe.
-        options: further arguments of the probe.
+        options: returns the options of the probe.
         of_kernel: whether to repeat the check with the kernel of a provider.
-        is_costly: whether it compiles programs; such checks run last.
-        takes_refused: whether the probe also reads the records of calls that raised.
+        is_costly: whether the check compiles programs. Such checks run last.
+        takes_refused: whether the probe also reads the records of calls that raise.
     """
 
     name: str
@@ -62,14 +62,14 @@ class CheckKind:
 
     @property
     def is_of_providers(self) -> bool:
-        """Whether it applies only to operators with providers."""
+        """Whether the check applies only to operators with providers."""
         return self.name.startswith("providers.")
 
 
 def _of(
     name: str, options: dict[str, Any], variants: str, question: str, **more: Any
 ) -> tuple[CheckKind, ...]:
-    """Return a check that runs the probe in `options` on the variants in a string."""
+    """Return a check that runs the probe in `options` on variants, separated by spaces."""
 
     def cases(subject: Subject, details: Details) -> Iterator[Case]:
         problem = None
@@ -85,13 +85,13 @@ def _of(
 
 
 def _each(family: str, options: dict[str, Any], **questions: str) -> tuple[CheckKind, ...]:
-    """Return one check per variant, with its question."""
+    """Return a check for each variant."""
     items = questions.items()
     return tuple(c for name, text in items for c in _of(f"{family}.{name}", options, name, text))
 
 
 def alone(family: str, *functions: Cases, **options: Any) -> tuple[CheckKind, ...]:
-    """Return checks from functions that yield cases, and whose docstrings are the questions."""
+    """Return a check for each function that yields cases. Its docstring is the question."""
     questions = [(each.__doc__ or "").partition("\n")[0] for each in functions]  # none with -OO
     names = [f"{family}.{each.__name__}" for each in functions]
     rows = zip(names, questions, functions, strict=True)
@@ -103,7 +103,7 @@ def alone(family: str, *functions: Cases, **options: Any) -> tuple[CheckKind, ..
 
 
 def _compared(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    """Return the options to compare with contiguous copies or with the reference."""
+    """Return the options of `same_as_contiguous`. With a reference, they contain its outcome."""
     options = subject.expectation(call.example, case.label)
     if "expected" not in options and case.group == "layout":
         subject.share_expected(call, case.example)
@@ -112,7 +112,7 @@ def _compared(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
 
 def _with_reference(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
     if subject.reference is None:
-        raise CannotCheck("no reference says what is right")
+        raise CannotCheck("there is no reference to compare with")
     return _compared(subject, case, call)
 
 
@@ -132,7 +132,7 @@ def _labelled(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
 
 
 def _of_threads(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    # PyTorch starts another thread for each 32,768 elements: only large calls use several.
+    # PyTorch uses one thread per 32,768 elements, so only large calls use several threads.
     return {"draws": subject.is_random, "is_large": case.group == "size", **subject.tolerances}
 
 
@@ -155,8 +155,7 @@ _FAKE = {"probe": fakes.describes_results}
 _PROMOTED = {"probe": fakes.describes_results, "options": _describable}
 
 _LAYOUTS = (
-    "contiguous transposed gaps sliced offset unaligned channels_last odd_strides negative "
-    "conjugate expanded"
+    "contiguous transposed gaps sliced offset channels_last odd_strides negative conjugate expanded"
 )
 _SIZES = "empty single longer"
 
@@ -173,22 +172,21 @@ def _if_deterministic(provider: Provider) -> bool:
 # The table
 
 CHECKS: tuple[CheckKind, ...] = (
-    # Contracts first: the arguments of later calls may stay in the state of the operator.
+    # Contracts come first, because later calls may change the state of the operator.
     *_of(
         "contracts.schema",
         _SCHEMA,
         f"given plain {_LAYOUTS} {_SIZES} scalars",
-        "Are only the named arguments written, and are outputs fresh, also through NumPy?",
+        "Does it write only declared arguments, and return fresh memory?",
         of_kernel=_always,
     ),
-    *alone("contracts", process.repeated),
-    *alone("contracts", process.state, of_kernel=_if_deterministic),
+    *alone("contracts", process.repeated, process.state, of_kernel=_if_deterministic),
     *alone("contracts", process.kept, process.leaks, process.process, of_kernel=_always),
     *_of(
         "contracts.num_threads",
         {"probe": results.ignores_num_threads, "options": _of_threads},
         "plain blocks",
-        "Does it do the same with any number of threads?",
+        "Are results the same for any number of threads?",
         of_kernel=_always,
     ),
     *alone("contracts", digits.defaults),
@@ -196,7 +194,7 @@ CHECKS: tuple[CheckKind, ...] = (
         "memory.given",
         {**_SAME, "takes_refused": True},
         "given",
-        "Does it do the same on the examples as on copies?",
+        "Is the result for the examples the same as for contiguous copies?",
     ),
     *_of(
         "memory.uninitialized",
@@ -208,85 +206,81 @@ CHECKS: tuple[CheckKind, ...] = (
     *_each(
         "memory",
         _SAME,
-        contiguous="Does it read or write behind the end of a contiguous tensor?",
-        transposed="Does it respect strides: the same on dense tensors that are not contiguous?",
-        gaps="The same with gaps of NaN between elements?",
-        sliced="The same on a slice of something larger?",
-        offset="The same on tensors that do not start where their memory does?",
-        unaligned="The same on memory that is not aligned to 16 bytes?",
-        channels_last="The same on channels-last tensors?",
-        negative="The same on negative views?",
-        conjugate="The same on conjugate views?",
-        expanded="The same on expanded tensors, whose elements share memory?",
-        mixed="The same with another layout for each argument?",
-        empty="The same with 0 elements?",
-        single="The same with 1 element?",
-        # It would blame strides for the faults that one element shows too.
-        odd_strides="The same with odd strides of size 1?",
-        zero_dim="The same on tensors without a dimension?",
+        contiguous="Does it stay within the memory of contiguous tensors?",
+        transposed="Is the result the same for transposed tensors?",
+        gaps="Is it the same for tensors with gaps between elements?",
+        sliced="Is it the same for slices of larger tensors?",
+        offset="Is it the same for tensors with a storage offset?",
+        channels_last="Is it the same for channels-last tensors?",
+        negative="Is it the same for negative views?",
+        conjugate="Is it the same for conjugate views?",
+        expanded="Is it the same for expanded tensors?",
+        empty="Is it right for tensors without elements?",
+        single="Is it right for dimensions of size 1?",
+        odd_strides="Does it ignore the strides of dimensions of size 1?",
+        zero_dim="Is it right for tensors without dimensions?",
     ),
-    *_each("memory", _REFUSED, written_expanded="Is writing into expanded tensors refused?"),
+    *_each("memory", _REFUSED, written_expanded="Does it refuse to write expanded tensors?"),
     *_of(
         "memory.blocks",
         {"probe": results.right_in_blocks, "options": _compared},
         "blocks",
-        "Is every element written where sizes are a little more than those of blocks?",
+        "Is every element written if sizes exceed common block sizes?",
         of_kernel=_always,
     ),
     *alone("dtypes", fakes.accepted, probe=fakes.describes_results),
-    *_each("dtypes", _PROMOTED, promotion="Is promotion the same for the fake kernel?"),
-    *_of("dtypes.numbers", _DOUBLE, "precisions", "Are results the same numbers in every dtype?"),
+    *_each("dtypes", _PROMOTED, promotion="Does the fake kernel promote dtypes like the kernel?"),
+    *_of("dtypes.numbers", _DOUBLE, "precisions", "Are results as precise as the dtype?"),
     *_of(
         "dtypes.half",
         {"probe": digits.keeps_digits_of_half, "options": _reproducible},
         "half_digits",
-        "Are float16 results computed in float16, and not in bfloat16?",
+        "Are float16 results not rounded to bfloat16?",
     ),
     *_of(
         "dtypes.double",
         {"probe": digits.computes_in_double},
         "digits",
-        "Are double results computed in double?",
+        "Are double results not rounded to float32?",
     ),
     *alone("dtypes", digits.float_arguments),
     *_each(
         "values",
         _SAME,
-        nan="Does it do the same wherever NaN lies?",
-        inf="The same wherever infinities lie?",
-        zeros="The same wherever zeros of both signs lie?",
-        denormals="The same wherever numbers too small to be normal lie?",
-        extremes="The same wherever the largest and smallest numbers of the dtype lie?",
+        nan="Is the result for NaN the same in each layout?",
+        inf="Is it the same for infinities?",
+        zeros="Is it the same for zeros of both signs?",
+        denormals="Is it the same for subnormal numbers?",
+        extremes="Is it the same for the largest and smallest numbers of the dtype?",
     ),
     *_each(
         "values",
         _RIGHT,
-        int8="Does it do as the reference with the smallest and the largest integers of 8 bits?",
-        scalars="Does it do as the reference with other scalars?",
+        int8="Does it agree with the reference for the limits of 8-bit integers?",
+        scalars="Does it agree with the reference for other scalars?",
     ),
     *_each(
         "sharing",
         _SAME,
-        one="Does it do the same if one tensor is passed for two arguments?",
-        view="The same if one argument is a view of another?",
-        overlap="The same if arguments overlap?",
-        beside="Is the memory between the elements of a written argument left unchanged?",
+        one="Is the result the same if two arguments are one tensor?",
+        view="Is it the same if one argument is a view of another?",
+        overlap="Is it the same if arguments overlap?",
     ),
     *_each(
         "sharing",
         _REFUSED,
-        written="Is an argument that overlaps a written one refused, or the outcome the same?",
+        written="Is the result right if an argument overlaps a written one, or is that refused?",
     ),
     *alone("providers", providers.supports, of_kernel=_always),
     *alone("providers", providers.agrees, of_kernel=_always, **_AGREES),
     *alone("providers", providers.configs, of_kernel=lambda provider: len(provider.configs) > 1),
     *alone("providers", providers.gradients, of_kernel=_always),
-    *alone("providers", providers.deterministic, of_kernel=_if_deterministic),
+    *alone("providers", providers.batch_invariant, of_kernel=lambda p: p.batch_invariant),
     *_of(
         "subsystems.fake",
         _FAKE,
-        f"plain {_LAYOUTS} {_SIZES} blocks absent scalars",
-        "Does the fake kernel describe the results of all layouts and sizes?",
+        f"plain {_LAYOUTS} {_SIZES} absent scalars",
+        "Does the fake kernel return the right metadata?",
         of_kernel=_always,
     ),
     *alone("subsystems", fakes.fake_symbols, fakes.fake_devices, fakes.autograd_registration),
@@ -296,7 +290,7 @@ CHECKS: tuple[CheckKind, ...] = (
     *alone(
         "subsystems", gradients.forward_mode, incoming_gradients.needs_input_grad, gradients.saved
     ),
-    *alone("subsystems", gradients.checkpoint, gradients.determinism, residuals.residuals),
+    *alone("subsystems", residuals.residuals),
     *alone("subsystems", contexts.vmap, contexts.vmap_random, contexts.func),
     *alone("subsystems", process.threads, of_kernel=_if_deterministic),
     *alone("subsystems", contexts.autocast, contexts.inference_mode),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from torchop.testing._check.calls import CannotCheck, Example
 from torchop.testing._check.cases import Arrangement, Case, Variant
 from torchop.testing._check.layouts import LAYOUTS, WRITABLE, in_layout
 from torchop.testing._check.relations import has_fixed_values, referred
-from torchop.testing._check.sharing import interleaved, one_tensor, one_view, overlapping, shared
+from torchop.testing._check.sharing import one_tensor, one_view, overlapping, shared
 from torchop.testing._check.sizes import each_resized, larger_sizes, sizes, sizes_changed
 from torchop.testing._check.subject import Subject
 
@@ -84,18 +83,6 @@ def conjugate(subject: Subject, example: Example) -> Cases:
         if not any(t.dtype.is_complex for t in example.tensors):
             raise CannotCheck("no argument is complex or can be made complex")
     yield Case("conjugate views", example, in_layout("conjugate"))
-
-
-def mixed(subject: Subject, example: Example) -> Cases:
-    """Give each tensor a random layout."""
-    places = range(len(example.tensors))
-    if len(places) < 2:
-        raise CannotCheck("no call has two tensors")
-    chance = random.Random(subject.seed)
-    written = subject.written_places(example)
-    for _ in range(6):
-        names = {p: chance.choice(WRITABLE if p in written else tuple(LAYOUTS)) for p in places}
-        yield Case(f"layouts {', '.join(names.values())}", example, in_layout(names))
 
 
 def written_expanded(subject: Subject, example: Example) -> Cases:
@@ -350,7 +337,7 @@ _LAID_OUT = [name for name in LAYOUTS if name not in ("odd_strides", "conjugate"
 VARIANTS: dict[str, Variant] = {
     **_group("plain", plain=plain, given=original),
     **_group("layout", **{name: functools.partial(laid_out, name) for name in _LAID_OUT}),
-    **_group("layout", conjugate=conjugate, mixed=mixed),
+    **_group("layout", conjugate=conjugate),
     **_group("size", empty=functools.partial(sized, 0), single=functools.partial(sized, 1)),
     **_group("size", longer=longer),
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
@@ -366,7 +353,6 @@ VARIANTS: dict[str, Variant] = {
     **_group("sharing", one=functools.partial(shared, [one_tensor], False)),
     **_group("sharing", view=functools.partial(shared, [one_view], False)),
     **_group("sharing", overlap=functools.partial(shared, [overlapping], False)),
-    **_group("sharing", beside=functools.partial(shared, [interleaved], True)),
     **_group("sharing", written=functools.partial(shared, [one_view, overlapping], True)),
     **_group("sharing", written_expanded=written_expanded),
 }

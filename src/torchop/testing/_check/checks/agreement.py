@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torchop._rules.providers.priority import REFERENCE
 from torchop._rules.providers.provider import Provider
 from torchop.extend import Operator, OpOverload
 from torchop.testing import probes
-from torchop.testing._check.calls import Call, breaks_contract, reason
+from torchop.testing._check.calls import Call, CannotCheck, breaks_contract, reason
 from torchop.testing.process_state import process_state, restored, seed_all
 
 
@@ -131,6 +131,47 @@ def gradients_agree(call: Call, provider: str, rtol: float = 1e-4, atol: float =
         actual = probes.gradients(function, inputs)
     what = f"gradients with the provider {provider!r}"
     probes.assert_same(actual, expected, what, tolerance=tolerance, rtol=rtol, atol=atol)
+
+
+def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) -> None:
+    """Check that rows have the same bits alone and in batches, at each position.
+
+    Args:
+        call: the call.
+        provider: the name of the provider.
+        batched: the indices of the tensors whose rows are the batch.
+
+    Raises:
+        CannotCheck: the reference does not compute its results row by row.
+    """
+    kernel, rows = provider_of(call, provider), len(call.tensors[batched[0]])
+
+    def run(name: str, index: Tensor) -> list[Tensor]:
+        chosen = iter(range(len(call.tensors)))
+        example = call.changed(
+            lambda t: t.index_select(0, index.to(t.device)) if next(chosen) in batched else t
+        )
+        if name == provider and not kernel.takes(*every_argument(call.schema, *example)):
+            raise CannotCheck(f"`supports` of the provider {name!r} returns False")
+        with only(call.op, name):
+            return probes.tensors_of(call.again(example))
+
+    def alone(name: str) -> list[Tensor]:
+        each = [run(name, torch.tensor([row])) for row in range(rows)]
+        return [torch.cat(results) for results in zip(*each, strict=True)]
+
+    try:
+        whole, by_rows = run(REFERENCE, torch.arange(rows)), alone(REFERENCE)
+        probes.assert_same(by_rows, whole, "", rtol=1e-3, atol=1e-3)
+    except Exception:
+        raise CannotCheck("the reference does not compute its results row by row") from None
+    expected = alone(provider)
+    for count in (2, 3, 4, 7, 16, 33, 64, 129):
+        for shift in (0, 1):
+            index = (torch.arange(count) + shift) % rows
+            right = [result[index.to(result.device)] for result in expected]
+            what = f"rows in a batch of {count}, compared with single rows,"
+            probes.assert_same(run(provider, index), right, what, rtol=0, atol=0)
 
 
 def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint as checkpointing
 
 from torchop import ForwardModeError, MissingFormulaError
 from torchop.testing import probes
@@ -152,18 +151,6 @@ def saved_tensors_are_watched(call: Call) -> None:
     probes.assert_same(given, kept, "the incoming gradient after backward")
 
 
-def _checkpointed(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
-    checkpoint = functools.partial(checkpointing.checkpoint, function, use_reentrant=False)
-    return probes.gradients(checkpoint, inputs)
-
-
-def _reentrant(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    results = checkpointing.checkpoint(function, *leaves, use_reentrant=True)
-    probes.weighted_sum(results).backward()
-    return [leaf.grad for leaf in leaves]
-
-
 def _in_another_thread(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
     total, answer = probes.weighted_sum(function(*inputs)), Future[Any]()
 
@@ -201,9 +188,6 @@ def _func_vjp(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
 
 # Ways to compute the gradients of a call. All must agree.
 WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
-    "of an equal call": probes.gradients,
-    "with checkpointing": _checkpointed,
-    "with reentrant checkpointing": _reentrant,
     "in another thread": _in_another_thread,
     "of torch.func.grad": _func_grad,
     "of torch.func.vjp": _func_vjp,
@@ -394,18 +378,6 @@ def with_formula(
     needs_formula(subject, order)
     for example in subject.trainable_examples[:most]:
         yield gradient_case(label, example, probe=probe, **more)
-
-
-def checkpoint(subject: Subject, details: Details) -> Iterator[Case]:
-    """Are gradients the same with activation checkpointing?"""
-    ways = ["with checkpointing", "with reentrant checkpointing"]
-    return with_formula(subject, "the example", same_gradients, 1, options={"ways": ways})
-
-
-def determinism(subject: Subject, details: Details) -> Iterator[Case]:
-    """Do equal calls have gradients with equal bits?"""
-    options = {"ways": 4 * ["of an equal call"], "rtol": 0, "atol": 0}
-    return with_formula(subject, "equal calls", same_gradients, options=options)
 
 
 def saved(subject: Subject, details: Details) -> Iterator[Case]:

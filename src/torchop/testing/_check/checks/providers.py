@@ -11,16 +11,17 @@ from torchop import ProviderError
 from torchop._rules.providers import every_argument, providers_of
 from torchop._rules.providers.priority import REFERENCE
 from torchop._rules.providers.provider import Provider
+from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck
 from torchop.testing._check.cases import Case, Details, Variant
 from torchop.testing._check.checks.agreement import (
     agrees_with_reference,
     gradients_agree,
+    is_the_same_in_batches,
     only,
     supports_is_sound,
 )
 from torchop.testing._check.checks.gradients import needs_formula
-from torchop.testing._check.checks.process import is_repeatable
 from torchop.testing._check.subject import Subject
 from torchop.testing._check.variants import VARIANTS
 from torchop.testing.process_state import restored
@@ -145,10 +146,15 @@ def gradients(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("the example", example, None, "gradient", gradients_agree, options)
 
 
-def deterministic(subject: Subject, details: Details) -> Iterator[Case]:
-    """Do equal calls return equal bits?"""
-    declared(subject)
-    for name in ("plain", "blocks"):
-        with contextlib.suppress(CannotCheck):
-            for case in subject.cases(VARIANTS[name]):
-                yield dataclasses.replace(case, probe=is_repeatable)
+def batch_invariant(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does a row have the same bits alone and in batches?"""
+    provider = declared(subject).name
+    subject.needs_fixed_results()
+    for example in subject.accepted():
+        tensors = [t if probes.is_plain(t) and t.dim() else None for t in example.tensors]
+        rows = next((len(t) for t in tensors if t is not None), 0)
+        # The tensors with as many rows as the first are the batch.
+        batched = [n for n, t in enumerate(tensors) if t is not None and len(t) == rows]
+        if rows:
+            options = {"provider": provider, "batched": batched}
+            yield Case("rows", example, None, "plain", is_the_same_in_batches, options)
