@@ -1,7 +1,7 @@
 """Run every check on every operator of the zoo, and print the score.
 
 `python -m tests.testing.zoo [--quick] [--results FILE] [--page] [NAME ...]`. With `--results`, the
-run can be interrupted: operators that are already in the file do not run again.
+run can be interrupted, because operators that are already in the file do not run again.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torchop.testing._check.table import CHECKS
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "checks-compared.md"
 _PAGE = """# What each check finds
 
-`torchop.testing.check` is tested on a zoo in `tests/testing/zoo`: operators with one deliberate
-fault each, and right operators beside them. Each of the {wrong} wrong operators must be found by
-the check that names its fault, and no check may report a fault of the {right} right ones. The
-authors of the checks know most of the operators, so the numbers show which kinds of faults the
-checks can find, and not which share of the faults in your operators.
+The tests of `torchop.testing.check` use a zoo of operators in `tests/testing/zoo`: {wrong} wrong
+operators with one deliberate fault each, and {right} right ones. Each fault must be reported by the
+check that the zoo assigns to it, and no check may report a right operator. The zoo was written
+together with the checks, so the numbers show which kinds of faults the checks can find. They do not
+show how many of your faults the checks would find.
 
 The columns count wrong operators:
 
-- *faults*: the check must find them, because it names their fault;
-- *found*: the check found them in a run of all checks on {measured} of the {wrong} wrong
+- *faults*: the number of faults that the zoo assigns to the check;
+- *found*: the operators that the check reports, in a run on {measured} of the {wrong} wrong
   operators{kinds} ({families});
-- *alone*: no other check found them in that run.
+- *alone*: the operators that no other check reports in this run.
 
-A check with 0 in the last column is not superfluous if it names the fault better, or if the run has
-left out its operators. Two checks need an accelerator, and have their wrong operators in
+A check with 0 in the last column stays if it reports a fault that others only report by accident, or
+if the run has left out its operators. Two checks need an accelerator. Their wrong operators are in
 `tests/integration/device`. `nox -s zoo -- --page` measures and writes this page.
 
 | check | question | faults | found | alone |
@@ -51,14 +51,14 @@ left out its operators. Two checks need an accelerator, and have their wrong ope
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The result of the checks of one operator.
+    """The results of all checks on one operator.
 
     Attributes:
         name: the operator.
-        failed: the checks that failed.
-        findings: the number of findings into which the failures are grouped.
+        failed: the names of the failed checks.
+        findings: the number of findings.
         seconds: the duration.
-        quick: whether the checks that compile programs were left out.
+        quick: whether checks that compile programs were left out.
     """
 
     name: str
@@ -69,13 +69,13 @@ class Measured:
 
 
 def rows() -> list[str]:
-    """Return the first three columns of the page: checks, questions, and numbers of faults."""
+    """Return the first three columns of the page: check, question, and number of faults."""
     faults = Counter(str(specimen.check).partition("[")[0] for specimen in WRONG)
     return [f"| `{check.name}` | {check.question} | {faults[check.name]} |" for check in CHECKS]
 
 
 def page_of(measured: Sequence[Measured]) -> str:
-    """Return the page, with the numbers of wrong operators that each check found."""
+    """Return the text of the page."""
     names = {specimen.name: str(specimen.check) for specimen in WRONG}
     wrongs = [each for each in measured if each.name in names]
     families = Counter(names[each.name].partition(".")[0] for each in wrongs)
@@ -98,8 +98,8 @@ def page_of(measured: Sequence[Measured]) -> str:
 
 
 def counted(failures: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
-    """Return how many operators each check finds, and alone, from the failures of each."""
-    # The checks of a provider's kernel are those of every kernel.
+    """Return the numbers of operators that each check finds, and finds alone."""
+    # Count a check of a provider like the check of the reference.
     named = [{name.partition("[")[0] for name in names} for names in failures]
     found = Counter(name for names in named for name in names)
     alone = Counter(name for names in named if len(names) == 1 for name in names)
@@ -108,7 +108,7 @@ def counted(failures: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
 
 def measure(specimen: Specimen, *, quick: bool) -> Measured:
     """Run the checks of an operator."""
-    # Not all operators have all checks: some are of those with a provider.
+    # Not all operators have all checks. Some checks require a provider.
     planned = plan_checks(specimen.op, specimen.examples()) if quick else []
     with contextlib.redirect_stderr(io.StringIO()):
         report = torchop.testing.check(
@@ -132,7 +132,7 @@ def verdict(specimen: Specimen, measured: Measured) -> str:
 def each_measured(
     specimens: Iterable[Specimen], file: Path | None, *, quick: bool
 ) -> Iterator[tuple[Specimen, Measured]]:
-    """Yield each operator with its result, which is read from the file if it is there."""
+    """Yield each operator with its result, from the file if it has one."""
     known = {}
     if file is not None and file.exists():
         lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
